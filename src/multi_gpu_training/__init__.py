@@ -1,0 +1,71 @@
+"""Train a PyTorch model on many GPUs and get what one GPU computes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+    from multi_gpu_training.distributed.launch import launch_distributed_training
+    from multi_gpu_training.errors import ConfigError, MultiGPUError
+    from multi_gpu_training.monitoring.metrics import MetricsCollector
+    from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
+    from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
+    from multi_gpu_training.training.hooks import Hook
+    from multi_gpu_training.training.manager import FitResult, MultiGPUTrainingManager
+    from multi_gpu_training.training.trainer import (
+        DataParallelTrainer,
+        DistributedDataParallelTrainer,
+        MultiGPUTrainer,
+        SingleDeviceTrainer,
+        StepResult,
+    )
+
+_HOMES = {
+    "ConfigError": "errors",
+    "MultiGPUError": "errors",
+    "MultiGPUConfig": "config",
+    "TrainingMode": "config",
+    "launch_distributed_training": "distributed.launch",
+    "MetricsCollector": "monitoring.metrics",
+    "get_gpu_info": "planning.gpus",
+    "print_gpu_info": "planning.gpus",
+    "FaultToleranceManager": "reliability.fault_tolerance",
+    "Hook": "training.hooks",
+    "FitResult": "training.manager",
+    "MultiGPUTrainingManager": "training.manager",
+    "DataParallelTrainer": "training.trainer",
+    "DistributedDataParallelTrainer": "training.trainer",
+    "MultiGPUTrainer": "training.trainer",
+    "SingleDeviceTrainer": "training.trainer",
+    "StepResult": "training.trainer",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "ConfigError",
+    "DataParallelTrainer",
+    "DistributedDataParallelTrainer",
+    "FaultToleranceManager",
+    "FitResult",
+    "Hook",
+    "MetricsCollector",
+    "MultiGPUConfig",
+    "MultiGPUError",
+    "MultiGPUTrainer",
+    "MultiGPUTrainingManager",
+    "SingleDeviceTrainer",
+    "StepResult",
+    "TrainingMode",
+    "get_gpu_info",
+    "launch_distributed_training",
+    "print_gpu_info",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Names are imported when first used: `mgt --help` must not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

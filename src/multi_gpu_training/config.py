@@ -1,0 +1,253 @@
+"""What a run is: every setting, its default, and which settings contradict each other."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from datetime import timedelta
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from multi_gpu_training.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NaturalInt = Annotated[int, Field(ge=0)]
+
+
+class TrainingMode(StrEnum):
+    SINGLE = "single"
+    DATA_PARALLEL = "data_parallel"
+    DISTRIBUTED_DATA_PARALLEL = "distributed_data_parallel"
+
+    @classmethod
+    def _missing_(cls, value: object) -> TrainingMode | None:
+        return {"dp": cls.DATA_PARALLEL, "ddp": cls.DISTRIBUTED_DATA_PARALLEL}.get(str(value))
+
+
+class MultiGPUConfig(BaseModel):
+    """One training run.
+
+    Fields are checked one by one when they are set, and against each other when the config is
+    built and again when a manager takes it; all problems are reported together.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, use_enum_values=False)
+
+    # Where it runs
+    training_mode: TrainingMode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device_ids: list[NaturalInt] | None = Field(
+        None, description="GPUs to use, counted inside CUDA_VISIBLE_DEVICES; None is all"
+    )
+    share_gpu: bool = Field(False, description="allow several ranks on one GPU (testing, gloo)")
+    world_size: PositiveInt | None = Field(None, description="ranks; None is one a GPU")
+    rank: NaturalInt | None = None
+    local_rank: NaturalInt | None = None
+    backend: Literal["nccl", "gloo"] | None = Field(None, description="None: what is there")
+    timeout: timedelta = Field(
+        timedelta(minutes=30), description="how long a collective may take; seconds in YAML"
+    )
+
+    # How much at a time
+    batch_size: PositiveInt = Field(32, description="samples per GPU and micro-batch")
+    global_batch_size: PositiveInt | None = Field(
+        None, description="samples per step over all ranks, kept when the number of GPUs changes"
+    )
+    gradient_accumulation_steps: PositiveInt = 1
+    epochs: PositiveInt = 10
+    max_steps: PositiveInt | None = None
+    steps_per_epoch: PositiveInt | None = Field(
+        None, description="length of an epoch over a stream that has none"
+    )
+
+    # Arithmetic
+    use_mixed_precision: bool = False
+    mixed_precision_dtype: Literal["auto", "bf16", "fp16"] = "auto"
+    allow_tf32: bool = Field(False, description="TF32 matrix products on Ampere and later")
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    use_gradient_checkpointing: bool = False
+    sync_bn: bool = False
+    seed: NaturalInt = 0
+    deterministic: bool = False
+
+    # Learning rate
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-2
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    base_batch_size: PositiveInt | None = Field(
+        None, description="the batch that learning_rate was chosen for; None is batch_size"
+    )
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: NaturalInt = 0
+    schedule: Literal["constant", "cosine", "step"] = "constant"
+    schedule_step_epochs: PositiveInt = Field(30, description="schedule=step: epochs between drops")
+    schedule_gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="factor of a drop")
+    scheduler_unit: Literal["step", "epoch"] = Field(
+        "step", description="what a scheduler you bring counts"
+    )
+
+    # DDP
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+    use_gradient_as_bucket_view: bool = True
+    bucket_cap_mb: Annotated[float, Field(gt=0)] = 25.0
+    reduce_bucket_size: PositiveInt | None = Field(None, description="bucket_cap_mb in bytes")
+    static_graph: bool = False
+    use_fp16_allreduce: bool = Field(False, description="the same as fp16_compression")
+    fp16_compression: bool = Field(False, description="send gradients in 16 bits")
+    consistency_check_every: NaturalInt = Field(
+        500, description="steps between comparisons of the replicas; 0 is never"
+    )
+
+    # Feeding
+    num_workers: NaturalInt = 0
+    pin_memory: bool = True
+    prefetch_factor: PositiveInt | None = None
+    persistent_workers: bool = False
+    shuffle: bool = True
+
+    # Keeping
+    enable_fault_tolerance: bool = True
+    checkpoint_frequency: PositiveInt = Field(1000, description="steps between checkpoints")
+    max_restarts: NaturalInt = Field(0, description="restarts of the ranks after a failure")
+    recovery_timeout: Annotated[float, Field(gt=0)] = Field(
+        300.0, description="seconds the ranks have to find each other, also after a restart"
+    )
+    keep_last: PositiveInt = 3
+    resume: str | None = Field(None, description="auto, or a checkpoint folder")
+    best_metric: str | None = Field(
+        None, description="validation metric that names the best checkpoint; None is loss"
+    )
+    best_metric_mode: Literal["auto", "min", "max"] = Field(
+        "auto", description="auto: losses and errors small, everything else large"
+    )
+    early_stopping_patience: PositiveInt | None = Field(
+        None, description="epochs without a better best_metric before the run ends"
+    )
+
+    # Watching
+    save_dir: str = "runs"
+    recipe: str = "custom"
+    run_name: str | None = None
+    log_every: PositiveInt = 20
+    tensorboard: bool = True
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            names = list(type(self).model_fields)
+            raise ConfigError([_describe(detail, names) for detail in error.errors()]) from None
+        self.check()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError as error:
+            names = list(type(self).model_fields)
+            raise ConfigError([_describe(detail, names) for detail in error.errors()]) from None
+
+    def check(self) -> None:
+        """Raise one ConfigError with every pair of settings that contradict each other."""
+        problems = list(self._contradictions())
+        if problems:
+            raise ConfigError(problems)
+
+    def _contradictions(self) -> Iterator[str]:
+        given = self.model_fields_set
+        mode = self.training_mode
+        distributed = mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL
+        if not distributed and (self.world_size or 1) > 1:
+            yield (
+                f"training_mode={mode.value} is one process; drop world_size={self.world_size} "
+                "or use distributed_data_parallel"
+            )
+        if not distributed and self.sync_bn and mode is TrainingMode.DATA_PARALLEL:
+            yield "sync_bn=true needs distributed_data_parallel; DataParallel cannot do it"
+        if mode is TrainingMode.SINGLE and self.device_ids and len(self.device_ids) > 1:
+            yield f"training_mode=single uses one GPU; device_ids={self.device_ids} names several"
+        if self.device == "cpu" and self.device_ids:
+            yield f"device=cpu and device_ids={self.device_ids} exclude each other; drop one"
+        if self.device == "cpu" and self.backend == "nccl":
+            yield "backend=nccl needs GPUs; use backend=gloo with device=cpu"
+        if distributed and self.device_ids and not self.share_gpu:
+            repeated = sorted({i for i in self.device_ids if self.device_ids.count(i) > 1})
+            if repeated:
+                yield (
+                    f"device_ids={self.device_ids} repeats {repeated}; name each GPU once, "
+                    "or set share_gpu=true to test several ranks on one GPU"
+                )
+        if self.rank is not None and self.world_size is None:
+            yield f"rank={self.rank} needs world_size as well"
+        if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
+            yield (f"rank={self.rank} is outside world_size={self.world_size}; ranks count from 0")
+        if self.global_batch_size and self.world_size and self.global_batch_size < self.world_size:
+            yield (
+                f"global_batch_size={self.global_batch_size} is smaller than "
+                f"world_size={self.world_size}; use at least {self.world_size}, or fewer ranks"
+            )
+        if {"reduce_bucket_size", "bucket_cap_mb"} <= given and self.reduce_bucket_size:
+            megabytes = self.reduce_bucket_size / 2**20
+            if abs(megabytes - self.bucket_cap_mb) > 1e-6 * self.bucket_cap_mb:
+                yield (
+                    f"reduce_bucket_size={self.reduce_bucket_size} bytes is {megabytes:g} MB but "
+                    f"bucket_cap_mb={self.bucket_cap_mb:g}; give one of them, or equal values"
+                )
+        if {
+            "use_fp16_allreduce",
+            "fp16_compression",
+        } <= given and self.use_fp16_allreduce != self.fp16_compression:
+            yield (
+                f"use_fp16_allreduce={self.use_fp16_allreduce} and "
+                f"fp16_compression={self.fp16_compression} mean the same; set one of them"
+            )
+        if self.num_workers == 0:
+            if self.prefetch_factor is not None:
+                yield (
+                    f"prefetch_factor={self.prefetch_factor} needs num_workers of at least 1; "
+                    "without workers nothing is prefetched"
+                )
+            if self.persistent_workers:
+                yield "persistent_workers=true needs num_workers of at least 1"
+        if self.warmup_epochs and self.warmup_steps:
+            yield (
+                f"warmup_epochs={self.warmup_epochs:g} and warmup_steps={self.warmup_steps} "
+                "both set the warm-up; give one"
+            )
+        if self.mixed_precision_dtype != "auto" and not self.use_mixed_precision:
+            yield (
+                f"mixed_precision_dtype={self.mixed_precision_dtype} does nothing without "
+                "use_mixed_precision=true"
+            )
+
+    @property
+    def compress_gradients(self) -> bool:
+        return self.use_fp16_allreduce or self.fp16_compression
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.reduce_bucket_size or int(self.bucket_cap_mb * 2**20)
+
+    def plain(self) -> dict[str, Any]:
+        """Every field as plain values, ready for YAML or JSON."""
+        values = self.model_dump(mode="python")
+        values["training_mode"] = self.training_mode.value
+        values["timeout"] = self.timeout.total_seconds()
+        return values
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else "`mgt config-schema` lists every key"
+    return f"unknown key {key!r}; {hint}"
+
+
+def _describe(detail: ErrorDetails, known: list[str]) -> str:
+    name = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return unknown_key(name, known)
+    return f"{name}={detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"

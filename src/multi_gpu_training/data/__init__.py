@@ -1,0 +1,1 @@
+"""Feed: which samples, in which order, to which rank, onto the device."""

@@ -1,0 +1,167 @@
+"""From a dataset or DataLoader as the user has it to this rank's loader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data import default_collate as torch_collate
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.loader import Feeding, ShareLoader
+from multi_gpu_training.data.order import (
+    BatchSamplerBatches,
+    GlobalBatchSource,
+    SamplerBatches,
+    ShuffledBatches,
+)
+from multi_gpu_training.data.stream import StreamLoader
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import DataError
+
+Loader = ShareLoader | StreamLoader
+Data = Dataset[Any] | DataLoader[Any]
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """per_rank x accumulation x ranks = global_batch, short where that does not divide."""
+
+    per_rank: int
+    accumulation: int
+    ranks: int
+    global_batch: int
+
+    @property
+    def micro(self) -> int:
+        """Samples of a micro-batch over all ranks."""
+        return -(-self.global_batch // self.accumulation)
+
+
+def batch_sizes(config: MultiGPUConfig, replicas: int, per_rank: int | None = None) -> BatchSizes:
+    """Sizes for `replicas` model copies: ranks, or the GPUs of one DataParallel process.
+
+    With `global_batch_size` the accumulation follows from what a GPU may hold (`batch_size`,
+    where it was given), so that the step stays the same on any number of GPUs.
+    """
+    limit = per_rank or config.batch_size
+    accumulation = config.gradient_accumulation_steps
+    if config.global_batch_size is None:
+        return BatchSizes(limit, accumulation, replicas, limit * accumulation * replicas)
+    total = config.global_batch_size
+    if total < replicas:
+        raise DataError(
+            f"global_batch_size={total} is smaller than world_size={replicas}; "
+            f"use at least {replicas}, or fewer ranks"
+        )
+    if per_rank or "batch_size" in config.model_fields_set:
+        accumulation = max(accumulation, -(-total // (limit * replicas)))
+    accumulation = min(accumulation, total)
+    return BatchSizes(-(-total // (accumulation * replicas)), accumulation, replicas, total)
+
+
+def training_loader(
+    data: Data, config: MultiGPUConfig, placement: Placement, replicas: int
+) -> tuple[Loader, BatchSizes]:
+    brought = data if isinstance(data, DataLoader) else None
+    dataset = _dataset(data)
+    # A DataLoader's batch size is what its author runs on one GPU, like batch_size.
+    use_its_size = brought is not None and "batch_size" not in config.model_fields_set
+    sizes = batch_sizes(config, replicas, brought.batch_size if use_its_size and brought else None)
+    feeding = _feeding(brought, config, placement, sizes.micro)
+    if isinstance(dataset, IterableDataset):
+        steps = config.steps_per_epoch
+        return StreamLoader(dataset, sizes.global_batch, feeding, steps), sizes
+    samples = _length(dataset, "training")
+    return ShareLoader(dataset, _source(brought, samples, config, sizes), feeding), sizes
+
+
+def validation_loader(
+    data: Data, config: MultiGPUConfig, placement: Placement, sizes: BatchSizes
+) -> Loader:
+    """Each sample once, in order; a rank without a share of a batch just does not see it."""
+    brought = data if isinstance(data, DataLoader) else None
+    dataset = _dataset(data)
+    size = sizes.per_rank * sizes.ranks
+    feeding = _feeding(brought, config, placement, size, skip_empty=True)
+    if isinstance(dataset, IterableDataset):
+        return StreamLoader(dataset, size, feeding)
+    source = ShuffledBatches(_length(dataset, "validation"), size, shuffle=False)
+    return ShareLoader(dataset, source, feeding)
+
+
+def _source(
+    brought: DataLoader[Any] | None, samples: int, config: MultiGPUConfig, sizes: BatchSizes
+) -> GlobalBatchSource:
+    total = sizes.global_batch
+    if brought is None:
+        return ShuffledBatches(samples, total, config.shuffle)
+    if brought.batch_sampler is not None and type(brought.batch_sampler) is not BatchSampler:
+        return BatchSamplerBatches(brought.batch_sampler)
+    sampler = brought.sampler
+    if type(sampler) is SequentialSampler:
+        return ShuffledBatches(samples, total, shuffle=False)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return ShuffledBatches(samples, total, shuffle=True)
+    return SamplerBatches(sampler, total)
+
+
+def _feeding(
+    brought: DataLoader[Any] | None,
+    config: MultiGPUConfig,
+    placement: Placement,
+    micro_size: int,
+    skip_empty: bool = False,
+) -> Feeding:
+    workers = config.num_workers
+    if brought is not None and "num_workers" not in config.model_fields_set:
+        workers = brought.num_workers
+    return Feeding(
+        micro_size=micro_size,
+        seed=config.seed,
+        rank=placement.dp_rank,
+        ranks=placement.dp_size,
+        device=placement.device,
+        collate=brought.collate_fn if brought is not None else torch_collate,
+        num_workers=workers,
+        pin_memory=config.pin_memory and placement.device.type == "cuda",
+        prefetch_factor=(config.prefetch_factor or 2) if workers else None,
+        persistent_workers=config.persistent_workers and workers > 0,
+        worker_init_fn=brought.worker_init_fn if brought is not None else None,
+        skip_empty=skip_empty,
+    )
+
+
+def _dataset(data: Data) -> Dataset[Any]:
+    if isinstance(data, DataLoader):
+        return data.dataset
+    if isinstance(data, IterableDataset) or hasattr(data, "__getitem__"):
+        return data
+    raise DataError(
+        f"{type(data).__name__} is no dataset: give an object with __len__ and __getitem__, a "
+        "torch IterableDataset, or a DataLoader"
+    )
+
+
+def _length(dataset: Any, purpose: str) -> int:
+    name = type(dataset).__name__
+    try:
+        samples = len(dataset)
+    except TypeError:
+        raise DataError(
+            f"the {purpose} dataset {name} has no length; give it __len__, or make it a torch "
+            "IterableDataset to read it as a stream"
+        ) from None
+    if samples == 0:
+        raise DataError(
+            f"the {purpose} dataset {name} has 0 samples; check its path and its filters"
+        )
+    return samples

@@ -1,0 +1,190 @@
+"""Which samples form a step, and which of them are whose.
+
+A global batch is an ordered list of sample indices that depends on (seed, epoch, position) alone.
+It is cut into global micro-batches, and each of these is shared out over the ranks, so that the
+same samples meet in the same micro-batch whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, Sampler
+
+from multi_gpu_training.errors import DataError
+
+
+class GlobalBatchSource(Protocol):
+    """Anything that says which samples form each step of an epoch.
+
+    Must return the same batches on every rank and every time for the same seed and epoch.
+    Batches may differ in size: length buckets, token budgets, weighted sampling.
+    """
+
+    def batches(self, seed: int, epoch: int) -> Iterable[Sequence[int]]: ...
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank must know about one micro-batch to weigh it rightly.
+
+    count: samples that this rank holds; 0 where there are fewer samples than ranks.
+    window_count: samples of the whole step, over all micro-batches and ranks.
+    key, sample_seed: where this micro-batch's and its samples' randomness comes from.
+    """
+
+    epoch: int
+    position: int
+    indices: tuple[int, ...]
+    count: int
+    window_count: int
+    first: bool
+    last: bool
+    key: int
+    sample_seed: int = 0
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from whole numbers, far apart for neighbouring inputs."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def cut(count: int, parts: int, part: int) -> tuple[int, int]:
+    """Start and stop of `part` when `count` things are shared over `parts`, none left over."""
+    small, extra = divmod(count, parts)
+    start = part * small + min(part, extra)
+    return start, start + small + (part < extra)
+
+
+class ShuffledBatches:
+    """Every sample once an epoch, in batches of `batch_size`; the last one may be short."""
+
+    def __init__(self, samples: int, batch_size: int, shuffle: bool = True) -> None:
+        self.samples = samples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+
+    def __len__(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
+        order = self._order(seed, epoch)
+        for start in range(0, self.samples, self.batch_size):
+            yield order[start : start + self.batch_size].tolist()
+
+    def _order(self, seed: int, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.samples)
+        generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+        return torch.randperm(self.samples, generator=generator)
+
+
+class SamplerBatches:
+    """The order of a sampler that the user brought, drawn alike on every rank."""
+
+    def __init__(self, sampler: Sampler[Any] | Iterable[int], batch_size: int) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return -(-_length(self.sampler) // self.batch_size)
+
+    def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
+        order = [int(i) for i in _draw(self.sampler, derive_seed(seed, epoch), epoch)]
+        for start in range(0, len(order), self.batch_size):
+            yield order[start : start + self.batch_size]
+
+
+class BatchSamplerBatches:
+    """Batches of a batch sampler that the user brought: each is one global batch."""
+
+    def __init__(self, sampler: BatchSampler | Iterable[Sequence[int]]) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return _length(self.sampler)
+
+    def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
+        yield from (list(batch) for batch in _draw(self.sampler, derive_seed(seed, epoch), epoch))
+
+
+def shares(
+    source: GlobalBatchSource,
+    micro_size: int,
+    seed: int,
+    epoch: int,
+    rank: int,
+    ranks: int,
+    start: int = 0,
+) -> Iterator[Share]:
+    """The micro-batches of `rank`, from step `start` of the epoch on.
+
+    `micro_size` is the size of a micro-batch over all ranks. Every rank gets the same number of
+    micro-batches; one whose part is empty still takes part, with count 0.
+    """
+    for position, batch in enumerate(source.batches(seed, epoch)):
+        if position < start:
+            continue
+        chunks = max(1, -(-len(batch) // micro_size))
+        for chunk in range(chunks):
+            part = batch[chunk * micro_size : (chunk + 1) * micro_size]
+            begin, end = cut(len(part), ranks, rank)
+            yield Share(
+                epoch=epoch,
+                position=position,
+                indices=tuple(part[begin:end]),
+                count=end - begin,
+                window_count=len(batch),
+                first=chunk == 0,
+                last=chunk == chunks - 1,
+                key=derive_seed(seed, epoch, position, chunk, rank),
+                sample_seed=derive_seed(seed, epoch),
+            )
+
+
+def _length(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except TypeError:
+        raise DataError(
+            f"{type(sampler).__name__} has no length; give it __len__, so that the number of "
+            "steps in an epoch is known"
+        ) from None
+
+
+def _draw(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
+    """List the sampler with every generator it may use seeded, and put them back afterwards."""
+    own = getattr(sampler, "generator", None) or getattr(
+        getattr(sampler, "sampler", None), "generator", None
+    )
+    set_epoch = getattr(sampler, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        seed_everything(seed)
+        if isinstance(own, torch.Generator):
+            own.manual_seed(seed)
+        return list(sampler)
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global CPU generators of torch, numpy and Python, cheaply."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)

@@ -1,0 +1,177 @@
+"""The loader of iterable datasets: one stream, read by every rank, each keeping its share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from multi_gpu_training.data.batch import attach, head, to_device
+from multi_gpu_training.data.loader import Feeding, WorkerStart, as_is
+from multi_gpu_training.data.order import Share, cut, derive_seed, seed_everything
+from multi_gpu_training.errors import DataError
+
+
+class StreamLoader:
+    """This rank's share of a dataset without length or random access.
+
+    Every rank reads the one stream, with at most one worker, and keeps its own part of each
+    global batch: order and batches do not depend on the number of ranks. Memory is bounded by
+    one global batch. A resume reads past what was consumed.
+
+    Without `steps_per_epoch` an epoch is one pass over the stream. With it, an epoch is that
+    many steps: an endless stream is read on, one that ends is begun again.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        global_batch_size: int,
+        feeding: Feeding,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        # Several workers would each read the whole stream.
+        self.feeding = replace(feeding, num_workers=min(1, feeding.num_workers))
+        self.steps = steps_per_epoch
+        self.epoch = 0
+        self.start = 0
+        self._template: Any = None
+        self._live: Iterator[tuple[Share, Any]] | None = None
+        self._live_at = (0, 0)
+
+    def seek(self, epoch: int, start: int = 0) -> None:
+        self.epoch, self.start = epoch, start
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._live is None or self._live_at != (self.epoch, self.start):
+            self._live = iter(self._windows())
+        for share, batch in self._live:
+            if share.count:
+                self._template = batch
+            if share.count or not self.feeding.skip_empty:
+                kept = batch if share.count else head(batch, 0)
+                yield attach(to_device(kept, self.feeding.device), share)
+            if share.last and self.steps is not None and share.position == self.steps - 1:
+                self.seek(self.epoch + 1)
+                self._live_at = (self.epoch, 0)
+                return
+        self._live = None
+        self.seek(self.epoch + 1)
+
+    def stand_in(self, share: Share) -> Any:
+        """A sample for a rank whose share is empty but whose model must run all the same."""
+        return to_device(head(self._template, 1), self.feeding.device)
+
+    def _windows(self) -> Iterable[tuple[Share, Any]]:
+        windows = _Windows(
+            self.dataset, self.global_batch_size, self.feeding, self.epoch, self.start, self.steps
+        )
+        if not self.feeding.num_workers:
+            return windows
+        return DataLoader(
+            windows,
+            batch_size=None,
+            num_workers=1,
+            collate_fn=as_is,
+            pin_memory=self.feeding.pin_memory,
+            prefetch_factor=self.feeding.prefetch_factor,
+            worker_init_fn=WorkerStart(self.feeding.worker_init_fn),
+            generator=torch.Generator(),
+        )
+
+
+class _Windows(IterableDataset[Any]):
+    """Global batches of the stream from (epoch, start) on, cut down to one rank's share."""
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        global_batch_size: int,
+        feeding: Feeding,
+        epoch: int,
+        start: int,
+        steps: int | None,
+    ) -> None:
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self.feeding = feeding
+        self.epoch = epoch
+        self.start = start
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[tuple[Share, Any]]:
+        if self.steps is None:
+            for position, window in enumerate(self._pass(self.epoch)):
+                if position >= self.start:
+                    yield from self._parts(window, self.epoch, position)
+            return
+        number = 0
+        first = self.epoch * self.steps + self.start
+        for lap in count():
+            before = number
+            for window in self._pass(lap):
+                if number >= first:
+                    yield from self._parts(window, *divmod(number, self.steps))
+                number += 1
+            if number == before:
+                raise DataError(
+                    f"{type(self.dataset).__name__} gave no sample; an epoch of "
+                    f"steps_per_epoch={self.steps} needs some"
+                )
+
+    def _pass(self, lap: int) -> Iterator[list[Any]]:
+        window: list[Any] = []
+        for sample in _keyed_stream(self.dataset, self.feeding.seed, lap):
+            window.append(sample)
+            if len(window) == self.global_batch_size:
+                yield window
+                window = []
+        if window:
+            yield window
+
+    def _parts(self, window: list[Any], epoch: int, position: int) -> Iterator[tuple[Share, Any]]:
+        feeding = self.feeding
+        chunks = max(1, -(-len(window) // feeding.micro_size))
+        offset = position * self.global_batch_size
+        for chunk in range(chunks):
+            first = chunk * feeding.micro_size
+            part = window[first : first + feeding.micro_size]
+            begin, end = cut(len(part), feeding.ranks, feeding.rank)
+            share = Share(
+                epoch=epoch,
+                position=position,
+                indices=tuple(range(offset + first + begin, offset + first + end)),
+                count=end - begin,
+                window_count=len(window),
+                first=chunk == 0,
+                last=chunk == chunks - 1,
+                key=derive_seed(feeding.seed, epoch, position, chunk, feeding.rank),
+            )
+            seed_everything(share.key)
+            yield share, feeding.collate(part[begin:end] or part[:1])
+
+
+def _keyed_stream(dataset: Iterable[Any], seed: int, lap: int) -> Iterator[Any]:
+    """The stream's samples, each drawn with randomness keyed by (seed, lap, place).
+
+    All ranks draw alike, so even a stream that shuffles at random is one stream.
+    """
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(lap)
+    lap_seed = derive_seed(seed, lap)
+    seed_everything(lap_seed)
+    iterator = iter(dataset)
+    for place in count():
+        seed_everything(derive_seed(lap_seed, place))
+        try:
+            sample = next(iterator)
+        except StopIteration:
+            return
+        yield sample

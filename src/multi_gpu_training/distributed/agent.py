@@ -1,0 +1,75 @@
+"""PyTorch's elastic agent, set up for one run on this machine and quick to let go."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan, check_port
+
+# Its own account of failures would stand between the user and the failing rank's traceback.
+for name in ("torch.distributed.elastic", "torch.distributed.run"):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class RankAgent(LocalElasticAgent):
+    """Ends the other ranks soon after one has failed; the stock agent waits 30 s for each."""
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
+        self._shutdown(signal.SIGTERM, timeout=GRACE_S)
+
+
+def make_spec(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...], run_id: str) -> WorkerSpec:
+    """Where the ranks meet: a free port on loopback, or the address that was asked for."""
+    hosts = plan.hosts
+    timeout = max(1, round(plan.recovery_timeout))
+    explicit = hosts.nodes > 1 or hosts.master_port is not None
+    if explicit:
+        address = hosts.master_addr or "127.0.0.1"
+        port = hosts.master_port or 29500
+        if hosts.node_rank == 0:
+            check_port(address, port)
+        parameters = RendezvousParameters(
+            "static",
+            f"{address}:{port}",
+            run_id if hosts.nodes == 1 else "mgt",
+            hosts.nodes,
+            hosts.nodes,
+            rank=hosts.node_rank,
+            timeout=timeout,
+        )
+    else:
+        # Sharing the rendezvous store with the ranks leaves it stale after a restart.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        parameters = RendezvousParameters(
+            "c10d",
+            "127.0.0.1:0",
+            run_id,
+            1,
+            1,
+            local_addr="127.0.0.1",
+            is_host="1",
+            join_timeout=timeout,
+            timeout=timeout,
+        )
+    if hosts.nodes == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return WorkerSpec(
+        role="rank",
+        local_world_size=plan.ranks_here,
+        entrypoint=entrypoint,
+        args=args,
+        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+        max_restarts=plan.max_restarts,
+        monitor_interval=0.1,
+        master_addr=hosts.master_addr or "127.0.0.1" if explicit else None,
+        master_port=hosts.master_port or 29500 if explicit else None,
+        local_addr=None if explicit else "127.0.0.1",
+    )

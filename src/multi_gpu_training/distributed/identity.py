@@ -1,0 +1,69 @@
+"""Who am I: the rank that a launcher gave this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from multi_gpu_training.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Identity:
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    launched: bool = False
+    attempt: int = 0
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
+
+
+ALONE = Identity()
+
+
+def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
+    """The identity a launcher (ours, torchrun, srun) put into the environment, or None."""
+    env = os.environ if env is None else env
+    if "RANK" in env and "WORLD_SIZE" in env:
+        world_size = _integer(env, "WORLD_SIZE")
+        return Identity(
+            rank=_integer(env, "RANK"),
+            local_rank=_integer(env, "LOCAL_RANK", _integer(env, "RANK")),
+            world_size=world_size,
+            local_world_size=_integer(env, "LOCAL_WORLD_SIZE", world_size),
+            launched=True,
+            attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        )
+    if _integer(env, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env and "MASTER_ADDR" in env:
+        return Identity(
+            rank=_integer(env, "SLURM_PROCID"),
+            local_rank=_integer(env, "SLURM_LOCALID", 0),
+            world_size=_integer(env, "SLURM_NTASKS"),
+            local_world_size=_integer(env, "SLURM_NTASKS_PER_NODE", 1),
+            launched=True,
+            attempt=_integer(env, "SLURM_RESTART_COUNT", 0),
+        )
+    return None
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(str(text))
+    except ValueError:
+        raise ConfigError(
+            f"the environment has {name}={text!r}, which is no whole number; "
+            "unset it, or start with `mgt run` or torchrun, which set it"
+        ) from None

@@ -1,0 +1,240 @@
+"""Start the ranks of a run on this machine, watch them, and end them all when one ends badly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.distributed.identity import from_environment
+from multi_gpu_training.errors import ConfigError, LaunchError, RankFailure
+
+# Ranks get this long to end by themselves before they are killed; Ctrl-C must end within 5 s.
+GRACE_S = 3
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Which machines take part, and where the ranks meet. By default this one, on a free port."""
+
+    nodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @classmethod
+    def from_environment(cls, **flags: Any) -> Hosts:
+        """MASTER_ADDR and MASTER_PORT are honoured; flags win."""
+        port = os.environ.get("MASTER_PORT")
+        found = {
+            "master_addr": os.environ.get("MASTER_ADDR"),
+            "master_port": int(port) if port else None,
+        }
+        return cls(**{**found, **{k: v for k, v in flags.items() if v is not None}})
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    ranks_here: int
+    hosts: Hosts = Hosts()
+    max_restarts: int = 0
+    recovery_timeout: float = 300.0
+
+
+def available_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def ranks_for(num_gpus: int, share_gpu: bool = False, device_ids: list[int] | None = None) -> int:
+    """Ranks for `--num-gpus`: -1 is every GPU; without GPUs, N means N CPU ranks."""
+    gpus = available_gpus()
+    if gpus and device_ids is not None:
+        gpus = len(device_ids)
+    if num_gpus == -1:
+        return max(1, gpus)
+    if num_gpus < 1:
+        raise ConfigError(f"--num-gpus {num_gpus}: use -1 for all, or a number from 1 on")
+    if gpus and num_gpus > gpus and not share_gpu:
+        raise ConfigError(
+            f"--num-gpus {num_gpus} asked for, but {gpus} GPUs are there; use at most {gpus}, or "
+            "--share-gpu to test several ranks on one GPU"
+        )
+    return num_gpus
+
+
+def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) -> None:
+    """Turn a plain `python train.py` into the supervisor of its own ranks.
+
+    Returns at once in a rank, or where one rank is enough. Else runs this very command once a
+    rank, waits, and exits with the run's code.
+    """
+    if config.training_mode is not TrainingMode.DISTRIBUTED_DATA_PARALLEL:
+        return
+    if from_environment() is not None:
+        return
+    if config.rank is not None and "MASTER_ADDR" in os.environ:
+        return  # started by hand, one process a rank: join
+    hosts = hosts or Hosts.from_environment()
+    gpus = 0 if config.device == "cpu" else available_gpus()
+    if gpus and config.device_ids is not None:
+        gpus = len(config.device_ids)
+    world = config.world_size or max(1, gpus) * hosts.nodes
+    here = world // hosts.nodes
+    if world % hosts.nodes:
+        raise ConfigError(f"world_size={world} does not divide over {hosts.nodes} nodes")
+    if gpus and here > gpus and not config.share_gpu:
+        raise ConfigError(
+            f"world_size={world} needs {here} GPUs on this machine and {gpus} are there; start "
+            f"{gpus}, or set share_gpu=true to test several ranks on one GPU"
+        )
+    if world == 1:
+        return
+    command = own_command()
+    if command is None:
+        if config.world_size is None:
+            return
+        raise LaunchError(
+            f"world_size={world} cannot be started from a notebook or an interactive session; put "
+            "the training into a file and use `mgt run FILE`, or call "
+            "launch_distributed_training(function, num_gpus=N) with a function of a module"
+        )
+    plan = LaunchPlan(here, hosts, config.max_restarts, config.recovery_timeout)
+    sys.exit(supervise(command, plan))
+
+
+def own_command() -> list[str] | None:
+    """The script or module that this process runs, with its arguments; None when interactive."""
+    main = sys.modules["__main__"]
+    arguments = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] if len(sys.argv) > 1 else []
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return ["-m", spec.name.removesuffix(".__main__"), *arguments]
+    if not getattr(main, "__file__", None) or hasattr(sys, "ps1"):
+        return None
+    return [sys.argv[0], *arguments]
+
+
+def supervise(command: Sequence[str], plan: LaunchPlan) -> int:
+    """Run `command` once a rank and return the exit code of the run."""
+    arguments = [*subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
+    arguments += ["-m", "multi_gpu_training.distributed.rank_main", *command]
+    try:
+        _run_agent(plan, sys.executable, tuple(arguments))
+    except RankFailure as failure:
+        print(failure, file=sys.stderr, flush=True)
+        return getattr(failure, "code", 1)
+    except KeyboardInterrupt:
+        return 130
+    except _Signalled as signalled:
+        return 128 + signalled.number
+    return 0
+
+
+def launch_distributed_training(
+    function: Callable[..., Any], num_gpus: int = -1, args: Sequence[Any] = (), **options: Any
+) -> Any:
+    """Run `function(*args)` on `num_gpus` ranks (-1: every GPU) and return rank 0's result.
+
+    `function` must be importable: defined in a module, not in a notebook cell. `options` are
+    those of LaunchPlan.
+    """
+    ranks = ranks_for(num_gpus, share_gpu=bool(options.pop("share_gpu", False)))
+    main = sys.modules.get(function.__module__)
+    if function.__module__ == "__main__" and not getattr(main, "__file__", None):
+        raise LaunchError(
+            f"{function.__qualname__} lives in an interactive session, where other processes "
+            "cannot find it; move it into a module and import it"
+        )
+    plan = LaunchPlan(ranks, Hosts.from_environment(), **options)
+    return _run_agent(plan, _call, (function, tuple(args))).get(0)
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    from multi_gpu_training.distributed.rank_main import as_rank
+
+    return as_rank(lambda: function(*args))
+
+
+class _Signalled(Exception):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict[int, Any]:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+
+    from multi_gpu_training.distributed.agent import RankAgent, make_spec
+
+    _set_thread_default(plan.ranks_here)
+    with tempfile.TemporaryDirectory(prefix="mgt-ranks-") as logs:
+        spec = make_spec(plan, entrypoint, args, uuid.uuid4().hex)
+        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs), shutdown_timeout=GRACE_S)
+        try:
+            result = agent.run()
+        except SignalException as caught:
+            if caught.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise _Signalled(int(caught.sigval)) from None
+        finally:
+            spec.rdzv_handler.shutdown()
+        if result.is_failed():
+            raise first_failure(result.failures)
+        return dict(result.return_values)
+
+
+def first_failure(failures: dict[int, Any]) -> RankFailure:
+    """The error of the rank that failed first; the others failed because of it."""
+    rank, failure = min(failures.items(), key=lambda item: (_failed_at(item[1]), item[0]))
+    data = failure.error_file_data
+    details = data.get("mgt") if isinstance(data, dict) else None
+    if details is None:
+        how = (
+            f"was ended by {failure.signal_name()}"
+            if failure.exitcode < 0
+            else (f"exited with code {failure.exitcode}")
+        )
+        error = RankFailure(f"[rank{rank}]: rank {rank} on {socket.gethostname()} {how}")
+        error.code = failure.exitcode if failure.exitcode > 0 else 1  # type: ignore[attr-defined]
+        return error
+    text = "\n".join(f"[rank{rank}]: {line}" for line in details["text"].splitlines())
+    if details["friendly"]:
+        text = details["text"]
+    error = RankFailure(text)
+    error.code = details["code"]  # type: ignore[attr-defined]
+    return error
+
+
+def _failed_at(failure: Any) -> float:
+    data = failure.error_file_data
+    details = data.get("mgt") if isinstance(data, dict) else None
+    return float(details["time"]) if details else float(failure.timestamp)
+
+
+def check_port(address: str | None, port: int) -> None:
+    """An explicit port that is taken is an error now, not a hang later."""
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} for {address or 'localhost'} cannot be used: {error.strerror}; "
+                "choose another --master-port, or none for a free one"
+            ) from None
+
+
+def _set_thread_default(ranks: int) -> None:
+    """Share the cores among the ranks, unless the user has set OMP_NUM_THREADS."""
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))

@@ -1,0 +1,213 @@
+"""Where this rank stands: its device, its group, and the few collectives the system uses."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
+from multi_gpu_training.errors import ConfigError, LaunchError
+
+
+class Placement:
+    """A rank's device and its data-parallel group.
+
+    `dp_rank` of `dp_size` says which share of a batch is ours; sharded training later gives
+    groups that are smaller than the world. Without a group every collective is the identity.
+    """
+
+    def __init__(
+        self,
+        identity: Identity = ALONE,
+        device: torch.device | str = "cpu",
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.identity = identity
+        self.device = torch.device(device)
+        self.group = group
+        self.dp_rank = identity.rank if group is not None else 0
+        self.dp_size = identity.world_size if group is not None else 1
+        self._owns_group = False
+
+    @property
+    def is_main(self) -> bool:
+        return self.identity.is_main
+
+    @property
+    def backend(self) -> str:
+        return dist.get_backend(self.group) if self.group is not None else "none"
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add `tensor` over all ranks, in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The same-shaped tensors of all ranks, stacked in rank order, on every rank."""
+        if self.group is None:
+            return tensor.unsqueeze(0)
+        parts = [torch.empty_like(tensor) for _ in range(self.dp_size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.stack(parts)
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """One JSON value of each rank, in rank order, on every rank. Nothing is unpickled."""
+        if self.group is None:
+            return [json.loads(json.dumps(value))]
+        raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = self.gather(torch.tensor([raw.numel()], device=self._wire)).flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: raw.numel()] = raw
+        rows = self.gather(padded.to(self._wire)).cpu()
+        return [
+            json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        if self.group is None:
+            return value
+        size = torch.zeros(1, dtype=torch.int64, device=self._wire)
+        raw = torch.empty(0, dtype=torch.uint8)
+        if self.is_main:
+            raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+            size.fill_(raw.numel())
+        dist.broadcast(size, 0, group=self.group)
+        if not self.is_main:
+            raw = torch.empty(int(size), dtype=torch.uint8)
+        raw = raw.to(self._wire)
+        dist.broadcast(raw, 0, group=self.group)
+        return json.loads(bytes(raw.cpu().tolist()))
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite `tensors` with rank 0's."""
+        if self.group is not None:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0, group=self.group)
+
+    def barrier(self) -> None:
+        if self.group is not None:
+            self.sum(torch.zeros(1, device=self._wire)).item()
+
+    def close(self) -> None:
+        """Leave the group. Left to interpreter shutdown, gloo may abort or deadlock."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+        self.group = None
+
+    @property
+    def _wire(self) -> torch.device:
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+
+def place(config: MultiGPUConfig) -> Placement:
+    """Join the ranks that a launcher started, or stand alone. Never waits for absent ranks."""
+    if config.training_mode is not TrainingMode.DISTRIBUTED_DATA_PARALLEL:
+        found = from_environment()
+        if found is not None and found.world_size > 1:
+            raise ConfigError(
+                f"training_mode={config.training_mode.value} is one process, but a launcher "
+                f"started {found.world_size}; use distributed_data_parallel, or start it alone"
+            )
+        return Placement(ALONE, _device(config, ALONE))
+    identity = claimed_identity(config)
+    if identity is None:
+        return Placement(ALONE, _device(config, ALONE))
+    device = _device(config, identity)
+    return _join(config, identity, device)
+
+
+def claimed_identity(config: MultiGPUConfig) -> Identity | None:
+    """The identity from a launcher, else from config.rank where MASTER_ADDR says whom to join."""
+    found = from_environment()
+    if found is not None:
+        if config.world_size is not None and config.world_size != found.world_size:
+            raise ConfigError(
+                f"world_size={config.world_size} was asked for, but the launcher started "
+                f"{found.world_size} ranks; drop world_size, or start {config.world_size}"
+            )
+        return found
+    if config.rank is not None and config.world_size is not None and "MASTER_ADDR" in os.environ:
+        local_rank = config.local_rank if config.local_rank is not None else config.rank
+        return Identity(config.rank, local_rank, config.world_size, config.world_size, True)
+    return None
+
+
+def _device(config: MultiGPUConfig, identity: Identity) -> torch.device:
+    cuda = torch.cuda.is_available() and config.device != "cpu"
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda was asked for, but torch sees no GPU; `mgt info` shows why")
+    if not cuda:
+        return torch.device("cpu")
+    ids = gpu_ids(config, torch.cuda.device_count())
+    if identity.local_rank >= len(ids) and not config.share_gpu:
+        raise ConfigError(
+            f"{identity.local_world_size} ranks on this machine but {len(ids)} GPUs {ids}; "
+            "start fewer ranks, or set share_gpu=true to test several ranks on one GPU"
+        )
+    device = torch.device("cuda", ids[identity.local_rank % len(ids)])
+    torch.cuda.set_device(device)
+    return device
+
+
+def gpu_ids(config: MultiGPUConfig, available: int) -> list[int]:
+    """The GPUs a run uses, each checked against what is there."""
+    if config.device_ids is None:
+        return list(range(available))
+    missing = [i for i in config.device_ids if i >= available]
+    if missing:
+        raise ConfigError(
+            f"device_ids={config.device_ids}: {missing} not there; this machine shows "
+            f"{available} GPUs, numbered from 0 inside CUDA_VISIBLE_DEVICES"
+        )
+    return config.device_ids
+
+
+def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> Placement:
+    backend = config.backend or (
+        "nccl" if device.type == "cuda" and not config.share_gpu else "gloo"
+    )
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError("backend=nccl needs GPUs and this rank has none; use backend=gloo")
+    if backend == "nccl" and config.share_gpu:
+        raise ConfigError("NCCL refuses two ranks on one GPU; use backend=gloo with share_gpu=true")
+    if dist.is_initialized():
+        # A second manager in this process: the group belongs to whoever made it.
+        return Placement(identity, device, dist.group.WORLD)
+    for name, value in _rendezvous_defaults(identity).items():
+        os.environ.setdefault(name, value)
+    try:
+        dist.init_process_group(
+            backend,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            timeout=config.timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {identity.rank} on {identity.host} could not join {identity.world_size} ranks "
+            f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
+            f"{config.timeout.total_seconds():g} s: {error}"
+        ) from error
+    placement = Placement(identity, device, dist.group.WORLD)
+    placement._owns_group = True
+    atexit.register(placement.close)
+    placement.barrier()
+    return placement
+
+
+def _rendezvous_defaults(identity: Identity) -> Mapping[str, str]:
+    if identity.local_world_size == identity.world_size:
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
+    return {"MASTER_PORT": "29500"}

@@ -1,0 +1,123 @@
+"""What a rank process runs around the user's script: `python -m ...rank_main SCRIPT ARGS`.
+
+It dies with its launcher, reports its own first error, and leaves its group before it exits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from multi_gpu_training.errors import ConfigError, MultiGPUError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    command = sys.argv[1:]
+    try:
+        as_rank(lambda: run_command(command))
+        code: object = 0
+    except SystemExit as stop:
+        code = stop.code
+    _leave(code)
+
+
+def run_command(command: list[str]) -> None:
+    """Run a script or module as `python` would, in this process."""
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path[0] = str(Path(command[0]).resolve().parent)
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def as_rank(work: Callable[[], Any]) -> Any:
+    """Call `work`; an error is handed to the launcher, which shows the first one last."""
+    die_with_parent()
+    try:
+        return work()
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            _report(f"exited with {stop.code}", 1 if isinstance(stop.code, str) else stop.code)
+        raise
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except MultiGPUError as error:
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
+        friendly = isinstance(error, ConfigError) or not os.environ.get("MGT_DEBUG")
+        _report(f"{error}{notes}", error.exit_code, friendly=friendly)
+        raise SystemExit(error.exit_code) from None
+    except BaseException:
+        _report(_own_traceback(), 1)
+        raise SystemExit(1) from None
+
+
+def die_with_parent() -> None:
+    """Be killed when the launcher is. The launcher may have died before this line."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        os._exit(1)
+
+
+def _own_traceback() -> str:
+    """The traceback from the user's file on, without our frames and runpy's before it."""
+    kind, error, trace = sys.exc_info()
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename == __file__
+        or "runpy" in trace.tb_frame.f_code.co_filename
+    ):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(kind, error, trace)).rstrip()
+
+
+def _report(text: str, code: object, friendly: bool = False) -> None:
+    rank = os.environ.get("RANK", "0")
+    where = f"rank {rank} on {socket.gethostname()}"
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    full = text if friendly else f"{text}\n({where})"
+    if not file:
+        print(full, file=sys.stderr, flush=True)
+        return
+    now = time.time()
+    record = {
+        "message": {
+            "message": text,
+            "extraInfo": {"timestamp": str(int(now)), "py_callstack": text},
+        },
+        "mgt": {"text": full, "time": now, "code": code, "friendly": friendly},
+    }
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(json.dumps(record))
+    except OSError:
+        print(full, file=sys.stderr, flush=True)
+
+
+def _leave(code: object) -> None:
+    """Exit without the interpreter's own teardown, in which gloo may abort or deadlock."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    os._exit(int(code) if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

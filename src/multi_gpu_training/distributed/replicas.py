@@ -1,0 +1,128 @@
+"""Replicas of a model: DDP around it, equal at the start, checked for equality later."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import DivergenceError, ModelError
+
+# torch 2.13 renamed the argument and warns about the old name.
+_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def replicate(
+    module: nn.Module, placement: Placement, config: MultiGPUConfig
+) -> DistributedDataParallel:
+    """Wrap `module`; every rank starts with rank 0's weights."""
+    asked = {"bucket_cap_mb", "reduce_bucket_size"} & config.model_fields_set
+    ddp = DistributedDataParallel(
+        module,
+        process_group=placement.group,
+        find_unused_parameters=config.find_unused_parameters,
+        gradient_as_bucket_view=config.use_gradient_as_bucket_view,
+        static_graph=config.static_graph,
+        # None keeps DDP's small first bucket, which starts the exchange early.
+        bucket_cap_mb=config.bucket_bytes / 2**20 if asked else None,
+        **cast(Any, {_BUFFERS: config.broadcast_buffers}),
+    )
+    if config.compress_gradients:
+        ddp.register_comm_hook(placement.group, default_hooks.fp16_compress_hook)
+    return ddp
+
+
+def settle_buckets(ddp: DistributedDataParallel, nothing: Callable[[], Tensor]) -> None:
+    """Let DDP rebuild its buckets now, in an order that depends on the model alone.
+
+    It does so after the first exchange; left to the first real step, a resumed run would add
+    gradients in another order than the run it continues. `nothing()` gives a zero loss.
+    """
+    for _ in range(2):
+        nothing().backward()
+        ddp.zero_grad(set_to_none=True)
+
+
+def check_same_model(model: nn.Module, placement: Placement) -> None:
+    """Every rank must have built the same parameters and buffers."""
+    mine = [
+        [name, list(tensor.shape), str(tensor.dtype)]
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    all_ranks = placement.gather_json(mine)
+    for rank, theirs in enumerate(all_ranks):
+        if theirs != all_ranks[0]:
+            here, there = next(
+                (
+                    (a, b)
+                    for a, b in zip(
+                        all_ranks[0] + [None] * len(theirs),
+                        theirs + [None] * len(all_ranks[0]),
+                        strict=False,
+                    )
+                    if a != b
+                ),
+            )
+            raise ModelError(
+                f"rank {rank} built another model than rank 0: rank 0 has {_tensor(here)}, "
+                f"rank {rank} has {_tensor(there)}; build the model from the config alone, not "
+                "from the rank"
+            )
+
+
+def _tensor(entry: list[Any] | None) -> str:
+    if entry is None:
+        return "nothing more"
+    name, shape, dtype = entry
+    return f"{name} {tuple(shape)} {dtype.removeprefix('torch.')}"
+
+
+def check_replicas(model: nn.Module, placement: Placement, step: int) -> None:
+    """Raise if a parameter differs in any bit between ranks."""
+    if placement.dp_size == 1:
+        return
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    prints = placement.gather(fingerprint(p for _, p in named))
+    different = (prints != prints[0]).cpu()
+    if different.any():
+        names = [named[i][0] for i in different.any(0).nonzero().flatten().tolist()]
+        ranks = different.any(1).nonzero().flatten().tolist()
+        raise DivergenceError(
+            f"after step {step} the replicas differ: ranks {ranks} against rank 0 in "
+            f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. Weights were changed "
+            "outside the trainer on one rank, or a step was taken past it; change them on every "
+            "rank alike, inside train_step or a hook"
+        )
+
+
+def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
+    """One whole number a tensor, which changes with any of its bits."""
+    return torch.stack([_bits(p.detach()) for p in parameters])
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+        kind = torch.int64 if tensor.dtype == torch.float64 else torch.int32
+    whole = tensor.contiguous().view(kind).flatten().to(torch.int64)
+    place = torch.arange(1, whole.numel() + 1, device=whole.device)
+    return (whole * place).sum()
+
+
+def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
+    """Sizes of the gradient buckets DDP really uses."""
+    data = ddp._get_ddp_logging_data()
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    return [int(size) for size in str(sizes).split(",") if size.strip()]

@@ -1,0 +1,1 @@
+"""Watch: metrics, the run folder, the log, what a person sees."""

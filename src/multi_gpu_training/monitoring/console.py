@@ -1,0 +1,75 @@
+"""What a person sees: on the main rank a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Console:
+    """Prints on the main rank only. All output of a run goes through here."""
+
+    def __init__(
+        self, main: bool = True, style: Literal["auto", "bar", "lines", "off"] = "auto"
+    ) -> None:
+        self.main = main
+        self._rich = RichConsole(highlight=False, soft_wrap=True)
+        if style == "auto":
+            style = "bar" if self._rich.is_terminal else "lines"
+        self.style = style
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._title = ""
+        self._last_line = 0.0
+
+    def line(self, text: str = "") -> None:
+        if not self.main or self.style == "off":
+            return
+        target = self._progress.console if self._progress is not None else self._rich
+        target.print(text, markup=False)
+        sys.stdout.flush()
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        if not self.main or self.style == "off":
+            return
+        table = Table(*columns, title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*row)
+        self._rich.print(table)
+
+    def start_bar(self, title: str, total: int | None, done: int = 0) -> None:
+        self._title = title
+        if not self.main or self.style != "bar":
+            return
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=self._rich,
+            transient=True,
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done, note="")
+        self._progress.start()
+
+    def advance(self, done: int, total: int | None, note: str) -> None:
+        """Show how far we are. Called when something was logged, not every step."""
+        if not self.main or self.style == "off":
+            return
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, note=note)
+        elif self.style == "lines" and time.monotonic() - self._last_line > 5.0:
+            self._last_line = time.monotonic()
+            self.line(f"{self._title} {done}/{total or '?'}  {note}")
+
+    def end_bar(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress = self._task = None

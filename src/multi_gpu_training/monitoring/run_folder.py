@@ -1,0 +1,113 @@
+"""The folder of a run: everything that shows a run reads it from here, never from the process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import ConfigError
+
+
+class RunFolder:
+    """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def events(self, rank: int) -> Path:
+        return self.path / "events" / f"rank-{rank}.jsonl"
+
+
+def open_run(config: MultiGPUConfig, placement: Placement) -> RunFolder:
+    """The run's folder, chosen and made by rank 0 and told to all. Collective."""
+    answer: dict[str, Any] = {}
+    if placement.is_main:
+        try:
+            path = _choose(config)
+            (path / "events").mkdir(parents=True, exist_ok=True)
+            _write_facts(path, config)
+            answer = {"path": str(path)}
+        except OSError as error:
+            answer = {
+                "problem": f"cannot write the run folder {error.filename or config.save_dir}: "
+                f"{error.strerror}; choose another --save-dir"
+            }
+    answer = placement.broadcast_json(answer)
+    if "problem" in answer:
+        raise ConfigError(answer["problem"])
+    return RunFolder(Path(answer["path"]))
+
+
+def _choose(config: MultiGPUConfig) -> Path:
+    base = Path(config.save_dir) / config.recipe
+    if config.run_name is not None:
+        return base / config.run_name
+    if config.resume is not None and config.resume != "auto":
+        # A checkpoint lies in RUN/checkpoints/step-N: going on happens in the same run.
+        given = Path(config.resume).resolve()
+        if given.parent.name == "checkpoints":
+            return given.parent.parent
+    if config.resume == "auto":
+        found = latest_run(base)
+        if found is not None:
+            return found
+    name = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ["", *(f"-{i}" for i in range(2, 1000))]:
+        path = base / (name + suffix)
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"{base / name} and 999 more exist")
+
+
+def latest_run(base: Path) -> Path | None:
+    """The run under `base` that saved a checkpoint last."""
+    saved = [(c.stat().st_mtime, c.parent.parent) for c in base.glob("*/checkpoints/step-*")]
+    return max(saved)[1] if saved else None
+
+
+def _write_facts(path: Path, config: MultiGPUConfig) -> None:
+    (path / "config.yaml").write_text(yaml.safe_dump(config.plain(), sort_keys=False))
+    (path / "environment.json").write_text(json.dumps(environment(), indent=1))
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware, for whoever must repeat the run."""
+    packages = ("torch", "numpy", "safetensors", "multi-gpu-training")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed as a package"
+    return {
+        "command": sys.orig_argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "packages": versions,
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }

@@ -1,0 +1,1 @@
+"""Before a run: what is there."""

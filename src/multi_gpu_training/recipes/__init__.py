@@ -1,0 +1,10 @@
+"""Recipes: whole trainings that a person reads and copies.
+
+This list is what `mgt recipes` prints and what the tests run through.
+"""
+
+from __future__ import annotations
+
+RECIPES = {
+    "image": "image classifier (MLP or CNN) on digits, MNIST or Fashion-MNIST",
+}

@@ -1,0 +1,87 @@
+"""What a recipe is, and how one is found and run."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.order import seed_everything
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.recipes import RECIPES
+from multi_gpu_training.training.hooks import Hook
+from multi_gpu_training.training.manager import FitResult, MultiGPUTrainingManager
+
+
+class Options(BaseModel):
+    """Settings of one recipe alone, beside those of MultiGPUConfig."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `MultiGPUTrainingManager.fit` needs: a recipe's model, data, loss and metrics."""
+
+    model: nn.Module
+    dataset: Any
+    val_dataset: Any = None
+    loss_fn: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    eval_fn: Any = None
+    hooks: Sequence[Hook] = ()
+    states: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training by name.
+
+    `defaults` are the MultiGPUConfig fields that it sets where the user does not. `build` makes
+    the job; it is called on every rank, with torch's generators seeded alike.
+    """
+
+    name: str
+    defaults: Mapping[str, Any]
+    options: type[Options]
+    build: Callable[[MultiGPUConfig, Any], Job]
+
+    def config(self, given: Mapping[str, Any]) -> MultiGPUConfig:
+        return MultiGPUConfig(**{**self.defaults, "recipe": self.name, **given})
+
+    def train(self, config: MultiGPUConfig, options: Options) -> FitResult:
+        """Run the recipe on all ranks."""
+        manager = MultiGPUTrainingManager(config)
+        seed_everything(config.seed)
+        torch.manual_seed(config.seed)
+        job = self.build(config, options)
+        return manager.fit(
+            job.model,
+            job.dataset,
+            job.val_dataset,
+            loss_fn=job.loss_fn,
+            optimizer=job.optimizer,
+            scheduler=job.scheduler,
+            eval_fn=job.eval_fn,
+            hooks=job.hooks,
+            states=dict(job.states),
+        )
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name; each lives in recipes/<name>/ and exports `recipe`."""
+    if name not in RECIPES:
+        close = difflib.get_close_matches(name, RECIPES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(RECIPES)}"
+        raise ConfigError(f"unknown recipe {name!r}; {hint}")
+    module = importlib.import_module(f"multi_gpu_training.recipes.{name}")
+    found: Recipe = module.recipe
+    return found

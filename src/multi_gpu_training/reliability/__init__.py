@@ -1,0 +1,1 @@
+"""Keep: the checkpoint store and what goes into it."""

@@ -1,0 +1,201 @@
+"""Keeps a run's state safe while it trains, and brings it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.monitoring.log import StructuredLogger
+from multi_gpu_training.reliability.checkpoint import CheckpointStore, Snapshot, load
+from multi_gpu_training.reliability.codec import from_text, to_text
+from multi_gpu_training.reliability.state import (
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    random_state,
+    set_random_state,
+)
+from multi_gpu_training.training.trainer import MultiGPUTrainer
+
+Scope = Literal["replicated", "per_rank"]
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+class FaultToleranceManager:
+    """Checkpoints of one run: when they are due, what is in them, where to go on.
+
+    Objects registered with `register` are saved and restored with the model: `replicated` ones
+    are alike on every rank and saved once, `per_rank` ones are saved for each rank and restored
+    only on the same number of ranks.
+    """
+
+    def __init__(
+        self,
+        config: MultiGPUConfig,
+        placement: Placement,
+        trainer: MultiGPUTrainer,
+        logger: StructuredLogger,
+        folder: Path,
+    ) -> None:
+        self.config = config
+        self.placement = placement
+        self.trainer = trainer
+        self.logger = logger
+        self.store = CheckpointStore(folder, config.keep_last)
+        self._registered: dict[str, tuple[Stateful, Scope]] = {}
+
+    def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
+        if name in self._registered:
+            raise CheckpointError(f"state {name!r} is registered already; choose another name")
+        self._registered[name] = (item, scope)
+
+    def due(self, step: int) -> bool:
+        return self.config.enable_fault_tolerance and step % self.config.checkpoint_frequency == 0
+
+    def save(self, facts: dict[str, Any] | None = None, best: bool = False) -> Path:
+        """Write a checkpoint. Collective; when it returns, the state is safe on the disk."""
+        snapshot = self._snapshot(facts or {})
+        answer: dict[str, str] = {}
+        if self.placement.is_main:
+            try:
+                path = self.store.save(snapshot)
+                if best:
+                    self.store.mark_best(path)
+                self.store.prune()
+                answer = {"path": str(path)}
+            except CheckpointError as error:
+                answer = {"problem": str(error)}
+        answer = self.placement.broadcast_json(answer)
+        if "problem" in answer:
+            raise CheckpointError(answer["problem"])
+        self.logger.record("checkpoint", step=snapshot.step, path=answer["path"])
+        return Path(answer["path"])
+
+    def resume(self, where: str) -> bool:
+        """Go on from `where`: "auto" for this run's newest intact checkpoint, or a path."""
+        path = self._choose(where)
+        if path is None:
+            self.logger.info("resume: no checkpoint yet, starting from the beginning")
+            return False
+        snapshot = load(path)
+        trainer = self.trainer
+        extra = snapshot.state["extra"]
+        load_model_state(trainer.model, snapshot.model, snapshot.aliases, extra, str(path))
+        load_optimizer_state(trainer.model, trainer.optimizer, snapshot.optimizer, str(path))
+        trainer.load_state_dict(snapshot.state["trainer"])
+        for name, (item, scope) in self._registered.items():
+            if scope == "replicated" and name in snapshot.state["replicated"]:
+                item.load_state_dict(snapshot.state["replicated"][name])
+        self._restore_ranks(snapshot)
+        if self.placement.is_main:
+            self.store.branch(snapshot.step)
+        self.placement.barrier()
+        self.logger.info(f"resumed from {path}", step=snapshot.step, epoch=snapshot.epoch)
+        return True
+
+    def handle_error(self, error: BaseException) -> None:
+        """Record an error of a training step with rank and step, then let it end this rank.
+
+        The launcher ends the others; the run goes on from the last checkpoint.
+        """
+        self.logger.error(
+            f"{type(error).__name__}: {error}",
+            rank=self.placement.identity.rank,
+            step=self.trainer.step,
+        )
+        raise error
+
+    def _snapshot(self, facts: dict[str, Any]) -> Snapshot:
+        trainer = self.trainer
+        tensors, aliases, extra = model_state(trainer.model)
+        per_rank = {
+            name: to_text(item.state_dict())
+            for name, (item, scope) in self._registered.items()
+            if scope == "per_rank"
+        }
+        mine = {"random": random_state(self.placement.device), "registered": per_rank}
+        ranks = self.placement.gather_json(mine)
+        state = {
+            "trainer": trainer.state_dict(),
+            "extra": extra,
+            "replicated": {
+                name: item.state_dict()
+                for name, (item, scope) in self._registered.items()
+                if scope == "replicated"
+            },
+            "ranks": ranks,
+            "config": self.config.plain(),
+        }
+        return Snapshot(
+            step=trainer.step,
+            epoch=trainer.epoch,
+            model=_on_host(tensors),
+            aliases=aliases,
+            optimizer=_on_host(optimizer_state(trainer.model, trainer.optimizer)),
+            state=_on_host(state),
+            facts={"world_size": self.placement.dp_size, **facts},
+        )
+
+    def _restore_ranks(self, snapshot: Snapshot) -> None:
+        """Each rank's own state. Another number of ranks starts with fresh generators: what
+        training draws is derived from the step, so that nothing is lost."""
+        ranks = snapshot.state["ranks"]
+        if len(ranks) != self.placement.dp_size:
+            self.logger.info(
+                f"the checkpoint was written by {len(ranks)} ranks, now there are "
+                f"{self.placement.dp_size}: same samples in the same order"
+            )
+            return
+        mine = ranks[self.placement.dp_rank]
+        set_random_state(mine["random"], self.placement.device)
+        for name, value in mine["registered"].items():
+            if name in self._registered:
+                self._registered[name][0].load_state_dict(from_text(value))
+
+    def _choose(self, where: str) -> Path | None:
+        answer: dict[str, Any] = {}
+        if self.placement.is_main:
+            if where == "auto":
+                self.store.recover()
+                found, damaged = self.store.newest_intact()
+                answer = {"path": str(found) if found else None, "damaged": damaged}
+            else:
+                given = Path(where)
+                answer = {"path": str(given), "damaged": []}
+                if not (given / "manifest.json").exists():
+                    answer = {"problem": f"--resume {where}: no checkpoint there"}
+        answer = self.placement.broadcast_json(answer)
+        if "problem" in answer:
+            raise CheckpointError(
+                answer["problem"] + "; give a folder checkpoints/step-N of a run, or auto"
+            )
+        for line in answer["damaged"]:
+            self.logger.warning(line)
+        if answer["path"] is None and answer["damaged"]:
+            raise CheckpointError(
+                f"no intact checkpoint in {self.store.folder}: {'; '.join(answer['damaged'])}"
+            )
+        return Path(answer["path"]) if answer["path"] else None
+
+
+def _on_host(value: Any) -> Any:
+    """Copies of all tensors in host memory, so that training may go on."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        kind = type(value) if type(value) is not dict else dict
+        return kind({key: _on_host(item) for key, item in value.items()})
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_on_host(item) for item in value)
+    return value

@@ -1,0 +1,1 @@
+"""Train: loss weighting, the step, the trainers, the manager."""

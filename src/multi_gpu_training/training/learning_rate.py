@@ -1,0 +1,190 @@
+"""The learning rate: scaled for the batch, warmed up, and scheduled by optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.errors import ConfigError
+
+_SCALED = "lr_scale_factor"
+
+
+class Schedule(Protocol):
+    """What the trainer asks of a schedule. `step` counts optimizer steps, never micro-batches."""
+
+    def after_step(self, step: int) -> None: ...
+
+    def after_epoch(self, metrics: dict[str, float]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Scaling:
+    rule: str
+    base_batch: int
+    global_batch: int
+    base_rate: float
+    factor: float
+
+    @property
+    def rate(self) -> float:
+        return self.base_rate * self.factor
+
+    def describe(self) -> str:
+        if self.rule == "none":
+            return f"learning rate: {self.base_rate:g} (lr_scaling=none)"
+        ratio = f"{self.global_batch} / {self.base_batch}"
+        formula = f"sqrt({ratio})" if self.rule == "sqrt" else ratio
+        return (
+            f"learning rate: {self.base_rate:g} x {self.factor:g} = {self.rate:g} "
+            f"({self.rule}: {formula} samples a step)"
+        )
+
+
+def scale_factor(rule: str, global_batch: int, base_batch: int) -> float:
+    ratio = global_batch / base_batch
+    return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
+
+
+def scale_rate(optimizer: Optimizer, config: MultiGPUConfig, global_batch: int) -> Scaling:
+    """Multiply every group's rate once; an optimizer that was scaled before stays as it is."""
+    base_batch = config.base_batch_size or config.batch_size
+    factor = scale_factor(config.lr_scaling, global_batch, base_batch)
+    base_rate = 0.0
+    for group in optimizer.param_groups:
+        already = group.setdefault(_SCALED, 1.0)
+        base_rate = base_rate or float(group["lr"]) / already
+        for key in ("lr", "initial_lr"):
+            if key in group:
+                group[key] = group[key] * (factor / already)
+        group[_SCALED] = factor
+    return Scaling(config.lr_scaling, base_batch, global_batch, base_rate, factor)
+
+
+class RateCurve:
+    """Warm-up, then constant, cosine or step: a pure function of the step."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        config: MultiGPUConfig,
+        epoch_steps: int | None,
+        total: int | None,
+    ) -> None:
+        if epoch_steps is None and (config.schedule == "step" or config.warmup_epochs):
+            raise ConfigError(
+                f"schedule={config.schedule} and warmup_epochs={config.warmup_epochs:g} count "
+                "epochs, but the dataset has no length; set steps_per_epoch, or use warmup_steps"
+            )
+        if config.schedule == "cosine" and total is None:
+            raise ConfigError(
+                "schedule=cosine must know where it ends, but the dataset has no length; set "
+                "max_steps or steps_per_epoch"
+            )
+        self.optimizer = optimizer
+        self.kind = config.schedule
+        self.gamma = config.schedule_gamma
+        self.drop_every = config.schedule_step_epochs * (epoch_steps or 1)
+        self.warmup = config.warmup_steps or round(config.warmup_epochs * (epoch_steps or 0))
+        self.total = total or 0
+        self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self.after_step(0)
+
+    def factor(self, step: int) -> float:
+        """What the rate of optimizer step `step` (from 0) is multiplied by."""
+        if step < self.warmup:
+            return (step + 1) / (self.warmup + 1)
+        if self.kind == "cosine":
+            done = (step - self.warmup) / max(1, self.total - self.warmup)
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        if self.kind == "step":
+            return self.gamma ** (step // self.drop_every)
+        return 1.0
+
+    def after_step(self, step: int) -> None:
+        factor = self.factor(step)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            set_rate(group, peak * factor)
+
+    def after_epoch(self, metrics: dict[str, float]) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"peaks": self.peaks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.peaks = [float(peak) for peak in state["peaks"]]
+
+    def describe(self) -> str:
+        text = f"schedule: {self.kind}"
+        if self.kind == "cosine":
+            text += f" to 0 at step {self.total}"
+        if self.kind == "step":
+            text += f", x {self.gamma:g} every {self.drop_every} steps"
+        return text + (f", warm-up over {self.warmup} steps" if self.warmup else "")
+
+
+class BroughtScheduler:
+    """A torch scheduler that the user brought, advanced by steps or epochs as they say."""
+
+    def __init__(
+        self, scheduler: LRScheduler, config: MultiGPUConfig, total: int | None, scaling: Scaling
+    ) -> None:
+        if config.warmup_steps or config.warmup_epochs:
+            raise ConfigError(
+                f"warm-up and {type(scheduler).__name__} both set the learning rate; put the "
+                "warm-up into your scheduler (torch's SequentialLR), or use `schedule`"
+            )
+        self.scheduler = scheduler
+        self.total = total
+        plateau = isinstance(scheduler, ReduceLROnPlateau)
+        self.by_epoch = plateau or config.scheduler_unit == "epoch"
+        if scaling.factor != 1.0 and hasattr(scheduler, "base_lrs"):
+            groups = scheduler.optimizer.param_groups
+            scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+
+    def after_step(self, step: int) -> None:
+        if not self.by_epoch:
+            self.scheduler.step()
+
+    def after_epoch(self, metrics: dict[str, float]) -> None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(metrics["loss"])
+        elif self.by_epoch:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+    def describe(self) -> str:
+        name = type(self.scheduler).__name__
+        text = f"schedule: {name}, advanced every {'epoch' if self.by_epoch else 'optimizer step'}"
+        end = getattr(self.scheduler, "T_max", None) or getattr(self.scheduler, "total_steps", None)
+        if not self.by_epoch and end and self.total and end < self.total:
+            text += (
+                f"; it ends after {end} of {self.total} steps: if it counts epochs, set "
+                "scheduler_unit=epoch"
+            )
+        return text
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set a group's rate; a rate kept in a tensor stays in it, as captured steps need."""
+    if hasattr(group["lr"], "fill_"):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

@@ -1,0 +1,201 @@
+"""What a loss function may return, and the losses used where the user brings none.
+
+A loss function is `loss_fn(model, batch)` and returns one of
+
+    loss                          the mean over the samples of the batch
+    (mean_loss, weight)           where samples do not count equally: the sum of their weights
+    (mean_loss, weight, metrics)  and metrics as {name: (sum, weight)}, shown for training
+
+`weight` is what the mean was divided by: valid tokens, summed class weights, frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from multi_gpu_training.errors import ModelError
+
+LossFn = Callable[[nn.Module, Any], Any]
+Pairs = Mapping[str, tuple[Tensor | float, Tensor | float]]
+
+
+@dataclass(frozen=True)
+class Loss:
+    mean: Tensor
+    weight: Tensor | None = None  # None: the sample count, which the loader knows beforehand
+    metrics: Pairs = field(default_factory=dict)
+
+
+def read_loss(result: Any, device: torch.device) -> Loss:
+    """A loss function's answer in one form; anything else is an error that says what is wanted."""
+    if isinstance(result, Loss):
+        return result
+    weight: Tensor | None = None
+    metrics: Pairs = {}
+    mean = result
+    if isinstance(result, tuple):
+        mean = result[0]
+        if len(result) not in (2, 3):
+            raise ModelError(
+                f"loss_fn returned a tuple of {len(result)}; return loss, (mean_loss, weight) or "
+                "(mean_loss, weight, metrics)"
+            )
+        if result[1] is not None:
+            weight = torch.as_tensor(result[1], dtype=torch.float64, device=device).detach()
+        metrics = result[2] if len(result) == 3 else {}
+    if not isinstance(mean, Tensor):
+        raise ModelError(
+            f"loss_fn returned {type(mean).__name__}; return a scalar tensor with a gradient"
+        )
+    if mean.numel() != 1:
+        raise ModelError(
+            f"loss_fn returned a loss of shape {tuple(mean.shape)}; return a scalar: the mean "
+            "over the samples (reduction='mean')"
+        )
+    if torch.is_grad_enabled() and not mean.requires_grad:
+        raise ModelError(
+            "the loss has no gradient; compute it from the model's output without .detach(), "
+            ".item() or torch.no_grad()"
+        )
+    return Loss(mean.reshape(()), weight, metrics)
+
+
+def choose_loss(given: Any) -> LossFn:
+    """The loss function to train with: the user's, a torch criterion wrapped, or by the data."""
+    if given is None:
+        return SupervisedLoss()
+    if isinstance(given, nn.modules.loss._Loss):
+        if getattr(given, "reduction", "mean") != "mean":
+            raise ModelError(
+                f"{type(given).__name__}(reduction={given.reduction!r}): use reduction='mean', "
+                "so that the loss can be weighed over ranks and micro-batches"
+            )
+        return SupervisedLoss(given)
+    if not callable(given):
+        raise ModelError(f"loss_fn={given!r} is not callable; give loss_fn(model, batch) -> loss")
+    return given  # type: ignore[no-any-return]
+
+
+class SupervisedLoss:
+    """Loss of `(inputs..., target)` batches, or of models that compute their own `.loss`.
+
+    Without a criterion: cross entropy for whole-number targets, mean squared error for others.
+    """
+
+    def __init__(self, criterion: nn.Module | None = None) -> None:
+        self.criterion = criterion
+        self.chosen_here = criterion is None
+
+    def __call__(self, model: nn.Module, batch: Any) -> Loss:
+        if isinstance(batch, Mapping):
+            return self._own_loss(model, batch)
+        output, target = predict(model, batch)
+        criterion = self.criterion_for(output, target)
+        mean = criterion(output, target)
+        metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
+        if is_classification(output, target):
+            hits = (output.detach().argmax(1) == target).sum()
+            metrics["accuracy"] = (hits, float(target.numel()))
+        return Loss(mean, criterion_weight(criterion, output, target), metrics)
+
+    def describe(self, batch: Any) -> str:
+        """One line that says which loss was chosen and why."""
+        if not self.chosen_here:
+            return f"loss: {type(self.criterion).__name__}"
+        if isinstance(batch, Mapping):
+            return "loss: the model's own (.loss of its output), weighed by its labels"
+        target = batch[-1] if isinstance(batch, (list, tuple)) else None
+        if isinstance(target, Tensor) and not target.is_floating_point():
+            return "loss: cross entropy, because the targets are whole numbers (no loss_fn given)"
+        return "loss: mean squared error, because the targets are real numbers (no loss_fn given)"
+
+    def criterion_for(self, output: Tensor, target: Tensor) -> nn.Module:
+        if self.criterion is None:
+            self.criterion = nn.MSELoss() if target.is_floating_point() else nn.CrossEntropyLoss()
+        if isinstance(self.criterion, nn.MSELoss) and output.shape != target.shape:
+            raise ModelError(
+                f"the model's output has shape {tuple(output.shape)} but the target "
+                f"{tuple(target.shape)}; make them equal, or give a loss_fn"
+            )
+        self.criterion.to(output.device)
+        return self.criterion
+
+    def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
+        output = model(**batch)
+        mean = getattr(output, "loss", None)
+        if not isinstance(mean, Tensor):
+            raise ModelError(
+                f"{type(model).__name__} returned no .loss for a batch with keys {sorted(batch)}; "
+                "add labels to the batch, or give loss_fn(model, batch) -> loss"
+            )
+        return Loss(mean, label_weight(model, batch, output))
+
+
+def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Output and target of an `(inputs..., target)` batch."""
+    if not isinstance(batch, (list, tuple)) or len(batch) < 2:
+        raise ModelError(
+            f"a batch is {type(batch).__name__}, so there is no target to compare with; yield "
+            "(input, target) pairs, or give loss_fn(model, batch) -> loss"
+        )
+    *inputs, target = batch
+    return model(*inputs), target
+
+
+def is_classification(output: Any, target: Any) -> bool:
+    return (
+        isinstance(output, Tensor)
+        and isinstance(target, Tensor)
+        and not target.is_floating_point()
+        and output.ndim == 2
+        and target.ndim == 1
+    )
+
+
+def criterion_weight(criterion: nn.Module, output: Tensor, target: Tensor) -> Tensor | None:
+    """What a torch criterion divided its mean by; None where that is the sample count."""
+    if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or target.is_floating_point():
+        if output.ndim > 2 and not isinstance(criterion, nn.CTCLoss):
+            return torch.tensor(float(target.numel()), dtype=torch.float64, device=output.device)
+        return None
+    valid = target != criterion.ignore_index
+    if criterion.weight is None:
+        return valid.sum().double()
+    safe = target.where(valid, torch.zeros_like(target))
+    return criterion.weight.double()[safe].mul(valid).sum()
+
+
+def label_weight(model: nn.Module, batch: Mapping[str, Any], output: Any) -> Tensor | None:
+    """How many labels a Hugging Face model averaged over; None where it is one a sample."""
+    labels = batch.get("labels")
+    logits = getattr(output, "logits", None)
+    if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.ndim < 3:
+        return None
+    if shifts_labels(model):
+        labels = labels[..., 1:]
+    return (labels != -100).sum().double()
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model predicts the next token, so that the first label counts for nothing."""
+    name = type(model).__name__
+    return name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def weighted_cross_entropy(weight: Tensor) -> LossFn:
+    """Cross entropy with class weights, right over any number of ranks."""
+    return SupervisedLoss(nn.CrossEntropyLoss(weight=weight))
+
+
+def token_cross_entropy(
+    logits: Tensor, labels: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy over the labels that count, and how many do."""
+    mean = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index)
+    return mean, (labels != ignore_index).sum()

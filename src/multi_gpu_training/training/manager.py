@@ -1,0 +1,441 @@
+"""The manager: from a model and a dataset to a trained model, on as many ranks as there are."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.data.feeding import (
+    BatchSizes,
+    Data,
+    Loader,
+    training_loader,
+    validation_loader,
+)
+from multi_gpu_training.distributed.launch import start_ranks_if_needed
+from multi_gpu_training.distributed.placement import place
+from multi_gpu_training.distributed.replicas import check_replicas
+from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
+from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
+from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
+from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
+from multi_gpu_training.monitoring.tensorboard import Curves
+from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
+from multi_gpu_training.training.evaluation import EvalFn, evaluate
+from multi_gpu_training.training.hooks import Hook
+from multi_gpu_training.training.learning_rate import BroughtScheduler, RateCurve, scale_rate
+from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
+from multi_gpu_training.training.precision import set_arithmetic
+from multi_gpu_training.training.progress import Progress
+from multi_gpu_training.training.recompute import use_recompute
+from multi_gpu_training.training.trainer import (
+    DataParallelTrainer,
+    DistributedDataParallelTrainer,
+    MultiGPUTrainer,
+    SingleDeviceTrainer,
+    StepResult,
+)
+
+TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
+    TrainingMode.SINGLE: SingleDeviceTrainer,
+    TrainingMode.DATA_PARALLEL: DataParallelTrainer,
+    TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
+}
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a finished run gives back."""
+
+    metrics: dict[str, float]
+    best: float | None
+    steps: int
+    folder: Path
+    history: list[dict[str, dict[str, float]]] = field(default_factory=list)
+
+
+class MultiGPUTrainingManager:
+    """Places this process, and trains a model over all ranks.
+
+        manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=32))
+        manager.fit(model, dataset, val_dataset=val_dataset)
+
+    or, keeping your own loop,
+
+        model, train_loader, val_loader = manager.setup_training(model, dataset, val_dataset=...)
+        for epoch in range(epochs):
+            train_metrics = manager.train_epoch(train_loader, epoch)
+            val_metrics = manager.validate_epoch(val_loader)
+
+    or, with your own batches, `manager.trainer.train_step(batch)`. Started without a launcher
+    where several GPUs are there, this process becomes the supervisor of one rank a GPU.
+    """
+
+    def __init__(self, config: MultiGPUConfig | None = None) -> None:
+        self.config = config or MultiGPUConfig()
+        self.config.check()
+        start_ranks_if_needed(self.config)
+        set_arithmetic(self.config)
+        self.placement = place(self.config)
+        self.console = Console(self.placement.is_main, self.config.progress)
+        self.logger = StructuredLogger(self.console, EventFile(None))
+        self.trainer = TRAINERS[self.config.training_mode](self.config, self.placement)
+        self.progress = Progress(self.config)
+        self.hooks: list[Hook] = []
+        self.train_loader: Loader | None = None
+        self.val_loader: Loader | None = None
+        self.run: RunFolder
+        self.sizes: BatchSizes
+        self.fault_tolerance: FaultToleranceManager
+        self._epoch_metrics = MetricsCollector()
+        self._pending: tuple[int, dict[str, float]] | None = None
+        self._started = time.perf_counter()
+
+    # Setting up
+
+    def setup_training(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        dataset: Data,
+        val_dataset: Data | None = None,
+        *,
+        loss_fn: Any = None,
+        optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
+        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+        eval_fn: EvalFn | None = None,
+        hooks: Sequence[Hook] = (),
+        states: dict[str, Any] | None = None,
+    ) -> tuple[nn.Module, Loader, Loader | None]:
+        """Place the model, share out the data, and go on from a checkpoint where asked to.
+
+        `model` may be a function that builds it, `optimizer` one that takes its parameters,
+        `scheduler` one that takes the optimizer. Returns the model on its device and the loaders
+        of this rank; without `val_dataset` the third is None. `states` are further objects with
+        `state_dict`, saved and restored with the run.
+        """
+        config, trainer, placement = self.config, self.trainer, self.placement
+        self._check_metric(val_dataset, eval_fn)
+        self.train_loader, self.sizes = training_loader(
+            dataset, config, placement, trainer.replicas
+        )
+        if val_dataset is not None:
+            self.val_loader = validation_loader(val_dataset, config, placement, self.sizes)
+        self.loss_fn = choose_loss(loss_fn)
+        self.eval_fn = eval_fn
+        self._announce_loss = isinstance(self.loss_fn, SupervisedLoss) and loss_fn is None
+        built = model if isinstance(model, nn.Module) else model()
+        if not isinstance(built, nn.Module):
+            raise ModelError(f"model is a {type(built).__name__}; give a torch.nn.Module")
+        if config.use_gradient_checkpointing:
+            use_recompute(built)
+        trainer.loader = self.train_loader
+        self.model = trainer.build(built, self.loss_fn)
+        trainer.optimizer = self._build_optimizer(optimizer)
+        self.scaling = scale_rate(trainer.optimizer, config, self.sizes.global_batch)
+        self._build_schedule(scheduler)
+        self.hooks = list(hooks)
+        self._open_run(states or {})
+        announce(self)
+        where = config.resume or ("auto" if placement.identity.attempt else None)
+        if where is not None and self.fault_tolerance.resume(where):
+            self.train_loader.seek(trainer.epoch, trainer.position)
+        for hook in self.hooks:
+            hook.on_run_start(self)
+        return self.model, self.train_loader, self.val_loader
+
+    def fit(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        dataset: Data,
+        val_dataset: Data | None = None,
+        *,
+        epochs: int | None = None,
+        **setup: Any,
+    ) -> FitResult:
+        """Train for `epochs` (default: the config's) and return what came out.
+
+        Takes what `setup_training` takes.
+        """
+        if epochs is not None:
+            self.config.epochs = epochs
+        self.setup_training(model, dataset, val_dataset, **setup)
+        assert self.train_loader is not None
+        try:
+            for epoch in range(self.progress.epochs_done, self.config.epochs):
+                self.train_epoch(self.train_loader, epoch)
+                if self.val_loader is not None:
+                    self.validate_epoch(self.val_loader)
+                if self.should_stop:
+                    break
+        finally:
+            self.finish()
+        return self.result()
+
+    def finish(self) -> None:
+        """End the run: summary, curves, hooks. `fit` calls it; after your own loop, call it."""
+        for hook in self.hooks:
+            hook.on_run_end(self)
+        summary(self)
+        self.curves.close()
+        self.events.close()
+
+    @property
+    def should_stop(self) -> bool:
+        """True once max_steps is reached or early stopping has seen enough."""
+        if self.config.max_steps is not None and self.trainer.step >= self.config.max_steps:
+            return True
+        return self.progress.exhausted
+
+    def result(self) -> FitResult:
+        last = self.progress.history[-1] if self.progress.history else {"train": {}, "val": {}}
+        return FitResult(
+            metrics=last["val"] or last["train"],
+            best=self.progress.best,
+            steps=self.trainer.step,
+            folder=self.run.path,
+            history=self.progress.history,
+        )
+
+    # The loop
+
+    def train_epoch(self, train_loader: Iterable[Any], epoch: int) -> dict[str, float]:
+        """Train one pass over the loader; returns metrics over all ranks.
+
+        An epoch that a resumed run has finished already is not trained again: its recorded
+        metrics are returned.
+        """
+        if epoch < self.progress.epochs_done:
+            return self.progress.history[epoch]["train"]
+        loader = self.train_loader if train_loader is self.train_loader else None
+        if loader is not None and loader.epoch != epoch:
+            loader.seek(epoch)
+        total = loader.steps if loader is not None else None
+        self.console.start_bar(f"Epoch {epoch + 1}/{self.config.epochs}", total)
+        self.model.train()
+        self._interval_started, self._interval_samples = time.perf_counter(), 0
+        try:
+            for batch in train_loader:
+                result = self.trainer.train_step(batch)
+                if self._announce_loss:
+                    self._say_loss(batch)
+                if result.moved and self._after_step(result, total):
+                    break
+        except Exception as error:
+            error.add_note(self._where())
+            raise
+        finally:
+            self.console.end_bar()
+        return self._end_of_epoch(epoch)
+
+    def validate_epoch(self, val_loader: Iterable[Any] | None = None) -> dict[str, float]:
+        """Evaluate on every sample of the loader, once; returns metrics over all ranks."""
+        loader = val_loader if val_loader is not None else self.val_loader
+        if loader is None:
+            raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
+        if self._pending is None and self.progress.history and loader is self.val_loader:
+            return self.progress.history[-1]["val"]
+        if self.config.broadcast_buffers:
+            self.placement.broadcast_tensors(self.model.buffers())
+        collected = evaluate(
+            self.model,
+            loader,
+            self.loss_fn,
+            self.eval_fn,
+            self.trainer.precision,
+            self.placement.device,
+        )
+        metrics = collected.compute(self.placement)
+        if self._pending is not None:
+            epoch, train = self._pending
+            self._pending = None
+            self._finish_epoch(epoch, train, metrics)
+        return metrics
+
+    def save_checkpoint(self, best: bool = False) -> Path:
+        """Save the whole state now. Every rank must call it."""
+        path = self.fault_tolerance.save({"metrics": self._last_metrics()}, best)
+        if self.placement.is_main:
+            for hook in self.hooks:
+                hook.on_checkpoint(self, path)
+        return path
+
+    # Parts of the loop
+
+    def _after_step(self, result: StepResult, total: int | None) -> bool:
+        """What happens between steps; True to end the epoch here."""
+        step = self.trainer.step
+        for hook in self.hooks:
+            hook.on_step_end(self, step)
+        self._interval_samples += self.sizes.global_batch
+        if step % self.config.log_every == 0:
+            self._log_interval(result, total)
+        every = self.config.consistency_check_every
+        if every and step % every == 0:
+            check_replicas(self.model, self.placement, step)
+        if self.fault_tolerance.due(step):
+            self.save_checkpoint()
+        return self.config.max_steps is not None and step >= self.config.max_steps
+
+    def _log_interval(self, result: StepResult, total: int | None) -> None:
+        """Read the losses of the last steps: the only place where training waits for them."""
+        metrics = self.trainer.metrics.compute(self.placement)
+        self._epoch_metrics.merge(self.trainer.metrics)
+        self.trainer.metrics.reset()
+        now = time.perf_counter()
+        rate = self._interval_samples / (now - self._interval_started)
+        self._interval_started, self._interval_samples = now, 0
+        lr = float(self.trainer.optimizer.param_groups[0]["lr"])
+        facts = {**metrics, "lr": lr, "samples_per_s": rate}
+        if result.grad_norm is not None:
+            facts["grad_norm"] = float(result.grad_norm)
+        step = self.trainer.step
+        self.logger.record("step", step=step, epoch=self.trainer.epoch, **facts)
+        self.curves.write("train", facts, step)
+        note = f"loss {metrics['loss']:.4f}  {rate:,.0f} samples/s"
+        self.console.advance(self.trainer.position, total, note)
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteLossError(
+                f"the loss is {metrics['loss']} over the steps up to {step}; lower the learning "
+                f"rate (now {lr:g}), set max_grad_norm, or check the data. The checkpoints in "
+                f"{self.run.checkpoints} are from before"
+            )
+
+    def _end_of_epoch(self, epoch: int) -> dict[str, float]:
+        self._epoch_metrics.merge(self.trainer.metrics)
+        self.trainer.metrics.reset()
+        metrics = self._epoch_metrics.compute(self.placement)
+        self._epoch_metrics.reset()
+        check_replicas(self.model, self.placement, self.trainer.step)
+        if self.val_loader is None:
+            self._finish_epoch(epoch, metrics, None)
+        else:
+            self._pending = (epoch, metrics)
+        return metrics
+
+    def _finish_epoch(
+        self, epoch: int, train: dict[str, float], val: dict[str, float] | None
+    ) -> None:
+        better = self.progress.finish_epoch(train, val)
+        self.trainer.schedule.after_epoch(val or train)
+        self.console.line(epoch_line(epoch, self.config.epochs, train, val))
+        self.logger.record("epoch", epoch=epoch, step=self.trainer.step, train=train, val=val)
+        if val is not None:
+            self.curves.write("val", val, self.trainer.step)
+        for hook in self.hooks:
+            hook.on_epoch_end(self, epoch, val or train)
+        if self.config.enable_fault_tolerance:
+            path = self.save_checkpoint(best=better)
+            if better:
+                name = self.progress.metric
+                self.console.line(f"  saved best model: {path} ({name} {self.progress.best:.4f})")
+
+    def _build_optimizer(self, given: Any) -> Optimizer:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        if given is None:
+            config = self.config
+            self.console.line(
+                f"optimizer: AdamW, lr {config.learning_rate:g}, weight decay "
+                f"{config.weight_decay:g} (none given)"
+            )
+            return AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+        if isinstance(given, Optimizer):
+            known = {id(p) for p in self.model.parameters()}
+            strangers = [p for g in given.param_groups for p in g["params"] if id(p) not in known]
+            if strangers:
+                raise ModelError(
+                    f"the optimizer holds {len(strangers)} parameters that are not the model's; "
+                    "build it from this model's parameters, or give a function of them"
+                )
+            return given
+        built = given(parameters)
+        if not isinstance(built, Optimizer):
+            raise ModelError(f"optimizer gave a {type(built).__name__}, not a torch Optimizer")
+        return built
+
+    def _build_schedule(self, given: Any) -> None:
+        assert self.train_loader is not None
+        steps = self.train_loader.steps
+        total = None if steps is None else steps * self.config.epochs
+        if self.config.max_steps is not None:
+            total = min(total or self.config.max_steps, self.config.max_steps)
+        optimizer = self.trainer.optimizer
+        if given is None:
+            self.trainer.schedule = RateCurve(optimizer, self.config, steps, total)
+        else:
+            scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+            self.trainer.schedule = BroughtScheduler(scheduler, self.config, total, self.scaling)
+
+    def _open_run(self, states: dict[str, Any]) -> None:
+        identity = self.placement.identity
+        self.run = open_run(self.config, self.placement)
+        self.events = EventFile(
+            self.run.events(identity.rank),
+            run=self.run.path.name,
+            attempt=identity.attempt,
+            rank=identity.rank,
+            world_size=identity.world_size,
+        )
+        self.logger = StructuredLogger(self.console, self.events)
+        curves = self.run.tensorboard if self.config.tensorboard and identity.is_main else None
+        self.curves = Curves(curves)
+        self.fault_tolerance = FaultToleranceManager(
+            self.config, self.placement, self.trainer, self.logger, self.run.checkpoints
+        )
+        self.fault_tolerance.register("progress", self.progress)
+        self.fault_tolerance.register("epoch_metrics", _EpochSums(self), "per_rank")
+        for name, item in states.items():
+            self.fault_tolerance.register(name, item)
+
+    def _check_metric(self, val_dataset: Data | None, eval_fn: EvalFn | None) -> None:
+        """A metric that the built-in evaluation never gives is an error before training."""
+        known = {"loss", "accuracy", "f1"}
+        if eval_fn is None and self.progress.metric not in known:
+            raise ConfigError(
+                f"best_metric={self.progress.metric!r} is unknown; without an eval_fn there are "
+                f"{', '.join(sorted(known))}"
+            )
+
+    def _say_loss(self, batch: Any) -> None:
+        self._announce_loss = False
+        if isinstance(self.loss_fn, SupervisedLoss):
+            self.console.line(self.loss_fn.describe(batch))
+
+    def _where(self) -> str:
+        identity = self.placement.identity
+        return (
+            f"(rank {identity.rank} on {identity.host}, step {self.trainer.step + 1}, "
+            f"run {self.run.path})"
+        )
+
+    def _last_metrics(self) -> dict[str, float]:
+        if not self.progress.history:
+            return {}
+        last = self.progress.history[-1]
+        return last["val"] or last["train"]
+
+
+class _EpochSums:
+    """The running sums of an unfinished epoch, so that its mean is right after a resume."""
+
+    def __init__(self, manager: MultiGPUTrainingManager) -> None:
+        self.manager = manager
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = MetricsCollector()
+        whole.merge(self.manager._epoch_metrics)
+        whole.merge(self.manager.trainer.metrics)
+        return whole.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.manager._epoch_metrics.load_state_dict(state)

@@ -1,0 +1,56 @@
+"""Mixed precision: which 16-bit type this device gets, and loss scaling where it needs it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.errors import ConfigError
+
+
+class Precision:
+    """bf16 where the hardware has it; fp16 with loss scaling where it does not."""
+
+    def __init__(self, config: MultiGPUConfig, device: torch.device) -> None:
+        self.device_type = device.type
+        self.dtype = _dtype(config, device) if config.use_mixed_precision else None
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def describe(self) -> str:
+        if self.dtype is None:
+            return "float32"
+        if self.dtype is torch.bfloat16:
+            return "bf16 mixed precision"
+        return "fp16 mixed precision with loss scaling"
+
+
+def _dtype(config: MultiGPUConfig, device: torch.device) -> torch.dtype:
+    wanted = config.mixed_precision_dtype
+    # On CPUs bf16 always works; on GPUs only Ampere and later compute in it.
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if wanted == "bf16" and not has_bf16:
+        raise ConfigError(
+            f"mixed_precision_dtype=bf16, but {torch.cuda.get_device_name(device)} computes no "
+            "bf16; use fp16 or auto"
+        )
+    if wanted == "fp16" or not has_bf16:
+        return torch.float16
+    return torch.bfloat16
+
+
+def set_arithmetic(config: MultiGPUConfig) -> None:
+    """Process-wide switches of torch that a run needs."""
+    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
+    torch.backends.cudnn.allow_tf32 = config.allow_tf32
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    elif torch.cuda.is_available():
+        torch.backends.cudnn.benchmark = True

@@ -1,0 +1,64 @@
+"""How far a run has come: finished epochs, their metrics, the best one. Saved with the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.errors import ConfigError
+
+_SMALLER_IS_BETTER = ("loss", "error", "wer", "cer", "perplexity", "mse", "mae")
+
+
+class Progress:
+    """`history[e]` holds {"train": {...}, "val": {...}} of finished epoch e."""
+
+    def __init__(self, config: MultiGPUConfig) -> None:
+        self.metric = config.best_metric or "loss"
+        self.mode = config.best_metric_mode
+        self.patience = config.early_stopping_patience
+        self.history: list[dict[str, dict[str, float]]] = []
+        self.best: float | None = None
+        self.best_epoch: int | None = None
+
+    @property
+    def epochs_done(self) -> int:
+        return len(self.history)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether early stopping says it is enough."""
+        if self.patience is None or self.best_epoch is None:
+            return False
+        return self.epochs_done - 1 - self.best_epoch >= self.patience
+
+    def finish_epoch(self, train: dict[str, float], val: dict[str, float] | None) -> bool:
+        """Record an epoch; True if it is the best so far."""
+        self.history.append({"train": train, "val": val or {}})
+        judged = val if val is not None else train
+        if self.metric not in judged:
+            raise ConfigError(
+                f"best_metric={self.metric!r} is not among the metrics of this run: "
+                f"{', '.join(sorted(judged))}"
+            )
+        value = judged[self.metric]
+        better = self.best is None or (
+            value < self.best if self.smaller_is_better else value > self.best
+        )
+        if better:
+            self.best, self.best_epoch = value, self.epochs_done - 1
+        return better
+
+    @property
+    def smaller_is_better(self) -> bool:
+        if self.mode != "auto":
+            return self.mode == "min"
+        return any(word in self.metric for word in _SMALLER_IS_BETTER)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history, "best": self.best, "best_epoch": self.best_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.history = list(state["history"])
+        self.best = state["best"]
+        self.best_epoch = state["best_epoch"]

@@ -1,0 +1,67 @@
+"""Gradient checkpointing: keep a block's input instead of its activations, compute them again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from multi_gpu_training.errors import ModelError
+
+
+def use_recompute(model: nn.Module) -> int:
+    """Recompute the blocks of `model` in backward; returns how many blocks."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return sum(1 for _ in _blocks(model)) or 1
+    blocks = list(_blocks(model))
+    if not blocks:
+        raise ModelError(
+            f"use_gradient_checkpointing=true found no blocks in {type(model).__name__}; put its "
+            "layers into an nn.Sequential or nn.ModuleList, or call torch.utils.checkpoint yourself"
+        )
+    for block in blocks:
+        contexts = functools.partial(_contexts, block)
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, context_fn=contexts
+        )
+    return len(blocks)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Members of the outermost containers that hold parameters."""
+    if isinstance(module, nn.Sequential):
+        yield from (block for block in module if any(True for _ in block.parameters()))
+        return
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (block for block in child if any(True for _ in block.parameters()))
+        else:
+            yield from _blocks(child)
+
+
+def _contexts(
+    block: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _statistics_held(block)
+
+
+@contextmanager
+def _statistics_held(block: nn.Module) -> Iterator[None]:
+    """The second forward must not count a batch twice in BatchNorm's running statistics."""
+    norms = [
+        m
+        for m in block.modules()
+        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats and m.training
+    ]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True

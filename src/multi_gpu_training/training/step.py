@@ -1,0 +1,89 @@
+"""One micro-batch: from a batch to a loss that is scaled for the whole step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from multi_gpu_training.training.loss import LossFn, Pairs, read_loss
+from multi_gpu_training.training.precision import Precision
+
+
+class MicroResult(NamedTuple):
+    """scaled: what to run backward on. tally: its gradient is this micro-batch's weight."""
+
+    scaled: Tensor
+    tally: Tensor
+    mean: Tensor
+    weight: Tensor | None
+    metrics: Pairs
+
+
+class _Zero(torch.autograd.Function):
+    """A zero that depends on a parameter and gives it a zero gradient, whatever its values."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.like = parameter
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.zeros_like(ctx.like)
+
+
+class StepModule(nn.Module):
+    """What DDP or DataParallel wraps: the user's loss function around the user's model.
+
+    The loss function gets the raw model. Calling a wrapped model's `.module` would leave the
+    wrapper's bookkeeping out, and replicas would drift apart without a word.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, precision: Precision) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.precision = precision
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        exact = all(p.dtype == torch.float64 for p in parameters)
+        # Its gradient carries the step's total weight along with the gradients of the model:
+        # uneven weights cost no collective of their own.
+        self.tally = nn.Parameter(
+            torch.zeros(
+                (),
+                dtype=torch.float64 if exact else torch.float32,
+                device=parameters[0].device,
+            )
+        )
+
+    def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+        """This rank's part of a step: `count` of `window_count` samples, or None for no batch.
+
+        A mean over samples is scaled here and now. A mean over other weights, or over a window
+        of unknown size (0), is multiplied by its weight and divided once the sum is known.
+        """
+        if batch is None:
+            return self.absent()
+        with self.precision.autocast():
+            loss = read_loss(self.loss_fn(self.model, batch), self.tally.device)
+        mean, weight = loss.mean, loss.weight
+        if weight is None and window_count:
+            scaled = mean * (count * ranks / window_count)
+            return MicroResult(scaled, self.tally * 0.0, mean.detach(), None, loss.metrics)
+        if weight is None:
+            weight = mean.new_full((), count, dtype=torch.float64)
+        # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN.
+        mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
+        share = weight.to(self.tally.dtype)
+        scaled = mean * (share / max(1, window_count))
+        return MicroResult(scaled, self.tally * share, mean.detach(), weight, loss.metrics)
+
+    def absent(self) -> MicroResult:
+        """Take part in a step without a sample: zero loss, zero gradient for every parameter."""
+        total = self.tally * 0.0
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                total = total + _Zero.apply(parameter)  # type: ignore[no-untyped-call]
+        return MicroResult(total, self.tally * 0.0, torch.zeros_like(total), None, {})

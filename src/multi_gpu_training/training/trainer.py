@@ -1,0 +1,349 @@
+"""The training step. Trainers differ only in how a model is wrapped and its copies exchange.
+
+One step, over all ranks and micro-batches, moves the weights along
+
+    sum of w_i * grad l_i  /  sum of w_i
+
+which is what one GPU computes on the whole global batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.batch import batch_count, share_of, to_device
+from multi_gpu_training.data.feeding import Loader
+from multi_gpu_training.data.order import Share, derive_seed
+from multi_gpu_training.distributed.batchnorm import (
+    Attendance,
+    SyncBatchNorm,
+    synchronise_batchnorm,
+)
+from multi_gpu_training.distributed.placement import Placement, gpu_ids
+from multi_gpu_training.distributed.replicas import check_same_model, replicate, settle_buckets
+from multi_gpu_training.errors import ModelError
+from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.training.learning_rate import Schedule
+from multi_gpu_training.training.loss import LossFn
+from multi_gpu_training.training.precision import Precision
+from multi_gpu_training.training.step import MicroResult, StepModule
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a call of `train_step` did.
+
+    loss: mean over this rank's micro-batch; stays on the device until you read it.
+    moved: whether the weights moved, or the micro-batch was only accumulated.
+    """
+
+    loss: Tensor
+    step: int
+    moved: bool
+    grad_norm: Tensor | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
+class MultiGPUTrainer(ABC):
+    """Accumulates micro-batches and moves the weights. Every rank must call `train_step` the
+    same number of times."""
+
+    def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
+        self.config = config
+        self.placement = placement
+        self.precision = Precision(config, placement.device)
+        self.metrics = MetricsCollector()
+        self.attendance = Attendance()
+        self.step = 0
+        self.epoch = 0
+        self.position = 0
+        self.optimizer: Optimizer
+        self.schedule: Schedule
+        self.model: nn.Module
+        self.loader: Loader | None = None
+        self._micro = 0
+        self._counted: bool | None = None
+        self._settled = False
+        self._checked = False
+
+    # What a kind of trainer must say
+
+    @abstractmethod
+    def wrap(self, module: StepModule) -> nn.Module:
+        """The module that computes a micro-batch on all its copies."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model that share a global batch."""
+        return self.placement.dp_size
+
+    def exchange(self, last: bool) -> AbstractContextManager[Any]:
+        """Context of a backward: ranks talk only on the last micro-batch of a step."""
+        return nullcontext()
+
+    def micro_batch(self, batch: Any, share: Share) -> MicroResult:
+        ranks = self.placement.dp_size
+        return self.wrapped.forward(batch, share.count, share.window_count, ranks)  # type: ignore[no-any-return]
+
+    def settle(self, batch: Any, share: Share) -> None:
+        """Called once, before the first step of this process."""
+        return
+
+    # Building
+
+    def build(self, model: nn.Module, loss_fn: LossFn) -> nn.Module:
+        """Put the model onto the device, check it, and wrap it for training."""
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ModelError(
+                f"{type(model).__name__} has no parameter with requires_grad=True; unfreeze some"
+            )
+        model.to(self.placement.device)
+        check_same_model(model, self.placement)
+        if self.config.sync_bn and self.placement.dp_size > 1:
+            model = synchronise_batchnorm(model, self.placement, self.attendance)
+        self.model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self.step_module = StepModule(model, loss_fn, self.precision)
+        self.wrapped = self.wrap(self.step_module)
+        return model
+
+    # The step
+
+    def train_step(self, batch: Any) -> StepResult:
+        """Train on one micro-batch; the last one of a global batch moves the weights.
+
+        Batches of the manager's loader know their place. For any other batch, the samples on
+        all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
+        """
+        share = share_of(batch)
+        if share is None:
+            batch = to_device(batch, self.placement.device)
+            share = self._share_of_own_batch(batch)
+        if not self._settled:
+            self.settle(batch, share)
+            self._settled = True
+        self._seed_noise()
+        with self.exchange(share.last):
+            result = self._absent(share) if share.count == 0 else self.micro_batch(batch, share)
+            # The tally is added unscaled: it is a weight, not a gradient.
+            (self.precision.scaler.scale(result.scaled) + result.tally).backward()
+        self._note(result, share)
+        self._micro += 1
+        if not share.last:
+            return StepResult(result.mean, self.step, moved=False)
+        norm = self._move_weights(share)
+        return StepResult(result.mean, self.step, moved=True, grad_norm=norm)
+
+    def _move_weights(self, share: Share) -> Tensor | None:
+        if not self._checked:
+            self._check_gradients()
+            self._checked = True
+        if self._counted is not False:
+            # Also where this rank saw no sample and cannot know: then it is 1, or the others'.
+            total = self._total_weight()
+            nominal = max(1, share.window_count)
+            self._scale_gradients(torch.where(total > 0, nominal / total, torch.ones_like(total)))
+        scaler = self.precision.scaler
+        norm = None
+        if self.config.max_grad_norm is not None:
+            scaler.unscale_(self.optimizer)
+            norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+        scaler.step(self.optimizer)
+        scaler.update()
+        self.step_module.zero_grad(set_to_none=True)
+        self._micro = 0
+        self.step += 1
+        self.epoch, self.position = share.epoch, share.position + 1
+        self.schedule.after_step(self.step)
+        return norm
+
+    def _absent(self, share: Share) -> MicroResult:
+        """This rank has no sample in this micro-batch, but the others need it to take part."""
+        needs_forward = self.config.find_unused_parameters or any(
+            isinstance(m, SyncBatchNorm) for m in self.model.modules()
+        )
+        if not needs_forward or self.loader is None:
+            return self.wrapped.forward(None, 0, share.window_count, 1)  # type: ignore[no-any-return]
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        self.attendance.present = False
+        try:
+            stand_in = self.loader.stand_in(share)
+            result: MicroResult = self.wrapped.forward(stand_in, 0, share.window_count, 1)
+        finally:
+            self.attendance.present = True
+        if not self.config.sync_bn:
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        return result._replace(scaled=_nothing(result), tally=self.step_module.tally * 0.0)
+
+    def _note(self, result: MicroResult, share: Share) -> None:
+        if share.count:
+            self._counted = result.weight is not None
+            weight = share.count if result.weight is None else result.weight
+            self.metrics.add_mean(result.mean, weight, result.metrics)
+
+    def _seed_noise(self) -> None:
+        """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history."""
+        seed = derive_seed(self.config.seed, self.step, self._micro, self.placement.dp_rank)
+        torch.default_generator.manual_seed(seed)
+        if self.placement.device.type == "cuda":
+            torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)
+
+    def _total_weight(self) -> Tensor:
+        """Summed weight of the step over ranks, divided as the gradients are."""
+        grad = self.step_module.tally.grad
+        assert grad is not None
+        return grad
+
+    def _share_of_own_batch(self, batch: Any) -> Share:
+        last = self._micro + 1 >= self.config.gradient_accumulation_steps
+        return Share(
+            epoch=self.epoch,
+            position=self.position,
+            indices=(),
+            count=batch_count(batch),
+            window_count=0,  # unknown here: the ranks learn it with the gradients
+            first=self._micro == 0,
+            last=last,
+            key=self.step,
+        )
+
+    def _scale_gradients(self, factor: Tensor) -> None:
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        for dtype in {grad.dtype for grad in grads}:
+            dense = [grad for grad in grads if grad.dtype == dtype and not grad.is_sparse]
+            if dense:
+                torch._foreach_mul_(dense, factor.to(dtype))
+        for grad in grads:
+            if grad.is_sparse:
+                grad.mul_(factor.to(grad.dtype))
+
+    def _check_gradients(self) -> None:
+        if self.config.find_unused_parameters:
+            return
+        missing = [
+            name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None
+        ]
+        if missing:
+            raise ModelError(
+                f"{len(missing)} parameters got no gradient from the loss: {', '.join(missing[:8])}"
+                f"{' ...' if len(missing) > 8 else ''}; use them in the loss, freeze them with "
+                "requires_grad_(False), or set find_unused_parameters=true"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "position": self.position,
+            "scaler": self.precision.scaler.state_dict(),
+            "schedule": self.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.epoch = state["epoch"]
+        self.position = state["position"]
+        self.precision.scaler.load_state_dict(state["scaler"])
+        self.schedule.load_state_dict(state["schedule"])
+
+
+class SingleDeviceTrainer(MultiGPUTrainer):
+    """One process, one device."""
+
+    def wrap(self, module: StepModule) -> nn.Module:
+        return module
+
+
+class DistributedDataParallelTrainer(MultiGPUTrainer):
+    """One process a GPU; DDP exchanges the gradients. Alone, it trains without a wrapper."""
+
+    def wrap(self, module: StepModule) -> nn.Module:
+        if self.placement.group is None:
+            return module
+        return replicate(module, self.placement, self.config)
+
+    def exchange(self, last: bool) -> AbstractContextManager[Any]:
+        if last or not isinstance(self.wrapped, DistributedDataParallel):
+            return nullcontext()
+        return self.wrapped.no_sync()
+
+    def settle(self, batch: Any, share: Share) -> None:
+        ddp = self.wrapped
+        if not isinstance(ddp, DistributedDataParallel) or self.config.find_unused_parameters:
+            return
+        if not self.config.static_graph:
+            settle_buckets(ddp, lambda: ddp.forward(None, 0, 1, 1).scaled)
+            return
+        # A static graph remembers how often each parameter is used: it must see a real batch.
+        if share.count == 0 and self.loader is not None:
+            batch = self.loader.stand_in(share)
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        settle_buckets(ddp, lambda: _nothing(ddp.forward(batch, 1, 1, 1)))
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+
+class DataParallelTrainer(MultiGPUTrainer):
+    """One process, several GPUs: `nn.DataParallel` scatters every micro-batch."""
+
+    def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        cuda = placement.device.type == "cuda"
+        self.gpus = gpu_ids(config, torch.cuda.device_count()) if cuda else []
+
+    @property
+    def replicas(self) -> int:
+        return max(1, len(self.gpus))
+
+    def wrap(self, module: StepModule) -> nn.Module:
+        self._counted = True
+        return DataParallel(_Replica(module), device_ids=self.gpus or None)
+
+    def micro_batch(self, batch: Any, share: Share) -> MicroResult:
+        members = torch.empty(share.count, device=self.placement.device)
+        scaled, tally, mean, weight, metrics = self.wrapped(batch, members, share.window_count)
+        mean = (mean * weight).sum() / weight.sum()
+        pairs = {name: (total.sum(), part.sum()) for name, (total, part) in metrics.items()}
+        return MicroResult(scaled.sum(), tally.sum(), mean, weight.sum(), pairs)
+
+
+class _Replica(nn.Module):
+    """One GPU's part of a micro-batch, as tensors that DataParallel can gather."""
+
+    def __init__(self, step: StepModule) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, batch: Any, members: Tensor, window_count: int) -> tuple[Any, ...]:
+        count = len(members)
+        result: MicroResult = self.step(batch, count, window_count, 1)
+        weight = result.weight
+        tally = result.tally
+        if weight is None:
+            weight = result.mean.new_full((), count, dtype=torch.float64)
+            tally = self.step.tally * float(count)
+        metrics = {
+            name: tuple(torch.as_tensor(v, device=weight.device).double().view(1) for v in pair)
+            for name, pair in result.metrics.items()
+        }
+        parts = (result.scaled, tally, result.mean, weight)
+        return (*(part.view(1) for part in parts), metrics)
+
+
+def _nothing(result: MicroResult) -> Tensor:
+    """The result with every gradient zero. Selected, not multiplied: the loss may be NaN."""
+    total = result.scaled + result.tally
+    never = torch.zeros((), dtype=torch.bool, device=total.device)
+    return torch.where(never, total, torch.zeros_like(total))

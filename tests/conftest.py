@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ranks import end_pools
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    end_pools()
+    left = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.is_running()
+        and child.status() != psutil.STATUS_ZOMBIE
+        and "forkserver" not in " ".join(child.cmdline())
+        and "resource_tracker" not in " ".join(child.cmdline())
+    ]
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_variable_is_leaked() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = {key for key in after.keys() | before.keys() if after.get(key) != before.get(key)}
+    changed.discard("PYTEST_CURRENT_TEST")
+    for key in changed:
+        os.environ.pop(key, None)
+        if key in before:
+            os.environ[key] = before[key]
+    # torch sets these by itself when first used.
+    changed -= {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "KINETO_LOG_LEVEL"}
+    assert not changed, f"environment variables changed by the test: {sorted(changed)}"

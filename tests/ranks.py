@@ -1,0 +1,122 @@
+"""Real ranks for tests: warm pools of processes, each pool one gloo group.
+
+    losses = run_ranks(3, train, tmp_path, {"sync_bn": True})
+
+calls `train(tmp_path, {...})` on three ranks and returns their results in rank order. The
+function must live in a module. One rank runs without a group, as a user's single process does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "multi_gpu_training.training.manager"])
+
+_pools: dict[int, RankPool] = {}
+
+
+class RankError(AssertionError):
+    pass
+
+
+class RankPool:
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.folder = tempfile.TemporaryDirectory(prefix="mgt-test-ranks-")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_serve, args=(rank, world, self.folder.name, theirs), daemon=False
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        failed_at = None
+        while len(answers) < self.world:
+            left = min(deadline, (failed_at or deadline) + 3) - time.monotonic()
+            silent = [r for r in range(self.world) if r not in answers]
+            ready = wait([self.pipes[r] for r in silent], timeout=max(0, left))
+            if not ready:
+                self.end()
+                errors = [f"rank {r}:\n{a[1]}" for r, a in answers.items() if not a[0]]
+                raise RankError(f"ranks {silent} of {self.world} fell silent\n" + "\n".join(errors))
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, "the process died", None)
+                if not answers[rank][0]:
+                    failed_at = failed_at or time.monotonic()
+        failures = [(a[2] or 0.0, r, a[1]) for r, a in answers.items() if not a[0]]
+        if failures:
+            self.end()
+            raise RankError("\n".join(f"rank {r}:\n{text}" for _, r, text in sorted(failures)))
+        return [answers[r][1] for r in range(self.world)]
+
+    def end(self) -> None:
+        _pools.pop(self.world, None)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120
+) -> list[Any]:
+    if world not in _pools:
+        _pools[world] = RankPool(world)
+    return _pools[world].run(function, args, timeout_s)
+
+
+def end_pools() -> None:
+    for pool in list(_pools.values()):
+        pool.end()
+
+
+def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if world > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_WORLD_SIZE=str(world),
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+        )
+        dist.barrier()
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            pipe.send((True, function(*args), None))
+        except BaseException:
+            pipe.send((False, traceback.format_exc(), time.time()))
