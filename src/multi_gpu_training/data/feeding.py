@@ -91,7 +91,7 @@ def validation_loader(
     brought = data if isinstance(data, DataLoader) else None
     dataset = _dataset(data)
     size = sizes.per_rank * sizes.ranks
-    feeding = _feeding(brought, config, placement, size, skip_empty=True)
+    feeding = _feeding(brought, config, placement, size, evaluating=True)
     if isinstance(dataset, IterableDataset):
         return StreamLoader(dataset, size, feeding)
     source = ShuffledBatches(_length(dataset, "validation"), size, shuffle=False)
@@ -119,7 +119,7 @@ def _feeding(
     config: MultiGPUConfig,
     placement: Placement,
     micro_size: int,
-    skip_empty: bool = False,
+    evaluating: bool = False,
 ) -> Feeding:
     workers = config.num_workers
     if brought is not None and "num_workers" not in config.model_fields_set:
@@ -136,7 +136,7 @@ def _feeding(
         prefetch_factor=(config.prefetch_factor or 2) if workers else None,
         persistent_workers=config.persistent_workers and workers > 0,
         worker_init_fn=brought.worker_init_fn if brought is not None else None,
-        skip_empty=skip_empty,
+        evaluating=evaluating,
     )
 
 

@@ -29,7 +29,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Feeding:
-    """How a loader of one rank works; the same on every rank but for `rank` and `device`."""
+    """How a loader of one rank works; the same on every rank but for `rank` and `device`.
+
+    evaluating: empty shares are left out, and every pass is the same, whatever the epoch.
+    """
 
     micro_size: int
     seed: int
@@ -42,7 +45,7 @@ class Feeding:
     prefetch_factor: int | None = None
     persistent_workers: bool = False
     worker_init_fn: Callable[[int], None] | None = None
-    skip_empty: bool = False
+    evaluating: bool = False
 
 
 class ShareLoader:
@@ -89,7 +92,7 @@ class ShareLoader:
             feeding.ranks,
             self.start,
         )
-        return (share for share in found if share.count) if feeding.skip_empty else found
+        return (share for share in found if share.count) if feeding.evaluating else found
 
     def __iter__(self) -> Iterator[Any]:
         for share, batch in self._loader:
@@ -98,7 +101,8 @@ class ShareLoader:
                 yield attach(to_device(batch, self.feeding.device), share)
             else:
                 yield attach(to_device(self._stand_in(share, 0), self.feeding.device), share)
-        self.seek(self.epoch + 1)
+        if not self.feeding.evaluating:
+            self.seek(self.epoch + 1)
 
     def stand_in(self, share: Share) -> Any:
         """A sample for a rank whose share is empty but whose model must run all the same."""

@@ -54,7 +54,7 @@ class StreamLoader:
         for share, batch in self._live:
             if share.count:
                 self._template = batch
-            if share.count or not self.feeding.skip_empty:
+            if share.count or not self.feeding.evaluating:
                 kept = batch if share.count else head(batch, 0)
                 yield attach(to_device(kept, self.feeding.device), share)
             if share.last and self.steps is not None and share.position == self.steps - 1:
@@ -62,7 +62,8 @@ class StreamLoader:
                 self._live_at = (self.epoch, 0)
                 return
         self._live = None
-        self.seek(self.epoch + 1)
+        if not self.feeding.evaluating:
+            self.seek(self.epoch + 1)
 
     def stand_in(self, share: Share) -> Any:
         """A sample for a rank whose share is empty but whose model must run all the same."""

@@ -61,9 +61,9 @@ def _metrics(values: dict[str, float]) -> str:
 def summary(manager: MultiGPUTrainingManager) -> None:
     """What came out, where it lies, and how to look at it."""
     progress = manager.progress
-    if not progress.history:
+    last = progress.last
+    if not last["train"]:
         return
-    last = progress.history[-1]
     elapsed = time.perf_counter() - manager._started
     rows = [
         ["epochs", f"{progress.epochs_done}"],

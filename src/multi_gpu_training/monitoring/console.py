@@ -38,7 +38,7 @@ class Console:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if not self.main or self.style == "off":
             return
-        table = Table(*columns, title=title, title_justify="left")
+        table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
         for row in rows:
             table.add_row(*row)
         self._rich.print(table)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
@@ -88,7 +88,7 @@ def latest_run(base: Path) -> Path | None:
 
 
 def _write_facts(path: Path, config: MultiGPUConfig) -> None:
-    (path / "config.yaml").write_text(yaml.safe_dump(config.plain(), sort_keys=False))
+    (path / "config.yaml").write_text(OmegaConf.to_yaml(config.plain()))
     (path / "environment.json").write_text(json.dumps(environment(), indent=1))
 
 

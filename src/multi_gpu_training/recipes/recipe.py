@@ -55,7 +55,14 @@ class Recipe:
     build: Callable[[MultiGPUConfig, Any], Job]
 
     def config(self, given: Mapping[str, Any]) -> MultiGPUConfig:
-        return MultiGPUConfig(**{**self.defaults, "recipe": self.name, **given})
+        defaults = {**self.defaults, "recipe": self.name}
+        # Two ways to say one thing: what the user says replaces the recipe's other way.
+        for one, other in (("warmup_epochs", "warmup_steps"), ("batch_size", "global_batch_size")):
+            if one in given:
+                defaults.pop(other, None)
+            if other in given:
+                defaults.pop(one, None)
+        return MultiGPUConfig(**{**defaults, **given})
 
     def train(self, config: MultiGPUConfig, options: Options) -> FitResult:
         """Run the recipe on all ranks."""

@@ -46,6 +46,13 @@ from multi_gpu_training.training.trainer import (
     SingleDeviceTrainer,
     StepResult,
 )
+from multi_gpu_training.training.verification import (
+    Recorder,
+    Request,
+    adapt,
+    requested,
+    shorten,
+)
 
 TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
     TrainingMode.SINGLE: SingleDeviceTrainer,
@@ -85,6 +92,9 @@ class MultiGPUTrainingManager:
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
         self.config = config or MultiGPUConfig()
         self.config.check()
+        self._verification = requested()
+        if self._verification is not None:
+            self.config = adapt(self.config, self._verification)
         start_ranks_if_needed(self.config)
         set_arithmetic(self.config)
         self.placement = place(self.config)
@@ -99,6 +109,7 @@ class MultiGPUTrainingManager:
         self.sizes: BatchSizes
         self.fault_tolerance: FaultToleranceManager
         self._epoch_metrics = MetricsCollector()
+        self._epoch_is_whole = True
         self._pending: tuple[int, dict[str, float]] | None = None
         self._started = time.perf_counter()
 
@@ -125,6 +136,10 @@ class MultiGPUTrainingManager:
         `state_dict`, saved and restored with the run.
         """
         config, trainer, placement = self.config, self.trainer, self.placement
+        if self._verification is not None:
+            batch = config.global_batch_size or config.batch_size
+            dataset = shorten(dataset, self._verification.steps, batch)
+            val_dataset = shorten(val_dataset, self._verification.steps, batch)
         self._check_metric(val_dataset, eval_fn)
         self.train_loader, self.sizes = training_loader(
             dataset, config, placement, trainer.replicas
@@ -150,6 +165,8 @@ class MultiGPUTrainingManager:
         where = config.resume or ("auto" if placement.identity.attempt else None)
         if where is not None and self.fault_tolerance.resume(where):
             self.train_loader.seek(trainer.epoch, trainer.position)
+        if self._verification is not None:
+            self._begin_verification(self._verification)
         for hook in self.hooks:
             hook.on_run_start(self)
         return self.model, self.train_loader, self.val_loader
@@ -198,7 +215,7 @@ class MultiGPUTrainingManager:
         return self.progress.exhausted
 
     def result(self) -> FitResult:
-        last = self.progress.history[-1] if self.progress.history else {"train": {}, "val": {}}
+        last = self.progress.last
         return FitResult(
             metrics=last["val"] or last["train"],
             best=self.progress.best,
@@ -223,6 +240,7 @@ class MultiGPUTrainingManager:
         total = loader.steps if loader is not None else None
         self.console.start_bar(f"Epoch {epoch + 1}/{self.config.epochs}", total)
         self.model.train()
+        self._epoch_is_whole = True
         self._interval_started, self._interval_samples = time.perf_counter(), 0
         try:
             for batch in train_loader:
@@ -230,6 +248,7 @@ class MultiGPUTrainingManager:
                 if self._announce_loss:
                     self._say_loss(batch)
                 if result.moved and self._after_step(result, total):
+                    self._epoch_is_whole = total is None or self.trainer.position >= total
                     break
         except Exception as error:
             error.add_note(self._where())
@@ -245,6 +264,14 @@ class MultiGPUTrainingManager:
             raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
         if self._pending is None and self.progress.history and loader is self.val_loader:
             return self.progress.history[-1]["val"]
+        metrics = self._evaluate(loader)
+        if self._pending is not None:
+            epoch, train = self._pending
+            self._pending = None
+            self._finish_epoch(epoch, train, metrics)
+        return metrics
+
+    def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         if self.config.broadcast_buffers:
             self.placement.broadcast_tensors(self.model.buffers())
         collected = evaluate(
@@ -255,12 +282,7 @@ class MultiGPUTrainingManager:
             self.trainer.precision,
             self.placement.device,
         )
-        metrics = collected.compute(self.placement)
-        if self._pending is not None:
-            epoch, train = self._pending
-            self._pending = None
-            self._finish_epoch(epoch, train, metrics)
-        return metrics
+        return collected.compute(self.placement)
 
     def save_checkpoint(self, best: bool = False) -> Path:
         """Save the whole state now. Every rank must call it."""
@@ -315,7 +337,8 @@ class MultiGPUTrainingManager:
         self._epoch_metrics.merge(self.trainer.metrics)
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
-        self._epoch_metrics.reset()
+        if self._epoch_is_whole:
+            self._epoch_metrics.reset()
         check_replicas(self.model, self.placement, self.trainer.step)
         if self.val_loader is None:
             self._finish_epoch(epoch, metrics, None)
@@ -326,8 +349,10 @@ class MultiGPUTrainingManager:
     def _finish_epoch(
         self, epoch: int, train: dict[str, float], val: dict[str, float] | None
     ) -> None:
-        better = self.progress.finish_epoch(train, val)
-        self.trainer.schedule.after_epoch(val or train)
+        whole = self._epoch_is_whole
+        better = self.progress.finish_epoch(train, val, whole)
+        if whole:
+            self.trainer.schedule.after_epoch(val or train)
         self.console.line(epoch_line(epoch, self.config.epochs, train, val))
         self.logger.record("epoch", epoch=epoch, step=self.trainer.step, train=train, val=val)
         if val is not None:
@@ -397,6 +422,31 @@ class MultiGPUTrainingManager:
         for name, item in states.items():
             self.fault_tolerance.register(name, item)
 
+    def _begin_verification(self, request: Request) -> None:
+        recorder = Recorder(request, self.placement.identity.rank)
+        recorder.begin(self.model, self.trainer.optimizer)
+        recorder.on_done = self._end_verification
+        self.trainer.recorder = recorder
+
+    def _end_verification(self) -> None:
+        """Write down what came out, and end the process: `mgt verify` reads the rest."""
+        recorder, loader = self.trainer.recorder, self.train_loader
+        assert recorder is not None and loader is not None
+        metrics = None
+        if self.val_loader is not None:
+            metrics = self._evaluate(self.val_loader)
+        source = getattr(loader, "source", None)
+        norms = (nn.modules.batchnorm._BatchNorm,)
+        facts = {
+            "batchnorm": [n for n, m in self.model.named_modules() if isinstance(m, norms)],
+            "sync_bn": self.config.sync_bn,
+            "samples": getattr(source, "samples", None),
+            "steps_per_epoch": loader.steps,
+        }
+        recorder.finish(self.model, metrics, facts, self.loss_fn, self.config.max_grad_norm)
+        self.placement.barrier()
+        raise SystemExit(0)
+
     def _check_metric(self, val_dataset: Data | None, eval_fn: EvalFn | None) -> None:
         """A metric that the built-in evaluation never gives is an error before training."""
         known = {"loss", "accuracy", "f1"}
@@ -419,9 +469,7 @@ class MultiGPUTrainingManager:
         )
 
     def _last_metrics(self) -> dict[str, float]:
-        if not self.progress.history:
-            return {}
-        last = self.progress.history[-1]
+        last = self.progress.last
         return last["val"] or last["train"]
 
 

@@ -18,6 +18,7 @@ class Progress:
         self.mode = config.best_metric_mode
         self.patience = config.early_stopping_patience
         self.history: list[dict[str, dict[str, float]]] = []
+        self.unfinished: dict[str, dict[str, float]] | None = None
         self.best: float | None = None
         self.best_epoch: int | None = None
 
@@ -32,9 +33,22 @@ class Progress:
             return False
         return self.epochs_done - 1 - self.best_epoch >= self.patience
 
-    def finish_epoch(self, train: dict[str, float], val: dict[str, float] | None) -> bool:
-        """Record an epoch; True if it is the best so far."""
-        self.history.append({"train": train, "val": val or {}})
+    @property
+    def last(self) -> dict[str, dict[str, float]]:
+        """The newest metrics, of an epoch that was cut short too."""
+        if self.unfinished is not None:
+            return self.unfinished
+        return self.history[-1] if self.history else {"train": {}, "val": {}}
+
+    def finish_epoch(
+        self, train: dict[str, float], val: dict[str, float] | None, whole: bool = True
+    ) -> bool:
+        """Record an epoch; True if it is the best so far. One that was cut short by max_steps
+        is not counted as done: a resumed run goes on inside it."""
+        record = {"train": train, "val": val or {}}
+        self.unfinished = None if whole else record
+        if whole:
+            self.history.append(record)
         judged = val if val is not None else train
         if self.metric not in judged:
             raise ConfigError(
@@ -46,7 +60,7 @@ class Progress:
             value < self.best if self.smaller_is_better else value > self.best
         )
         if better:
-            self.best, self.best_epoch = value, self.epochs_done - 1
+            self.best, self.best_epoch = value, self.epochs_done - whole
         return better
 
     @property

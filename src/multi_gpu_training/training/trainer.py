@@ -36,6 +36,7 @@ from multi_gpu_training.training.learning_rate import Schedule
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.step import MicroResult, StepModule
+from multi_gpu_training.training.verification import Recorder
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class MultiGPUTrainer(ABC):
         self._counted: bool | None = None
         self._settled = False
         self._checked = False
+        self.recorder: Recorder | None = None
 
     # What a kind of trainer must say
 
@@ -133,6 +135,8 @@ class MultiGPUTrainer(ABC):
         if not self._settled:
             self.settle(batch, share)
             self._settled = True
+        if self.recorder is not None:
+            self.recorder.batch(batch)
         self._seed_noise()
         with self.exchange(share.last):
             result = self._absent(share) if share.count == 0 else self.micro_batch(batch, share)
@@ -159,6 +163,8 @@ class MultiGPUTrainer(ABC):
         if self.config.max_grad_norm is not None:
             scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+        if self.recorder is not None:
+            self.recorder.about_to_step(self.model, self.optimizer)
         scaler.step(self.optimizer)
         scaler.update()
         self.step_module.zero_grad(set_to_none=True)
@@ -166,6 +172,8 @@ class MultiGPUTrainer(ABC):
         self.step += 1
         self.epoch, self.position = share.epoch, share.position + 1
         self.schedule.after_step(self.step)
+        if self.recorder is not None and self.step >= self.recorder.request.steps:
+            self.recorder.on_done()
         return norm
 
     def _absent(self, share: Share) -> MicroResult:
@@ -195,7 +203,8 @@ class MultiGPUTrainer(ABC):
 
     def _seed_noise(self) -> None:
         """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history."""
-        seed = derive_seed(self.config.seed, self.step, self._micro, self.placement.dp_rank)
+        noise = self.recorder.request.noise if self.recorder is not None else 0
+        seed = derive_seed(self.config.seed, self.step, self._micro, self.placement.dp_rank, noise)
         torch.default_generator.manual_seed(seed)
         if self.placement.device.type == "cuda":
             torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)

@@ -1,0 +1,186 @@
+"""The commands and their flags. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
+NAMES = {"token_normalize_func": lambda name: name.replace("_", "-")}
+
+app = typer.Typer(
+    name="mgt",
+    help="Train a PyTorch model on many GPUs and get what one GPU computes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={**NAMES, "help_option_names": ["-h", "--help"]},
+)
+
+PLACE = "Where it runs"
+HOSTS = "Several machines"
+TRAINING = "Training"
+
+
+@app.command(context_settings={**EXTRA, **NAMES})
+def train(
+    ctx: typer.Context,
+    target: Annotated[str, Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them")],
+    multi_gpu: Annotated[
+        str | None, Option(help="ddp, dp or single", rich_help_panel=PLACE)
+    ] = None,
+    num_gpus: Annotated[
+        int | None,
+        Option(help="-1: all; without GPUs, CPU ranks", rich_help_panel=PLACE),
+    ] = None,
+    gpu_ids: Annotated[
+        str | None, Option(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES", rich_help_panel=PLACE)
+    ] = None,
+    share_gpu: Annotated[
+        bool | None, Option(help="several ranks on one GPU, for tests", rich_help_panel=PLACE)
+    ] = None,
+    batch_size: Annotated[
+        int | None, Option(help="samples per GPU", rich_help_panel=TRAINING)
+    ] = None,
+    epochs: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
+    lr: Annotated[float | None, Option(help="learning rate", rich_help_panel=TRAINING)] = None,
+    lr_scaling: Annotated[
+        str | None, Option(help="linear, sqrt or none", rich_help_panel=TRAINING)
+    ] = None,
+    warmup_epochs: Annotated[float | None, Option(rich_help_panel=TRAINING)] = None,
+    grad_accum_steps: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
+    mode: Annotated[
+        str | None, Option(help="the recipe's variant", rich_help_panel=TRAINING)
+    ] = None,
+    data_dir: Annotated[str | None, Option(help="your data", rich_help_panel=TRAINING)] = None,
+    save_dir: Annotated[
+        str | None, Option(help="where runs are kept", rich_help_panel=TRAINING)
+    ] = None,
+    resume: Annotated[
+        str | None, Option(help="auto, or a checkpoint folder", rich_help_panel=TRAINING)
+    ] = None,
+    seed: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
+    deterministic: Annotated[bool | None, Option(rich_help_panel=TRAINING)] = None,
+    nnodes: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+    node_rank: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+    master_addr: Annotated[str | None, Option(rich_help_panel=HOSTS)] = None,
+    master_port: Annotated[
+        int | None, Option(help="default: a free one", rich_help_panel=HOSTS)
+    ] = None,
+    local_rank: Annotated[int | None, Option(hidden=True)] = None,
+) -> None:
+    """Train a recipe, or what a YAML config says, on all GPUs.
+
+    Every setting of `mgt config-schema` can be given as --flag VALUE or key=value.
+    """
+    from multi_gpu_training.cli.train import Flags, train
+
+    settings = {
+        "multi_gpu": multi_gpu,
+        "gpu_ids": gpu_ids,
+        "share_gpu": share_gpu,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "lr": lr,
+        "lr_scaling": lr_scaling,
+        "warmup_epochs": warmup_epochs,
+        "grad_accum_steps": grad_accum_steps,
+        "mode": mode,
+        "data_dir": data_dir,
+        "save_dir": save_dir,
+        "resume": resume,
+        "seed": seed,
+        "deterministic": deterministic,
+    }
+    hosts = {
+        "nodes": nnodes,
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    train(Flags(target, num_gpus, settings, hosts, list(ctx.args)))
+
+
+@app.command(context_settings={**EXTRA, "allow_interspersed_args": False})
+def run(
+    ctx: typer.Context,
+    script: Annotated[str, Argument(metavar="SCRIPT.py", help="any training script")],
+    num_gpus: Annotated[
+        int, Option("--num-gpus", "--num_gpus", help="-1: all; without GPUs, CPU ranks")
+    ] = -1,
+    share_gpu: Annotated[bool, Option("--share-gpu", "--share_gpu")] = False,
+    max_restarts: Annotated[int, Option("--max-restarts", "--max_restarts")] = 0,
+    nnodes: Annotated[int, Option()] = 1,
+    node_rank: Annotated[int, Option("--node-rank", "--node_rank")] = 0,
+    master_addr: Annotated[str | None, Option("--master-addr", "--master_addr")] = None,
+    master_port: Annotated[int | None, Option("--master-port", "--master_port")] = None,
+) -> None:
+    """Run a script once a rank. What follows SCRIPT.py is passed on to it."""
+    from multi_gpu_training.cli.run import run_script
+
+    hosts = {
+        "nodes": nnodes,
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, max_restarts, hosts))
+
+
+@app.command(context_settings=NAMES)
+def launch(
+    recipe: Annotated[str | None, Argument(help="ask for the rest")] = None,
+    dry_run: Annotated[bool, Option(help="show the command, do not run it")] = False,
+) -> None:
+    """Ask what to train, on how many GPUs and at which rate, show the command and run it."""
+    from multi_gpu_training.cli.launch import launch
+
+    raise typer.Exit(launch(recipe, dry_run))
+
+
+@app.command(context_settings={**EXTRA, "allow_interspersed_args": False})
+def verify(
+    ctx: typer.Context,
+    target: Annotated[str, Argument(metavar="RECIPE|CONFIG|SCRIPT.py")],
+    ranks: Annotated[str, Option(help="compared with one rank")] = "2,3",
+    steps: Annotated[int, Option(help="optimizer steps")] = 8,
+    device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
+) -> None:
+    """Prove that several ranks compute what one computes, or name why they do not."""
+    from multi_gpu_training.cli.verify import verify_target
+
+    raise typer.Exit(verify_target([target, *ctx.args], ranks, steps, device))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from multi_gpu_training.recipes import RECIPES
+
+    table = Table("recipe", "what it trains")
+    for name, text in RECIPES.items():
+        table.add_row(name, text)
+    Console().print(table)
+
+
+@app.command()
+def info() -> None:
+    """Show the GPUs of this machine."""
+    from multi_gpu_training.planning.gpus import print_gpu_info
+
+    print_gpu_info()
+
+
+@app.command(name="config-schema")
+def config_schema() -> None:
+    """Print the JSON schema of every setting."""
+    import json
+
+    from multi_gpu_training.config_file import schema
+
+    print(json.dumps(schema(), indent=2))

@@ -1,0 +1,28 @@
+"""`mgt run`: any script, once a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from multi_gpu_training.errors import ConfigError
+
+
+def run_script(
+    command: Sequence[str],
+    num_gpus: int,
+    share_gpu: bool,
+    max_restarts: int,
+    hosts: Mapping[str, Any],
+) -> int:
+    """Exit code of the run."""
+    from multi_gpu_training.distributed.launch import Hosts, LaunchPlan, ranks_for, supervise
+
+    script, *arguments = command
+    if not Path(script).is_file():
+        raise ConfigError(f"mgt run {script}: no such file; give the path of a Python script")
+    if arguments[:1] == ["--"]:
+        arguments = arguments[1:]
+    plan = LaunchPlan(ranks_for(num_gpus, share_gpu), Hosts.from_environment(**hosts), max_restarts)
+    return supervise([script, *arguments], plan)

@@ -1,0 +1,149 @@
+"""`mgt train`: from flags and files to a config, and from there to a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config_file import (
+    flatten,
+    merge,
+    read_config_file,
+    read_override,
+    split,
+)
+from multi_gpu_training.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line said; None where it said nothing."""
+
+    target: str
+    num_gpus: int | None
+    settings: Mapping[str, Any]
+    hosts: Mapping[str, Any]
+    extra: list[str]
+
+
+def train(flags: Flags) -> None:
+    from multi_gpu_training.distributed.launch import Hosts, start_ranks_if_needed
+    from multi_gpu_training.training.verification import requested
+
+    recipe, config, options = resolve(flags)
+    if requested() is None:  # else `mgt verify` has started the ranks it wants
+        start_ranks_if_needed(config, Hosts.from_environment(**flags.hosts))
+    recipe.train(config, options)
+
+
+def resolve(flags: Flags) -> tuple[Any, MultiGPUConfig, Any]:
+    """The recipe, its config and its options. Flags win over the file, the file over defaults."""
+    from multi_gpu_training.recipes import RECIPES
+    from multi_gpu_training.recipes.recipe import find_recipe
+
+    values: dict[str, Any] = {}
+    name = flags.target
+    if name not in RECIPES and (name.endswith((".yaml", ".yml")) or Path(name).exists()):
+        values = read_config_file(name)
+        name = values.pop("recipe", None)
+        if name is None:
+            raise ConfigError(
+                f"{flags.target} names no recipe; add a line `recipe: image` "
+                f"(there are {', '.join(RECIPES)})"
+            )
+    recipe = find_recipe(name)
+    given = {key: value for key, value in flags.settings.items() if value is not None}
+    if "gpu_ids" in given:
+        given["gpu_ids"] = _gpu_ids(given["gpu_ids"])
+    for key, value in extra_settings(flags.extra):
+        given[key] = value
+    merged = merge(flatten(values), flatten(given))
+    fields, own = split(merged, recipe.options.model_fields)
+    mode = _mode(fields)
+    _place(fields, mode, flags)
+    options = _options(recipe.options, own)
+    return recipe, recipe.config(fields), options
+
+
+def extra_settings(words: list[str]) -> list[tuple[str, Any]]:
+    """`key=value`, `--key value`, `--key=value` and `--switch` as settings."""
+    found = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            found.append(read_override(word))
+            continue
+        name, equals, value = word[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        found.append(read_override(f"{name.replace('-', '_')}={value}"))
+    return found
+
+
+def _mode(fields: Mapping[str, Any]) -> TrainingMode:
+    asked = fields.get("training_mode", TrainingMode.DISTRIBUTED_DATA_PARALLEL)
+    try:
+        return TrainingMode(asked)
+    except ValueError:
+        raise ConfigError(f"--multi-gpu {asked!r} is unknown; use ddp, dp or single") from None
+
+
+def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
+    """Ranks and GPUs from --num-gpus and --gpu-ids, in the terms of each mode."""
+    from multi_gpu_training.distributed.identity import from_environment
+    from multi_gpu_training.distributed.launch import available_gpus, ranks_for
+
+    gpus = available_gpus() if fields.get("device") != "cpu" else 0
+    ids = fields.get("device_ids")
+    if ids is not None:
+        _check_gpu_ids(ids, gpus, mode, bool(fields.get("share_gpu")))
+    asked = flags.num_gpus if flags.num_gpus is not None else -1
+    count = ranks_for(asked, bool(fields.get("share_gpu")), ids)
+    nodes = flags.hosts.get("nodes") or 1
+    if mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL:
+        if flags.num_gpus is not None and flags.num_gpus != -1:
+            fields["world_size"] = count * nodes
+        elif from_environment() is None and not gpus and "world_size" not in fields:
+            fields["world_size"] = 2 * nodes  # two CPU ranks show what many GPUs would do
+    elif mode is TrainingMode.DATA_PARALLEL and gpus and ids is None:
+        fields["device_ids"] = list(range(count))
+
+
+def _gpu_ids(text: Any) -> list[int]:
+    try:
+        return [int(part) for part in str(text).split(",")]
+    except ValueError:
+        raise ConfigError(f"--gpu-ids {text}: give numbers like 0,1,3") from None
+
+
+def _check_gpu_ids(ids: list[int], gpus: int, mode: TrainingMode, share: bool) -> None:
+    missing = [i for i in ids if i >= gpus or i < 0]
+    if missing:
+        there = f"{gpus} GPUs, numbered from 0" if gpus else "no GPU"
+        raise ConfigError(
+            f"--gpu-ids {','.join(map(str, ids))}: {missing} not there; this machine shows {there} "
+            "(inside CUDA_VISIBLE_DEVICES)"
+        )
+    if len(set(ids)) != len(ids) and not share and mode is not TrainingMode.DATA_PARALLEL:
+        raise ConfigError(
+            f"--gpu-ids {','.join(map(str, ids))} repeats a GPU; name each once, or add "
+            "--share-gpu to test several ranks on one"
+        )
+
+
+def _options(kind: Any, values: dict[str, Any]) -> Any:
+    from pydantic import ValidationError
+
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg'].lower()}"
+                for e in error.errors()
+            ]
+        ) from None

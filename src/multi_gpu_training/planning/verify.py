@@ -1,0 +1,265 @@
+"""`mgt verify`: train a few steps on one rank and on several, compare, and name the cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from multi_gpu_training.distributed.launch import (
+    Hosts,
+    LaunchPlan,
+    available_gpus,
+    supervise,
+)
+from multi_gpu_training.errors import MultiGPUError
+from multi_gpu_training.training.verification import VARIABLE, Request
+
+# Float32 rounds at 6e-8; other orders of addition leave well under this after a few steps.
+TOLERANCE = 1e-5
+# A gradient that is this small a part of all is zero but for rounding.
+ZERO = 1e-6
+
+
+class VerifyError(MultiGPUError):
+    pass
+
+
+@dataclass
+class Outcome:
+    """How one number of ranks compares with one rank."""
+
+    ranks: int
+    worst: float
+    worst_name: str
+    left_out: list[str]
+    same_samples: bool
+    metrics: str | None
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+@dataclass
+class Report:
+    outcomes: list[Outcome]
+    by_hand: float | None
+    problems: list[str]
+    notes: list[str]
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems and all(outcome.passed for outcome in self.outcomes)
+
+
+def verify(
+    command: Sequence[str],
+    ranks: Sequence[int] = (2, 3),
+    steps: int = 8,
+    device: str = "auto",
+    say: Callable[[str], None] = print,
+) -> Report:
+    """Run `command` (a script or `-m module`, with arguments) on 1 and on each of `ranks`."""
+    with tempfile.TemporaryDirectory(prefix="mgt-verify-") as folder:
+        run = _Runner(list(command), Path(folder), steps, device, say)
+        return _compare(run, ranks, say)
+
+
+def _compare(run: _Runner, ranks: Sequence[int], say: Callable[[str], None]) -> Report:
+    one = run(1)
+    problems: list[str] = []
+    notes = list(one.facts.get("notes", []))
+    by_hand = None
+    if one.by_hand is not None:
+        by_hand, name, _ = _distance(one.weights, one.by_hand, one.largest)
+        if by_hand > TOLERANCE:
+            problems.append(
+                f"one rank does not compute what a plain PyTorch loop computes on the same "
+                f"batches: {name} differs by {by_hand:.1e}"
+            )
+    problems += _coverage(one)
+    outcomes = [_outcome(one, run(n)) for n in ranks]
+    failed = next((o for o in outcomes if o.problems), None)
+    if failed is not None:
+        failed.problems += _causes(run, one, failed.ranks)
+    return Report(outcomes, by_hand, problems, notes)
+
+
+@dataclass
+class _Run:
+    ranks: int
+    weights: dict[str, Tensor]
+    by_hand: dict[str, Tensor] | None
+    records: list[dict[str, Any]]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.records[0]
+
+    @property
+    def largest(self) -> dict[str, float]:
+        found: dict[str, float] = self.records[0]["largest"]
+        return found
+
+    def order(self) -> list[tuple[int, int, list[int]]]:
+        """The samples of every step, in order, over all ranks."""
+        steps: dict[tuple[int, int], list[int]] = {}
+        parts = [list(record["seen"]) for record in self.records]
+        for micro in zip(*parts, strict=True):
+            for share in micro:
+                key = (share["epoch"], share["position"])
+                steps.setdefault(key, []).extend(share["indices"])
+        return [(epoch, position, found) for (epoch, position), found in sorted(steps.items())]
+
+
+class _Runner:
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        steps: int,
+        device: str,
+        say: Callable[[str], None],
+    ) -> None:
+        self.command = command
+        self.folder = folder
+        self.steps = steps
+        self.device = device
+        self.say = say
+        self.count = 0
+
+    def __call__(self, ranks: int, **changes: Any) -> _Run:
+        self.count += 1
+        out = self.folder / f"{self.count}-ranks-{ranks}"
+        gpus = available_gpus() if self.device != "cpu" else 0
+        request = Request(str(out), ranks, self.steps, self.device, share_gpu=0 < gpus < ranks)
+        request = replace(request, **changes)
+        what = ", ".join(f"{key}={value}" for key, value in changes.items())
+        self.say(
+            f"training {self.steps} steps on {ranks} rank{'s' if ranks > 1 else ''}"
+            + (f" ({what})" if what else "")
+        )
+        code = self._start(request)
+        files = sorted(out.glob("rank-*.json"), key=lambda p: int(p.stem.split("-")[1]))
+        if code != 0 or len(files) != ranks:
+            raise VerifyError(
+                f"the training on {ranks} ranks ended with code {code} before {self.steps} steps "
+                "were done; it must use MultiGPUTrainingManager and take at least that many steps "
+                "(--steps)"
+            )
+        by_hand = out / "by_hand.safetensors"
+        return _Run(
+            ranks,
+            load_file(out / "weights.safetensors"),
+            load_file(by_hand) if by_hand.exists() else None,
+            [json.loads(file.read_text()) for file in files],
+        )
+
+    def _start(self, request: Request) -> int:
+        before = os.environ.get(VARIABLE)
+        os.environ[VARIABLE] = request.save()
+        try:
+            if request.ranks == 1:
+                main = [sys.executable, "-m", "multi_gpu_training.distributed.rank_main"]
+                env = {**os.environ, "OMP_NUM_THREADS": "1"}
+                return subprocess.run([*main, *self.command], env=env).returncode
+            return supervise(self.command, LaunchPlan(request.ranks, Hosts()))
+        finally:
+            os.environ.pop(VARIABLE)
+            if before is not None:
+                os.environ[VARIABLE] = before
+
+
+def _distance(
+    ours: dict[str, Tensor], reference: dict[str, Tensor], largest: dict[str, float]
+) -> tuple[float, str, list[str]]:
+    """Largest ||a-b|| / ||a|| over the tensors, and those left out for a zero gradient."""
+    worst, worst_name = 0.0, "-"
+    left_out = []
+    for name, value in reference.items():
+        apart = float((ours[name].double() - value.double()).norm())
+        apart /= max(float(value.double().norm()), 1e-30)
+        if apart > TOLERANCE and largest.get(name, 1.0) < ZERO:
+            left_out.append(name)
+        elif not apart <= worst:  # also where it is NaN
+            worst, worst_name = apart, name
+    return worst, worst_name, left_out
+
+
+def _outcome(one: _Run, many: _Run) -> Outcome:
+    worst, name, left_out = _distance(many.weights, one.weights, one.largest)
+    problems = []
+    if not worst <= TOLERANCE:
+        problems.append(f"{name} differs by {worst:.1e}, more than {TOLERANCE:.0e}")
+    same = one.order() == many.order()
+    if not same:
+        problems.append("the samples of a step are not those of one rank, in the same order")
+    mine, theirs = one.facts["metrics"], many.facts["metrics"]
+    metrics = None
+    if mine is not None:
+        metrics = "equal"
+        for key, value in mine.items():
+            if abs(theirs[key] - value) > 1e-5 * max(abs(value), 1e-6):
+                metrics = f"{key} {value:.6g} became {theirs[key]:.6g}"
+                problems.append(f"validation {metrics}")
+    return Outcome(many.ranks, worst, name, left_out, same, metrics, problems)
+
+
+def _coverage(one: _Run) -> list[str]:
+    """Each sample once in every epoch that was finished."""
+    samples, steps = one.facts.get("samples"), one.facts.get("steps_per_epoch")
+    if samples is None or steps is None:
+        return []
+    first = [i for epoch, _, found in one.order() if epoch == 0 for i in found]
+    done = sum(1 for epoch, _, _ in one.order() if epoch == 0)
+    if done < steps or sorted(first) == list(range(samples)):
+        return []
+    twice = len(first) - len(set(first))
+    never = samples - len(set(first))
+    return [f"of {samples} samples {never} were never seen and {twice} seen twice in an epoch"]
+
+
+def _causes(run: _Runner, one: _Run, ranks: int) -> list[str]:
+    """Why the result differs, found by changing one thing at a time."""
+    causes = []
+    facts = one.facts
+    if facts["batchnorm"] and not facts["sync_bn"]:
+        synced = _outcome(run(1, sync_bn=True), run(ranks, sync_bn=True))
+        if synced.passed:
+            return [
+                f"cause: BatchNorm ({', '.join(facts['batchnorm'][:3])}) normalises each rank's "
+                "part alone; set sync_bn=true (with it the results agree)"
+            ]
+        causes.append(
+            f"cause (one of several): BatchNorm ({', '.join(facts['batchnorm'][:3])}) is not "
+            "synchronised; set sync_bn=true"
+        )
+    if facts["loss_depends_on_batch"]:
+        causes.append(
+            "cause: the loss is not weighted: a batch's loss is not the mean over its samples. "
+            "For means over tokens or class weights let loss_fn return (mean_loss, weight); a "
+            "loss over pairs in the batch does depend on how the batch is split"
+        )
+    again = run(1, noise=1)
+    if _distance(again.weights, one.weights, one.largest)[0] > TOLERANCE:
+        causes.append(
+            "cause: the model or the loss draws random numbers while training; these differ "
+            "between ranks, so that results agree only on average"
+        )
+    if not causes:
+        causes.append(
+            "cause not found by verify: look for code that depends on the rank, statistics over "
+            "the batch kept inside the model, or weights changed outside the trainer"
+        )
+    return causes

@@ -1,0 +1,241 @@
+"""The images: scikit-learn's digits, or IDX files as MNIST and Fashion-MNIST come in."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from multi_gpu_training.errors import ConfigError, DataError
+
+CLASSES = 10
+IMAGES, LABELS = 2051, 2049  # what the files of each kind begin with
+
+DatasetName = Literal["auto", "digits", "mnist", "fashion-mnist"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Training or test images: uint8 of (count, height, width), and a label each."""
+
+    images: Tensor
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class ImageData:
+    name: str
+    train: Part
+    test: Part
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width."""
+        return self.train.images.shape[1], self.train.images.shape[2]
+
+    @property
+    def shift(self) -> int:
+        """How many pixels an image may move without leaving its class."""
+        return 2 if min(self.size) >= 16 else 1
+
+    @property
+    def flip(self) -> bool:
+        """Whether a mirrored image keeps its label: clothes do, digits do not."""
+        return self.name == "fashion-mnist"
+
+    def describe(self, augment: bool) -> str:
+        """One line that says what is trained on."""
+        height, width = self.size
+        text = (
+            f"data: {self.name}, {len(self.train.labels):,} training and "
+            f"{len(self.test.labels):,} test images of {height}x{width}"
+        )
+        if augment:
+            text += f", shifted by up to {self.shift}" + (" and mirrored" if self.flip else "")
+        return text
+
+
+def load_images(name: DatasetName, folder: str | None) -> ImageData:
+    """The images asked for. `auto`: digits without a folder, else what the folder is called."""
+    if name == "auto":
+        if folder is None:
+            name = "digits"
+        else:
+            fashion = "fashion" in Path(folder).expanduser().resolve().name.lower()
+            name = "fashion-mnist" if fashion else "mnist"
+    if name == "digits":
+        if folder is not None:
+            raise ConfigError(
+                f"dataset=digits comes with scikit-learn, but data_dir={folder!r} was given; drop "
+                "one of them"
+            )
+        return load_digits()
+    if folder is None:
+        raise ConfigError(
+            f"dataset={name} is read from IDX files; set data_dir to the folder that holds them"
+        )
+    return load_idx(name, Path(folder).expanduser())
+
+
+def load_digits() -> ImageData:
+    """1797 handwritten digits of 8x8; the same fifth of each class is always the test part."""
+    try:
+        from sklearn import datasets, model_selection
+    except ImportError:
+        raise DataError(
+            "the default images come with scikit-learn, which is not installed; run "
+            "pip install 'multi-gpu-training[image]', or set data_dir to a folder with IDX files"
+        ) from None
+    digits = datasets.load_digits()
+    train_x, test_x, train_y, test_y = model_selection.train_test_split(
+        digits.images.astype("uint8"),
+        digits.target,
+        test_size=0.2,
+        stratify=digits.target,
+        random_state=0,
+    )
+    return ImageData(
+        "digits",
+        Part(torch.from_numpy(train_x), torch.from_numpy(train_y)),
+        Part(torch.from_numpy(test_x), torch.from_numpy(test_y)),
+    )
+
+
+def load_idx(name: str, folder: Path) -> ImageData:
+    """Images and labels from the four IDX files in `folder`, packed or not."""
+    if not folder.is_dir():
+        raise DataError(
+            f"data_dir={str(folder)!r} is not a folder; set it to the one that holds "
+            "train-images-idx3-ubyte.gz and its three companions"
+        )
+    stems = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images", "labels")]
+    files = {stem: find_idx(folder, stem) for stem in stems}
+    missing = [stem for stem, path in files.items() if path is None]
+    if missing:
+        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise DataError(
+            [
+                f"data_dir={str(folder)!r} has no {spellings(stem)[0]}, with or without .gz "
+                f"(it holds {found}); put the file there"
+                for stem in missing
+            ]
+        )
+    train, test = (
+        read_part(*(path for stem, path in files.items() if path and stem.startswith(part)))
+        for part in ("train", "t10k")
+    )
+    if train.images.shape[1:] != test.images.shape[1:]:
+        raise DataError(
+            f"{folder}: training images are {tuple(train.images.shape[1:])} pixels but test "
+            f"images {tuple(test.images.shape[1:])}; use files of one dataset"
+        )
+    return ImageData(name, train, test)
+
+
+def spellings(stem: str) -> list[str]:
+    """The names under which an IDX file is published."""
+    kind = "idx3-ubyte" if stem.endswith("images") else "idx1-ubyte"
+    return [f"{stem}{dash}{kind}{end}" for dash in "-." for end in ("", ".gz")]
+
+
+def find_idx(folder: Path, stem: str) -> Path | None:
+    """The file under any of its spellings; None where there is none."""
+    paths = (folder / spelling for spelling in spellings(stem))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def read_part(images_file: Path, labels_file: Path) -> Part:
+    """Images and their labels, checked against each other."""
+    images = read_idx(images_file, IMAGES)
+    labels = read_idx(labels_file, LABELS).long()
+    if len(images) != len(labels):
+        raise DataError(
+            f"{images_file} holds {len(images)} images but {labels_file} {len(labels)} labels; "
+            "use files that belong together"
+        )
+    if int(labels.max()) >= CLASSES:
+        raise DataError(
+            f"{labels_file} has the label {int(labels.max())}; labels must lie in 0 to "
+            f"{CLASSES - 1}, as in MNIST and Fashion-MNIST"
+        )
+    return Part(images, labels)
+
+
+def read_idx(path: Path, magic: int) -> Tensor:
+    """The bytes of an IDX file, in the shape that its head gives."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} cannot be unpacked ({error}); fetch it again") from None
+    found = int.from_bytes(raw[:4], "big")
+    if found != magic:
+        kind = "images" if magic == IMAGES else "labels"
+        raise DataError(
+            f"{path} begins with {found}, but an IDX file of {kind} with {magic}; "
+            "check that it is the right file"
+        )
+    sides = magic & 0xFF  # the last byte of the magic number counts the dimensions
+    start = 4 + 4 * sides
+    shape = struct.unpack(f">{sides}I", raw[4:start]) if len(raw) >= start else (0,)
+    expected = start + torch.Size(shape).numel()
+    if len(raw) != expected or expected == start:
+        raise DataError(
+            f"{path} has {len(raw):,} bytes, but its head says {shape}, which is {expected:,}; "
+            "fetch it again"
+        )
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=start).view(shape)
+
+
+def train_dataset(data: ImageData, augment: bool) -> Dataset[tuple[Tensor, Tensor]]:
+    """Normalised training images with their labels; with `augment`, moved anew at each look."""
+    images = normalise(data.train.images, data)
+    if not augment:
+        return TensorDataset(images, data.train.labels)
+    return AugmentedImages(images, data.train.labels, data.shift, data.flip)
+
+
+def test_dataset(data: ImageData) -> Dataset[tuple[Tensor, Tensor]]:
+    """Normalised test images with their labels, as they are."""
+    return TensorDataset(normalise(data.test.images, data), data.test.labels)
+
+
+def normalise(images: Tensor, data: ImageData) -> Tensor:
+    """Images as float32 of (count, 1, height, width), by mean and spread of the training part."""
+    reference = data.train.images.float()
+    mean, spread = reference.mean(), reference.std()
+    return ((images.float() - mean) / spread.clamp(min=1e-6)).unsqueeze(1)
+
+
+class AugmentedImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images that are shifted by some pixels and, where that is asked for, mirrored half the time.
+
+    The draws come from torch's global generator, which the loader seeds for each sample: what
+    happens to an image depends on (seed, epoch, sample), not on the rank or worker that loads it.
+    """
+
+    def __init__(self, images: Tensor, labels: Tensor, shift: int, flip: bool) -> None:
+        self.size = images.shape[2:]
+        # Padded once with the background, so that a shift is only a cut.
+        self.padded = F.pad(images, [shift] * 4, value=float(images.min()))
+        self.labels = labels
+        self.places = 2 * shift + 1
+        self.flip = flip
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        down, right, mirror = torch.rand(3).tolist()
+        top, left = int(down * self.places), int(right * self.places)
+        image = self.padded[index, :, top : top + self.size[0], left : left + self.size[1]]
+        if self.flip and mirror < 0.5:
+            image = image.flip(-1)
+        return image, self.labels[index]

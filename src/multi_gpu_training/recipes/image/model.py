@@ -1,0 +1,61 @@
+"""The two models: a multilayer perceptron on flattened images, and a small convolutional net.
+
+Both are free of dropout and BatchNorm, so that any number of ranks learns exactly what one learns:
+dropout draws other noise on another number of ranks, and BatchNorm must be synchronised.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+Mode = Literal["flatten", "cnn"]
+
+
+def build_model(mode: Mode, size: tuple[int, int], classes: int) -> nn.Module:
+    """The model for grey images of `size` (height, width), with one output a class."""
+    return mlp(size[0] * size[1], classes) if mode == "flatten" else cnn(classes)
+
+
+def mlp(pixels: int, classes: int) -> nn.Module:
+    """Three linear layers on the flattened image."""
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(pixels, 512),
+        nn.LayerNorm(512),
+        nn.ReLU(),
+        nn.Linear(512, 256),
+        nn.LayerNorm(256),
+        nn.ReLU(),
+        nn.Linear(256, classes),
+    )
+
+
+def cnn(classes: int, width: int = 32) -> nn.Module:
+    """Three blocks of two convolutions, each block half as large and twice as wide as the last.
+
+    Averaging over what is left of the image makes it work on any size from 4x4 on.
+    """
+    return nn.Sequential(
+        *convolution(1, width),
+        *convolution(width, width),
+        nn.MaxPool2d(2),
+        *convolution(width, 2 * width),
+        *convolution(2 * width, 2 * width),
+        nn.MaxPool2d(2),
+        *convolution(2 * width, 4 * width),
+        *convolution(4 * width, 4 * width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, classes),
+    )
+
+
+def convolution(inputs: int, outputs: int) -> list[nn.Module]:
+    """A 3x3 convolution, normalised within each image; the norm's bias serves for both."""
+    return [
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+        nn.GroupNorm(8, outputs),
+        nn.ReLU(),
+    ]
