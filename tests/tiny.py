@@ -44,12 +44,6 @@ def line() -> nn.Linear:
     return nn.Linear(FEATURES, 1)
 
 
-def deep(*layers: nn.Module) -> nn.Sequential:
-    """`layers` between a first and a last linear layer."""
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(FEATURES, 8), *layers, nn.Tanh(), nn.Linear(8, 1))
-
-
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 

@@ -140,7 +140,7 @@ def launch(
     raise typer.Exit(launch(recipe, dry_run))
 
 
-@app.command(context_settings={**EXTRA, "allow_interspersed_args": False})
+@app.command(context_settings=EXTRA)
 def verify(
     ctx: typer.Context,
     target: Annotated[str, Argument(metavar="RECIPE|CONFIG|SCRIPT.py")],

@@ -15,8 +15,9 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan, check_port
 
 # Its own account of failures would stand between the user and the failing rank's traceback.
-for name in ("torch.distributed.elastic", "torch.distributed.run"):
-    logging.getLogger(name).setLevel(logging.CRITICAL)
+for name in list(logging.root.manager.loggerDict):
+    if name.startswith("torch.distributed.elastic"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class RankAgent(LocalElasticAgent):

@@ -135,8 +135,10 @@ def supervise(command: Sequence[str], plan: LaunchPlan) -> int:
         print(failure, file=sys.stderr, flush=True)
         return getattr(failure, "code", 1)
     except KeyboardInterrupt:
+        print("interrupted: every rank has ended", file=sys.stderr)
         return 130
     except _Signalled as signalled:
+        print(f"ended by signal {signalled.number}: every rank has ended", file=sys.stderr)
         return 128 + signalled.number
     return 0
 

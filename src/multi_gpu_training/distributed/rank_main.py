@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -52,10 +53,12 @@ def as_rank(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except SystemExit as stop:
-        if stop.code not in (None, 0):
+        if stop.code not in (None, 0) and "TORCHELASTIC_ERROR_FILE" in os.environ:
             _report(f"exited with {stop.code}", 1 if isinstance(stop.code, str) else stop.code)
         raise
     except KeyboardInterrupt:
+        for worker in multiprocessing.active_children():
+            worker.kill()  # else they complain about the pipe that is gone
         raise SystemExit(130) from None
     except MultiGPUError as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
@@ -65,6 +68,27 @@ def as_rank(work: Callable[[], Any]) -> Any:
     except BaseException:
         _report(_own_traceback(), 1)
         raise SystemExit(1) from None
+
+
+def install_error_hook() -> None:
+    """Let an uncaught error of ours end a plain `python train.py` with its message alone.
+
+    MGT_DEBUG=1 (`mgt --debug`) shows the traceback.
+    """
+    before = sys.excepthook
+    if getattr(before, "_mgt", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, MultiGPUError) or os.environ.get("MGT_DEBUG"):
+            before(kind, error, trace)
+            return
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
+        print(f"{error}{notes}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+    hook._mgt = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def die_with_parent() -> None:
@@ -89,7 +113,7 @@ def _report(text: str, code: object, friendly: bool = False) -> None:
     rank = os.environ.get("RANK", "0")
     where = f"rank {rank} on {socket.gethostname()}"
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    full = text if friendly else f"{text}\n({where})"
+    full = text if friendly or where in text else f"{text}\n({where})"
     if not file:
         print(full, file=sys.stderr, flush=True)
         return

@@ -26,9 +26,10 @@ def announce(manager: MultiGPUTrainingManager) -> None:
     size = sum(p.numel() * p.element_size() for p in manager.model.parameters())
     say(f"model: {type(manager.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
     exact = sizes.per_rank * sizes.accumulation * sizes.ranks == sizes.global_batch
+    one = "GPU" if placement.device.type == "cuda" else "rank"
+    copies = f"{sizes.ranks} {one}{'s' if sizes.ranks > 1 else ''}"
     say(
-        f"batch: {sizes.per_rank} per GPU x {sizes.accumulation} accumulation x {sizes.ranks} "
-        f"{'ranks' if ranks > 1 or sizes.ranks == 1 else 'GPUs'} "
+        f"batch: {sizes.per_rank} per {one} x {sizes.accumulation} accumulation x {copies} "
         f"{'=' if exact else '>='} {sizes.global_batch} samples a step"
     )
     loader = manager.train_loader

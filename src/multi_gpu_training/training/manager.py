@@ -23,6 +23,7 @@ from multi_gpu_training.data.feeding import (
 )
 from multi_gpu_training.distributed.launch import start_ranks_if_needed
 from multi_gpu_training.distributed.placement import place
+from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
 from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
@@ -90,6 +91,7 @@ class MultiGPUTrainingManager:
     """
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
+        install_error_hook()
         self.config = config or MultiGPUConfig()
         self.config.check()
         self._verification = requested()

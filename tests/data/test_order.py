@@ -1,0 +1,84 @@
+"""Which samples form a step, and whose they are."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
+
+from multi_gpu_training.data.order import (
+    BatchSamplerBatches,
+    SamplerBatches,
+    ShuffledBatches,
+    cut,
+    shares,
+)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 17, 48])
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_shares_cover_everything_and_differ_by_one_at_most(count: int, parts: int) -> None:
+    pieces = [cut(count, parts, part) for part in range(parts)]
+    assert [i for start, stop in pieces for i in range(start, stop)] == list(range(count))
+    sizes = [stop - start for start, stop in pieces]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("micro", [48, 16, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_micro_batches_hold_the_same_samples_on_any_number_of_ranks(ranks: int, micro: int) -> None:
+    source = ShuffledBatches(101, 48)
+    one = list(shares(source, micro, 3, 2, 0, 1))
+    many = [list(shares(source, micro, 3, 2, rank, ranks)) for rank in range(ranks)]
+    for number, alone in enumerate(one):
+        together = [parts[number] for parts in many]
+        assert alone.indices == tuple(i for share in together for i in share.indices)
+        assert {s.window_count for s in together} == {alone.window_count}
+        assert {(s.first, s.last, s.position) for s in together} == {
+            (alone.first, alone.last, alone.position)
+        }
+    assert all(len(parts) == len(one) for parts in many)
+
+
+def test_the_order_is_a_function_of_seed_and_epoch() -> None:
+    source = ShuffledBatches(100, 32)
+    assert list(source.batches(1, 0)) == list(source.batches(1, 0))
+    assert list(source.batches(1, 0)) != list(source.batches(1, 1))
+    assert list(source.batches(1, 0)) != list(source.batches(2, 0))
+
+
+def test_starting_later_gives_the_rest_of_the_same_epoch() -> None:
+    source = ShuffledBatches(100, 32)
+    whole = list(shares(source, 16, 0, 4, 1, 3))
+    rest = list(shares(source, 16, 0, 4, 1, 3, start=2))
+    assert rest == [share for share in whole if share.position >= 2]
+
+
+def test_a_sampler_of_the_user_is_drawn_alike_everywhere_and_leaves_no_trace() -> None:
+    weights = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    one = list(SamplerBatches(WeightedRandomSampler(weights, 50), 8).batches(0, 1))
+    two = list(SamplerBatches(WeightedRandomSampler(weights, 50), 8).batches(0, 1))
+    assert one == two
+    assert one != list(SamplerBatches(WeightedRandomSampler(weights, 50), 8).batches(0, 2))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert (states[2] == np.random.get_state()[1]).all()
+
+
+def test_batches_of_a_batch_sampler_are_global_batches() -> None:
+    class Buckets(BatchSampler):
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            yield from ([0, 1, 2], [3], [4, 5, 6, 7])
+
+        def __len__(self) -> int:
+            return 3
+
+    source = BatchSamplerBatches(Buckets(RandomSampler(range(8)), 4, False))
+    assert len(source) == 3
+    found = [list(shares(source, 8, 0, 0, rank, 2)) for rank in range(2)]
+    assert [s.indices for s in found[0]] == [(0, 1), (3,), (4, 5)]
+    assert [s.indices for s in found[1]] == [(2,), (), (6, 7)]

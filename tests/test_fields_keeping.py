@@ -1,0 +1,191 @@
+"""What is kept and what is shown: checkpoints, resuming, the best one, the run folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from ranks import run_ranks
+from tiny import flat, line, manager_for, points, sgd
+from torch import Tensor, nn
+
+from multi_gpu_training import Hook, MetricsCollector, MultiGPUTrainingManager
+
+KEPT = {"enable_fault_tolerance": True, "run_name": "kept", "batch_size": 4, "epochs": 2}
+
+
+class Notes(Hook):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.saved: list[str] = []
+
+    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+        self.steps.append(step)
+
+    def on_checkpoint(self, manager: MultiGPUTrainingManager, path: Path) -> None:
+        self.saved.append(path.name)
+
+
+def train(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Four steps an epoch on one rank, two on two."""
+    hook, model = Notes(), line()
+    result = manager_for(folder, **settings).fit(model, points(), optimizer=sgd, hooks=[hook])
+    return {
+        "steps": hook.steps,
+        "saved": hook.saved,
+        "weights": flat(model),
+        "folder": result.folder,
+        "left": sorted(p.name for p in result.folder.glob("checkpoints/step-*")),
+    }
+
+
+def trained(folder: Path, world: int = 1, **settings: Any) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(world, train, folder, settings)[0]
+    return found
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step-{step:08d}" for step in steps]
+
+
+def test_enable_fault_tolerance_saves_or_does_not(tmp_path: Path) -> None:
+    kept = trained(tmp_path / "on", **KEPT)
+    assert kept["left"] == names(4, 8)
+    assert (kept["folder"] / "checkpoints" / "best" / "model.safetensors").exists()
+    off = trained(tmp_path / "off", **{**KEPT, "enable_fault_tolerance": False})
+    assert off["left"] == off["saved"] == []
+
+
+def test_checkpoint_frequency_counts_steps(tmp_path: Path) -> None:
+    every = {**KEPT, "epochs": 1, "global_batch_size": 2, "keep_last": 9}
+    # 8 steps; the end of the epoch is saved whatever the frequency.
+    assert trained(tmp_path / "3", **every, checkpoint_frequency=3)["saved"] == names(3, 6, 8)
+    assert trained(tmp_path / "5", 2, **every, checkpoint_frequency=5)["saved"] == names(5, 8)
+
+
+def test_keep_last_drops_older_checkpoints(tmp_path: Path) -> None:
+    often = {**KEPT, "checkpoint_frequency": 1}
+    for count in (1, 3):
+        got = trained(tmp_path / str(count), **often, keep_last=count)
+        assert set(got["saved"]) == set(names(*range(1, 9)))
+        best = (got["folder"] / "checkpoints" / "best").resolve().name
+        assert got["left"] == sorted({*names(*range(1, 9))[-count:], best})
+
+
+def test_resume_goes_on_where_the_run_was(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", **{**KEPT, "epochs": 3})
+    trained(tmp_path / "parts", **KEPT)
+    rest = trained(tmp_path / "parts", **{**KEPT, "epochs": 3}, resume="auto")
+    assert rest["steps"] == [9, 10, 11, 12]
+    assert torch.equal(rest["weights"], whole["weights"])
+    again = trained(tmp_path / "parts", **{**KEPT, "epochs": 3})
+    assert again["steps"] == list(range(1, 13)), "without resume it begins anew"
+
+
+def test_resume_takes_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    first = trained(tmp_path, **KEPT)
+    settings = {**KEPT, "run_name": None, "epochs": 3}
+    early = first["folder"] / "checkpoints" / names(4)[0]
+    rest = trained(tmp_path, **settings, resume=str(early))
+    assert rest["steps"] == list(range(5, 13))
+    assert rest["folder"] == first["folder"]
+
+
+def train_scored(folder: Path, scores: list[float], settings: dict[str, Any]) -> tuple[Any, ...]:
+    """A validation whose metric `score` is given epoch by epoch; `loss` rises all the time."""
+    manager = manager_for(folder, **{**KEPT, "epochs": len(scores), **settings})
+
+    def eval_fn(model: nn.Module, batch: list[Tensor], metrics: MetricsCollector) -> None:
+        count = len(batch[0])
+        metrics.add("score", scores[manager.progress.epochs_done] * count, count)
+        metrics.add("loss", float(manager.progress.epochs_done) * count, count)
+
+    result = manager.fit(line(), points(), points(), eval_fn=eval_fn, optimizer=sgd)
+    best = result.folder / "checkpoints" / "best"
+    return result.best, best.resolve().name, len(result.history)
+
+
+def best_of(folder: Path, scores: list[float], **settings: Any) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = run_ranks(1, train_scored, folder, scores, settings)[0]
+    return found
+
+
+def test_best_metric_names_the_best_checkpoint(tmp_path: Path) -> None:
+    scores = [0.2, 0.7, 0.4]
+    assert best_of(tmp_path / "loss", scores)[:2] == (0.0, "step-00000004")
+    assert best_of(tmp_path / "score", scores, best_metric="score")[:2] == (0.7, "step-00000008")
+
+
+def test_best_metric_mode_says_which_way_is_better(tmp_path: Path) -> None:
+    scores = [0.7, 0.2, 0.4]
+    chosen = {"best_metric": "score"}
+    for mode, best in (("auto", 0.7), ("max", 0.7), ("min", 0.2)):
+        got = best_of(tmp_path / mode, scores, **chosen, best_metric_mode=mode)
+        assert got[0] == pytest.approx(best), mode
+    lost = best_of(tmp_path / "lost", scores, best_metric="loss", best_metric_mode="max")
+    assert lost[:2] == (2.0, "step-00000012")
+
+
+def test_early_stopping_patience_ends_a_run_that_gets_no_better(tmp_path: Path) -> None:
+    scores = [0.1, 0.3, 0.2, 0.3, 0.1, 0.9]
+    chosen = {"best_metric": "score"}
+    assert best_of(tmp_path / "all", scores, **chosen)[2] == 6
+    for patience, epochs in ((1, 3), (2, 4), (3, 5), (4, 6)):
+        folder = tmp_path / str(patience)
+        got = best_of(folder, scores, **chosen, early_stopping_patience=patience)
+        assert got[2] == epochs, patience
+
+
+def test_save_dir_recipe_and_run_name_make_the_run_folder(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "here", 2, recipe="digits", run_name="first")["folder"]
+    assert folder == tmp_path / "here" / "digits" / "first"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["recipe"] == "digits"
+    assert sorted(p.name for p in (folder / "events").iterdir()) == [
+        "rank-0.jsonl",
+        "rank-1.jsonl",
+    ]
+    # Without a name each run gets a folder of its own.
+    first, second = (trained(tmp_path / "there")["folder"] for _ in range(2))
+    assert first != second and first.parent == second.parent == tmp_path / "there" / "custom"
+
+
+def logged(folder: Path) -> list[int]:
+    lines = (folder / "events" / "rank-0.jsonl").read_text().splitlines()
+    return [e["step"] for e in map(json.loads, lines) if e["event"] == "step"]
+
+
+def test_log_every_says_how_often_a_step_is_recorded(tmp_path: Path) -> None:
+    for every, steps in ((1, list(range(1, 9))), (3, [3, 6]), (20, [])):
+        got = trained(tmp_path, batch_size=2, log_every=every)
+        assert logged(got["folder"]) == steps
+
+
+def test_tensorboard_writes_curves(tmp_path: Path) -> None:
+    folder = trained(tmp_path, tensorboard=True, batch_size=4, log_every=1)["folder"]
+    (curves,) = (folder / "tensorboard").iterdir()
+    # A TensorBoard file holds its tags as plain bytes.
+    assert b"train/loss" in curves.read_bytes() and b"train/lr" in curves.read_bytes()
+    assert not (trained(tmp_path, batch_size=4)["folder"] / "tensorboard").exists()
+
+
+def shown(folder: Path, capsys: pytest.CaptureFixture[str], style: str) -> str:
+    manager = manager_for(folder, progress=style, batch_size=4, training_mode="single")
+    manager.fit(line(), points(), optimizer=sgd)
+    return capsys.readouterr().out
+
+
+def test_progress_chooses_what_a_person_sees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert shown(tmp_path, capsys, "off") == ""
+    lines = shown(tmp_path, capsys, "lines")
+    assert "Epoch 1/1 - train loss" in lines and "━" not in lines.split("Summary")[0]
+    assert "Epoch 1/1 - train loss" in shown(tmp_path, capsys, "auto")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any output for a terminal
+    assert "━" in shown(tmp_path, capsys, "bar").split("Summary")[0]
+    assert "━" in shown(tmp_path, capsys, "auto").split("Summary")[0]
+    assert "━" not in shown(tmp_path, capsys, "lines").split("Summary")[0]
