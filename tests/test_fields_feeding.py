@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import flat, line, manager_for, points, sgd, squares, watching
+from tiny import flat, fork_workers, line, manager_for, points, sgd, squares, watching
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -145,6 +145,7 @@ def where(model: nn.Module, batch: list[Tensor]) -> set[int]:
 
 def readers(folder: Path, settings: dict[str, Any]) -> tuple[int, list[set[int]]]:
     """This process, and the processes that read each epoch's samples."""
+    fork_workers()
     manager = manager_for(folder, batch_size=2, **settings)
     _, loader, _ = manager.setup_training(line(), Places(), optimizer=sgd)
     return os.getpid(), [set().union(*(where(line(), b) for b in loader)) for _ in range(2)]
@@ -167,6 +168,7 @@ def test_persistent_workers_stay_from_epoch_to_epoch(tmp_path: Path) -> None:
 
 def read_ahead(folder: Path, factor: int, expected: int) -> int:
     """How many batches are read, once the first is taken and the workers rest."""
+    fork_workers()
     dataset = Places(32)
     manager = manager_for(folder, batch_size=1, num_workers=1, prefetch_factor=factor)
     _, loader, _ = manager.setup_training(line(), dataset, optimizer=sgd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,9 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def fork_workers() -> None:
+    """Fork loader workers, as a user's process does. A rank of a test pool comes from a fork
+    server, and would start another one, which takes seconds."""
+    multiprocessing.set_start_method("fork", force=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from multi_gpu_training.distributed.placement import Placement
@@ -47,7 +46,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.placement.group, self.seen.present
+            input, self.weight, self.bias, self.eps, self.placement, self.seen.present
         )
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
@@ -74,7 +73,7 @@ class _Normalise(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        group: dist.ProcessGroup,
+        placement: Placement,
         present: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = input if input.dtype == torch.float64 else input.float()
@@ -84,7 +83,7 @@ class _Normalise(torch.autograd.Function):
         mean = x.mean(axes)
         deviations = (x - mean.view(shape)).square().sum(axes)
         count = x.new_full((1,), x.numel() / x.shape[1] if present else 0.0)
-        parts = _gather(torch.cat([mean, deviations, count]), group)
+        parts = placement.gather(torch.cat([mean, deviations, count]))
         channels = x.shape[1]
         counts = parts[:, -1:]
         total = counts.sum()
@@ -98,7 +97,7 @@ class _Normalise(torch.autograd.Function):
         scale = (variance + eps).rsqrt()
         normal = (x - mean.view(shape)) * scale.view(shape)
         ctx.save_for_backward(normal, scale, weight, total)
-        ctx.group, ctx.present, ctx.axes, ctx.shape = group, present, axes, shape
+        ctx.placement, ctx.present, ctx.axes, ctx.shape = placement, present, axes, shape
         output = normal if weight is None else normal * weight.view(shape)
         if bias is not None:
             output = output + bias.view(shape)
@@ -113,8 +112,7 @@ class _Normalise(torch.autograd.Function):
         grad_weight = (g * normal).sum(ctx.axes)
         if not ctx.present:
             grad_bias, grad_weight = torch.zeros_like(grad_bias), torch.zeros_like(grad_weight)
-        sums = torch.stack([grad_bias, grad_weight])
-        dist.all_reduce(sums, group=ctx.group)
+        sums = ctx.placement.sum(torch.stack([grad_bias, grad_weight]))
         mean_grad, mean_product = (sums / total).view(2, *ctx.shape)
         inner = scale if weight is None else scale * weight
         grad_input = (g - mean_grad - normal * mean_product) * inner.view(ctx.shape)
@@ -129,12 +127,6 @@ class _Normalise(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, row, group=group)
-    return torch.stack(rows)
 
 
 def synchronise_batchnorm(model: nn.Module, placement: Placement, seen: Attendance) -> nn.Module:

@@ -55,9 +55,10 @@ class Placement:
         """The same-shaped tensors of all ranks, stacked in rank order, on every rank."""
         if self.group is None:
             return tensor.unsqueeze(0)
-        parts = [torch.empty_like(tensor) for _ in range(self.dp_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.stack(parts)
+        mine = tensor.contiguous().to(self._wire)  # gloo gathers in host memory only
+        parts = [torch.empty_like(mine) for _ in range(self.dp_size)]
+        dist.all_gather(parts, mine, group=self.group)
+        return torch.stack(parts).to(tensor.device)
 
     def gather_json(self, value: Any) -> list[Any]:
         """One JSON value of each rank, in rank order, on every rank. Nothing is unpickled."""

@@ -13,8 +13,8 @@ from multi_gpu_training.recipes.image.data import (
     CLASSES,
     DatasetName,
     load_images,
-    test_dataset,
-    train_dataset,
+    training_set,
+    validation_set,
 )
 from multi_gpu_training.recipes.image.model import Mode, build_model
 from multi_gpu_training.recipes.recipe import Job, Options, Recipe
@@ -23,6 +23,8 @@ from multi_gpu_training.training.manager import MultiGPUTrainingManager
 
 
 class ImageOptions(Options):
+    """What this recipe can be told beside the settings of every run."""
+
     mode: Mode = Field("flatten", description="flatten: an MLP; cnn: a convolutional net")
     data_dir: str | None = Field(None, description="folder with IDX files; None is digits")
     dataset: DatasetName = Field("auto", description="auto: by data_dir and its name")
@@ -34,8 +36,8 @@ def build(config: MultiGPUConfig, options: ImageOptions) -> Job:
     data = load_images(options.dataset, options.data_dir)
     return Job(
         model=build_model(options.mode, data.size, CLASSES),
-        dataset=train_dataset(data, options.augment),
-        val_dataset=test_dataset(data),
+        dataset=training_set(data, options.augment),
+        val_dataset=validation_set(data),
         hooks=[Say(data.describe(options.augment))],
     )
 

@@ -6,6 +6,7 @@ import gzip
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,8 @@ class Part:
 
 @dataclass(frozen=True)
 class ImageData:
+    """A dataset with what belongs to it: how to normalise it and how it may be augmented."""
+
     name: str
     train: Part
     test: Part
@@ -41,9 +44,20 @@ class ImageData:
         """Height and width."""
         return self.train.images.shape[1], self.train.images.shape[2]
 
+    @cached_property
+    def mean_and_spread(self) -> tuple[float, float]:
+        """Mean and standard deviation of the training pixels."""
+        # Counting is exact; a float32 sum would depend on the number of threads.
+        pixels = self.train.images.flatten()
+        share = torch.bincount(pixels, minlength=256).double() / len(pixels)
+        levels = torch.arange(256, dtype=torch.float64)
+        mean = share @ levels
+        spread = (share @ (levels - mean).square()).sqrt()
+        return float(mean), float(spread) or 1.0
+
     @property
     def shift(self) -> int:
-        """How many pixels an image may move without leaving its class."""
+        """How many pixels an image may move and still be what it is."""
         return 2 if min(self.size) >= 16 else 1
 
     @property
@@ -59,7 +73,7 @@ class ImageData:
             f"{len(self.test.labels):,} test images of {height}x{width}"
         )
         if augment:
-            text += f", shifted by up to {self.shift}" + (" and mirrored" if self.flip else "")
+            text += f", shifted by up to {self.shift} px" + (" and mirrored" if self.flip else "")
         return text
 
 
@@ -132,10 +146,11 @@ def load_idx(name: str, folder: Path) -> ImageData:
         read_part(*(path for stem, path in files.items() if path and stem.startswith(part)))
         for part in ("train", "t10k")
     )
-    if train.images.shape[1:] != test.images.shape[1:]:
+    sizes = ["x".join(map(str, part.images.shape[1:])) for part in (train, test)]
+    if sizes[0] != sizes[1]:
         raise DataError(
-            f"{folder}: training images are {tuple(train.images.shape[1:])} pixels but test "
-            f"images {tuple(test.images.shape[1:])}; use files of one dataset"
+            f"{folder}: training images are {sizes[0]} but test images {sizes[1]}; use files of "
+            "one dataset"
         )
     return ImageData(name, train, test)
 
@@ -184,17 +199,19 @@ def read_idx(path: Path, magic: int) -> Tensor:
         )
     sides = magic & 0xFF  # the last byte of the magic number counts the dimensions
     start = 4 + 4 * sides
-    shape = struct.unpack(f">{sides}I", raw[4:start]) if len(raw) >= start else (0,)
-    expected = start + torch.Size(shape).numel()
-    if len(raw) != expected or expected == start:
+    if len(raw) < start:
+        raise DataError(f"{path} ends within its head, after {len(raw)} bytes; fetch it again")
+    shape = struct.unpack(f">{sides}I", raw[4:start])
+    expected = torch.Size(shape).numel()
+    if len(raw) - start != expected or expected == 0:
         raise DataError(
-            f"{path} has {len(raw):,} bytes, but its head says {shape}, which is {expected:,}; "
-            "fetch it again"
+            f"{path} holds {len(raw) - start:,} bytes after its head, which announces "
+            f"{' x '.join(map(str, shape))} = {expected:,}; fetch it again"
         )
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=start).view(shape)
 
 
-def train_dataset(data: ImageData, augment: bool) -> Dataset[tuple[Tensor, Tensor]]:
+def training_set(data: ImageData, augment: bool) -> Dataset[tuple[Tensor, ...]]:
     """Normalised training images with their labels; with `augment`, moved anew at each look."""
     images = normalise(data.train.images, data)
     if not augment:
@@ -202,19 +219,18 @@ def train_dataset(data: ImageData, augment: bool) -> Dataset[tuple[Tensor, Tenso
     return AugmentedImages(images, data.train.labels, data.shift, data.flip)
 
 
-def test_dataset(data: ImageData) -> Dataset[tuple[Tensor, Tensor]]:
+def validation_set(data: ImageData) -> Dataset[tuple[Tensor, ...]]:
     """Normalised test images with their labels, as they are."""
     return TensorDataset(normalise(data.test.images, data), data.test.labels)
 
 
 def normalise(images: Tensor, data: ImageData) -> Tensor:
-    """Images as float32 of (count, 1, height, width), by mean and spread of the training part."""
-    reference = data.train.images.float()
-    mean, spread = reference.mean(), reference.std()
-    return ((images.float() - mean) / spread.clamp(min=1e-6)).unsqueeze(1)
+    """Images as float32 of (count, 1, height, width), as the training part has mean 0, spread 1."""
+    mean, spread = data.mean_and_spread
+    return images.float().sub_(mean).div_(spread).unsqueeze(1)
 
 
-class AugmentedImages(Dataset[tuple[Tensor, Tensor]]):
+class AugmentedImages(Dataset[tuple[Tensor, ...]]):
     """Images that are shifted by some pixels and, where that is asked for, mirrored half the time.
 
     The draws come from torch's global generator, which the loader seeds for each sample: what
@@ -232,7 +248,7 @@ class AugmentedImages(Dataset[tuple[Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         down, right, mirror = torch.rand(3).tolist()
         top, left = int(down * self.places), int(right * self.places)
         image = self.padded[index, :, top : top + self.size[0], left : left + self.size[1]]

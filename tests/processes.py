@@ -1,0 +1,143 @@
+"""Whole programs for tests: started as a user starts them, watched, and always ended.
+
+    with Program("-m", "multi_gpu_training", "run", "train.py", cwd=tmp_path) as program:
+        program.wait_for(lambda: "Epoch 1" in program.out)
+        assert program.end_of_run() == 0
+
+Each carries a mark in its environment, which every process it starts inherits: that is how
+those it leaves behind are found.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARK = "MGT_TEST_MARK"
+# Rank variables of whoever runs the tests are no business of the programs.
+_NOT_INHERITED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MGT_DEBUG")
+
+
+class Program:
+    """`python ARGUMENTS` in `cwd`; it leads a session, so that Ctrl-C can be imitated."""
+
+    def __init__(
+        self, *arguments: object, cwd: Path, env: dict[str, str] | None = None, **popen: Any
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self.command = [sys.executable, *map(str, arguments)]
+        cwd.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = (cwd / f"{name}-{self.mark}.txt" for name in ("out", "err"))
+        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=cwd,
+                env={**inherited, "OMP_NUM_THREADS": "1", MARK: self.mark, **(env or {})},
+                start_new_session=True,
+                **{"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **popen},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text(errors="replace")
+
+    def alive(self) -> list[psutil.Process]:
+        """Every living process of this program: the one started here and all that came of it."""
+        return [process for process in psutil.process_iter() if self._is_ours(process)]
+
+    def children(self) -> list[psutil.Process]:
+        return [process for process in self.alive() if process.pid != self.pid]
+
+    def wait_for(self, happened: Callable[[], Any], within_s: float = 90) -> Any:
+        """What `happened()` gives once it is true. Fails at the deadline or the program's end."""
+        deadline = time.monotonic() + within_s
+        while not (result := happened()):
+            ended = self.process.poll()
+            if ended is not None and not happened():
+                raise AssertionError(f"ended with code {ended} too early\n{self}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"did not happen within {within_s} s\n{self}")
+            time.sleep(0.05)
+        return result
+
+    def end_of_run(self, within_s: float = 120) -> int:
+        """Its exit code, as a shell shows it."""
+        try:
+            code = self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {within_s} s\n{self}") from None
+        return code if code >= 0 else 128 - code
+
+    def nothing_left(self, within_s: float = 0) -> bool:
+        deadline = time.monotonic() + within_s
+        while self.alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def send(self, number: signal.Signals) -> float:
+        """Send a signal to the program alone; when that was."""
+        self.process.send_signal(number)
+        return time.monotonic()
+
+    def send_to_group(self, number: signal.Signals) -> float:
+        """Send a signal as a terminal does, to all in the foreground; when that was."""
+        os.killpg(self.pid, number)
+        return time.monotonic()
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _attempt in range(100):
+            left = self.alive()
+            for process in left:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            if not left:
+                break
+            time.sleep(0.05)
+        self.process.wait(5)
+
+    def __str__(self) -> str:
+        def tail(text: str) -> str:
+            return text[-3000:]
+
+        return f"$ {' '.join(self.command)}\n{tail(self.out)}\n--- stderr\n{tail(self.err)}"
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            return process.environ().get(MARK) == self.mark
+        except (psutil.Error, OSError):
+            return False
+
+
+def run_program(
+    *arguments: object, cwd: Path, within_s: float = 120, **options: Any
+) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python ARGUMENTS`."""
+    with Program(*arguments, cwd=cwd, **options) as program:
+        return program.end_of_run(within_s), program.out, program.err

@@ -1,0 +1,291 @@
+"""The image recipe learns digits, reads IDX files, and is the same on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity.training import difference
+from ranks import run_ranks
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from multi_gpu_training.data.batch import share_of
+from multi_gpu_training.data.loader import Feeding, ShareLoader
+from multi_gpu_training.data.order import ShuffledBatches
+from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.recipes.image.data import (
+    AugmentedImages,
+    load_digits,
+    load_images,
+    training_set,
+    validation_set,
+)
+from multi_gpu_training.recipes.recipe import Job, find_recipe
+
+TRAIN, TEST = 40, 11
+
+
+def write_idx(path: Path, values: Tensor, magic: int | None = None, packed: bool = False) -> None:
+    head = struct.pack(f">{1 + values.ndim}I", magic or 2048 + values.ndim, *values.shape)
+    raw = head + values.to(torch.uint8).numpy().tobytes()
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+
+
+def write_folder(folder: Path, joint: str = "-", packed: bool = False) -> Path:
+    """The four files of a tiny Fashion-MNIST."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(5)
+    end = ".gz" if packed else ""
+    for part, count in (("train", TRAIN), ("t10k", TEST)):
+        images = torch.randint(0, 256, (count, 28, 28), generator=generator)
+        labels = torch.randint(0, 10, (count,), generator=generator)
+        write_idx(folder / f"{part}-images{joint}idx3-ubyte{end}", images, packed=packed)
+        write_idx(folder / f"{part}-labels{joint}idx1-ubyte{end}", labels, packed=packed)
+    return folder
+
+
+@pytest.fixture
+def fashion(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "fashion-mnist")
+
+
+# Learning
+
+
+def train(folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> Any:
+    """What the recipe reaches, and its weights, in a rank that keeps quiet."""
+    recipe = find_recipe("image")
+    jobs: list[Job] = []
+
+    def build(config: Any, chosen: Any) -> Job:
+        jobs.append(recipe.build(config, chosen))
+        return jobs[0]
+
+    quiet = {"device": "cpu", "progress": "off", "tensorboard": False, "save_dir": str(folder)}
+    result = dataclasses.replace(recipe, build=build).train(
+        recipe.config({**quiet, **settings}), recipe.options(**options)
+    )
+    weights = {name: value.detach().clone() for name, value in jobs[0].model.state_dict().items()}
+    return result.metrics, weights
+
+
+@pytest.mark.slow
+def test_two_ranks_reach_97_percent_on_digits_with_the_default_settings(tmp_path: Path) -> None:
+    for metrics, _ in run_ranks(2, train, tmp_path, {}, {}):
+        assert metrics["accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize("mode", ["flatten", "cnn"])
+@pytest.mark.parametrize("images", ["digits", "fashion-mnist"])
+def test_two_ranks_learn_what_one_learns(
+    tmp_path: Path, fashion: Path, mode: str, images: str
+) -> None:
+    # The full learning rate from the first step, so that the weights do move.
+    settings = {"global_batch_size": 15, "max_steps": 3, "warmup_epochs": 0}
+    options = {"mode": mode, "data_dir": str(fashion) if images == "fashion-mnist" else None}
+    metrics, reference = run_ranks(1, train, tmp_path, settings, options)[0]
+    for seen, ours in run_ranks(2, train, tmp_path, settings, options):
+        assert max(difference(ours, reference).values()) <= 1e-5
+        assert seen["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+
+
+# Reading
+
+
+def test_packed_and_plain_files_under_both_spellings_read_alike(tmp_path: Path) -> None:
+    folders = [
+        write_folder(tmp_path / f"{number}-mnist", joint, packed)
+        for number, (joint, packed) in enumerate([("-", False), ("-", True), (".", True)])
+    ]
+    first, *others = (load_images("auto", str(folder)) for folder in folders)
+    assert first.train.images.shape == (TRAIN, 28, 28)
+    assert first.train.images.dtype == torch.uint8
+    assert first.test.labels.shape == (TEST,)
+    for other in others:
+        for part in ("train", "test"):
+            assert torch.equal(getattr(first, part).images, getattr(other, part).images)
+            assert torch.equal(getattr(first, part).labels, getattr(other, part).labels)
+
+
+def test_digits_are_split_the_same_way_always_and_each_class_alike() -> None:
+    digits, again = load_digits(), load_digits()
+    assert torch.equal(digits.test.images, again.test.images)
+    assert (len(digits.train.labels), len(digits.test.labels)) == (1437, 360)
+    assert torch.bincount(digits.test.labels).tolist() == [36, 36, 35, 37, 36, 37, 36, 36, 35, 36]
+    together = torch.cat([digits.train.images, digits.test.images]).flatten(1)
+    assert len(together.unique(dim=0)) == 1797  # no image is in both parts
+
+
+def test_training_images_have_mean_0_and_spread_1(fashion: Path) -> None:
+    dataset = training_set(load_images("auto", str(fashion)), augment=False)
+    assert isinstance(dataset, TensorDataset)  # the loader gathers these without a Python loop
+    images, labels = dataset.tensors
+    assert images.shape == (TRAIN, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    assert images.double().mean().item() == pytest.approx(0, abs=1e-6)
+    assert images.double().std(correction=0).item() == pytest.approx(1, rel=1e-6)
+
+
+def test_clothes_are_mirrored_and_digits_are_not(tmp_path: Path, fashion: Path) -> None:
+    assert load_images("auto", str(fashion)).flip
+    assert load_images("fashion-mnist", str(write_folder(tmp_path / "clothes"))).flip
+    assert not load_images("mnist", str(fashion)).flip
+    assert not load_digits().flip
+
+
+# Wrong input: the message says what was asked, what was found and what to do
+
+
+def problem(folder: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        load_images("auto", str(folder))
+    return str(caught.value)
+
+
+def test_folder_that_is_not_there(tmp_path: Path) -> None:
+    message = problem(tmp_path / "nowhere")
+    assert "nowhere' is not a folder" in message
+    assert "train-images-idx3-ubyte.gz" in message
+
+
+def test_all_missing_files_are_named_at_once(fashion: Path) -> None:
+    (fashion / "t10k-images-idx3-ubyte").unlink()
+    (fashion / "train-labels-idx1-ubyte").unlink()
+    message = problem(fashion)
+    assert "has no t10k-images-idx3-ubyte, with or without .gz" in message
+    assert "has no train-labels-idx1-ubyte, with or without .gz" in message
+    assert "it holds t10k-labels-idx1-ubyte, train-images-idx3-ubyte" in message
+
+
+def test_file_of_another_kind(fashion: Path) -> None:
+    write_idx(fashion / "train-images-idx3-ubyte", torch.zeros(4, dtype=torch.uint8))
+    message = problem(fashion)
+    assert (
+        "train-images-idx3-ubyte begins with 2049, but an IDX file of images with 2051" in message
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "found"),
+    [
+        (2000, "holds 1,984 bytes after its head, which announces 40 x 28 x 28 = 31,360"),
+        (9, "ends within its head, after 9 bytes"),
+        (0, "begins with 0, but"),
+    ],
+)
+def test_truncated_file(fashion: Path, length: int, found: str) -> None:
+    path = fashion / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:length])
+    message = problem(fashion)
+    assert f"{path} {found}" in message
+
+
+@pytest.mark.parametrize("raw", [b"no gzip at all", gzip.compress(bytes(10_000))[:30]])
+def test_damaged_packed_file(tmp_path: Path, raw: bytes) -> None:
+    folder = write_folder(tmp_path / "mnist", packed=True)
+    (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(raw)
+    message = problem(folder)
+    assert "t10k-labels-idx1-ubyte.gz cannot be unpacked" in message
+    assert "fetch it again" in message
+
+
+def test_counts_that_differ(fashion: Path) -> None:
+    write_idx(fashion / "t10k-labels-idx1-ubyte", torch.zeros(TEST - 1))
+    message = problem(fashion)
+    assert "t10k-images-idx3-ubyte holds 11 images but" in message
+    assert "t10k-labels-idx1-ubyte 10 labels" in message
+
+
+def test_label_outside_the_classes(fashion: Path) -> None:
+    write_idx(fashion / "train-labels-idx1-ubyte", torch.arange(TRAIN) % 11)
+    message = problem(fashion)
+    assert "train-labels-idx1-ubyte has the label 10; labels must lie in 0 to 9" in message
+
+
+def test_sizes_that_differ_between_the_parts(fashion: Path) -> None:
+    write_idx(fashion / "t10k-images-idx3-ubyte", torch.zeros(TEST, 14, 14))
+    assert "training images are 28x28 but test images 14x14" in problem(fashion)
+
+
+def test_missing_scikit_learn_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(DataError) as caught:
+        load_images("auto", None)
+    assert "pip install 'multi-gpu-training[image]'" in str(caught.value)
+
+
+def test_dataset_and_folder_that_contradict_each_other(fashion: Path) -> None:
+    with pytest.raises(ConfigError, match="dataset=digits comes with scikit-learn, but data_dir="):
+        load_images("digits", str(fashion))
+    with pytest.raises(ConfigError, match="dataset=mnist is read from IDX files; set data_dir"):
+        load_images("mnist", None)
+
+
+# Augmentation
+
+
+def looks(dataset: Any, epoch: int, ranks: int = 1, workers: int = 0) -> dict[int, Tensor]:
+    """Each sample's image as the loaders of all ranks give it in that epoch."""
+    found: dict[int, Tensor] = {}
+    for rank in range(ranks):
+        feeding = Feeding(
+            micro_size=16,
+            seed=3,
+            rank=rank,
+            ranks=ranks,
+            num_workers=workers,
+            prefetch_factor=2 if workers else None,
+        )
+        loader = ShareLoader(dataset, ShuffledBatches(len(dataset), 16), feeding)
+        loader.seek(epoch)
+        for batch in loader:
+            share = share_of(batch)
+            assert share is not None
+            found.update(zip(share.indices, batch[0], strict=True))
+    return found
+
+
+def same(one: dict[int, Tensor], other: dict[int, Tensor]) -> int:
+    assert sorted(one) == sorted(other) == list(range(TRAIN))
+    return sum(torch.equal(one[index], other[index]) for index in one)
+
+
+def test_augmentation_is_the_samples_own_on_any_rank_and_worker(fashion: Path) -> None:
+    dataset = training_set(load_images("auto", str(fashion)), augment=True)
+    reference = looks(dataset, epoch=1)
+    for ranks, workers in ((2, 0), (3, 0), (1, 2), (2, 1)):
+        assert same(looks(dataset, 1, ranks, workers), reference) == TRAIN
+    # Of 50 ways (25 places, mirrored or not) two epochs agree by chance for one image in 50.
+    assert same(looks(dataset, epoch=2), reference) <= 5
+
+
+def test_augmented_image_is_a_shifted_and_mirrored_one() -> None:
+    image = torch.arange(1.0, 37.0).view(1, 1, 6, 6)
+    dataset = AugmentedImages(image, torch.tensor([4]), shift=1, flip=True)
+    padded = torch.nn.functional.pad(image[0], [1] * 4, value=1.0)
+    possible = [padded[:, top : top + 6, left : left + 6] for top in range(3) for left in range(3)]
+    possible += [way.flip(-1) for way in possible]
+    torch.manual_seed(0)
+    seen = set()
+    for _ in range(300):
+        moved, label = dataset[0]
+        assert label == 4
+        seen.add(next(i for i, way in enumerate(possible) if torch.equal(way, moved)))
+    assert len(seen) == 18
+
+
+def test_validation_sees_images_as_they_are(fashion: Path) -> None:
+    data = load_images("auto", str(fashion))
+    dataset = validation_set(data)
+    assert isinstance(dataset, TensorDataset)
+    mean, spread = data.mean_and_spread
+    back = (dataset.tensors[0].squeeze(1) * spread + mean).round()
+    assert torch.equal(back.to(torch.uint8), data.test.images)
