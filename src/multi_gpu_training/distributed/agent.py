@@ -24,7 +24,12 @@ class RankAgent(LocalElasticAgent):
     """Ends the other ranks soon after one has failed; the stock agent waits 30 s for each."""
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        self._shutdown(signal.SIGTERM, timeout=GRACE_S)
+        self._shutdown()
+
+    # Its arguments changed between torch 2.11 and 2.13.
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+        if self._pcontext:
+            self._pcontext.close(death_sig, GRACE_S)
 
 
 def make_spec(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...], run_id: str) -> WorkerSpec:

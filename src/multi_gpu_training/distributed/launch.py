@@ -181,7 +181,7 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
     _set_thread_default(plan.ranks_here)
     with tempfile.TemporaryDirectory(prefix="mgt-ranks-") as logs:
         spec = make_spec(plan, entrypoint, args, uuid.uuid4().hex)
-        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs), shutdown_timeout=GRACE_S)
+        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs))
         try:
             result = agent.run()
         except SignalException as caught:

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import (
     BatchSizes,
     Data,
@@ -98,7 +99,7 @@ class MultiGPUTrainingManager:
         if self._verification is not None:
             self.config = adapt(self.config, self._verification)
         start_ranks_if_needed(self.config)
-        set_arithmetic(self.config)
+        set_arithmetic(self.config, reproducible=self._verification is not None)
         self.placement = place(self.config)
         self.console = Console(self.placement.is_main, self.config.progress)
         self.logger = StructuredLogger(self.console, EventFile(None))
@@ -156,6 +157,8 @@ class MultiGPUTrainingManager:
             raise ModelError(f"model is a {type(built).__name__}; give a torch.nn.Module")
         if config.use_gradient_checkpointing:
             use_recompute(built)
+        if self._verification is not None and self._verification.double:
+            built.double()
         trainer.loader = self.train_loader
         self.model = trainer.build(built, self.loss_fn)
         trainer.optimizer = self._build_optimizer(optimizer)
@@ -435,8 +438,11 @@ class MultiGPUTrainingManager:
         recorder, loader = self.trainer.recorder, self.train_loader
         assert recorder is not None and loader is not None
         metrics = None
+        seen, trained = list(recorder.seen), list(recorder.batches)
         if self.val_loader is not None:
-            metrics = self._evaluate(self.val_loader)
+            batches = (recorder.batch(batch, share_of(batch)) for batch in self.val_loader)
+            metrics = self._evaluate(batches)
+            recorder.seen, recorder.batches = seen, trained
         source = getattr(loader, "source", None)
         norms = (nn.modules.batchnorm._BatchNorm,)
         facts = {

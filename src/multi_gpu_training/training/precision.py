@@ -46,14 +46,17 @@ def _dtype(config: MultiGPUConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def set_arithmetic(config: MultiGPUConfig) -> None:
-    """Process-wide switches of torch that a run needs."""
+def set_arithmetic(config: MultiGPUConfig, reproducible: bool = False) -> None:
+    """Process-wide switches of torch that a run needs.
+
+    `reproducible` is `deterministic` for code that has operations without such a variant.
+    """
     torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
     torch.backends.cudnn.allow_tf32 = config.allow_tf32
-    if config.deterministic:
+    if config.deterministic or reproducible:
         # Read by cuBLAS when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=not config.deterministic)
         torch.backends.cudnn.benchmark = False
     elif torch.cuda.is_available():
         torch.backends.cudnn.benchmark = True

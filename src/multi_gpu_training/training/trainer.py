@@ -136,7 +136,7 @@ class MultiGPUTrainer(ABC):
             self.settle(batch, share)
             self._settled = True
         if self.recorder is not None:
-            self.recorder.batch(batch)
+            batch = self.recorder.batch(batch, share_of(batch))
         self._seed_noise()
         with self.exchange(share.last):
             result = self._absent(share) if share.count == 0 else self.micro_batch(batch, share)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.batch import batch_count, head, map_tensors, share_of
+from multi_gpu_training.data.batch import attach, batch_count, head, map_tensors, share_of
+from multi_gpu_training.data.order import Share
 from multi_gpu_training.training.loss import LossFn, read_loss
 
 VARIABLE = "MGT_VERIFY"
@@ -40,7 +41,7 @@ class Request:
     sync_bn: bool | None = None
     noise: int = 0
     dropout: bool = False
-    global_batch_size: int | None = None
+    double: bool = False
 
     def save(self) -> str:
         path = Path(self.out) / "request.json"
@@ -67,7 +68,7 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "device": request.device,
         "share_gpu": request.share_gpu,
         "backend": None,
-        "global_batch_size": request.global_batch_size or config.global_batch_size or batch,
+        "global_batch_size": config.global_batch_size or batch,
         "use_mixed_precision": False,
         "mixed_precision_dtype": "auto",
         "use_fp16_allreduce": False,
@@ -123,14 +124,18 @@ class Recorder:
         if self.request.ranks == 1:
             self.start = copy.deepcopy((model, optimizer))
 
-    def batch(self, batch: Any) -> None:
-        share = share_of(batch)
+    def batch(self, batch: Any, share: Share | None) -> Any:
+        """The batch to train on, in the precision that was asked for."""
+        if self.request.double:
+            batch = map_tensors(batch, lambda t: t.double() if t.is_floating_point() else t)
+            batch = batch if share is None else attach(batch, share)
         if share is not None:
             self.seen.append(
                 {"epoch": share.epoch, "position": share.position, "indices": share.indices}
             )
         if self.request.ranks == 1:
             self.batches.append(batch)
+        return batch
 
     def about_to_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Remember the rate, and how large each gradient ever was, as a share of all of them."""
