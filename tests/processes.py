@@ -1,7 +1,7 @@
 """Whole programs for tests: started as a user starts them, watched, and always ended.
 
     with Program("-m", "multi_gpu_training", "run", "train.py", cwd=tmp_path) as program:
-        program.wait_for(lambda: "Epoch 1" in program.out)
+        program.when(lambda: "Epoch 1" in program.out)
         assert program.end_of_run() == 0
 
 Each carries a mark in its environment, which every process it starts inherits: that is how
@@ -66,17 +66,21 @@ class Program:
     def children(self) -> list[psutil.Process]:
         return [process for process in self.alive() if process.pid != self.pid]
 
-    def wait_for(self, happened: Callable[[], Any], within_s: float = 90) -> Any:
-        """What `happened()` gives once it is true. Fails at the deadline or the program's end."""
+    def when(self, happened: Callable[[], Any], within_s: float = 120) -> Program:
+        """Wait until `happened()`; at the deadline or its own end the program is closed."""
         deadline = time.monotonic() + within_s
-        while not (result := happened()):
+        while not happened():
             ended = self.process.poll()
             if ended is not None and not happened():
-                raise AssertionError(f"ended with code {ended} too early\n{self}")
+                shown = repr(self)
+                self.close()
+                raise AssertionError(f"ended with code {ended} too early\n{shown}")
             if time.monotonic() > deadline:
-                raise AssertionError(f"did not happen within {within_s} s\n{self}")
+                shown = repr(self)
+                self.close()
+                raise AssertionError(f"did not happen within {within_s} s\n{shown}")
             time.sleep(0.05)
-        return result
+        return self
 
     def end_of_run(self, within_s: float = 120) -> int:
         """Its exit code, as a shell shows it."""
@@ -108,6 +112,10 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill all that is left of it."""
         for _attempt in range(100):
             left = self.alive()
             for process in left:
@@ -120,7 +128,7 @@ class Program:
             time.sleep(0.05)
         self.process.wait(5)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         def tail(text: str) -> str:
             return text[-3000:]
 

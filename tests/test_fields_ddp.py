@@ -75,7 +75,8 @@ def train_grads(folder: Path, settings: dict[str, Any]) -> tuple[int, bool]:
     def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         storages = {grad.untyped_storage().data_ptr() for grad in grads}
-        seen.append((len(storages), all(torch.equal(g, g.half().float()) for g in grads)))
+        tensors = [grad for grad in grads if grad.numel() > 1]
+        seen.append((len(storages), all(torch.equal(g, g.half().float()) for g in tensors)))
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
         built = sgd(parameters)
@@ -125,18 +126,24 @@ def test_gradients_are_sent_in_half_the_bytes(tmp_path: Path, field: str) -> Non
 
 
 def train_heavy(folder: Path, weight: float, compress: bool) -> Tensor:
+    """A loss that counts tokens: 4 samples of `weight` tokens together on each rank."""
     model = line()
     manager = manager_for(folder, batch_size=4, fp16_compression=compress)
-    manager.fit(model, points(), loss_fn=lambda m, b: (squares(m, b), weight), optimizer=sgd)
+    manager.fit(
+        model,
+        points(),
+        loss_fn=lambda model, batch: (1e-3 * squares(model, batch), weight),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=100.0),
+    )
     return flat(model)
 
 
-@pytest.mark.xfail(reason="the step's weight is sent in fp16 too: inf over 65504 tokens")
+@pytest.mark.xfail(reason="the step's weight is sent in fp16 too: infinite from 65520 tokens on")
 def test_fp16_compression_bears_steps_of_many_tokens(tmp_path: Path) -> None:
     exact = run_ranks(2, train_heavy, tmp_path, 1.0, False)[0]
-    # 16-bit gradients are right to 2^-11, a weight that all ranks share cancels out.
-    ours = run_ranks(2, train_heavy, tmp_path, 100_001.0, True)[0]
-    assert torch.allclose(ours, exact, rtol=0, atol=2e-3)
+    # 16-bit gradients are right to 2^-11; a weight that is everywhere the same cancels out.
+    for ours in run_ranks(2, train_heavy, tmp_path, 70_000.0, True):
+        assert torch.allclose(ours, exact, rtol=0, atol=2e-3)
 
 
 class Branches(nn.Module):
@@ -194,6 +201,16 @@ def train_repeated(folder: Path, settings: dict[str, Any]) -> str:
 def test_static_graph_trains_a_layer_that_is_recomputed_twice(tmp_path: Path) -> None:
     assert all("ready" in said for said in run_ranks(2, train_repeated, tmp_path, {}))
     assert run_ranks(2, train_repeated, tmp_path, {"static_graph": True}) == ["trained"] * 2
+
+
+@pytest.mark.xfail(reason="with find_unused_parameters the static graph is never settled")
+def test_static_graph_finds_unused_parameters_while_accumulating(tmp_path: Path) -> None:
+    settings = {
+        "static_graph": True,
+        "find_unused_parameters": True,
+        "gradient_accumulation_steps": 2,
+    }
+    assert run_ranks(2, train_unused, tmp_path, settings) == [(True, False)] * 2
 
 
 class Counting(nn.Module):

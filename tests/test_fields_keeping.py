@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,24 @@ def test_resume_takes_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
     rest = trained(tmp_path, **settings, resume=str(early))
     assert rest["steps"] == list(range(5, 13))
     assert rest["folder"] == first["folder"]
+
+
+def train_restarted(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A rank that the launcher has started a second time."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    try:
+        return train(folder, settings)
+    finally:
+        del os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+
+@pytest.mark.xfail(reason="a restarted rank goes back to the checkpoint that the run began with")
+def test_resume_after_a_restart_takes_the_newest(tmp_path: Path) -> None:
+    first = trained(tmp_path, 2, **KEPT)
+    began = first["folder"] / "checkpoints" / names(2)[0]
+    settings = {**KEPT, "epochs": 3, "resume": str(began)}
+    for rest in run_ranks(2, train_restarted, tmp_path, settings):
+        assert rest["steps"] == [5, 6]
 
 
 def train_scored(folder: Path, scores: list[float], settings: dict[str, Any]) -> tuple[Any, ...]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_program
 from ranks import CONTEXT, run_ranks
 from tiny import FEATURES, line, manager_for, points, quiet, sgd
 from torch import Tensor, nn
@@ -148,6 +147,16 @@ def test_timeout_is_given_to_the_group(tmp_path: Path, joined: Any) -> None:
     assert joined(tmp_path, **ranks, timeout=90)["timeout"] == timedelta(seconds=90)
 
 
+@pytest.mark.xfail(reason="ranks started by hand are all taken to be on this machine")
+def test_rank_on_another_machine_does_not_listen_on_loopback(
+    tmp_path: Path, joined: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    joined(tmp_path, rank=8, local_rank=0, world_size=16)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -244,17 +253,10 @@ def run_script(folder: Path, **settings: Any) -> tuple[int, str, list[dict[str, 
     """`python train.py` as a user starts it: exit code, stderr, what the ranks wrote."""
     (folder / "train.py").write_text(SCRIPT)
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "train.py", json.dumps(settings)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = ["train.py", json.dumps(settings)]
+    code, _, said = run_program(*command, cwd=folder, env={"PYTHONPATH": path}, within_s=200)
     facts = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
-    return done.returncode, done.stderr, facts
+    return code, said, facts
 
 
 # As guide 003 writes it: a plain `python train.py` with rank=0 starts all of them.

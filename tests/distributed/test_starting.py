@@ -23,6 +23,7 @@ import psutil
 import pytest
 from processes import Program
 
+LONGEST_S = 400
 MGT = ("-m", "multi_gpu_training")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 OLD_LAUNCH = ("-W", "ignore", "-m", "torch.distributed.launch", "--nproc_per_node", "2")
@@ -40,16 +41,18 @@ from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
 
 
 class Noting(Hook):
-    def __init__(self, out, rank, fail_at):
-        self.file, self.rank, self.fail_at = Path(out) / f"step-{rank}", rank, fail_at
+    def __init__(self, out, rank, fail_at, pause):
+        self.file, self.rank = Path(out) / f"step-{rank}", rank
+        self.fail_at, self.pause = fail_at, pause
 
     def on_step_end(self, manager, step):
-        self.file.write_text(str(step))
+        self.file.touch()
+        time.sleep(self.pause)
         if self.fail_at == step and self.rank == 1:
             raise ValueError("a mistake of the user")
 
 
-def train(out, settings, fail_at=0):
+def train(out, settings, fail_at=0, pause=0.0):
     manager = MultiGPUTrainingManager(
         MultiGPUConfig(
             **{"device": "cpu", "batch_size": 4, "epochs": 2, "tensorboard": False,
@@ -61,7 +64,8 @@ def train(out, settings, fail_at=0):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(22, 4, generator=torch.Generator().manual_seed(7))
     manager.fit(
-        model, TensorDataset(x, x.sum(1, keepdim=True)), hooks=[Noting(out, rank, fail_at)],
+        model, TensorDataset(x, x.sum(1, keepdim=True)),
+        hooks=[Noting(out, rank, fail_at, pause)],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     answer = {
@@ -78,10 +82,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--local-rank", type=int)
     parser.add_argument("--fail-at", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("out")
     parser.add_argument("settings", type=json.loads)
     given = parser.parse_args()
-    train(given.out, given.settings, given.fail_at)
+    train(given.out, given.settings, given.fail_at, given.pause)
 '''
 
 START = """
@@ -96,15 +101,16 @@ if __name__ == "__main__":
 
 # Ranks without torch start at once: enough where only starting and ending matters.
 LIGHT = """
-import multiprocessing, os, pathlib, sys, time
+import multiprocessing, os, pathlib, signal, sys, time
 rank, what = int(os.environ["RANK"]), sys.argv[1]
 if what == "work":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: this child does not listen
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
-pathlib.Path(f"started-{rank}").touch()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if what == "stubborn":
-    import signal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+pathlib.Path(f"started-{rank}").touch()
 if what == "exit" and rank == 1:
     sys.exit(3)
 if what == "silent failure" and rank == 1:
@@ -114,6 +120,7 @@ if what == "thread":
     from concurrent.futures import ThreadPoolExecutor
     work = lambda: (time.sleep(0.3), print(f"rank {rank} finished its work", flush=True))
     ThreadPoolExecutor(1).submit(work)
+if what in ("thread", "ok"):
     sys.exit(0)
 time.sleep(600)
 """
@@ -224,10 +231,37 @@ def start(way: str, folder: Path) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Any]]]:
+    """All that the selected tests need, started beside each other while they wait."""
     folder = write_scripts(tmp_path_factory.mktemp("ways") / "scripts")
+    params = [getattr(item, "callspec", None) for item in request.session.items]
+    asked = {p.params[key] for p in params if p for key in ("way", "program") if key in p.params}
+    started: list[Program] = []
+
+    def start_one(name: str) -> Program:
+        program = ENDINGS[name](write_scripts(tmp_path_factory.mktemp(name) / "scripts"))
+        started.append(program)
+        return program
+
     with ThreadPoolExecutor(4) as starters:
-        yield {way: starters.submit(start, way, folder) for way in WAYS}
+        jobs: dict[str, Future[Any]] = {}
+        if asked & WAYS.keys():
+            jobs |= {way: starters.submit(start, way, folder) for way in WAYS}
+        jobs |= {name: starters.submit(start_one, name) for name in ENDINGS if name in asked}
+        try:
+            yield jobs
+        finally:
+            starters.shutdown(cancel_futures=True)
+            for program in started:
+                program.close()
+
+
+@pytest.fixture
+def program(request: pytest.FixtureRequest, fleet: dict[str, Future[Any]]) -> Iterator[Program]:
+    with fleet[request.param].result(timeout=LONGEST_S) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -244,79 +278,80 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return list(answer["weights"])
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(LONGEST_S)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_start_a_script_gives_the_same_weights(
-    way: str, started: dict[str, Future[Ended]], alone: list[float]
+    way: str, fleet: dict[str, Future[Ended]], alone: list[float]
 ) -> None:
-    ended = started[way].result(timeout=390)
+    ended = fleet[way].result(timeout=LONGEST_S)
     assert set(ended.codes) == {0}, ended.shown
     assert [answer["ranks"] for answer in ended.answers] == [2, 2], ended.shown
     assert ended.weights[0] == ended.weights[1]
     # One process adds the same gradients in another order: float32 rounds at 6e-8.
     assert ended.weights[0] == pytest.approx(alone, rel=1e-5, abs=1e-6)
-    assert ended.weights[0] == started["torchrun"].result(timeout=390).weights[0]
+    assert ended.weights[0] == fleet["torchrun"].result(timeout=LONGEST_S).weights[0]
     assert "Traceback" not in ended.shown
     assert ended.out.count("Epoch 2/2") == 1, "rank 0 alone reports"
-
-
-@pytest.mark.timeout(400)
-def test_launchers_pass_on_arguments_ports_and_results(started: dict[str, Future[Ended]]) -> None:
-    for way in PORT_GIVEN:
-        ended = started[way].result(timeout=390)
+    if way in PORT_GIVEN:
         assert {a["port"] for a in ended.answers} == {ended.answers[0]["asked"]["MASTER_PORT"]}
-    free = {started[way].result(timeout=390).answers[0]["port"] for way in ("plain", "module")}
-    assert len(free) == 2 and "29500" not in free, "two runs at once share no port"
-    ended = started["old_launch"].result(timeout=390)
-    assert [a["arguments"][0] for a in ended.answers] == ["--local-rank=0", "--local-rank=1"]
-    assert "rank 0 gave (0, 2)" in started["function"].result(timeout=390).out
-
-
-def test_the_old_launcher_starts_a_recipe(tmp_path: Path) -> None:
-    command = [*OLD_LAUNCH, "--master-port", free_port(), *MGT, "train", "image"]
-    settings = ["max_steps=2", "tensorboard=false", "enable_fault_tolerance=false"]
-    with Program(*command, *settings, "--save-dir", tmp_path / "runs", cwd=tmp_path) as program:
-        assert program.end_of_run() == 0, program
-        assert "2 ranks (gloo)" in program.out
-        assert program.out.count("Epoch 1/20") == 1
+    if way == "old_launch":
+        assert [a["arguments"][0] for a in ended.answers] == ["--local-rank=0", "--local-rank=1"]
+    if way == "function":
+        assert "rank 0 gave (0, 2)" in ended.out
+    if way == "plain":
+        ports = {ended.answers[0]["port"], fleet["module"].result(LONGEST_S).answers[0]["port"]}
+        assert len(ports) == 2 and "29500" not in ports, "two runs at once share no port"
 
 
 # Ending early
 
 
-def start_training(folder: Path, *launcher: object, **settings: Any) -> Program:
-    """A training that goes on for ever, each rank with a loader worker, past its second step."""
-    write_scripts(folder)
-    fail_at = settings.pop("fail_at", 0)
+def training(folder: Path, *launcher: object, fail_at: int = 0, **settings: Any) -> Program:
+    """A training that goes on for ever, each rank with a loader worker, in its second step."""
     endless = {"epochs": 10**6, "num_workers": 1, "persistent_workers": True, "progress": "off"}
+    flags = [f"--fail-at={fail_at}", "--pause=0.2"]
     program = Program(
-        *launcher,
-        *("train.py", f"--fail-at={fail_at}", folder, json.dumps(endless | settings)),
-        cwd=folder,
+        *(*launcher, "train.py", *flags, folder, json.dumps(endless | settings)), cwd=folder
     )
-    try:
-        program.wait_for(lambda: all(_step(folder, rank) >= min(2, fail_at or 2) for rank in (0, 1)))
-    except BaseException:
-        program.__exit__()
-        raise
-    return program
+    return program.when(lambda: all((folder / f"step-{rank}").exists() for rank in (0, 1)))
 
 
-def start_light(folder: Path, what: str, *flags: object) -> Program:
-    write_scripts(folder)
-    program = Program(*MGT, "run", "--num-gpus", 2, *flags, "light.py", what, cwd=folder)
-    try:
-        program.wait_for(lambda: all((folder / f"started-{rank}").exists() for rank in (0, 1)))
-    except BaseException:
-        program.__exit__()
-        raise
-    return program
+def light(folder: Path, what: str) -> Program:
+    program = Program(*MGT, "run", "--num-gpus", 2, "light.py", what, cwd=folder)
+    return program.when(lambda: all((folder / f"started-{rank}").exists() for rank in (0, 1)))
 
 
-def _step(folder: Path, rank: int) -> int:
-    file = folder / f"step-{rank}"
-    text = file.read_text() if file.exists() else ""
-    return int(text or 0)
+def recipe(folder: Path) -> Program:
+    command = [*OLD_LAUNCH, "--master-port", free_port(), *MGT, "train", "image"]
+    settings = ["max_steps=2", "tensorboard=false", "enable_fault_tolerance=false"]
+    return Program(*command, *settings, "--save-dir", folder / "runs", cwd=folder)
+
+
+def process_1(folder: Path) -> Program:
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, *MGT]
+    code = f"import os; os.execvp('unshare', {[*inside, 'run', '--num-gpus=2', 'light.py', 'ok']})"
+    return Program("-c", code, cwd=folder)
+
+
+ENDINGS: dict[str, Callable[[Path], Program]] = {
+    "recipe": recipe,
+    "training": lambda folder: training(folder, world_size=2),
+    "run of a training": lambda folder: training(folder, *MGT, "run", "--num-gpus", 2),
+    "failing training": lambda folder: training(folder, *MGT, "run", "--num-gpus", 2, fail_at=2),
+    "training to be shot at": lambda folder: training(folder, world_size=2),
+    "work": lambda folder: light(folder, "work"),
+    "work to be shot at": lambda folder: light(folder, "work"),
+    "stubborn": lambda folder: light(folder, "stubborn"),
+    "stubborn to be shot at": lambda folder: light(folder, "stubborn"),
+    "silent failure": lambda folder: light(folder, "silent failure"),
+    "exit": lambda folder: light(folder, "exit"),
+    "thread": lambda folder: light(folder, "thread"),
+    "process 1": process_1,
+}
+
+
+def given(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("program", [name], indirect=True)
 
 
 def ranks_of(program: Program) -> dict[int, psutil.Process]:
@@ -324,132 +359,117 @@ def ranks_of(program: Program) -> dict[int, psutil.Process]:
     return {int(p.environ()["RANK"]): p for p in direct if "RANK" in p.environ()}
 
 
-def test_ctrl_c_ends_ranks_and_loader_workers_within_5_seconds(tmp_path: Path) -> None:
-    with start_training(tmp_path, world_size=2) as program:
-        program.wait_for(lambda: len(program.children()) >= 4)  # two ranks, two workers
-        sent = program.send(signal.SIGINT)
-        assert program.end_of_run(10) == 130
-        assert program.nothing_left(within_s=0.5), program.alive()
-        assert time.monotonic() - sent < 5
-        assert "Traceback" not in program.err, program.err
+@given("recipe")
+def test_the_old_launcher_starts_a_recipe(program: Program) -> None:
+    assert program.end_of_run() == 0, program
+    assert "2 ranks (gloo)" in program.out
+    assert program.out.count("Epoch 1/20") == 1
 
 
-def test_ctrl_c_in_a_terminal_ends_all_that_mgt_run_started(tmp_path: Path) -> None:
-    with start_light(tmp_path, "work") as program:
-        sent = program.send_to_group(signal.SIGINT)
-        assert program.end_of_run(10) == 130
-        assert program.nothing_left(within_s=0.5), program.alive()
-        assert time.monotonic() - sent < 5
-        assert "Traceback" not in program.err, program.err
+@given("training")
+def test_ctrl_c_ends_ranks_and_loader_workers_within_5_seconds(program: Program) -> None:
+    program.when(lambda: len(program.children()) >= 4)  # two ranks, two workers
+    sent = program.send(signal.SIGINT)
+    assert program.end_of_run(10) == 130
+    assert program.nothing_left(within_s=0.5), program.alive()
+    assert time.monotonic() - sent < 5
+    assert "Traceback" not in program.err, program.err
 
 
-def test_sigterm_ends_even_ranks_that_do_not_listen(tmp_path: Path) -> None:
-    with start_light(tmp_path, "stubborn") as program:
-        time.sleep(0.3)  # until they have stopped listening
-        sent = program.send(signal.SIGTERM)
-        assert program.end_of_run(20) == 143
-        assert program.nothing_left(within_s=0.5), program.alive()
-        assert time.monotonic() - sent < 6
-        assert "Traceback" not in program.err, program.err
+@given("work")
+def test_ctrl_c_in_a_terminal_ends_all_that_mgt_run_started(program: Program) -> None:
+    assert len(program.children()) == 4
+    sent = program.send_to_group(signal.SIGINT)
+    assert program.end_of_run(10) == 130
+    assert program.nothing_left(within_s=0.5), program.alive()
+    assert time.monotonic() - sent < 5
+    assert "Traceback" not in program.err, program.err
 
 
-def test_ranks_die_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    with start_training(tmp_path, *MGT, "run", "--num-gpus", 2) as program:
-        ranks = list(ranks_of(program).values())
-        assert len(ranks) == 2
-        program.send(signal.SIGKILL)
-        psutil.wait_procs(ranks, timeout=3)
-        assert not [rank for rank in ranks if rank in program.alive()]
-        # A loader worker looks for its rank every 5 s.
-        assert program.nothing_left(within_s=8), program.alive()
+@given("stubborn")
+def test_sigterm_ends_even_ranks_that_do_not_listen(program: Program) -> None:
+    sent = program.send(signal.SIGTERM)
+    assert program.end_of_run(20) == 143
+    assert program.nothing_left(within_s=0.5), program.alive()
+    assert time.monotonic() - sent < 6
+    assert "Traceback" not in program.err, program.err
 
 
-def test_a_failing_rank_has_the_last_word(tmp_path: Path) -> None:
-    with start_training(tmp_path, *MGT, "run", "--num-gpus", 2, fail_at=2) as program:
-        assert program.end_of_run(20) == 1
-        assert program.nothing_left(within_s=8), program.alive()
-        lines = program.err.rstrip().splitlines()
-        assert program.err.count("Traceback") == 1, program.err
-        assert "train.py" in program.err
-        assert lines[-2].endswith("ValueError: a mistake of the user"), program.err
-        assert "rank 1" in lines[-1] and socket.gethostname() in lines[-1], program.err
-        assert "step 2" in lines[-1], program.err
+@given("run of a training")
+def test_ranks_die_with_a_launcher_that_was_killed(program: Program) -> None:
+    ranks = list(ranks_of(program).values())
+    assert len(ranks) == 2
+    program.send(signal.SIGKILL)
+    psutil.wait_procs(ranks, timeout=3)
+    assert not [rank for rank in ranks if rank in program.alive()]
+    # A loader worker looks for its rank every 5 s.
+    assert program.nothing_left(within_s=8), program.alive()
 
 
-def test_a_rank_that_was_killed_is_named_with_the_signal(tmp_path: Path) -> None:
-    with start_training(tmp_path, world_size=2) as program:
-        killed = time.monotonic()
-        ranks_of(program)[1].kill()
-        assert program.end_of_run(20) == 1
-        assert time.monotonic() - killed < 8
-        assert "rank 1" in program.err and "SIGKILL" in program.err, program.err
-        assert program.err.rstrip().splitlines()[-1].count("rank 1"), program.err
-        assert program.nothing_left(within_s=8), program.alive()
+@given("failing training")
+def test_a_failing_rank_has_the_last_word(program: Program) -> None:
+    assert program.end_of_run(20) == 1
+    assert program.nothing_left(within_s=1), program.alive()
+    lines = program.err.rstrip().splitlines()
+    assert program.err.count("Traceback") == 1, program.err
+    assert "train.py" in program.err
+    assert lines[-2].endswith("ValueError: a mistake of the user"), program.err
+    assert "rank 1" in lines[-1] and socket.gethostname() in lines[-1], program.err
+    assert "step 2" in lines[-1], program.err
 
 
-def test_the_first_failure_is_shown_while_others_still_compute(tmp_path: Path) -> None:
-    with start_light(tmp_path, "silent failure") as program:
-        assert program.end_of_run(20) == 1
-        assert "ValueError: the mistake that came first" in program.err, program.err
-        assert "SIGTERM" not in program.err, program.err
-        assert program.nothing_left()
+@given("training to be shot at")
+def test_a_rank_that_was_killed_is_named_with_the_signal(program: Program) -> None:
+    shot = time.monotonic()
+    ranks_of(program)[1].kill()
+    assert program.end_of_run(20) == 1
+    assert time.monotonic() - shot < 8
+    assert "rank 1" in program.err.rstrip().splitlines()[-1], program.err
+    assert "SIGKILL" in program.err.rstrip().splitlines()[-1], program.err
+    assert "Traceback" not in program.err, program.err
+    assert program.nothing_left(within_s=1), program.alive()
 
 
-def test_a_failure_does_not_wait_for_ranks_that_do_not_listen(tmp_path: Path) -> None:
-    with start_light(tmp_path, "stubborn") as program:
-        time.sleep(0.3)
-        killed = time.monotonic()
-        ranks_of(program)[1].kill()
-        assert program.end_of_run(40) == 1
-        assert time.monotonic() - killed < 8
-        assert "rank 1" in program.err and "SIGKILL" in program.err, program.err
-        assert program.nothing_left()
+@given("silent failure")
+def test_the_first_failure_is_shown_while_others_still_compute(program: Program) -> None:
+    assert program.end_of_run(20) == 1
+    assert "ValueError: the mistake that came first" in program.err, program.err
+    assert "SIGTERM" not in program.err, program.err
+    assert program.nothing_left()
 
 
-def test_what_a_failing_rank_started_ends_with_it(tmp_path: Path) -> None:
-    with start_light(tmp_path, "work") as program:
-        ranks_of(program)[1].kill()
-        assert program.end_of_run(20) == 1
-        assert program.nothing_left(within_s=1), program.alive()
+@given("stubborn to be shot at")
+def test_a_failure_does_not_wait_for_ranks_that_do_not_listen(program: Program) -> None:
+    shot = time.monotonic()
+    ranks_of(program)[1].kill()
+    assert program.end_of_run(40) == 1
+    assert time.monotonic() - shot < 8
+    assert "rank 1" in program.err and "SIGKILL" in program.err, program.err
+    assert program.nothing_left()
 
 
-def test_the_exit_code_of_a_script_is_the_exit_code_of_the_run(tmp_path: Path) -> None:
-    with start_light(tmp_path, "exit") as program:
-        assert program.end_of_run(20) == 3, program
-        assert "Traceback" not in program.err, program.err
-        assert "rank 1" in program.err
+@given("work to be shot at")
+def test_what_a_failing_rank_started_ends_with_it(program: Program) -> None:
+    ranks_of(program)[1].kill()
+    assert program.end_of_run(20) == 1
+    assert program.nothing_left(within_s=1), program.alive()
 
 
-def test_threads_of_a_rank_may_finish_their_work(tmp_path: Path) -> None:
-    with start_light(tmp_path, "thread") as program:
-        assert program.end_of_run(20) == 0, program
-        for rank in (0, 1):
-            assert f"rank {rank} finished its work" in program.out, program
+@given("exit")
+def test_the_exit_code_of_a_script_is_the_exit_code_of_the_run(program: Program) -> None:
+    assert program.end_of_run(20) == 3, program
+    assert "Traceback" not in program.err, program.err
+    assert "rank 1" in program.err
+
+
+@given("thread")
+def test_threads_of_a_rank_may_finish_their_work(program: Program) -> None:
+    assert program.end_of_run(20) == 0, program
+    for rank in (0, 1):
+        assert f"rank {rank} finished its work" in program.out, program
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may be process 1 of a namespace")
-def test_a_launcher_may_be_process_1_of_a_container(tmp_path: Path) -> None:
-    write_scripts(tmp_path)
-    inside = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable]
-    code = f"import os; os.execvp('unshare', {[*inside, *MGT, 'run', 'light.py', 'exit']!r})"
-    with Program("-c", code, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}) as program:
-        program.wait_for((tmp_path / "started-0").exists, within_s=60)
-
-
-def test_a_busy_port_is_an_error_at_once(tmp_path: Path) -> None:
-    write_scripts(tmp_path)
-    with closing(socket.socket()) as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        flag = Program(*MGT, "run", "--num-gpus=2", "--master-port", port, "light.py", cwd=tmp_path)
-        variable = Program(
-            *("train.py", tmp_path, '{"world_size": 2}'), cwd=tmp_path, env={"MASTER_PORT": port}
-        )
-        with flag, variable:
-            for program in (flag, variable):
-                assert program.end_of_run(60) == 2, program
-                assert f"port {port}" in program.err and "in use" in program.err, program
-                assert "--master-port" in program.err
-                assert "Traceback" not in program.err, program
-    assert not (tmp_path / "started-0").exists()
+@given("process 1")
+def test_a_launcher_may_be_process_1_of_a_container(program: Program) -> None:
+    assert program.end_of_run(60) == 0, program

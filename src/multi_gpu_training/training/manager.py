@@ -168,8 +168,12 @@ class MultiGPUTrainingManager:
         self._open_run(states or {})
         announce(self)
         where = config.resume or ("auto" if placement.identity.attempt else None)
-        if where is not None and self.fault_tolerance.resume(where):
-            self.train_loader.seek(trainer.epoch, trainer.position)
+        try:
+            if where is not None and self.fault_tolerance.resume(where):
+                self.train_loader.seek(trainer.epoch, trainer.position)
+        except Exception:
+            self._close()
+            raise
         if self._verification is not None:
             self._begin_verification(self._verification)
         for hook in self.hooks:
@@ -209,6 +213,9 @@ class MultiGPUTrainingManager:
         for hook in self.hooks:
             hook.on_run_end(self)
         summary(self)
+        self._close()
+
+    def _close(self) -> None:
         self.curves.close()
         self.events.close()
 
