@@ -52,6 +52,11 @@ HINTS = {
 }
 
 
+def ready_configs() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(path.stem for path in READY_CONFIGS.glob("*.yaml"))
+
+
 def read_config_file(name: str) -> dict[str, Any]:
     """Everything in a YAML file and its `defaults:`. `name` is a path, or a ready config's name."""
     path = _find(name, Path.cwd())
@@ -215,7 +220,7 @@ def _find(name: str, folder: Path, asked_by: Path | None = None) -> Path:
     for place in [*places, READY_CONFIGS / f"{name.removesuffix('.yaml')}.yaml"]:
         if place.is_file():
             return place.resolve()
-    ready = sorted(p.stem for p in READY_CONFIGS.glob("*.yaml"))
+    ready = ready_configs()
     looked = f"looked for {' and '.join(map(str, places))} and the ready configs {', '.join(ready)}"
     close = difflib.get_close_matches(name, ready, n=1)
     if asked_by is not None:

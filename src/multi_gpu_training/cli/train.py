@@ -13,6 +13,7 @@ from multi_gpu_training.config_file import (
     merge,
     read_config_file,
     read_override,
+    ready_configs,
     split,
 )
 from multi_gpu_training.errors import ConfigError
@@ -45,27 +46,31 @@ def resolve(flags: Flags) -> tuple[Any, MultiGPUConfig, Any]:
     from multi_gpu_training.recipes.recipe import find_recipe
 
     values: dict[str, Any] = {}
-    name = flags.target
-    if name not in RECIPES and (name.endswith((".yaml", ".yml")) or Path(name).exists()):
-        values = read_config_file(name)
-        name = values.pop("recipe", None)
-        if name is None:
-            raise ConfigError(
-                f"{flags.target} names no recipe; add a line `recipe: image` "
-                f"(there are {', '.join(RECIPES)})"
-            )
-    recipe = find_recipe(name)
     given = {key: value for key, value in flags.settings.items() if value is not None}
     if "gpu_ids" in given:
         given["gpu_ids"] = _gpu_ids(given["gpu_ids"])
     for key, value in extra_settings(flags.extra):
         given[key] = value
+    name = flags.target
+    if name not in RECIPES and _is_config(name):
+        values = read_config_file(name)
+        name = given.pop("recipe", values.pop("recipe", None))
+        if name is None:
+            raise ConfigError(
+                f"{flags.target} names no recipe; add `recipe: image` to it or `recipe=image` "
+                f"here (there are {', '.join(RECIPES)})"
+            )
+    recipe = find_recipe(name)
     merged = merge(flatten(values), flatten(given))
     fields, own = split(merged, recipe.options.model_fields)
     mode = _mode(fields)
     _place(fields, mode, flags)
     options = _options(recipe.options, own)
     return recipe, recipe.config(fields), options
+
+
+def _is_config(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or Path(name).exists() or name in ready_configs()
 
 
 def extra_settings(words: list[str]) -> list[tuple[str, Any]]:

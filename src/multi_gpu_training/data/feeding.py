@@ -9,6 +9,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -109,6 +110,8 @@ def _source(
     sampler = brought.sampler
     if type(sampler) is SequentialSampler:
         return ShuffledBatches(samples, total, shuffle=False)
+    if type(sampler) is DistributedSampler:
+        return ShuffledBatches(samples, total, sampler.shuffle)  # ours are exact shares of all
     if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
         return ShuffledBatches(samples, total, shuffle=True)
     return SamplerBatches(sampler, total)

@@ -18,6 +18,7 @@ class Identity:
     local_world_size: int = 1
     launched: bool = False
     attempt: int = 0
+    run_id: str = ""
 
     @property
     def is_main(self) -> bool:
@@ -43,15 +44,18 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
             local_world_size=_integer(env, "LOCAL_WORLD_SIZE", world_size),
             launched=True,
             attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+            run_id=env.get("TORCHELASTIC_RUN_ID", ""),
         )
     if _integer(env, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env and "MASTER_ADDR" in env:
         return Identity(
             rank=_integer(env, "SLURM_PROCID"),
-            local_rank=_integer(env, "SLURM_LOCALID", 0),
+            # With GPUs bound to tasks each rank sees its own GPU alone, as number 0.
+            local_rank=0 if "SLURM_GPUS_PER_TASK" in env else _integer(env, "SLURM_LOCALID", 0),
             world_size=_integer(env, "SLURM_NTASKS"),
             local_world_size=_integer(env, "SLURM_NTASKS_PER_NODE", 1),
             launched=True,
             attempt=_integer(env, "SLURM_RESTART_COUNT", 0),
+            run_id=env.get("SLURM_JOB_ID", ""),
         )
     return None
 

@@ -185,7 +185,7 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
     if dist.is_initialized():
         # A second manager in this process: the group belongs to whoever made it.
         return Placement(identity, device, dist.group.WORLD)
-    for name, value in _rendezvous_defaults(identity).items():
+    for name, value in _rendezvous_defaults().items():
         os.environ.setdefault(name, value)
     try:
         dist.init_process_group(
@@ -208,7 +208,7 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
     return placement
 
 
-def _rendezvous_defaults(identity: Identity) -> Mapping[str, str]:
-    if identity.local_world_size == identity.world_size:
+def _rendezvous_defaults() -> Mapping[str, str]:
+    if os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost", "::1"):
         return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
     return {"MASTER_PORT": "29500"}

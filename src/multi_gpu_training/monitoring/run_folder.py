@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
 
@@ -42,9 +43,9 @@ def open_run(config: MultiGPUConfig, placement: Placement) -> RunFolder:
     answer: dict[str, Any] = {}
     if placement.is_main:
         try:
-            path = _choose(config)
+            path = _choose(config, placement.identity)
             (path / "events").mkdir(parents=True, exist_ok=True)
-            _write_facts(path, config)
+            _write_facts(path, config, placement.identity)
             answer = {"path": str(path)}
         except OSError as error:
             answer = {
@@ -57,10 +58,14 @@ def open_run(config: MultiGPUConfig, placement: Placement) -> RunFolder:
     return RunFolder(Path(answer["path"]))
 
 
-def _choose(config: MultiGPUConfig) -> Path:
+def _choose(config: MultiGPUConfig, identity: Identity) -> Path:
     base = Path(config.save_dir) / config.recipe
     if config.run_name is not None:
         return base / config.run_name
+    if identity.attempt and identity.run_id:
+        restarted = _run_of(base, identity.run_id)
+        if restarted is not None:
+            return restarted
     if config.resume is not None and config.resume != "auto":
         # A checkpoint lies in RUN/checkpoints/step-N: going on happens in the same run.
         given = Path(config.resume).resolve()
@@ -87,9 +92,21 @@ def latest_run(base: Path) -> Path | None:
     return max(saved)[1] if saved else None
 
 
-def _write_facts(path: Path, config: MultiGPUConfig) -> None:
+def _run_of(base: Path, run_id: str) -> Path | None:
+    """The newest run that ranks of this launch began before they were restarted."""
+    for facts in sorted(base.glob("*/environment.json"), reverse=True):
+        try:
+            if json.loads(facts.read_text()).get("run_id") == run_id:
+                return facts.parent
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _write_facts(path: Path, config: MultiGPUConfig, identity: Identity) -> None:
     (path / "config.yaml").write_text(OmegaConf.to_yaml(config.plain()))
-    (path / "environment.json").write_text(json.dumps(environment(), indent=1))
+    facts = {"run_id": identity.run_id, **environment()}
+    (path / "environment.json").write_text(json.dumps(facts, indent=1))
 
 
 def environment() -> dict[str, Any]:

@@ -54,11 +54,14 @@ class FaultToleranceManager:
         self.logger = logger
         self.store = CheckpointStore(folder, config.keep_last)
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
+        self._resumed: dict[str, Any] | None = None
 
     def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
         if name in self._registered:
             raise CheckpointError(f"state {name!r} is registered already; choose another name")
         self._registered[name] = (item, scope)
+        if self._resumed is not None:
+            self._restore(name)
 
     def due(self, step: int) -> bool:
         return self.config.enable_fault_tolerance and step % self.config.checkpoint_frequency == 0
@@ -94,10 +97,10 @@ class FaultToleranceManager:
         load_model_state(trainer.model, snapshot.model, snapshot.aliases, extra, str(path))
         load_optimizer_state(trainer.model, trainer.optimizer, snapshot.optimizer, str(path))
         trainer.load_state_dict(snapshot.state["trainer"])
-        for name, (item, scope) in self._registered.items():
-            if scope == "replicated" and name in snapshot.state["replicated"]:
-                item.load_state_dict(snapshot.state["replicated"][name])
-        self._restore_ranks(snapshot)
+        self._resumed = snapshot.state
+        self._restore_random()
+        for name in self._registered:
+            self._restore(name)
         if self.placement.is_main:
             self.store.branch(snapshot.step)
         self.placement.barrier()
@@ -147,21 +150,30 @@ class FaultToleranceManager:
             facts={"world_size": self.placement.dp_size, **facts},
         )
 
-    def _restore_ranks(self, snapshot: Snapshot) -> None:
-        """Each rank's own state. Another number of ranks starts with fresh generators: what
-        training draws is derived from the step, so that nothing is lost."""
-        ranks = snapshot.state["ranks"]
+    def _restore_random(self) -> None:
+        """Each rank's generators. Another number of ranks starts with fresh ones: what training
+        draws is derived from the step, so that nothing is lost."""
+        assert self._resumed is not None
+        ranks = self._resumed["ranks"]
         if len(ranks) != self.placement.dp_size:
             self.logger.info(
                 f"the checkpoint was written by {len(ranks)} ranks, now there are "
                 f"{self.placement.dp_size}: same samples in the same order"
             )
             return
-        mine = ranks[self.placement.dp_rank]
-        set_random_state(mine["random"], self.placement.device)
-        for name, value in mine["registered"].items():
-            if name in self._registered:
-                self._registered[name][0].load_state_dict(from_text(value))
+        set_random_state(ranks[self.placement.dp_rank]["random"], self.placement.device)
+
+    def _restore(self, name: str) -> None:
+        """Give a registered object its saved state, where there is one for it."""
+        assert self._resumed is not None
+        item, scope = self._registered[name]
+        ranks = self._resumed["ranks"]
+        if scope == "replicated" and name in self._resumed["replicated"]:
+            item.load_state_dict(self._resumed["replicated"][name])
+        elif scope == "per_rank" and len(ranks) == self.placement.dp_size:
+            saved = ranks[self.placement.dp_rank]["registered"]
+            if name in saved:
+                item.load_state_dict(from_text(saved[name]))
 
     def _choose(self, where: str) -> Path | None:
         answer: dict[str, Any] = {}

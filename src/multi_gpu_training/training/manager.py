@@ -136,20 +136,21 @@ class MultiGPUTrainingManager:
         `model` may be a function that builds it, `optimizer` one that takes its parameters,
         `scheduler` one that takes the optimizer. Returns the model on its device and the loaders
         of this rank; without `val_dataset` the third is None. `states` are further objects with
-        `state_dict`, saved and restored with the run.
+        `state_dict`, saved and restored with the run; (object, "per_rank") for one that differs
+        between ranks.
         """
         config, trainer, placement = self.config, self.trainer, self.placement
         if self._verification is not None:
             batch = config.global_batch_size or config.batch_size
             dataset = shorten(dataset, self._verification.steps, batch)
             val_dataset = shorten(val_dataset, self._verification.steps, batch)
-        self._check_metric(val_dataset, eval_fn)
+        self.loss_fn = choose_loss(loss_fn)
+        self._check_metric(self.loss_fn, eval_fn)
         self.train_loader, self.sizes = training_loader(
             dataset, config, placement, trainer.replicas
         )
         if val_dataset is not None:
             self.val_loader = validation_loader(val_dataset, config, placement, self.sizes)
-        self.loss_fn = choose_loss(loss_fn)
         self.eval_fn = eval_fn
         self._announce_loss = isinstance(self.loss_fn, SupervisedLoss) and loss_fn is None
         built = model if isinstance(model, nn.Module) else model()
@@ -246,6 +247,7 @@ class MultiGPUTrainingManager:
         """
         if epoch < self.progress.epochs_done:
             return self.progress.history[epoch]["train"]
+        self._finish_pending()
         loader = self.train_loader if train_loader is self.train_loader else None
         if loader is not None and loader.epoch != epoch:
             loader.seek(epoch)
@@ -377,6 +379,13 @@ class MultiGPUTrainingManager:
                 name = self.progress.metric
                 self.console.line(f"  saved best model: {path} ({name} {self.progress.best:.4f})")
 
+    def _finish_pending(self) -> None:
+        """An epoch that was trained but not validated is done all the same."""
+        if self._pending is not None:
+            epoch, train = self._pending
+            self._pending = None
+            self._finish_epoch(epoch, train, None)
+
     def _build_optimizer(self, given: Any) -> Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         if given is None:
@@ -432,7 +441,7 @@ class MultiGPUTrainingManager:
         self.fault_tolerance.register("progress", self.progress)
         self.fault_tolerance.register("epoch_metrics", _EpochSums(self), "per_rank")
         for name, item in states.items():
-            self.fault_tolerance.register(name, item)
+            self.fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
 
     def _begin_verification(self, request: Request) -> None:
         recorder = Recorder(request, self.placement.identity.rank)
@@ -462,12 +471,13 @@ class MultiGPUTrainingManager:
         self.placement.barrier()
         raise SystemExit(0)
 
-    def _check_metric(self, val_dataset: Data | None, eval_fn: EvalFn | None) -> None:
+    def _check_metric(self, loss_fn: Any, eval_fn: EvalFn | None) -> None:
         """A metric that the built-in evaluation never gives is an error before training."""
         known = {"loss", "accuracy", "f1"}
-        if eval_fn is None and self.progress.metric not in known:
+        asked = self.config.best_metric
+        if eval_fn is None and isinstance(loss_fn, SupervisedLoss) and asked not in {None, *known}:
             raise ConfigError(
-                f"best_metric={self.progress.metric!r} is unknown; without an eval_fn there are "
+                f"best_metric={asked!r} is unknown; without an eval_fn there are "
                 f"{', '.join(sorted(known))}"
             )
 

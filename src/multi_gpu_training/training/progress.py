@@ -15,6 +15,7 @@ class Progress:
 
     def __init__(self, config: MultiGPUConfig) -> None:
         self.metric = config.best_metric or "loss"
+        self._chosen = config.best_metric is not None
         self.mode = config.best_metric_mode
         self.patience = config.early_stopping_patience
         self.history: list[dict[str, dict[str, float]]] = []
@@ -50,6 +51,8 @@ class Progress:
         if whole:
             self.history.append(record)
         judged = val if val is not None else train
+        if not self._chosen and self.metric not in judged and judged:
+            self.metric = next(iter(judged))
         if self.metric not in judged:
             raise ConfigError(
                 f"best_metric={self.metric!r} is not among the metrics of this run: "

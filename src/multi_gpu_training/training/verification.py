@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import attach, batch_count, head, map_tensors, share_of
@@ -93,6 +100,16 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
 
 def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
     """A part of the dataset whose epoch ends, with a short batch, within the steps to come."""
+    if isinstance(dataset, DataLoader) and type(dataset.sampler) in (
+        RandomSampler,
+        SequentialSampler,
+    ):
+        return DataLoader(
+            shorten(dataset.dataset, steps, global_batch),
+            batch_size=dataset.batch_size,
+            shuffle=type(dataset.sampler) is RandomSampler,
+            collate_fn=dataset.collate_fn,
+        )
     if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset):
         return dataset
     wanted = (steps - 2) * global_batch + max(1, global_batch // 3)

@@ -69,8 +69,8 @@ class ImageData:
         """One line that says what is trained on."""
         height, width = self.size
         text = (
-            f"data: {self.name}, {len(self.train.labels):,} training and "
-            f"{len(self.test.labels):,} test images of {height}x{width}"
+            f"images: {self.name}, {len(self.train.labels):,} for training and "
+            f"{len(self.test.labels):,} for testing, {height}x{width}"
         )
         if augment:
             text += f", shifted by up to {self.shift} px" + (" and mirrored" if self.flip else "")
