@@ -17,10 +17,12 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 MARK = "MGT_TEST_MARK"
 # Rank variables of whoever runs the tests are no business of the programs.
@@ -143,9 +145,31 @@ class Program:
             return False
 
 
-def run_program(
-    *arguments: object, cwd: Path, within_s: float = 120, **options: Any
-) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `python ARGUMENTS`."""
-    with Program(*arguments, cwd=cwd, **options) as program:
-        return program.end_of_run(within_s), program.out, program.err
+@dataclass(frozen=True)
+class Said:
+    """What a command line answered."""
+
+    code: int
+    out: str
+    err: str
+
+
+def mgt_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
+) -> Said:
+    """`mgt WORDS` in this very process: no second to start it. Use it where no rank is started."""
+    from multi_gpu_training.cli import main
+
+    command = ["mgt", *map(str, words)]
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", command)
+        patch.setattr(sys, "orig_argv", [sys.executable, *command])
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        try:
+            main()
+            code: object = 0
+        except SystemExit as stop:
+            code = stop.code
+    said = capsys.readouterr()
+    return Said(code if isinstance(code, int) else int(code is not None), said.out, said.err)

@@ -192,3 +192,22 @@ def test_training_accuracy_counts_every_sample(tmp_path: Path) -> None:
     manager = MultiGPUTrainingManager(config(tmp_path, batch_size=7))
     freeze = lambda parameters: torch.optim.SGD(parameters, lr=1e-30)  # noqa: E731
     assert manager.fit(model, data(), optimizer=freeze).metrics["accuracy"] == expected
+
+
+def step_past_the_trainer(folder: Path) -> str:
+    model = nn.Linear(4, 3)
+    optimizer = sgd(model.parameters())
+    manager = MultiGPUTrainingManager(config(folder))
+    model, loader, _ = manager.setup_training(model, data(), optimizer=optimizer)
+    batch = next(iter(loader))
+    manager.trainer.train_step(batch)
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    with pytest.raises(ModelError) as caught:
+        optimizer.step()
+    manager.finish()
+    return str(caught.value)
+
+
+def test_a_step_past_the_trainer_is_an_error_and_not_a_drift(tmp_path: Path) -> None:
+    for message in run_ranks(2, step_past_the_trainer, tmp_path):
+        assert "train_step(batch)" in message

@@ -163,6 +163,7 @@ class MultiGPUTrainingManager:
         trainer.loader = self.train_loader
         self.model = trainer.build(built, self.loss_fn)
         trainer.optimizer = self._build_optimizer(optimizer)
+        trainer.optimizer.register_step_pre_hook(trainer.guard)
         self.scaling = scale_rate(trainer.optimizer, config, self.sizes.global_batch)
         self._build_schedule(scheduler)
         self.hooks = list(hooks)

@@ -77,6 +77,7 @@ class MultiGPUTrainer(ABC):
         self._counted: bool | None = None
         self._settled = False
         self._checked = False
+        self._stepping = False
         self.recorder: Recorder | None = None
 
     # What a kind of trainer must say
@@ -165,7 +166,9 @@ class MultiGPUTrainer(ABC):
             norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
         if self.recorder is not None:
             self.recorder.about_to_step(self.model, self.optimizer)
+        self._stepping = True
         scaler.step(self.optimizer)
+        self._stepping = False
         scaler.update()
         self.step_module.zero_grad(set_to_none=True)
         self._micro = 0
@@ -249,6 +252,15 @@ class MultiGPUTrainer(ABC):
                 f"{len(missing)} parameters got no gradient from the loss: {', '.join(missing[:8])}"
                 f"{' ...' if len(missing) > 8 else ''}; use them in the loss, freeze them with "
                 "requires_grad_(False), or set find_unused_parameters=true"
+            )
+
+    def guard(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before every step of the optimizer: a step past the trainer would move this rank's
+        weights along its own gradient alone."""
+        if self.placement.dp_size > 1 and not self._stepping:
+            raise ModelError(
+                "optimizer.step() was called outside the trainer, where ranks do not exchange "
+                "gradients; train with manager.trainer.train_step(batch)"
             )
 
     def state_dict(self) -> dict[str, Any]:
