@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_program
+from processes import Program
 from ranks import CONTEXT, run_ranks
 from tiny import FEATURES, line, manager_for, points, quiet, sgd
 from torch import Tensor, nn
@@ -147,7 +147,6 @@ def test_timeout_is_given_to_the_group(tmp_path: Path, joined: Any) -> None:
     assert joined(tmp_path, **ranks, timeout=90)["timeout"] == timedelta(seconds=90)
 
 
-@pytest.mark.xfail(reason="ranks started by hand are all taken to be on this machine")
 def test_rank_on_another_machine_does_not_listen_on_loopback(
     tmp_path: Path, joined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +253,8 @@ def run_script(folder: Path, **settings: Any) -> tuple[int, str, list[dict[str, 
     (folder / "train.py").write_text(SCRIPT)
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     command = ["train.py", json.dumps(settings)]
-    code, _, said = run_program(*command, cwd=folder, env={"PYTHONPATH": path}, within_s=200)
+    with Program(*command, cwd=folder, env={"PYTHONPATH": path}) as program:
+        code, said = program.end_of_run(200), program.err
     facts = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
     return code, said, facts
 
@@ -288,7 +288,6 @@ def test_max_restarts_outlives_a_rank_that_is_killed(restarted: Any, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="without run_name, a restart opens a new run folder and finds nothing")
 def test_max_restarts_goes_on_where_the_run_was(restarted: Any) -> None:
     # Killed after step 3 moved the weights and before it was saved.
     assert [f["steps"] for f in restarted[2]] == [[3, 4, 5, 6, 7, 8]] * 2

@@ -27,6 +27,7 @@ class Console:
         self._task: TaskID | None = None
         self._title = ""
         self._last_line = 0.0
+        self._last_tick = 0.0
 
     def line(self, text: str = "") -> None:
         if not self.main or self.style == "off":
@@ -58,6 +59,15 @@ class Console:
         )
         self._task = self._progress.add_task(title, total=total, completed=done, note="")
         self._progress.start()
+
+    def tick(self, done: int) -> None:
+        """Move the bar, at most ten times a second."""
+        if self._progress is None or self._task is None:
+            return
+        now = time.monotonic()
+        if now - self._last_tick > 0.1:
+            self._last_tick = now
+            self._progress.update(self._task, completed=done)
 
     def advance(self, done: int, total: int | None, note: str) -> None:
         """Show how far we are. Called when something was logged, not every step."""

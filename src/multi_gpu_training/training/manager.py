@@ -315,6 +315,7 @@ class MultiGPUTrainingManager:
         for hook in self.hooks:
             hook.on_step_end(self, step)
         self._interval_samples += self.sizes.global_batch
+        self.console.tick(self.trainer.position)
         if step % self.config.log_every == 0:
             self._log_interval(result, total)
         every = self.config.consistency_check_every

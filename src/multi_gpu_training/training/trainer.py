@@ -170,7 +170,9 @@ class MultiGPUTrainer(ABC):
         scaler.step(self.optimizer)
         self._stepping = False
         scaler.update()
-        self.step_module.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self.step_module.tally.grad = None
         self._micro = 0
         self.step += 1
         self.epoch, self.position = share.epoch, share.position + 1
