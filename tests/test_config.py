@@ -280,14 +280,8 @@ def test_a_manager_checks_what_was_assigned(tmp_path: Path) -> None:
     "settings",
     [
         {"timeout": 90, "training_mode": "dp"},
-        pytest.param(
-            {"use_fp16_allreduce": True},
-            marks=pytest.mark.xfail(reason="its twin is written as False, which contradicts it"),
-        ),
-        pytest.param(
-            {"reduce_bucket_size": 2**20},
-            marks=pytest.mark.xfail(reason="bucket_cap_mb is written as 25, which contradicts it"),
-        ),
+        {"use_fp16_allreduce": True},
+        {"reduce_bucket_size": 2**20},
     ],
     ids=["mode", "fp16", "bucket"],
 )

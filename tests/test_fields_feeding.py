@@ -131,7 +131,6 @@ def train_on(folder: Path, settings: dict[str, Any]) -> list[int]:
     return hook.steps
 
 
-@pytest.mark.xfail(reason="a stream without steps_per_epoch that max_steps ends counts as whole")
 def test_max_steps_can_be_raised_for_a_stream(tmp_path: Path) -> None:
     assert run_ranks(1, train_on, tmp_path, {"max_steps": 3}) == [[1, 2, 3]]
     further = {"max_steps": 6, "resume": "auto"}
@@ -183,7 +182,6 @@ def test_persistent_workers_stay_from_epoch_to_epoch(tmp_path: Path) -> None:
     assert first == second
 
 
-@pytest.mark.xfail(reason="of a DataLoader that the user brings only num_workers is taken over")
 def test_persistent_workers_of_a_brought_loader_stay(tmp_path: Path) -> None:
     brought = {"num_workers": 1, "persistent_workers": True}
     _, (first, second) = run_ranks(1, readers, tmp_path, {}, brought)[0]

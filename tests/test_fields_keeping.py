@@ -106,7 +106,6 @@ def train_restarted(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         del os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
-@pytest.mark.xfail(reason="a restarted rank goes back to the checkpoint that the run began with")
 def test_resume_after_a_restart_takes_the_newest(tmp_path: Path) -> None:
     first = trained(tmp_path, 2, **KEPT)
     began = first["folder"] / "checkpoints" / names(2)[0]

@@ -327,7 +327,6 @@ def test_recovery_timeout_ends_the_search_for_other_machines(alone: Any) -> None
     assert "127.0.0.1" in said
 
 
-@pytest.mark.xfail(reason="torch's DistNetworkError reaches the user as it is")
 def test_recovery_timeout_says_what_to_do(alone: Any) -> None:
     _, kind, said = alone
     assert kind == "LaunchError" and "recovery_timeout" in said

@@ -237,6 +237,9 @@ class MultiGPUConfig(BaseModel):
         values = self.model_dump(mode="python")
         values["training_mode"] = self.training_mode.value
         values["timeout"] = self.timeout.total_seconds()
+        # Synonyms agree, so that what was written can be read back.
+        values["use_fp16_allreduce"] = values["fp16_compression"] = self.compress_gradients
+        values["bucket_cap_mb"] = self.bucket_bytes / 2**20
         return values
 
 

@@ -124,9 +124,12 @@ def _feeding(
     micro_size: int,
     evaluating: bool = False,
 ) -> Feeding:
-    workers = config.num_workers
-    if brought is not None and "num_workers" not in config.model_fields_set:
-        workers = brought.num_workers
+    def setting(name: str) -> Any:
+        """The config's where it was set, else that of the DataLoader the user brought."""
+        given = brought is None or name in config.model_fields_set
+        return getattr(config if given else brought, name)
+
+    workers = setting("num_workers")
     return Feeding(
         micro_size=micro_size,
         seed=config.seed,
@@ -136,8 +139,8 @@ def _feeding(
         collate=brought.collate_fn if brought is not None else torch_collate,
         num_workers=workers,
         pin_memory=config.pin_memory and placement.device.type == "cuda",
-        prefetch_factor=(config.prefetch_factor or 2) if workers else None,
-        persistent_workers=config.persistent_workers and workers > 0,
+        prefetch_factor=(setting("prefetch_factor") or 2) if workers else None,
+        persistent_workers=setting("persistent_workers") and workers > 0,
         worker_init_fn=brought.worker_init_fn if brought is not None else None,
         evaluating=evaluating,
     )

@@ -174,7 +174,9 @@ class _Signalled(Exception):
 
 
 def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict[int, Any]:
+    import torch.distributed as dist
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from multi_gpu_training.distributed.agent import RankAgent, make_spec
 
@@ -184,6 +186,15 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
         agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs))
         try:
             result = agent.run()
+        except (dist.DistError, RendezvousError, TimeoutError) as error:
+            hosts = plan.hosts
+            raise LaunchError(
+                f"node {hosts.node_rank} of {hosts.nodes} did not meet the others at "
+                f"{hosts.master_addr or '127.0.0.1'}:{hosts.master_port or 'a free port'} within "
+                f"recovery_timeout={plan.recovery_timeout:g} s ({type(error).__name__}: {error}); "
+                "check that every node is started with the same --master-addr and --master-port "
+                "and can reach it"
+            ) from None
         except SignalException as caught:
             if caught.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None

@@ -27,6 +27,11 @@ def replicate(
     module: nn.Module, placement: Placement, config: MultiGPUConfig
 ) -> DistributedDataParallel:
     """Wrap `module`; every rank starts with rank 0's weights."""
+    if config.compress_gradients:
+        # The step's weight must not be rounded to 16 bits. DDP puts the module's (empty) name and a
+        # dot before a parameter's.
+        names = ["tally", ".tally"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     asked = {"bucket_cap_mb", "reduce_bucket_size"} & config.model_fields_set
     ddp = DistributedDataParallel(
         module,

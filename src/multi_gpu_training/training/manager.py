@@ -169,9 +169,8 @@ class MultiGPUTrainingManager:
         self.hooks = list(hooks)
         self._open_run(states or {})
         announce(self)
-        where = config.resume or ("auto" if placement.identity.attempt else None)
         try:
-            if where is not None and self.fault_tolerance.resume(where):
+            if self._resume():
                 self.train_loader.seek(trainer.epoch, trainer.position)
         except Exception:
             self._close()
@@ -263,7 +262,7 @@ class MultiGPUTrainingManager:
                 if self._announce_loss:
                     self._say_loss(batch)
                 if result.moved and self._after_step(result, total):
-                    self._epoch_is_whole = total is None or self.trainer.position >= total
+                    self._epoch_is_whole = total is not None and self.trainer.position >= total
                     break
         except Exception as error:
             error.add_note(self._where())
@@ -355,7 +354,8 @@ class MultiGPUTrainingManager:
         metrics = self._epoch_metrics.compute(self.placement)
         if self._epoch_is_whole:
             self._epoch_metrics.reset()
-        check_replicas(self.model, self.placement, self.trainer.step)
+        if self.config.consistency_check_every:
+            check_replicas(self.model, self.placement, self.trainer.step)
         if self.val_loader is None:
             self._finish_epoch(epoch, metrics, None)
         else:
@@ -444,6 +444,12 @@ class MultiGPUTrainingManager:
         self.fault_tolerance.register("epoch_metrics", _EpochSums(self), "per_rank")
         for name, item in states.items():
             self.fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
+
+    def _resume(self) -> bool:
+        """Ranks that were restarted go on from the newest checkpoint, whatever was asked first."""
+        if self.placement.identity.attempt and self.fault_tolerance.resume("auto"):
+            return True
+        return self.config.resume is not None and self.fault_tolerance.resume(self.config.resume)
 
     def _begin_verification(self, request: Request) -> None:
         recorder = Recorder(request, self.placement.identity.rank)

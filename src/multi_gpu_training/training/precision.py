@@ -10,6 +10,8 @@ import torch
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 
+_switched: dict[str, bool] = {}
+
 
 class Precision:
     """bf16 where the hardware has it; fp16 with loss scaling where it does not."""
@@ -58,5 +60,9 @@ def set_arithmetic(config: MultiGPUConfig, reproducible: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=not config.deterministic)
         torch.backends.cudnn.benchmark = False
-    elif torch.cuda.is_available():
+        _switched["deterministic"] = True
+        return
+    if _switched.pop("deterministic", False):  # by an earlier run in this process, not the user
+        torch.use_deterministic_algorithms(False)
+    if torch.cuda.is_available():
         torch.backends.cudnn.benchmark = True

@@ -58,10 +58,13 @@ def _statistics_held(block: nn.Module) -> Iterator[None]:
         for m in block.modules()
         if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats and m.training
     ]
+    momenta = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum = 0.0  # leaves the running mean and variance as they are
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked.data.sub_(1)

@@ -139,6 +139,7 @@ class MultiGPUTrainer(ABC):
         if self.recorder is not None:
             batch = self.recorder.batch(batch, share_of(batch))
         self._seed_noise()
+        self.attendance.present = share.count > 0  # until backward is done: it may recompute
         with self.exchange(share.last):
             result = self._absent(share) if share.count == 0 else self.micro_batch(batch, share)
             # The tally is added unscaled: it is a weight, not a gradient.
@@ -154,7 +155,7 @@ class MultiGPUTrainer(ABC):
         if not self._checked:
             self._check_gradients()
             self._checked = True
-        if self._counted is not False:
+        if self._counted is not False or self.config.compress_gradients:
             # Also where this rank saw no sample and cannot know: then it is 1, or the others'.
             total = self._total_weight()
             nominal = max(1, share.window_count)
@@ -189,12 +190,8 @@ class MultiGPUTrainer(ABC):
         if not needs_forward or self.loader is None:
             return self.wrapped.forward(None, 0, share.window_count, 1)  # type: ignore[no-any-return]
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        self.attendance.present = False
-        try:
-            stand_in = self.loader.stand_in(share)
-            result: MicroResult = self.wrapped.forward(stand_in, 0, share.window_count, 1)
-        finally:
-            self.attendance.present = True
+        stand_in = self.loader.stand_in(share)
+        result: MicroResult = self.wrapped.forward(stand_in, 0, share.window_count, 1)
         if not self.config.sync_bn:
             for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
@@ -218,6 +215,9 @@ class MultiGPUTrainer(ABC):
         """Summed weight of the step over ranks, divided as the gradients are."""
         grad = self.step_module.tally.grad
         assert grad is not None
+        if self.config.compress_gradients:
+            # Too large for the 16 bits that gradients are sent in: it goes by itself.
+            grad = self.placement.sum(grad) / self.placement.dp_size
         return grad
 
     def _share_of_own_batch(self, batch: Any) -> Share:
@@ -304,9 +304,11 @@ class DistributedDataParallelTrainer(MultiGPUTrainer):
 
     def settle(self, batch: Any, share: Share) -> None:
         ddp = self.wrapped
-        if not isinstance(ddp, DistributedDataParallel) or self.config.find_unused_parameters:
+        if not isinstance(ddp, DistributedDataParallel):
             return
         if not self.config.static_graph:
+            if self.config.find_unused_parameters:
+                return  # such buckets are never rebuilt
             settle_buckets(ddp, lambda: ddp.forward(None, 0, 1, 1).scaled)
             return
         # A static graph remembers how often each parameter is used: it must see a real batch.
