@@ -32,11 +32,16 @@ Mgt = Callable[..., Said]
 def mgt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Mgt:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("multi_gpu_training.distributed.agent.RankAgent.run", never)
 
     def call(*words: object) -> Said:
         return mgt_here(monkeypatch, capsys, *words)
 
     return call
+
+
+def never(agent: Any) -> None:
+    raise AssertionError("ranks were started")
 
 
 def refused(said: Said, *words: str, code: int = 2) -> None:
@@ -405,7 +410,7 @@ def programs(
     def run(name: str) -> Said:
         words, env = commands[name]
         with Program(*words, cwd=folder, env=env) as program:
-            code = program.end_of_run(180)
+            code = program.end_of_run(100)
             assert program.nothing_left(within_s=2), program.alive()
             return Said(code, program.out, program.err)
 

@@ -175,6 +175,30 @@ def test_use_gradient_checkpointing_counts_batchnorm_once(tmp_path: Path) -> Non
     assert all(torch.equal(ours[name], reference[name]) for name in reference)
 
 
+class Uneven(nn.Module):
+    """A block that uses one norm twice and another not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.spare = line(), nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.twice(self.twice(self.first(inputs)))
+
+
+def train_uneven(folder: Path, recompute: bool) -> dict[str, Tensor]:
+    model = nn.Sequential(Uneven(), nn.Linear(1, 1))
+    settings = {"use_gradient_checkpointing": recompute, "find_unused_parameters": True}
+    manager_for(folder, batch_size=8, **settings).fit(model, points(), optimizer=sgd)
+    return {name: value for name, value in weights(model).items() if "tracked" in name}
+
+
+def test_use_gradient_checkpointing_counts_a_norm_as_often_as_it_is_used(tmp_path: Path) -> None:
+    counted = {"0.twice.num_batches_tracked": 4, "0.spare.num_batches_tracked": 0}
+    for recompute in (False, True):
+        assert run_ranks(1, train_uneven, tmp_path, recompute)[0] == counted
+
+
 class Maps(nn.Module):
     """BatchNorm over three values a sample: even one sample has statistics."""
 

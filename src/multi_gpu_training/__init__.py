@@ -12,11 +12,14 @@ if TYPE_CHECKING:
     from multi_gpu_training.monitoring.metrics import MetricsCollector
     from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
-    from multi_gpu_training.training.hooks import Hook
-    from multi_gpu_training.training.manager import FitResult, MultiGPUTrainingManager
-    from multi_gpu_training.training.trainer import (
-        DataParallelTrainer,
+    from multi_gpu_training.training.data_parallel import DataParallelTrainer
+    from multi_gpu_training.training.distributed_data_parallel import (
         DistributedDataParallelTrainer,
+    )
+    from multi_gpu_training.training.hooks import Hook
+    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+    from multi_gpu_training.training.progress import FitResult
+    from multi_gpu_training.training.trainer import (
         MultiGPUTrainer,
         SingleDeviceTrainer,
         StepResult,
@@ -33,10 +36,10 @@ _HOMES = {
     "print_gpu_info": "planning.gpus",
     "FaultToleranceManager": "reliability.fault_tolerance",
     "Hook": "training.hooks",
-    "FitResult": "training.manager",
+    "FitResult": "training.progress",
     "MultiGPUTrainingManager": "training.manager",
-    "DataParallelTrainer": "training.trainer",
-    "DistributedDataParallelTrainer": "training.trainer",
+    "DataParallelTrainer": "training.data_parallel",
+    "DistributedDataParallelTrainer": "training.distributed_data_parallel",
     "MultiGPUTrainer": "training.trainer",
     "SingleDeviceTrainer": "training.trainer",
     "StepResult": "training.trainer",

@@ -40,7 +40,9 @@ class MultiGPUConfig(BaseModel):
     training_mode: TrainingMode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
     device: Literal["auto", "cpu", "cuda"] = "auto"
     device_ids: list[NaturalInt] | None = Field(
-        None, description="GPUs to use, counted inside CUDA_VISIBLE_DEVICES; None is all"
+        None,
+        min_length=1,
+        description="GPUs to use, counted inside CUDA_VISIBLE_DEVICES; None is all",
     )
     share_gpu: bool = Field(False, description="allow several ranks on one GPU (testing, gloo)")
     world_size: PositiveInt | None = Field(None, description="ranks; None is one a GPU")
@@ -48,7 +50,9 @@ class MultiGPUConfig(BaseModel):
     local_rank: NaturalInt | None = None
     backend: Literal["nccl", "gloo"] | None = Field(None, description="None: what is there")
     timeout: timedelta = Field(
-        timedelta(minutes=30), description="how long a collective may take; seconds in YAML"
+        timedelta(minutes=30),
+        gt=timedelta(0),
+        description="how long a collective may take; seconds in YAML",
     )
 
     # How much at a time

@@ -82,6 +82,12 @@ def training_loader(
         steps = config.steps_per_epoch
         return StreamLoader(dataset, sizes.global_batch, feeding, steps), sizes
     samples = _length(dataset, "training")
+    if config.steps_per_epoch is not None:
+        raise DataError(
+            f"steps_per_epoch={config.steps_per_epoch} is for streams, which have no length; "
+            f"{type(dataset).__name__} has {samples} samples, and an epoch is one pass over them: "
+            "drop it, or set max_steps"
+        )
     return ShareLoader(dataset, _source(brought, samples, config, sizes), feeding), sizes
 
 

@@ -54,8 +54,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if self.num_batches_tracked is None:
+            return  # a second forward of the same batch, see training/recompute.py
         assert self.running_mean is not None and self.running_var is not None
-        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
         if momentum is None:

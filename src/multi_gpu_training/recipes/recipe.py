@@ -17,7 +17,8 @@ from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes import RECIPES
 from multi_gpu_training.training.hooks import Hook
-from multi_gpu_training.training.manager import FitResult, MultiGPUTrainingManager
+from multi_gpu_training.training.manager import MultiGPUTrainingManager
+from multi_gpu_training.training.progress import FitResult
 
 
 class Options(BaseModel):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
@@ -148,6 +148,10 @@ class BroughtScheduler:
             )
         self.scheduler = scheduler
         self.total = total
+        # These set the rate from numbers of their own.
+        self.ignores_scaling = scaling.factor != 1.0 and isinstance(
+            scheduler, (OneCycleLR, CyclicLR)
+        )
         plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.by_epoch = plateau or config.scheduler_unit == "epoch"
         if scaling.factor != 1.0 and hasattr(scheduler, "base_lrs"):
@@ -173,6 +177,8 @@ class BroughtScheduler:
     def describe(self) -> str:
         name = type(self.scheduler).__name__
         text = f"schedule: {name}, advanced every {'epoch' if self.by_epoch else 'optimizer step'}"
+        if self.ignores_scaling:
+            text += "; it sets its own rates: lr_scaling does not reach it"
         end = getattr(self.scheduler, "T_max", None) or getattr(self.scheduler, "total_steps", None)
         if not self.by_epoch and end and self.total and end < self.total:
             text += (
@@ -180,6 +186,23 @@ class BroughtScheduler:
                 "scheduler_unit=epoch"
             )
         return text
+
+
+def choose_schedule(
+    given: Any,
+    optimizer: Optimizer,
+    config: MultiGPUConfig,
+    scaling: Scaling,
+    epoch_steps: int | None,
+) -> Schedule:
+    """`given` may be a torch scheduler, a function of the optimizer, or None: the config's."""
+    total = None if epoch_steps is None else epoch_steps * config.epochs
+    if config.max_steps is not None:
+        total = min(total or config.max_steps, config.max_steps)
+    if given is None:
+        return RateCurve(optimizer, config, epoch_steps, total)
+    scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+    return BroughtScheduler(scheduler, config, total, scaling)
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:

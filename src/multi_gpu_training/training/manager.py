@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import (
     BatchSizes,
     Data,
@@ -34,24 +33,20 @@ from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
+from multi_gpu_training.training.data_parallel import DataParallelTrainer
+from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
 from multi_gpu_training.training.hooks import Hook
-from multi_gpu_training.training.learning_rate import BroughtScheduler, RateCurve, scale_rate
+from multi_gpu_training.training.learning_rate import choose_schedule, scale_rate
 from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
+from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.precision import set_arithmetic
-from multi_gpu_training.training.progress import Progress
+from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.recompute import use_recompute
-from multi_gpu_training.training.trainer import (
-    DataParallelTrainer,
-    DistributedDataParallelTrainer,
-    MultiGPUTrainer,
-    SingleDeviceTrainer,
-    StepResult,
-)
+from multi_gpu_training.training.trainer import MultiGPUTrainer, SingleDeviceTrainer, StepResult
 from multi_gpu_training.training.verification import (
-    Recorder,
-    Request,
     adapt,
+    begin,
     requested,
     shorten,
 )
@@ -61,17 +56,6 @@ TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
     TrainingMode.DATA_PARALLEL: DataParallelTrainer,
     TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
 }
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """What a finished run gives back."""
-
-    metrics: dict[str, float]
-    best: float | None
-    steps: int
-    folder: Path
-    history: list[dict[str, dict[str, float]]] = field(default_factory=list)
 
 
 class MultiGPUTrainingManager:
@@ -153,6 +137,8 @@ class MultiGPUTrainingManager:
             self.val_loader = validation_loader(val_dataset, config, placement, self.sizes)
         self.eval_fn = eval_fn
         self._announce_loss = isinstance(self.loss_fn, SupervisedLoss) and loss_fn is None
+        if not isinstance(model, nn.Module):
+            torch.manual_seed(config.seed)
         built = model if isinstance(model, nn.Module) else model()
         if not isinstance(built, nn.Module):
             raise ModelError(f"model is a {type(built).__name__}; give a torch.nn.Module")
@@ -162,10 +148,12 @@ class MultiGPUTrainingManager:
             built.double()
         trainer.loader = self.train_loader
         self.model = trainer.build(built, self.loss_fn)
-        trainer.optimizer = self._build_optimizer(optimizer)
+        trainer.optimizer = choose_optimizer(optimizer, self.model, config, self.console.line)
         trainer.optimizer.register_step_pre_hook(trainer.guard)
         self.scaling = scale_rate(trainer.optimizer, config, self.sizes.global_batch)
-        self._build_schedule(scheduler)
+        trainer.schedule = choose_schedule(
+            scheduler, trainer.optimizer, config, self.scaling, self.train_loader.steps
+        )
         self.hooks = list(hooks)
         self._open_run(states or {})
         announce(self)
@@ -176,7 +164,7 @@ class MultiGPUTrainingManager:
             self._close()
             raise
         if self._verification is not None:
-            self._begin_verification(self._verification)
+            begin(self, self._verification)
         for hook in self.hooks:
             hook.on_run_start(self)
         return self.model, self.train_loader, self.val_loader
@@ -278,14 +266,15 @@ class MultiGPUTrainingManager:
             raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
         if self._pending is None and self.progress.history and loader is self.val_loader:
             return self.progress.history[-1]["val"]
-        metrics = self._evaluate(loader)
+        metrics = self.evaluate(loader)
         if self._pending is not None:
             epoch, train = self._pending
             self._pending = None
             self._finish_epoch(epoch, train, metrics)
         return metrics
 
-    def _evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Metrics of the model as it is on any batches, over all ranks; records nothing."""
         if self.config.broadcast_buffers:
             self.placement.broadcast_tensors(self.model.buffers())
         collected = evaluate(
@@ -388,42 +377,6 @@ class MultiGPUTrainingManager:
             self._pending = None
             self._finish_epoch(epoch, train, None)
 
-    def _build_optimizer(self, given: Any) -> Optimizer:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if given is None:
-            config = self.config
-            self.console.line(
-                f"optimizer: AdamW, lr {config.learning_rate:g}, weight decay "
-                f"{config.weight_decay:g} (none given)"
-            )
-            return AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-        if isinstance(given, Optimizer):
-            known = {id(p) for p in self.model.parameters()}
-            strangers = [p for g in given.param_groups for p in g["params"] if id(p) not in known]
-            if strangers:
-                raise ModelError(
-                    f"the optimizer holds {len(strangers)} parameters that are not the model's; "
-                    "build it from this model's parameters, or give a function of them"
-                )
-            return given
-        built = given(parameters)
-        if not isinstance(built, Optimizer):
-            raise ModelError(f"optimizer gave a {type(built).__name__}, not a torch Optimizer")
-        return built
-
-    def _build_schedule(self, given: Any) -> None:
-        assert self.train_loader is not None
-        steps = self.train_loader.steps
-        total = None if steps is None else steps * self.config.epochs
-        if self.config.max_steps is not None:
-            total = min(total or self.config.max_steps, self.config.max_steps)
-        optimizer = self.trainer.optimizer
-        if given is None:
-            self.trainer.schedule = RateCurve(optimizer, self.config, steps, total)
-        else:
-            scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
-            self.trainer.schedule = BroughtScheduler(scheduler, self.config, total, self.scaling)
-
     def _open_run(self, states: dict[str, Any]) -> None:
         identity = self.placement.identity
         self.run = open_run(self.config, self.placement)
@@ -450,34 +403,6 @@ class MultiGPUTrainingManager:
         if self.placement.identity.attempt and self.fault_tolerance.resume("auto"):
             return True
         return self.config.resume is not None and self.fault_tolerance.resume(self.config.resume)
-
-    def _begin_verification(self, request: Request) -> None:
-        recorder = Recorder(request, self.placement.identity.rank)
-        recorder.begin(self.model, self.trainer.optimizer)
-        recorder.on_done = self._end_verification
-        self.trainer.recorder = recorder
-
-    def _end_verification(self) -> None:
-        """Write down what came out, and end the process: `mgt verify` reads the rest."""
-        recorder, loader = self.trainer.recorder, self.train_loader
-        assert recorder is not None and loader is not None
-        metrics = None
-        seen, trained = list(recorder.seen), list(recorder.batches)
-        if self.val_loader is not None:
-            batches = (recorder.batch(batch, share_of(batch)) for batch in self.val_loader)
-            metrics = self._evaluate(batches)
-            recorder.seen, recorder.batches = seen, trained
-        source = getattr(loader, "source", None)
-        norms = (nn.modules.batchnorm._BatchNorm,)
-        facts = {
-            "batchnorm": [n for n, m in self.model.named_modules() if isinstance(m, norms)],
-            "sync_bn": self.config.sync_bn,
-            "samples": getattr(source, "samples", None),
-            "steps_per_epoch": loader.steps,
-        }
-        recorder.finish(self.model, metrics, facts, self.loss_fn, self.config.max_grad_norm)
-        self.placement.barrier()
-        raise SystemExit(0)
 
     def _check_metric(self, loss_fn: Any, eval_fn: EvalFn | None) -> None:
         """A metric that the built-in evaluation never gives is an error before training."""

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 
 _SMALLER_IS_BETTER = ("loss", "error", "wer", "cer", "perplexity", "mse", "mae")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a finished run gives back."""
+
+    metrics: dict[str, float]
+    best: float | None
+    steps: int
+    folder: Path
+    history: list[dict[str, dict[str, float]]] = field(default_factory=list)
 
 
 class Progress:

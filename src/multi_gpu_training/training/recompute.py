@@ -56,15 +56,14 @@ def _statistics_held(block: nn.Module) -> Iterator[None]:
     norms = [
         m
         for m in block.modules()
-        if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats and m.training
+        if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats and m.training
     ]
-    momenta = [norm.momentum for norm in norms]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.momentum = 0.0  # leaves the running mean and variance as they are
+        # Momentum 0 leaves the running mean and variance as they are.
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, momentum in zip(norms, momenta, strict=True):
-            norm.momentum = momentum
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked.data.sub_(1)
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count

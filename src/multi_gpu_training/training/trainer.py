@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
@@ -28,8 +27,8 @@ from multi_gpu_training.distributed.batchnorm import (
     SyncBatchNorm,
     synchronise_batchnorm,
 )
-from multi_gpu_training.distributed.placement import Placement, gpu_ids
-from multi_gpu_training.distributed.replicas import check_same_model, replicate, settle_buckets
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.distributed.replicas import check_same_model
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.learning_rate import Schedule
@@ -195,7 +194,7 @@ class MultiGPUTrainer(ABC):
         if not self.config.sync_bn:
             for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
-        return result._replace(scaled=_nothing(result), tally=self.step_module.tally * 0.0)
+        return result._replace(scaled=nothing(result), tally=self.step_module.tally * 0.0)
 
     def _note(self, result: MicroResult, share: Share) -> None:
         if share.count:
@@ -289,85 +288,7 @@ class SingleDeviceTrainer(MultiGPUTrainer):
         return module
 
 
-class DistributedDataParallelTrainer(MultiGPUTrainer):
-    """One process a GPU; DDP exchanges the gradients. Alone, it trains without a wrapper."""
-
-    def wrap(self, module: StepModule) -> nn.Module:
-        if self.placement.group is None:
-            return module
-        return replicate(module, self.placement, self.config)
-
-    def exchange(self, last: bool) -> AbstractContextManager[Any]:
-        if last or not isinstance(self.wrapped, DistributedDataParallel):
-            return nullcontext()
-        return self.wrapped.no_sync()
-
-    def settle(self, batch: Any, share: Share) -> None:
-        ddp = self.wrapped
-        if not isinstance(ddp, DistributedDataParallel):
-            return
-        if not self.config.static_graph:
-            if self.config.find_unused_parameters:
-                return  # such buckets are never rebuilt
-            settle_buckets(ddp, lambda: ddp.forward(None, 0, 1, 1).scaled)
-            return
-        # A static graph remembers how often each parameter is used: it must see a real batch.
-        if share.count == 0 and self.loader is not None:
-            batch = self.loader.stand_in(share)
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        settle_buckets(ddp, lambda: _nothing(ddp.forward(batch, 1, 1, 1)))
-        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-
-
-class DataParallelTrainer(MultiGPUTrainer):
-    """One process, several GPUs: `nn.DataParallel` scatters every micro-batch."""
-
-    def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
-        super().__init__(config, placement)
-        cuda = placement.device.type == "cuda"
-        self.gpus = gpu_ids(config, torch.cuda.device_count()) if cuda else []
-
-    @property
-    def replicas(self) -> int:
-        return max(1, len(self.gpus))
-
-    def wrap(self, module: StepModule) -> nn.Module:
-        self._counted = True
-        return DataParallel(_Replica(module), device_ids=self.gpus or None)
-
-    def micro_batch(self, batch: Any, share: Share) -> MicroResult:
-        members = torch.empty(share.count, device=self.placement.device)
-        scaled, tally, mean, weight, metrics = self.wrapped(batch, members, share.window_count)
-        mean = (mean * weight).sum() / weight.sum()
-        pairs = {name: (total.sum(), part.sum()) for name, (total, part) in metrics.items()}
-        return MicroResult(scaled.sum(), tally.sum(), mean, weight.sum(), pairs)
-
-
-class _Replica(nn.Module):
-    """One GPU's part of a micro-batch, as tensors that DataParallel can gather."""
-
-    def __init__(self, step: StepModule) -> None:
-        super().__init__()
-        self.step = step
-
-    def forward(self, batch: Any, members: Tensor, window_count: int) -> tuple[Any, ...]:
-        count = len(members)
-        result: MicroResult = self.step(batch, count, window_count, 1)
-        weight = result.weight
-        tally = result.tally
-        if weight is None:
-            weight = result.mean.new_full((), count, dtype=torch.float64)
-            tally = self.step.tally * float(count)
-        metrics = {
-            name: tuple(torch.as_tensor(v, device=weight.device).double().view(1) for v in pair)
-            for name, pair in result.metrics.items()
-        }
-        parts = (result.scaled, tally, result.mean, weight)
-        return (*(part.view(1) for part in parts), metrics)
-
-
-def _nothing(result: MicroResult) -> Tensor:
+def nothing(result: MicroResult) -> Tensor:
     """The result with every gradient zero. Selected, not multiplied: the loss may be NaN."""
     total = result.scaled + result.tally
     never = torch.zeros((), dtype=torch.bool, device=total.device)

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -32,6 +32,9 @@ from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import attach, batch_count, head, map_tensors, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.training.loss import LossFn, read_loss
+
+if TYPE_CHECKING:
+    from multi_gpu_training.training.manager import MultiGPUTrainingManager
 
 VARIABLE = "MGT_VERIFY"
 
@@ -186,6 +189,35 @@ class Recorder:
         record = {"seen": self.seen, "metrics": metrics, "largest": self.largest, **facts}
         record.setdefault("loss_depends_on_batch", False)
         (out / f"rank-{self.rank}.json").write_text(json.dumps(record))
+
+
+def begin(manager: MultiGPUTrainingManager, request: Request) -> None:
+    """Record this training; after the requested steps the process ends."""
+    recorder = Recorder(request, manager.placement.identity.rank)
+    recorder.begin(manager.model, manager.trainer.optimizer)
+    recorder.on_done = lambda: _end(manager, recorder)
+    manager.trainer.recorder = recorder
+
+
+def _end(manager: MultiGPUTrainingManager, recorder: Recorder) -> None:
+    loader, model = manager.train_loader, manager.model
+    assert loader is not None
+    seen, trained = list(recorder.seen), list(recorder.batches)
+    metrics = None
+    if manager.val_loader is not None:
+        batches = (recorder.batch(batch, share_of(batch)) for batch in manager.val_loader)
+        metrics = manager.evaluate(batches)
+        recorder.seen, recorder.batches = seen, trained
+    norms = (nn.modules.batchnorm._BatchNorm,)
+    facts = {
+        "batchnorm": [name for name, m in model.named_modules() if isinstance(m, norms)],
+        "sync_bn": manager.config.sync_bn,
+        "samples": getattr(getattr(loader, "source", None), "samples", None),
+        "steps_per_epoch": loader.steps,
+    }
+    recorder.finish(model, metrics, facts, manager.loss_fn, manager.config.max_grad_norm)
+    manager.placement.barrier()
+    raise SystemExit(0)
 
 
 def replay_by_hand(

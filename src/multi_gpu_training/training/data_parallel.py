@@ -1,0 +1,62 @@
+"""The trainer of one process for several GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.placement import Placement, gpu_ids
+from multi_gpu_training.training.step import MicroResult, StepModule
+from multi_gpu_training.training.trainer import MultiGPUTrainer
+
+
+class DataParallelTrainer(MultiGPUTrainer):
+    """One process, several GPUs: `nn.DataParallel` scatters every micro-batch."""
+
+    def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        cuda = placement.device.type == "cuda"
+        self.gpus = gpu_ids(config, torch.cuda.device_count()) if cuda else []
+
+    @property
+    def replicas(self) -> int:
+        return max(1, len(self.gpus))
+
+    def wrap(self, module: StepModule) -> nn.Module:
+        self._counted = True
+        return DataParallel(_Replica(module), device_ids=self.gpus or None)
+
+    def micro_batch(self, batch: Any, share: Share) -> MicroResult:
+        members = torch.empty(share.count, device=self.placement.device)
+        scaled, tally, mean, weight, metrics = self.wrapped(batch, members, share.window_count)
+        mean = (mean * weight).sum() / weight.sum()
+        pairs = {name: (total.sum(), part.sum()) for name, (total, part) in metrics.items()}
+        return MicroResult(scaled.sum(), tally.sum(), mean, weight.sum(), pairs)
+
+
+class _Replica(nn.Module):
+    """One GPU's part of a micro-batch, as tensors that DataParallel can gather."""
+
+    def __init__(self, step: StepModule) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, batch: Any, members: Tensor, window_count: int) -> tuple[Any, ...]:
+        count = len(members)
+        result: MicroResult = self.step(batch, count, window_count, 1)
+        weight = result.weight
+        tally = result.tally
+        if weight is None:
+            weight = result.mean.new_full((), count, dtype=torch.float64)
+            tally = self.step.tally * float(count)
+        metrics = {
+            name: tuple(torch.as_tensor(v, device=weight.device).double().view(1) for v in pair)
+            for name, pair in result.metrics.items()
+        }
+        parts = (result.scaled, tally, result.mean, weight)
+        return (*(part.view(1) for part in parts), metrics)
