@@ -28,6 +28,7 @@ import torch.distributed as dist
 from contenders import CONTENDERS, Task, forget, quiet
 
 WARM_UP = 10
+LOAD = "OVERHEAD_LOAD_BEFORE"
 Times = dict[str, list[tuple[float, float]]]  # wall and CPU seconds a step, one entry a round
 
 
@@ -61,6 +62,7 @@ def main() -> int:
         return 0
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
     environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    environment[LOAD] = f"{os.getloadavg()[0]:.2f}"  # before our own ranks add to it
     command = [sys.executable, *launcher, __file__, *sys.argv[1:]]
     return subprocess.run(command, env=environment, check=False).returncode
 
@@ -69,7 +71,6 @@ def run_rank(options: argparse.Namespace) -> None:
     quiet()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=3))
-    load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="mgt-overhead-") as folder:
         task = Task(
             hidden=options.hidden,
@@ -88,7 +89,7 @@ def run_rank(options: argparse.Namespace) -> None:
                 times[name].append(step_time_s(name, task))
             report_round(number, times)
     if dist.get_rank() == 0:
-        text = document(options, times, task, (load_before, os.getloadavg()[0]))
+        text = document(options, times, task)
         print(text)
         if options.out is not None:
             options.out.write_text(text)
@@ -145,9 +146,7 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def document(
-    options: argparse.Namespace, times: Times, task: Task, load: tuple[float, float]
-) -> str:
+def document(options: argparse.Namespace, times: Times, task: Task) -> str:
     command = shlex.join(["python", "benchmarks/overhead.py", *sys.argv[1:]])
     parameters = sum(p.numel() for p in task.model().parameters())
     return "\n".join(
@@ -156,7 +155,7 @@ def document(
             "",
             f"    {command}",
             "",
-            *(f"- {fact}" for fact in machine(load)),
+            *(f"- {fact}" for fact in machine()),
             f"- {task.ranks} CPU ranks over gloo, one thread each; MLP of {parameters:,} "
             f"parameters, {task.batch} samples per rank; {options.rounds} rounds of "
             f"{options.steps} steps after {WARM_UP} to warm up; log every {task.log_every}",
@@ -189,7 +188,7 @@ def table(times: Times) -> list[str]:
     return lines
 
 
-def machine(load: tuple[float, float]) -> list[str]:
+def machine() -> list[str]:
     packages = {contender.package for contender in CONTENDERS.values()} - {None}
     versions = [f"torch {torch.__version__}"]
     for package in sorted(str(name) for name in packages):
@@ -198,8 +197,8 @@ def machine(load: tuple[float, float]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return [
-        f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores; load {load[0]:.2f} before, "
-        f"{load[1]:.2f} after",
+        f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores; load before the start: "
+        f"{os.environ.get(LOAD, 'unknown')}",
         ", ".join([f"Python {sys.version.split()[0]}", *versions]),
         f"{datetime.now(UTC):%Y-%m-%d}",
     ]

@@ -111,10 +111,11 @@ if what == "work":  # the child goes on not to listen
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 pathlib.Path(f"started-{rank}").touch()
+while not pathlib.Path("started-0").exists():
+    time.sleep(0.02)
 if what == "exit" and rank == 1:
     sys.exit(3)
 if what == "silent failure" and rank == 1:
-    time.sleep(0.3)
     raise ValueError("the mistake that came first")
 if what == "thread":
     from concurrent.futures import ThreadPoolExecutor

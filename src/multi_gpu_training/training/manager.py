@@ -277,9 +277,10 @@ class MultiGPUTrainingManager:
         """Metrics of the model as it is on any batches, over all ranks; records nothing."""
         if self.config.broadcast_buffers:
             self.placement.broadcast_tensors(self.model.buffers())
+        recorder = self.trainer.recorder
         collected = evaluate(
             self.model,
-            loader,
+            loader if recorder is None else map(recorder.cast, loader),
             self.loss_fn,
             self.eval_fn,
             self.trainer.precision,

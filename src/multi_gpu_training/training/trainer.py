@@ -136,7 +136,7 @@ class MultiGPUTrainer(ABC):
             self.settle(batch, share)
             self._settled = True
         if self.recorder is not None:
-            batch = self.recorder.batch(batch, share_of(batch))
+            batch = self.recorder.batch(batch)
         self._seed_noise()
         self.attendance.present = share.count > 0  # until backward is done: it may recompute
         with self.exchange(share.last):

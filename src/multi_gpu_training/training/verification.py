@@ -30,7 +30,6 @@ from torch.utils.data import (
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import attach, batch_count, head, map_tensors, share_of
-from multi_gpu_training.data.order import Share
 from multi_gpu_training.training.loss import LossFn, read_loss
 
 if TYPE_CHECKING:
@@ -144,11 +143,18 @@ class Recorder:
         if self.request.ranks == 1:
             self.start = copy.deepcopy((model, optimizer))
 
-    def batch(self, batch: Any, share: Share | None) -> Any:
-        """The batch to train on, in the precision that was asked for."""
-        if self.request.double:
-            batch = map_tensors(batch, lambda t: t.double() if t.is_floating_point() else t)
-            batch = batch if share is None else attach(batch, share)
+    def cast(self, batch: Any) -> Any:
+        """The batch in the precision that was asked for."""
+        if not self.request.double:
+            return batch
+        share = share_of(batch)
+        batch = map_tensors(batch, lambda t: t.double() if t.is_floating_point() else t)
+        return batch if share is None else attach(batch, share)
+
+    def batch(self, batch: Any) -> Any:
+        """Note a batch and give back what to train on."""
+        batch = self.cast(batch)
+        share = share_of(batch)
         if share is not None:
             self.seen.append(
                 {"epoch": share.epoch, "position": share.position, "indices": share.indices}
@@ -202,12 +208,9 @@ def begin(manager: MultiGPUTrainingManager, request: Request) -> None:
 def _end(manager: MultiGPUTrainingManager, recorder: Recorder) -> None:
     loader, model = manager.train_loader, manager.model
     assert loader is not None
-    seen, trained = list(recorder.seen), list(recorder.batches)
     metrics = None
     if manager.val_loader is not None:
-        batches = (recorder.batch(batch, share_of(batch)) for batch in manager.val_loader)
-        metrics = manager.evaluate(batches)
-        recorder.seen, recorder.batches = seen, trained
+        metrics = manager.evaluate(manager.val_loader)
     norms = (nn.modules.batchnorm._BatchNorm,)
     facts = {
         "batchnorm": [name for name, m in model.named_modules() if isinstance(m, norms)],
