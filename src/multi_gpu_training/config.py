@@ -8,7 +8,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from multi_gpu_training.errors import ConfigError
@@ -139,6 +139,11 @@ class MultiGPUConfig(BaseModel):
     log_every: PositiveInt = 20
     tensorboard: bool = True
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
+
+    @field_validator("progress", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -10,6 +10,9 @@ def main() -> None:
     from multi_gpu_training.cli.app import app
     from multi_gpu_training.errors import MultiGPUError
 
+    # torch.distributed.launch puts it first; the environment has it as well.
+    if len(sys.argv) > 1 and sys.argv[1].startswith(("--local-rank=", "--local_rank=")):
+        del sys.argv[1]
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -23,4 +26,5 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -19,6 +19,14 @@ app = typer.Typer(
     context_settings={**NAMES, "help_option_names": ["-h", "--help"]},
 )
 
+
+@app.callback()
+def options(
+    debug: Annotated[bool, Option(help="show tracebacks; works after any command too")] = False,
+) -> None:
+    """Train a PyTorch model on many GPUs and get what one GPU computes."""
+
+
 PLACE = "Where it runs"
 HOSTS = "Several machines"
 TRAINING = "Training"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -161,12 +164,25 @@ class _Fetch(Dataset[Any]):
         return self.collate(samples)
 
 
+@lru_cache
+def end_workers_at_exit() -> None:
+    """Workers ignore SIGTERM, so the interpreter's own wait for them at exit would never end."""
+
+    def end() -> None:
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
+
+    atexit.register(end)
+
+
 class WorkerStart:
     """Runs first in a loader worker. Signals are the rank's to handle: a worker that dies of the
     group's SIGTERM would take the rank down before it has saved."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
+        end_workers_at_exit()
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

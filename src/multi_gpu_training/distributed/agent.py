@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan, check_port
+from multi_gpu_training.distributed.launch import (
+    GRACE_S,
+    LaunchPlan,
+    check_port,
+    first_failure,
+)
 
 # Its own account of failures would stand between the user and the failing rank's traceback.
 for name in list(logging.root.manager.loggerDict):
@@ -22,6 +28,22 @@ for name in list(logging.root.manager.loggerDict):
 
 class RankAgent(LocalElasticAgent):
     """Ends the other ranks soon after one has failed; the stock agent waits 30 s for each."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        self._last = result
+        return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self._last.failures:
+            attempt = worker_group.spec.max_restarts - self._remaining_restarts
+            print(first_failure(self._last.failures), file=sys.stderr)
+            print(
+                f"restarting every rank ({attempt} of {worker_group.spec.max_restarts})",
+                file=sys.stderr,
+                flush=True,
+            )
+        super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         self._shutdown()

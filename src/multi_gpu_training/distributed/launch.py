@@ -35,6 +35,11 @@ class Hosts:
     def from_environment(cls, **flags: Any) -> Hosts:
         """MASTER_ADDR and MASTER_PORT are honoured; flags win."""
         port = os.environ.get("MASTER_PORT")
+        if port and not port.isdigit():
+            raise ConfigError(
+                f"the environment has MASTER_PORT={port!r}, which is no port number; unset it, or "
+                "set a number"
+            )
         found = {
             "master_addr": os.environ.get("MASTER_ADDR"),
             "master_port": int(port) if port else None,
@@ -208,7 +213,7 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
 
 def first_failure(failures: dict[int, Any]) -> RankFailure:
     """The error of the rank that failed first; the others failed because of it."""
-    rank, failure = min(failures.items(), key=lambda item: (_failed_at(item[1]), item[0]))
+    rank, failure = min(failures.items(), key=lambda item: (*_blame(item[1]), item[0]))
     data = failure.error_file_data
     details = data.get("mgt") if isinstance(data, dict) else None
     if details is None:
@@ -228,10 +233,14 @@ def first_failure(failures: dict[int, Any]) -> RankFailure:
     return error
 
 
-def _failed_at(failure: Any) -> float:
+def _blame(failure: Any) -> tuple[int, float]:
+    """Who failed first: one that a signal killed (not ours), then the earliest report."""
     data = failure.error_file_data
     details = data.get("mgt") if isinstance(data, dict) else None
-    return float(details["time"]) if details else float(failure.timestamp)
+    if details:
+        return 1, float(details["time"])
+    ours = failure.exitcode in (-signal.SIGTERM, -signal.SIGINT)
+    return (0 if failure.exitcode < 0 and not ours else 2), float(failure.timestamp)
 
 
 def check_port(address: str | None, port: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from multi_gpu_training.data.loader import ShareLoader
 from multi_gpu_training.planning.gpus import get_gpu_info
 
 if TYPE_CHECKING:
@@ -33,8 +34,10 @@ def announce(manager: MultiGPUTrainingManager) -> None:
         f"{'=' if exact else '>='} {sizes.global_batch} samples a step"
     )
     loader = manager.train_loader
-    if loader is not None and loader.steps is not None:
-        batches = loader.steps * sizes.accumulation
+    if loader.steps is not None:
+        batches = (
+            len(loader) if isinstance(loader, ShareLoader) else loader.steps * sizes.accumulation
+        )
         say(f"data: {loader.steps} steps an epoch, {batches * ranks} batches, {batches} per rank")
     say(manager.scaling.describe())
     say(manager.trainer.schedule.describe())

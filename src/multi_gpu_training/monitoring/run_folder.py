@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,16 @@ class RunFolder:
         return self.path / "events" / f"rank-{rank}.jsonl"
 
 
-def open_run(config: MultiGPUConfig, placement: Placement) -> RunFolder:
+def open_run(
+    config: MultiGPUConfig, placement: Placement, options: Mapping[str, Any] | None = None
+) -> RunFolder:
     """The run's folder, chosen and made by rank 0 and told to all. Collective."""
     answer: dict[str, Any] = {}
     if placement.is_main:
         try:
             path = _choose(config, placement.identity)
             (path / "events").mkdir(parents=True, exist_ok=True)
-            _write_facts(path, config, placement.identity)
+            _write_facts(path, {**config.plain(), **(options or {})}, placement.identity)
             answer = {"path": str(path)}
         except OSError as error:
             answer = {
@@ -103,8 +106,8 @@ def _run_of(base: Path, run_id: str) -> Path | None:
     return None
 
 
-def _write_facts(path: Path, config: MultiGPUConfig, identity: Identity) -> None:
-    (path / "config.yaml").write_text(OmegaConf.to_yaml(config.plain()))
+def _write_facts(path: Path, settings: dict[str, Any], identity: Identity) -> None:
+    (path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
     facts = {"run_id": identity.run_id, **environment()}
     (path / "environment.json").write_text(json.dumps(facts, indent=1))
 

@@ -68,6 +68,7 @@ class Recipe:
     def train(self, config: MultiGPUConfig, options: Options) -> FitResult:
         """Run the recipe on all ranks."""
         manager = MultiGPUTrainingManager(config)
+        manager.recipe_options = options.model_dump()
         seed_everything(config.seed)
         torch.manual_seed(config.seed)
         job = self.build(config, options)

@@ -214,6 +214,12 @@ def load(path: Path) -> Snapshot:
     )
 
 
+def read_facts(path: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself, without loading it."""
+    facts: dict[str, Any] = json.loads((path / "manifest.json").read_text())
+    return facts
+
+
 def damage(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None if every byte is as written."""
     try:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.monitoring.log import StructuredLogger
 from multi_gpu_training.reliability.checkpoint import CheckpointStore, Snapshot, load
 from multi_gpu_training.reliability.codec import from_text, to_text
@@ -85,12 +85,28 @@ class FaultToleranceManager:
         self.logger.record("checkpoint", step=snapshot.step, path=answer["path"])
         return Path(answer["path"])
 
-    def resume(self, where: str) -> bool:
-        """Go on from `where`: "auto" for this run's newest intact checkpoint, or a path."""
-        path = self._choose(where)
-        if path is None:
-            self.logger.info("resume: no checkpoint yet, starting from the beginning")
-            return False
+    def find(self, where: str | None) -> Path | None:
+        """The checkpoint to go on from: `where` is a path, or "auto" for this run's newest intact
+        one. Ranks that were restarted take the newest, whatever was asked for first. Collective.
+        """
+        path = self._choose("auto") if self.placement.identity.attempt else None
+        if path is None and where is not None:
+            path = self._choose(where)
+            if path is None:
+                self.logger.info("resume: no checkpoint yet, starting from the beginning")
+        return path
+
+    def refuse_to_overwrite(self) -> None:
+        """A new run must not mix with what an earlier one of the same name has saved."""
+        taken = self.placement.is_main and any(self.store.folder.glob("step-*"))
+        if self.placement.broadcast_json(taken):
+            raise ConfigError(
+                f"the run {self.store.folder.parent} has checkpoints already; add --resume auto to "
+                "go on with it, or choose another --run-name"
+            )
+
+    def resume(self, path: Path) -> None:
+        """Load a checkpoint into model, optimizer, trainer and everything registered."""
         snapshot = load(path)
         trainer = self.trainer
         extra = snapshot.state["extra"]
@@ -105,7 +121,6 @@ class FaultToleranceManager:
             self.store.branch(snapshot.step)
         self.placement.barrier()
         self.logger.info(f"resumed from {path}", step=snapshot.step, epoch=snapshot.epoch)
-        return True
 
     def handle_error(self, error: BaseException) -> None:
         """Record an error of a training step with rank and step, then let it end this rank.

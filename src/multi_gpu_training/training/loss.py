@@ -140,8 +140,10 @@ class SupervisedLoss:
 def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Output and target of an `(inputs..., target)` batch."""
     if not isinstance(batch, (list, tuple)) or len(batch) < 2:
+        single = isinstance(batch, (list, tuple))
+        kind = "one tensor" if single or isinstance(batch, Tensor) else type(batch).__name__
         raise ModelError(
-            f"a batch is {type(batch).__name__}, so there is no target to compare with; yield "
+            f"a batch is {kind}, so there is no target to compare with; yield "
             "(input, target) pairs, or give loss_fn(model, batch) -> loss"
         )
     *inputs, target = batch

@@ -32,6 +32,7 @@ from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
+from multi_gpu_training.reliability.checkpoint import read_facts
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
 from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
@@ -90,7 +91,8 @@ class MultiGPUTrainingManager:
         self.trainer = TRAINERS[self.config.training_mode](self.config, self.placement)
         self.progress = Progress(self.config)
         self.hooks: list[Hook] = []
-        self.train_loader: Loader | None = None
+        self.recipe_options: dict[str, Any] = {}
+        self.train_loader: Loader
         self.val_loader: Loader | None = None
         self.run: RunFolder
         self.sizes: BatchSizes
@@ -123,6 +125,34 @@ class MultiGPUTrainingManager:
         `state_dict`, saved and restored with the run; (object, "per_rank") for one that differs
         between ranks.
         """
+        self._open_run(states or {})
+        try:
+            checkpoint = self._find_checkpoint()
+            self._set_up(model, dataset, val_dataset, loss_fn, optimizer, scheduler, eval_fn)
+            if checkpoint is not None:
+                self.fault_tolerance.resume(checkpoint)
+                self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+        except BaseException:
+            self._close()
+            raise
+        self.hooks = list(hooks)
+        if self._verification is not None:
+            begin(self, self._verification)
+        for hook in self.hooks:
+            hook.on_run_start(self)
+        return self.model, self.train_loader, self.val_loader
+
+    def _set_up(
+        self,
+        model: Any,
+        dataset: Data,
+        val_dataset: Data | None,
+        loss_fn: Any,
+        optimizer: Any,
+        scheduler: Any,
+        eval_fn: EvalFn | None,
+    ) -> None:
+        """Loaders, model, optimizer, schedule: what `setup_training` is given, made ready."""
         config, trainer, placement = self.config, self.trainer, self.placement
         if self._verification is not None:
             batch = config.global_batch_size or config.batch_size
@@ -154,20 +184,7 @@ class MultiGPUTrainingManager:
         trainer.schedule = choose_schedule(
             scheduler, trainer.optimizer, config, self.scaling, self.train_loader.steps
         )
-        self.hooks = list(hooks)
-        self._open_run(states or {})
         announce(self)
-        try:
-            if self._resume():
-                self.train_loader.seek(trainer.epoch, trainer.position)
-        except Exception:
-            self._close()
-            raise
-        if self._verification is not None:
-            begin(self, self._verification)
-        for hook in self.hooks:
-            hook.on_run_start(self)
-        return self.model, self.train_loader, self.val_loader
 
     def fit(
         self,
@@ -185,7 +202,6 @@ class MultiGPUTrainingManager:
         if epochs is not None:
             self.config.epochs = epochs
         self.setup_training(model, dataset, val_dataset, **setup)
-        assert self.train_loader is not None
         try:
             for epoch in range(self.progress.epochs_done, self.config.epochs):
                 self.train_epoch(self.train_loader, epoch)
@@ -290,7 +306,8 @@ class MultiGPUTrainingManager:
 
     def save_checkpoint(self, best: bool = False) -> Path:
         """Save the whole state now. Every rank must call it."""
-        path = self.fault_tolerance.save({"metrics": self._last_metrics()}, best)
+        facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
+        path = self.fault_tolerance.save(facts, best)
         if self.placement.is_main:
             for hook in self.hooks:
                 hook.on_checkpoint(self, path)
@@ -305,12 +322,13 @@ class MultiGPUTrainingManager:
             hook.on_step_end(self, step)
         self._interval_samples += self.sizes.global_batch
         self.console.tick(self.trainer.position)
-        if step % self.config.log_every == 0:
-            self._log_interval(result, total)
+        saving = self.fault_tolerance.due(step)
+        if saving or step % self.config.log_every == 0:
+            self._log_interval(result, total)  # finds a NaN before it is saved
         every = self.config.consistency_check_every
         if every and step % every == 0:
             check_replicas(self.model, self.placement, step)
-        if self.fault_tolerance.due(step):
+        if saving:
             self.save_checkpoint()
         return self.config.max_steps is not None and step >= self.config.max_steps
 
@@ -331,17 +349,22 @@ class MultiGPUTrainingManager:
         self.curves.write("train", facts, step)
         note = f"loss {metrics['loss']:.4f}  {rate:,.0f} samples/s"
         self.console.advance(self.trainer.position, total, note)
-        if not math.isfinite(metrics["loss"]):
+        self._check_finite(metrics)
+
+    def _check_finite(self, metrics: dict[str, float]) -> None:
+        if not math.isfinite(metrics.get("loss", 0.0)):
+            rate = float(self.trainer.optimizer.param_groups[0]["lr"])
             raise NonFiniteLossError(
-                f"the loss is {metrics['loss']} over the steps up to {step}; lower the learning "
-                f"rate (now {lr:g}), set max_grad_norm, or check the data. The checkpoints in "
-                f"{self.run.checkpoints} are from before"
+                f"the loss is {metrics['loss']} over the steps up to {self.trainer.step}; lower "
+                f"the learning rate (now {rate:g}), set max_grad_norm, or check the data. The "
+                f"checkpoints in {self.run.checkpoints} are from before"
             )
 
     def _end_of_epoch(self, epoch: int) -> dict[str, float]:
         self._epoch_metrics.merge(self.trainer.metrics)
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
+        self._check_finite(metrics)
         if self._epoch_is_whole:
             self._epoch_metrics.reset()
         if self.config.consistency_check_every:
@@ -380,7 +403,7 @@ class MultiGPUTrainingManager:
 
     def _open_run(self, states: dict[str, Any]) -> None:
         identity = self.placement.identity
-        self.run = open_run(self.config, self.placement)
+        self.run = open_run(self.config, self.placement, self.recipe_options)
         self.events = EventFile(
             self.run.events(identity.rank),
             run=self.run.path.name,
@@ -399,11 +422,19 @@ class MultiGPUTrainingManager:
         for name, item in states.items():
             self.fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
 
-    def _resume(self) -> bool:
-        """Ranks that were restarted go on from the newest checkpoint, whatever was asked first."""
-        if self.placement.identity.attempt and self.fault_tolerance.resume("auto"):
-            return True
-        return self.config.resume is not None and self.fault_tolerance.resume(self.config.resume)
+    def _find_checkpoint(self) -> Path | None:
+        """Where to go on from, if anywhere. Its global batch is kept: on another number of ranks
+        a batch_size per rank would give another one, and another order of samples."""
+        path = self.fault_tolerance.find(self.config.resume)
+        if path is None:
+            if self.config.resume is None and self._verification is None:
+                self.fault_tolerance.refuse_to_overwrite()
+            return None
+        saved = read_facts(path).get("global_batch_size")
+        if saved is not None and self.config.global_batch_size is None:
+            self.config.global_batch_size = int(saved)
+            self.console.line(f"going on with the run's global batch of {saved} samples a step")
+        return path
 
     def _check_metric(self, loss_fn: Any, eval_fn: EvalFn | None) -> None:
         """A metric that the built-in evaluation never gives is an error before training."""

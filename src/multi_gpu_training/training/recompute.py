@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -25,11 +26,30 @@ def use_recompute(model: nn.Module) -> int:
             "layers into an nn.Sequential or nn.ModuleList, or call torch.utils.checkpoint yourself"
         )
     for block in blocks:
-        contexts = functools.partial(_contexts, block)
-        block.forward = functools.partial(
-            checkpoint, block.forward, use_reentrant=False, context_fn=contexts
-        )
+        # By class, not by instance: the copies that DataParallel makes must use themselves.
+        block.__class__ = _recomputing(type(block))
     return len(blocks)
+
+
+_kinds: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
+    """`kind` with a forward that is computed again in backward."""
+    if kind in _kinds:
+        return _kinds[kind]
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(
+            functools.partial(kind.forward, self),
+            *args,
+            use_reentrant=False,
+            context_fn=functools.partial(_contexts, self),
+            **kwargs,
+        )
+
+    _kinds[kind] = type(kind.__name__, (kind,), {"forward": forward})
+    return _kinds[kind]
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

@@ -207,7 +207,6 @@ def begin(manager: MultiGPUTrainingManager, request: Request) -> None:
 
 def _end(manager: MultiGPUTrainingManager, recorder: Recorder) -> None:
     loader, model = manager.train_loader, manager.model
-    assert loader is not None
     metrics = None
     if manager.val_loader is not None:
         metrics = manager.evaluate(manager.val_loader)
