@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import sys
 
+# `python -m torch.distributed.launch -m multi_gpu_training ...` puts it before the command.
+LOCAL_RANK = ("--local-rank=", "--local_rank=")
+
 
 def main() -> None:
     from multi_gpu_training.cli.app import app
     from multi_gpu_training.errors import MultiGPUError
 
-    # torch.distributed.launch puts it first; the environment has it as well.
-    if len(sys.argv) > 1 and sys.argv[1].startswith(("--local-rank=", "--local_rank=")):
-        del sys.argv[1]
-    debug = "--debug" in sys.argv
+    words = sys.argv[1:]
+    while words and words[0].startswith(LOCAL_RANK):
+        words.pop(0)
+    # What follows `run SCRIPT.py` is the script's.
+    ours = words.index("run") if "run" in words else len(words)
+    debug = "--debug" in words[:ours]
     if debug:
-        sys.argv.remove("--debug")
+        words.remove("--debug")
         os.environ["MGT_DEBUG"] = "1"
     try:
-        app()
+        app(words)
     except MultiGPUError as error:
         # In a rank the error belongs to the launcher, which prints the first one once.
         if debug or "MGT_DEBUG" in os.environ or "TORCHELASTIC_ERROR_FILE" in os.environ:

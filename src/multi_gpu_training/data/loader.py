@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import random
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from multi_gpu_training.data.order import (
     seed_everything,
     shares,
 )
+from multi_gpu_training.distributed.rank_main import die_with_parent, end_workers
 
 Collate = Callable[[list[Any]], Any]
 CPU = torch.device("cpu")
@@ -164,27 +163,15 @@ class _Fetch(Dataset[Any]):
         return self.collate(samples)
 
 
-@lru_cache
-def end_workers_at_exit() -> None:
-    """Workers ignore SIGTERM, so the interpreter's own wait for them at exit would never end."""
-
-    def end() -> None:
-        for child in multiprocessing.active_children():
-            if child.daemon:
-                child.kill()
-
-    atexit.register(end)
-
-
 class WorkerStart:
     """Runs first in a loader worker. Signals are the rank's to handle: a worker that dies of the
     group's SIGTERM would take the rank down before it has saved."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
-        end_workers_at_exit()
 
     def __call__(self, worker: int) -> None:
+        die_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.then is not None:
@@ -196,6 +183,9 @@ def as_is(item: Any) -> Any:
 
 
 def _data_loader(fetch: _Fetch, plan: _Plan, feeding: Feeding) -> DataLoader[Any]:
+    if feeding.num_workers:
+        atexit.unregister(end_workers)
+        atexit.register(end_workers)
     return DataLoader(
         fetch,
         sampler=plan,

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
@@ -27,7 +28,32 @@ for name in list(logging.root.manager.loggerDict):
 
 
 class RankAgent(LocalElasticAgent):
-    """Ends the other ranks soon after one has failed; the stock agent waits 30 s for each."""
+    """Ends the other ranks soon after one has failed; the stock agent waits 30 s for each.
+
+    `bystanders` are the local ranks that were well until we ended them; `error_files` is where
+    each rank of the last attempt says what went wrong.
+    """
+
+    bystanders: frozenset[int] = frozenset()
+    error_files: dict[int, str] = {}
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert context is not None
+        self.bystanders, self.error_files = frozenset(), dict(context.error_files)
+        pids, stock = context.pids(), context.close
+        closed = False
+
+        def close(death_sig: signal.Signals | None = None, timeout: float = GRACE_S) -> None:
+            nonlocal closed
+            if not closed:
+                closed = True
+                self.bystanders = frozenset(rank for rank, pid in pids.items() if _is_alive(pid))
+            stock(death_sig, GRACE_S)
+
+        context.close = close  # type: ignore[method-assign]
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -37,7 +63,8 @@ class RankAgent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if self._last.failures:
             attempt = worker_group.spec.max_restarts - self._remaining_restarts
-            print(first_failure(self._last.failures), file=sys.stderr)
+            found = first_failure(self._last.failures, self.error_files, self.bystanders)
+            print(found, file=sys.stderr)
             print(
                 f"restarting every rank ({attempt} of {worker_group.spec.max_restarts})",
                 file=sys.stderr,
@@ -46,12 +73,27 @@ class RankAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        self._shutdown()
+        self._shutdown(signal.SIGTERM)
 
     # Its arguments changed between torch 2.11 and 2.13.
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
-        if self._pcontext:
-            self._pcontext.close(death_sig, GRACE_S)
+    def _shutdown(self, death_sig: signal.Signals | None = None, *_: Any, **__: Any) -> None:
+        if self._pcontext is None:
+            return
+        self._pcontext.close(death_sig, GRACE_S)
+        if death_sig is None:
+            return  # a run that ended well may leave something of its own behind
+        for pid in self._pcontext.pids().values():
+            # What a rank started ends with it, also where the rank itself was gone before.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a child runs still; it is left to be waited for."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
 
 
 def make_spec(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...], run_id: str) -> WorkerSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,13 +10,15 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.distributed.identity import from_environment
+from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.errors import ConfigError, LaunchError, RankFailure
 
 # Ranks get this long to end by themselves before they are killed; Ctrl-C must end within 5 s.
@@ -35,16 +38,37 @@ class Hosts:
     def from_environment(cls, **flags: Any) -> Hosts:
         """MASTER_ADDR and MASTER_PORT are honoured; flags win."""
         port = os.environ.get("MASTER_PORT")
-        if port and not port.isdigit():
+        if port and not (port.isdecimal() and 1 <= int(port) <= 65535):
             raise ConfigError(
-                f"the environment has MASTER_PORT={port!r}, which is no port number; unset it, or "
-                "set a number"
+                f"the environment has MASTER_PORT={port!r}, which is no port; unset it for a free "
+                "one, or set it to a number from 1 to 65535"
             )
         found = {
             "master_addr": os.environ.get("MASTER_ADDR"),
             "master_port": int(port) if port else None,
         }
         return cls(**{**found, **{k: v for k, v in flags.items() if v is not None}})
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            problems.append(
+                f"--master-port {self.master_port} is no port; use 1 to 65535, or none for a "
+                "free one"
+            )
+        if self.nodes < 1:
+            problems.append(f"--nnodes {self.nodes}: use 1 or more")
+        elif not 0 <= self.node_rank < self.nodes:
+            problems.append(
+                f"--node-rank {self.node_rank} is outside --nnodes {self.nodes}; "
+                f"nodes count from 0 to {self.nodes - 1}"
+            )
+        if self.nodes > 1 and self.master_addr is None:
+            problems.append(
+                f"--nnodes {self.nodes} needs --master-addr: the address of node 0, on every node"
+            )
+        if problems:
+            raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
@@ -133,12 +157,13 @@ def own_command() -> list[str] | None:
 def supervise(command: Sequence[str], plan: LaunchPlan) -> int:
     """Run `command` once a rank and return the exit code of the run."""
     arguments = [*subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
-    arguments += ["-m", "multi_gpu_training.distributed.rank_main", *command]
+    arguments += ["-m", "multi_gpu_training.distributed.rank_main"]
+    arguments += [f"--launcher={os.getpid()}", *command]
     try:
         _run_agent(plan, sys.executable, tuple(arguments))
     except RankFailure as failure:
         print(failure, file=sys.stderr, flush=True)
-        return getattr(failure, "code", 1)
+        return failure.exit_code
     except KeyboardInterrupt:
         print("interrupted: every rank has ended", file=sys.stderr)
         return 130
@@ -164,13 +189,18 @@ def launch_distributed_training(
             "cannot find it; move it into a module and import it"
         )
     plan = LaunchPlan(ranks, Hosts.from_environment(), **options)
-    return _run_agent(plan, _call, (function, tuple(args))).get(0)
+    install_error_hook()
+    try:
+        return _run_agent(plan, _call, (function, tuple(args), os.getpid())).get(0)
+    except _Signalled as signalled:
+        sys.exit(128 + signalled.number)
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _call(function: Callable[..., Any], args: tuple[Any, ...], launcher: int) -> Any:
     from multi_gpu_training.distributed.rank_main import as_rank
 
-    return as_rank(lambda: function(*args))
+    os.setsid()  # signals are the launcher's to pass on, to this rank and all that it starts
+    return as_rank(lambda: function(*args), launcher)
 
 
 class _Signalled(Exception):
@@ -207,40 +237,49 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
         finally:
             spec.rdzv_handler.shutdown()
         if result.is_failed():
-            raise first_failure(result.failures)
+            raise first_failure(result.failures, agent.error_files, agent.bystanders)
         return dict(result.return_values)
 
 
-def first_failure(failures: dict[int, Any]) -> RankFailure:
+def first_failure(
+    failures: dict[int, Any], error_files: dict[int, str], bystanders: Collection[int]
+) -> RankFailure:
     """The error of the rank that failed first; the others failed because of it."""
-    rank, failure = min(failures.items(), key=lambda item: (*_blame(item[1]), item[0]))
-    data = failure.error_file_data
-    details = data.get("mgt") if isinstance(data, dict) else None
-    if details is None:
-        how = (
-            f"was ended by {failure.signal_name()}"
-            if failure.exitcode < 0
-            else (f"exited with code {failure.exitcode}")
-        )
-        error = RankFailure(f"[rank{rank}]: rank {rank} on {socket.gethostname()} {how}")
-        error.code = failure.exitcode if failure.exitcode > 0 else 1  # type: ignore[attr-defined]
-        return error
-    text = "\n".join(f"[rank{rank}]: {line}" for line in details["text"].splitlines())
-    if details["friendly"]:
-        text = details["text"]
+    reports = []
+    for file in error_files.values():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            reports.append(json.loads(Path(file).read_text())["mgt"])
+    reported = {report["rank"] for report in reports}
+    silent = {
+        rank: failure
+        for rank, failure in failures.items()
+        if rank not in reported and failure.local_rank not in bystanders
+    }
+    # A rank that was killed could not say so, and took the others with it. Gloo and NCCL abort
+    # by themselves where another rank is gone: that is no first cause.
+    killed = [rank for rank in silent if silent[rank].exitcode != -signal.SIGABRT]
+    if killed or not reports:
+        rank = min(killed or silent or failures)
+        return _silent_failure(rank, failures[rank])
+    first = min(reports, key=lambda report: report["time"])
+    text = first["text"]
+    if not first["friendly"]:
+        text = "\n".join(f"[rank{first['rank']}]: {line}" for line in text.splitlines())
     error = RankFailure(text)
-    error.code = details["code"]  # type: ignore[attr-defined]
+    error.exit_code = first["code"]
     return error
 
 
-def _blame(failure: Any) -> tuple[int, float]:
-    """Who failed first: one that a signal killed (not ours), then the earliest report."""
-    data = failure.error_file_data
-    details = data.get("mgt") if isinstance(data, dict) else None
-    if details:
-        return 1, float(details["time"])
-    ours = failure.exitcode in (-signal.SIGTERM, -signal.SIGINT)
-    return (0 if failure.exitcode < 0 and not ours else 2), float(failure.timestamp)
+def _silent_failure(rank: int, failure: Any) -> RankFailure:
+    signalled = failure.exitcode < 0
+    how = (
+        f"was ended by {failure.signal_name()}"
+        if signalled
+        else f"exited with code {failure.exitcode}"
+    )
+    error = RankFailure(f"[rank{rank}]: rank {rank} on {socket.gethostname()} {how}")
+    error.exit_code = 1 if signalled else failure.exitcode
+    return error
 
 
 def check_port(address: str | None, port: int) -> None:

@@ -14,6 +14,7 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,8 +28,11 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     command = sys.argv[1:]
+    launcher = None
+    if command[0].startswith("--launcher="):
+        launcher = int(command.pop(0).partition("=")[2])
     try:
-        as_rank(lambda: run_command(command))
+        as_rank(lambda: run_command(command), launcher)
         code: object = 0
     except SystemExit as stop:
         code = stop.code
@@ -47,9 +51,9 @@ def run_command(command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-def as_rank(work: Callable[[], Any]) -> Any:
+def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     """Call `work`; an error is handed to the launcher, which shows the first one last."""
-    die_with_parent()
+    die_with_parent(launcher)
     try:
         return work()
     except SystemExit as stop:
@@ -57,8 +61,7 @@ def as_rank(work: Callable[[], Any]) -> Any:
             _report(f"exited with {stop.code}", 1 if isinstance(stop.code, str) else stop.code)
         raise
     except KeyboardInterrupt:
-        for worker in multiprocessing.active_children():
-            worker.kill()  # else they complain about the pipe that is gone
+        end_workers(all_children=True)
         raise SystemExit(130) from None
     except MultiGPUError as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
@@ -91,11 +94,21 @@ def install_error_hook() -> None:
     sys.excepthook = hook
 
 
-def die_with_parent() -> None:
-    """Be killed when the launcher is. The launcher may have died before this line."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Be killed when the parent is, which may have died before this line."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+    if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def end_workers(all_children: bool = False) -> None:
+    """Kill the daemon processes of this one: loader workers do not listen to SIGTERM, and
+    multiprocessing would wait for them for ever at exit."""
+    # torch's handler would call a killed worker an error.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in multiprocessing.active_children():
+        if worker.daemon or all_children:
+            worker.kill()
 
 
 def _own_traceback() -> str:
@@ -123,7 +136,13 @@ def _report(text: str, code: object, friendly: bool = False) -> None:
             "message": text,
             "extraInfo": {"timestamp": str(int(now)), "py_callstack": text},
         },
-        "mgt": {"text": full, "time": now, "code": code, "friendly": friendly},
+        "mgt": {
+            "text": full,
+            "time": now,
+            "code": code,
+            "friendly": friendly,
+            "rank": int(rank),
+        },
     }
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +153,10 @@ def _report(text: str, code: object, friendly: bool = False) -> None:
 
 def _leave(code: object) -> None:
     """Exit without the interpreter's own teardown, in which gloo may abort or deadlock."""
+    failed = code not in (None, 0)
+    if not failed:
+        threading._shutdown()  # type: ignore[attr-defined]  # threads finish, as python lets them
+    end_workers(all_children=failed)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -225,12 +225,13 @@ def _outcome(one: _Run, many: _Run, tolerance: float = TOLERANCE) -> Outcome:
     return Outcome(many.ranks, worst, name, left_out, same, metrics, problems)
 
 
-def _only_rounding(run: _Runner, ranks: Sequence[int], notes: list[str]) -> bool:
+def _only_rounding(run: _Runner, ranks: Sequence[int], notes: list[str], **changes: Any) -> bool:
     """Whether the same trainings agree in float64. Optimizers like Adam make a full step of a
     gradient that is nothing but rounding, so that float32 alone cannot tell."""
     try:
-        one = run(1, double=True)
-        outcomes = [_outcome(one, run(n, double=True), DOUBLE_TOLERANCE) for n in ranks]
+        one = run(1, double=True, **changes)
+        runs = [run(n, double=True, **changes) for n in ranks]
+        outcomes = [_outcome(one, many, DOUBLE_TOLERANCE) for many in runs]
     except VerifyError:
         return False  # the script does not run in float64
     if not all(outcome.passed for outcome in outcomes):
@@ -263,7 +264,7 @@ def _causes(run: _Runner, one: _Run, ranks: int) -> list[str]:
     facts = one.facts
     if facts["batchnorm"] and not facts["sync_bn"]:
         synced = _outcome(run(1, sync_bn=True), run(ranks, sync_bn=True))
-        if synced.passed:
+        if synced.passed or _only_rounding(run, [ranks], [], sync_bn=True):
             return [
                 f"cause: BatchNorm ({', '.join(facts['batchnorm'][:3])}) normalises each rank's "
                 "part alone; set sync_bn=true (with it the results agree)"

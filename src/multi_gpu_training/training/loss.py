@@ -91,6 +91,7 @@ class SupervisedLoss:
     def __init__(self, criterion: nn.Module | None = None) -> None:
         self.criterion = criterion
         self.chosen_here = criterion is None
+        self._device: torch.device | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         if isinstance(batch, Mapping):
@@ -123,7 +124,9 @@ class SupervisedLoss:
                 f"the model's output has shape {tuple(output.shape)} but the target "
                 f"{tuple(target.shape)}; make them equal, or give a loss_fn"
             )
-        self.criterion.to(output.device)
+        if self._device != output.device:
+            self.criterion.to(output.device)
+            self._device = output.device
         return self.criterion
 
     def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:

@@ -260,6 +260,7 @@ class MultiGPUTrainingManager:
         self.model.train()
         self._epoch_is_whole = True
         self._interval_started, self._interval_samples = time.perf_counter(), 0
+        step = self.trainer.step + 1  # the one that an error belongs to
         try:
             for batch in train_loader:
                 result = self.trainer.train_step(batch)
@@ -268,8 +269,9 @@ class MultiGPUTrainingManager:
                 if result.moved and self._after_step(result, total):
                     self._epoch_is_whole = total is not None and self.trainer.position >= total
                     break
+                step = self.trainer.step + 1
         except Exception as error:
-            error.add_note(self._where())
+            error.add_note(self._where(step))
             raise
         finally:
             self.console.end_bar()
@@ -451,12 +453,9 @@ class MultiGPUTrainingManager:
         if isinstance(self.loss_fn, SupervisedLoss):
             self.console.line(self.loss_fn.describe(batch))
 
-    def _where(self) -> str:
+    def _where(self, step: int) -> str:
         identity = self.placement.identity
-        return (
-            f"(rank {identity.rank} on {identity.host}, step {self.trainer.step + 1}, "
-            f"run {self.run.path})"
-        )
+        return f"(rank {identity.rank} on {identity.host}, step {step}, run {self.run.path})"
 
     def _last_metrics(self) -> dict[str, float]:
         last = self.progress.last

@@ -23,16 +23,14 @@ def choose_optimizer(
             f"{config.weight_decay:g} (none given)"
         )
         return AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-    if isinstance(given, Optimizer):
-        known = {id(p) for p in model.parameters()}
-        strangers = [p for g in given.param_groups for p in g["params"] if id(p) not in known]
-        if strangers:
-            raise ModelError(
-                f"the optimizer holds {len(strangers)} parameters that are not the model's; "
-                "build it from this model's parameters, or give a function of them"
-            )
-        return given
-    built = given(parameters)
+    built = given if isinstance(given, Optimizer) else given(parameters)
     if not isinstance(built, Optimizer):
         raise ModelError(f"optimizer gave a {type(built).__name__}, not a torch Optimizer")
+    known = {id(p) for p in model.parameters()}
+    strangers = [p for g in built.param_groups for p in g["params"] if id(p) not in known]
+    if strangers:
+        raise ModelError(
+            f"the optimizer holds {len(strangers)} parameters that are not the model's; "
+            "build it from this model's parameters, or give a function of them"
+        )
     return built
