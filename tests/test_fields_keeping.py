@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from tiny import flat, line, manager_for, points, sgd
 from torch import Tensor, nn
 
@@ -84,8 +84,15 @@ def test_resume_goes_on_where_the_run_was(tmp_path: Path) -> None:
     rest = trained(tmp_path / "parts", **{**KEPT, "epochs": 3}, resume="auto")
     assert rest["steps"] == [9, 10, 11, 12]
     assert torch.equal(rest["weights"], whole["weights"])
-    again = trained(tmp_path / "parts", **{**KEPT, "epochs": 3})
-    assert again["steps"] == list(range(1, 13)), "without resume it begins anew"
+    with pytest.raises(RankError, match="has checkpoints already; add --resume auto"):
+        trained(tmp_path / "parts", **{**KEPT, "epochs": 3})
+
+
+def test_a_resumed_run_keeps_its_global_batch_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """Two ranks of 4 samples make steps of 8; one rank goes on with steps of 8, not of 4."""
+    trained(tmp_path, world=2, **{**KEPT, "epochs": 1})
+    rest = trained(tmp_path, world=1, **{**KEPT, "epochs": 3}, resume="auto")
+    assert rest["steps"] == [3, 4, 5, 6]
 
 
 def test_resume_takes_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
