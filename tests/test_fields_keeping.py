@@ -95,6 +95,17 @@ def test_a_resumed_run_keeps_its_global_batch_on_another_number_of_ranks(tmp_pat
     assert rest["steps"] == [3, 4, 5, 6]
 
 
+def test_a_new_global_batch_goes_on_behind_the_samples_that_were_seen(tmp_path: Path) -> None:
+    """16 samples; one step of 8 was saved: two of 4 are left, and 5 does not divide them."""
+    whole = {**KEPT, "batch_size": 8, "checkpoint_frequency": 1, "epochs": 1, "keep_last": 9}
+    trained(tmp_path, **whole)
+    first = str(tmp_path / "custom" / "kept" / "checkpoints" / names(1)[0])
+    with pytest.raises(RankError, match="8 samples into an epoch, which global_batch_size=5"):
+        trained(tmp_path, **{**whole, "global_batch_size": 5}, resume=first)
+    rest = trained(tmp_path, **{**whole, "global_batch_size": 4}, resume=first)
+    assert rest["steps"] == [2, 3]
+
+
 def test_resume_takes_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
     first = trained(tmp_path, **KEPT)
     settings = {**KEPT, "run_name": None, "epochs": 3}

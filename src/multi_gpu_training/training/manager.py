@@ -131,6 +131,7 @@ class MultiGPUTrainingManager:
             self._set_up(model, dataset, val_dataset, loss_fn, optimizer, scheduler, eval_fn)
             if checkpoint is not None:
                 self.fault_tolerance.resume(checkpoint)
+                self._keep_place(read_facts(checkpoint).get("global_batch_size"))
                 self.train_loader.seek(self.trainer.epoch, self.trainer.position)
         except BaseException:
             self._close()
@@ -437,6 +438,23 @@ class MultiGPUTrainingManager:
             self.config.global_batch_size = int(saved)
             self.console.line(f"going on with the run's global batch of {saved} samples a step")
         return path
+
+    def _keep_place(self, saved: int | None) -> None:
+        """With another global batch than the checkpoint's, go on behind the samples it has seen."""
+        size, steps = self.sizes.global_batch, self.train_loader.steps
+        if saved is None or saved == size:
+            return
+        seen = self.trainer.position * saved
+        samples = getattr(getattr(self.train_loader, "source", None), "samples", None)
+        if samples is not None and steps is not None and seen >= samples:
+            seen = steps * size  # the epoch was done
+        if seen % size:
+            raise ConfigError(
+                f"the checkpoint stands {seen} samples into an epoch, which "
+                f"global_batch_size={size} does not divide; go on with global_batch_size={saved}, as it was, or from a "
+                "checkpoint at the end of an epoch"
+            )
+        self.trainer.position = seen // size
 
     def _check_metric(self, loss_fn: Any, eval_fn: EvalFn | None) -> None:
         """A metric that the built-in evaluation never gives is an error before training."""
