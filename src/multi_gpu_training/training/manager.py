@@ -451,8 +451,8 @@ class MultiGPUTrainingManager:
         if seen % size:
             raise ConfigError(
                 f"the checkpoint stands {seen} samples into an epoch, which "
-                f"global_batch_size={size} does not divide; go on with global_batch_size={saved}, as it was, or from a "
-                "checkpoint at the end of an epoch"
+                f"global_batch_size={size} does not divide; go on with "
+                f"global_batch_size={saved}, as it was, or from a checkpoint at the end of an epoch"
             )
         self.trainer.position = seen // size
 
