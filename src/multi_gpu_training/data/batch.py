@@ -59,8 +59,6 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return [map_tensors(part, change) for part in batch]
     if isinstance(batch, dict):
         return {key: map_tensors(part, change) for key, part in batch.items()}
-    if isinstance(batch, Mapping) and callable(getattr(batch, "to", None)):
-        return batch  # its own .to() is used by `to_device`
     return batch
 
 

@@ -137,7 +137,3 @@ def synchronise_batchnorm(model: nn.Module, placement: Placement, seen: Attendan
     for name, child in model.named_children():
         model.add_module(name, synchronise_batchnorm(child, placement, seen))
     return model
-
-
-def has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

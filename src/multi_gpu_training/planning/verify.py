@@ -83,7 +83,7 @@ def verify(
 def _compare(run: _Runner, ranks: Sequence[int], say: Callable[[str], None]) -> Report:
     one = run(1)
     problems: list[str] = []
-    notes = list(one.facts.get("notes", []))
+    notes: list[str] = []
     by_hand = None
     if one.by_hand is not None:
         by_hand, name, _ = _distance(one.weights, one.by_hand, one.largest)

@@ -193,11 +193,6 @@ def shifts_labels(model: nn.Module) -> bool:
     return name.endswith(("ForCausalLM", "LMHeadModel"))
 
 
-def weighted_cross_entropy(weight: Tensor) -> LossFn:
-    """Cross entropy with class weights, right over any number of ranks."""
-    return SupervisedLoss(nn.CrossEntropyLoss(weight=weight))
-
-
 def token_cross_entropy(
     logits: Tensor, labels: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:

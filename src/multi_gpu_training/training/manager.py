@@ -32,7 +32,6 @@ from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
-from multi_gpu_training.reliability.checkpoint import read_facts
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
 from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
@@ -44,6 +43,7 @@ from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.recompute import use_recompute
+from multi_gpu_training.training.resuming import EpochSums, find_checkpoint, keep_place
 from multi_gpu_training.training.trainer import MultiGPUTrainer, SingleDeviceTrainer, StepResult
 from multi_gpu_training.training.verification import (
     adapt,
@@ -127,11 +127,11 @@ class MultiGPUTrainingManager:
         """
         self._open_run(states or {})
         try:
-            checkpoint = self._find_checkpoint()
+            checkpoint = find_checkpoint(self)
             self._set_up(model, dataset, val_dataset, loss_fn, optimizer, scheduler, eval_fn)
             if checkpoint is not None:
                 self.fault_tolerance.resume(checkpoint)
-                self._keep_place(read_facts(checkpoint).get("global_batch_size"))
+                keep_place(self, checkpoint)
                 self.train_loader.seek(self.trainer.epoch, self.trainer.position)
         except BaseException:
             self._close()
@@ -421,40 +421,11 @@ class MultiGPUTrainingManager:
             self.config, self.placement, self.trainer, self.logger, self.run.checkpoints
         )
         self.fault_tolerance.register("progress", self.progress)
-        self.fault_tolerance.register("epoch_metrics", _EpochSums(self), "per_rank")
+        self.fault_tolerance.register(
+            "epoch_metrics", EpochSums(self._epoch_metrics, self.trainer.metrics), "per_rank"
+        )
         for name, item in states.items():
             self.fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
-
-    def _find_checkpoint(self) -> Path | None:
-        """Where to go on from, if anywhere. Its global batch is kept: on another number of ranks
-        a batch_size per rank would give another one, and another order of samples."""
-        path = self.fault_tolerance.find(self.config.resume)
-        if path is None:
-            if self.config.resume is None and self._verification is None:
-                self.fault_tolerance.refuse_to_overwrite()
-            return None
-        saved = read_facts(path).get("global_batch_size")
-        if saved is not None and self.config.global_batch_size is None:
-            self.config.global_batch_size = int(saved)
-            self.console.line(f"going on with the run's global batch of {saved} samples a step")
-        return path
-
-    def _keep_place(self, saved: int | None) -> None:
-        """With another global batch than the checkpoint's, go on behind the samples it has seen."""
-        size, steps = self.sizes.global_batch, self.train_loader.steps
-        if saved is None or saved == size:
-            return
-        seen = self.trainer.position * saved
-        samples = getattr(getattr(self.train_loader, "source", None), "samples", None)
-        if samples is not None and steps is not None and seen >= samples:
-            seen = steps * size  # the epoch was done
-        if seen % size:
-            raise ConfigError(
-                f"the checkpoint stands {seen} samples into an epoch, which "
-                f"global_batch_size={size} does not divide; go on with "
-                f"global_batch_size={saved}, as it was, or from a checkpoint at the end of an epoch"
-            )
-        self.trainer.position = seen // size
 
     def _check_metric(self, loss_fn: Any, eval_fn: EvalFn | None) -> None:
         """A metric that the built-in evaluation never gives is an error before training."""
@@ -478,19 +449,3 @@ class MultiGPUTrainingManager:
     def _last_metrics(self) -> dict[str, float]:
         last = self.progress.last
         return last["val"] or last["train"]
-
-
-class _EpochSums:
-    """The running sums of an unfinished epoch, so that its mean is right after a resume."""
-
-    def __init__(self, manager: MultiGPUTrainingManager) -> None:
-        self.manager = manager
-
-    def state_dict(self) -> dict[str, Any]:
-        whole = MetricsCollector()
-        whole.merge(self.manager._epoch_metrics)
-        whole.merge(self.manager.trainer.metrics)
-        return whole.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.manager._epoch_metrics.load_state_dict(state)

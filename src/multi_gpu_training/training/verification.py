@@ -49,7 +49,6 @@ class Request:
     share_gpu: bool = False
     sync_bn: bool | None = None
     noise: int = 0
-    dropout: bool = False
     double: bool = False
 
     def save(self) -> str:
@@ -134,12 +133,11 @@ class Recorder:
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Remember where training starts; dropout off, as its noise depends on the rank."""
-        if not self.request.dropout:
-            for module in model.modules():
-                if isinstance(module, nn.modules.dropout._DropoutNd):
-                    module.p = 0.0
-                if isinstance(module, nn.RNNBase):
-                    module.dropout = 0.0
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+            if isinstance(module, nn.RNNBase):
+                module.dropout = 0.0
         if self.request.ranks == 1:
             self.start = copy.deepcopy((model, optimizer))
 

@@ -1,0 +1,65 @@
+"""Going on with a run: from which checkpoint, with which batch, at which place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.reliability.checkpoint import read_facts
+
+if TYPE_CHECKING:
+    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+
+
+def find_checkpoint(manager: MultiGPUTrainingManager) -> Path | None:
+    """Where to go on from, if anywhere. Its global batch is kept: on another number of ranks a
+    batch_size per rank would give another one, and another order of samples."""
+    config = manager.config
+    path = manager.fault_tolerance.find(config.resume)
+    if path is None:
+        if config.resume is None:
+            manager.fault_tolerance.refuse_to_overwrite()
+        return None
+    saved = read_facts(path).get("global_batch_size")
+    if saved is not None and config.global_batch_size is None:
+        config.global_batch_size = int(saved)
+        manager.console.line(f"going on with the run's global batch of {saved} samples a step")
+    return path
+
+
+def keep_place(manager: MultiGPUTrainingManager, checkpoint: Path) -> None:
+    """With another global batch than the checkpoint's, go on behind the samples it has seen."""
+    saved = read_facts(checkpoint).get("global_batch_size")
+    size, loader = manager.sizes.global_batch, manager.train_loader
+    if saved is None or saved == size:
+        return
+    seen = manager.trainer.position * saved
+    samples = getattr(getattr(loader, "source", None), "samples", None)
+    if samples is not None and loader.steps is not None and seen >= samples:
+        seen = loader.steps * size  # the epoch was done
+    if seen % size:
+        raise ConfigError(
+            f"the checkpoint stands {seen} samples into an epoch, which "
+            f"global_batch_size={size} does not divide; go on with "
+            f"global_batch_size={saved}, as it was, or from a checkpoint at the end of an epoch"
+        )
+    manager.trainer.position = seen // size
+
+
+class EpochSums:
+    """The running sums of an unfinished epoch, so that its mean is right after a resume."""
+
+    def __init__(self, epoch: MetricsCollector, interval: MetricsCollector) -> None:
+        self.epoch = epoch
+        self.interval = interval
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = MetricsCollector()
+        whole.merge(self.epoch)
+        whole.merge(self.interval)
+        return whole.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch.load_state_dict(state)
