@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -200,9 +200,12 @@ class Ring:
         self._device_next.add_(1)
         return map_tensors(self._like, lambda _: next(parts))
 
-    def newest(self) -> Any:
-        """The batch that was put in last, where it lies."""
-        parts = iter(self._places[self._next - 1])
+    def newest(self) -> KeptBatch:
+        """The batch that was put in last."""
+        return KeptBatch(self, self._next - 1)
+
+    def batch(self, place: int) -> Any:
+        parts = iter(self._places[place])
         return map_tensors(self._like, lambda _: next(parts))
 
     @property
@@ -213,6 +216,18 @@ class Ring:
         """Begin anew: what was kept is no longer needed."""
         self._next = 0
         self._device_next.zero_()
+
+
+class KeptBatch(NamedTuple):
+    """Where in a ring a batch lies."""
+
+    ring: Ring
+    place: int
+
+
+def found(batch: Any) -> Any:
+    """The batch itself, looked up where it was kept."""
+    return batch.ring.batch(batch.place) if isinstance(batch, KeptBatch) else batch
 
 
 class _Sums:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from multi_gpu_training.training.capture import (
     CaptureError,
     CudaGraphs,
     Graphs,
+    found,
     signature,
 )
 from multi_gpu_training.training.guards import Guards, step_guards
@@ -84,6 +86,7 @@ class StepExecution:
         self._chain: tuple[list[Any], Chain] | None = None
         self._broken = False
         self._foreign = False
+        self._result: weakref.ref[StepResult] | None = None
         self._outer_stream: torch.cuda.Stream | None = None
 
     @property
@@ -171,6 +174,9 @@ class StepExecution:
         if verdict == 1 or micro is None:
             self._remember(batch, samples, share, ours)
             return self._run_unrecorded(batch, samples, share)
+        earlier = self._result() if self._result is not None else None
+        if earlier is not None:
+            earlier.keep()  # someone holds it: its numbers are about to be overwritten
         trainer.seed_noise()
         trainer.rates.send()
         micro.replay(batch, samples)
@@ -178,13 +184,11 @@ class StepExecution:
             self._step.append((micro.ring.newest(), samples, share))
         else:
             self._remember(batch, samples, share, ours)
-        loss = micro.mean.clone() if trainer.keep_losses else micro.mean
-        norm = micro.norm
-        if norm is not None and trainer.keep_losses:
-            norm = norm.clone()
         if share.last:
             self.replayed += 1
-        return trainer.advance(loss, norm, share)
+        result = trainer.advance(micro.mean, micro.norm, share, shared=True)
+        self._result = weakref.ref(result)
+        return result
 
     def _run_unrecorded(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """A micro-batch of another shape, or the rest of a step that has one."""
@@ -349,7 +353,7 @@ class StepExecution:
                     CapturedMicro(
                         self._graphs,
                         trainer.compute,
-                        batch,
+                        found(batch),
                         samples,
                         share,
                         self._parameters(),
@@ -384,10 +388,12 @@ class StepExecution:
         """The newest recorded step once more, without counting it; the losses."""
         keys, step = self._newest
         chain = self._chains[keys[0]][1]
+        if self._result is not None and (held := self._result()) is not None:
+            held.keep()
         for micro, (batch, samples, _) in zip(chain, step, strict=True):
             self.trainer.seed_noise()
             self.trainer.rates.send()
-            micro.replay(batch, samples)
+            micro.replay(found(batch), samples)
         return torch.stack([micro.mean for micro in chain])
 
     def _eager_step(self) -> Tensor:
@@ -396,7 +402,7 @@ class StepExecution:
         for batch, samples, share in self._newest[1]:
             self.trainer.seed_noise()
             self.trainer.rates.send()
-            result, _ = self.trainer.compute(batch, samples, share)
+            result, _ = self.trainer.compute(found(batch), samples, share)
             losses.append(result.mean.detach())
         return torch.stack(losses)
 
@@ -480,8 +486,8 @@ class StepExecution:
         if window.restore_more is not None:
             window.restore_more()
         for step in steps:
-            for fed in step:
-                trainer.eager_step(*fed)
+            for batch, samples, share in step:
+                trainer.eager_step(found(batch), samples, share)
             self.redo_after_step()
         self.replayed = max(0, self.replayed - len(steps))
         self._copies.drop()

@@ -313,7 +313,6 @@ class MultiGPUTrainingManager:
     def _train_on(self, batches: Iterable[Any], total: int | None) -> None:
         trainer, wait = self.trainer, self._log.wait
         step = trainer.step + 1  # the one that an error belongs to
-        trainer.keep_losses = False
         try:
             wait.ask()
             for batch in batches:
@@ -331,7 +330,6 @@ class MultiGPUTrainingManager:
             error.add_note(self._where(step))
             raise
         finally:
-            trainer.keep_losses = True
             self.console.end_bar()
 
     def validate_epoch(self, val_loader: Iterable[Any] | None = None) -> dict[str, float]:

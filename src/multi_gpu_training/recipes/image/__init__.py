@@ -43,6 +43,13 @@ def build(config: MultiGPUConfig, options: ImageOptions) -> Job:
     )
 
 
+def defaults_for(options: ImageOptions) -> dict[str, float]:
+    """Sixty thousand images train in larger batches than the digits."""
+    if options.data_dir is None:
+        return {}
+    return {"batch_size": 128, "base_batch_size": 128, "learning_rate": 2e-3}
+
+
 class Say(Hook):
     """Prints a line before training, on the main rank."""
 
@@ -67,4 +74,5 @@ recipe = Recipe(
     },
     options=ImageOptions,
     build=build,
+    defaults_for=defaults_for,
 )

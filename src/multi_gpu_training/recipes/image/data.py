@@ -57,7 +57,7 @@ class ImageData:
     @property
     def shift(self) -> int:
         """How many pixels an image may move and still be what it is."""
-        return 2 if min(self.size) >= 16 else 1
+        return 1
 
     @property
     def flip(self) -> bool:
