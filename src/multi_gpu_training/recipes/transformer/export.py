@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
+from multi_gpu_training.recipes.transformer.model import no_progress_bar
 from multi_gpu_training.recipes.transformer.tokens import Tokens
 from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
@@ -44,17 +43,3 @@ def save(model: Any, tokens: Tokens, folder: Path, weights: dict[str, Any] | Non
     with no_progress_bar():
         model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
     tokens.save(folder)
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """The console is the run's: no bar of transformers in it."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

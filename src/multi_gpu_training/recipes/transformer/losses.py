@@ -37,7 +37,7 @@ class CausalLoss:
         if not self.masked:
             given.pop("attention_mask", None)
         if not self.direct:
-            return token_cross_entropy(model(**given, use_cache=False).logits.float(), labels)
+            return token_cross_entropy(exact(model(**given, use_cache=False).logits), labels)
         hidden = model.base_model(**given, use_cache=False).last_hidden_state
         head = model.get_output_embeddings()
         return linear_cross_entropy(hidden, head.weight, head.bias, labels, self.budget_bytes)
@@ -52,26 +52,30 @@ class MaskedLoss:
     def __call__(self, model: Any, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         *columns, labels = batch
         logits = model(**inputs(columns, self.padded)).logits
-        return token_cross_entropy(logits.float(), labels.long())
+        return token_cross_entropy(exact(logits), labels.long())
 
 
 class ClassificationLoss:
     """Cross entropy of the label; every text counts the same."""
 
     def __call__(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        return F.cross_entropy(self.logits(model, batch).float(), batch[-1].long())
+        return F.cross_entropy(self.logits(model, batch), batch[-1].long())
 
     def logits(self, model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
-        found: Tensor = model(**inputs(batch[:-1], padded=True)).logits
-        return found
+        return exact(model(**inputs(batch[:-1], padded=True)).logits)
 
     def evaluate(
         self, model: nn.Module, batch: Sequence[Tensor], metrics: MetricsCollector
     ) -> None:
         """Loss, accuracy and macro F1."""
-        logits, labels = self.logits(model, batch).float(), batch[-1].long()
+        logits, labels = self.logits(model, batch), batch[-1].long()
         metrics.add("loss", F.cross_entropy(logits, labels, reduction="sum"), len(labels))
         metrics.add_predictions(logits.argmax(1), labels, logits.shape[1])
+
+
+def exact(logits: Tensor) -> Tensor:
+    """In float32 or better, as a loss wants them."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def is_direct(model: Any) -> bool:

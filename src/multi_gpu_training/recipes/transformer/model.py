@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,8 +106,9 @@ def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
             "a name of the Hugging Face hub"
         )
     try:
-        loader = getattr(transformers(), kind)
-        return loader.from_pretrained(str(path) if path.exists() else name, **more)
+        with no_progress_bar():
+            loader = getattr(transformers(), kind)
+            return loader.from_pretrained(str(path) if path.exists() else name, **more)
     except (OSError, ValueError, KeyError) as error:
         if path.exists():
             raise ModelError(
@@ -117,6 +120,20 @@ def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
             f"{first_line(error)}; check the name and the network, or fetch it where there is one "
             f"(hf download {name} --local-dir {Path(name).name}) and give the folder"
         ) from None
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """The console is the run's: no bar of transformers in it."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def first_line(error: Exception) -> str:
