@@ -253,6 +253,14 @@ def ours(task: Task, clock: Clock, execution: str | None = None) -> Any:
     return model
 
 
+def ours_cudnn(task: Task, clock: Clock) -> Any:
+    """Ours, with cuDNN's attention kernels in place of FlashAttention's."""
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    return ours(task, clock)
+
+
 @dataclass(frozen=True)
 class Contender:
     title: str
@@ -269,6 +277,7 @@ CONTENDERS = {
         "Lightning, torch.compile(model)", lambda t, c: lightning(t, c, True)
     ),
     "ours": Contender("multi-gpu-training", ours),
+    "ours-cudnn": Contender("multi-gpu-training, cuDNN attention", ours_cudnn),
     "ours-compile": Contender(
         "multi-gpu-training, step_execution=compile", lambda t, c: ours(t, c, "compile")
     ),

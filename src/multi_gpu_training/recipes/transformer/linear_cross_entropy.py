@@ -136,24 +136,19 @@ class _Sum(torch.autograd.Function):
             piece = slope.t() @ tokens
             to_weight = _add(to_weight, piece if parts == 1 else piece.to(loss.dtype))
         assert to_weight is not None
-        ctx.save_for_backward(torch.cat(to_hidden), to_weight, to_bias)
-        ctx.words = len(weight)
-        ctx.types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        gradients = [
+            torch.cat(to_hidden).to(hidden.dtype),
+            to_weight[: head.words].to(weight.dtype),
+        ]
+        if bias is not None and to_bias is not None:
+            gradients.append(to_bias[: head.words].to(bias.dtype))
+        ctx.save_for_backward(*gradients)
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        factor = grads[0]
-        to_hidden, to_weight, to_bias = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = ctx.types
-        return (
-            (to_hidden * factor).to(of_hidden),
-            (to_weight[: ctx.words] * factor).to(of_weight),
-            None if to_bias is None else (to_bias[: ctx.words] * factor).to(of_bias),
-            None,
-            None,
-            None,
-        )
+        to_hidden, to_weight, *to_bias = (saved * grads[0] for saved in ctx.saved_tensors)
+        return to_hidden, to_weight, to_bias[0] if to_bias else None, None, None, None
 
 
 def _loss_and_slope(scores: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
