@@ -43,6 +43,11 @@ class Task:
     def __post_init__(self) -> None:
         self.total = self.warm + self.rounds * self.steps
 
+    @property
+    def backend(self) -> str:
+        """Of torch.compile. Compiling for a CPU takes minutes and says nothing about a GPU."""
+        return "aot_eager" if self.quick else "inductor"
+
     def model(self) -> Any:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -138,6 +143,7 @@ def hugging_face(task: Task, clock: Clock, compiled: bool = False) -> Any:
         optim="adamw_torch_fused",
         bf16=gpu,
         torch_compile=compiled,
+        torch_compile_backend=task.backend if compiled else None,
         dataloader_num_workers=2 if gpu else 0,
         logging_steps=LOG_EVERY,
         save_strategy="no",
@@ -166,7 +172,7 @@ def lightning(task: Task, clock: Clock, compiled: bool = False) -> Any:
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = torch.compile(net) if compiled else net
+            self.net = torch.compile(net, backend=task.backend) if compiled else net
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             loss: Tensor = self.net(**batch).loss
@@ -241,7 +247,7 @@ def ours(task: Task, clock: Clock, execution: str | None = None) -> Any:
     maskless = use_causal_attention(model, task.sequence)
     loss: Any = CausalLoss(False, not maskless, is_direct(model), scores_budget_bytes())
     if execution != "eager" and not chooses:
-        loss = torch.compile(loss, dynamic=False)
+        loss = torch.compile(loss, backend=task.backend, dynamic=False)
     manager = MultiGPUTrainingManager(MultiGPUConfig(**settings))
     manager.fit(
         model,

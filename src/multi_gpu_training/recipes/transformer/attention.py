@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 NAME = "mgt_causal"
@@ -19,14 +20,19 @@ NAME = "mgt_causal"
 def use_causal_attention(model: Any, length: int) -> bool:
     """Let `model` attend to all tokens before, without a mask; False where that is not its way."""
     config = model.config
-    if config._attn_implementation != "sdpa" or not attends_to_all(config, length):
+    before = config._attn_implementation
+    if before != "sdpa" or not attends_to_all(config, length):
         return False
     from transformers import AttentionInterface
 
+    expected = try_out(model, length)
     # No mask function of that name is registered: transformers then makes none.
     AttentionInterface.register(NAME, causal_attention)
     model.set_attn_implementation(NAME)
     if config._attn_implementation != NAME:
+        return False
+    if not torch.allclose(try_out(model, length), expected, rtol=1e-3, atol=1e-4):
+        model.set_attn_implementation(before)
         return False
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
@@ -39,7 +45,21 @@ def attends_to_all(config: Any, length: int) -> bool:
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     plain = kinds == {"full_attention"} and getattr(config, "is_causal", True)
-    return bool(plain and not config.sub_configs and (window is None or window >= length))
+    parts = getattr(config, "sub_configs", None)
+    return bool(plain and not parts and (window is None or window >= length))
+
+
+def try_out(model: Any, length: int) -> Tensor:
+    """What the model says to a few tokens, at most `length`."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            ids = torch.arange(min(length, 12))[None] % model.config.vocab_size
+            found: Tensor = model(input_ids=ids, use_cache=False).logits
+            return found
+    finally:
+        model.train(was_training)
 
 
 def causal_attention(

@@ -27,7 +27,7 @@ class Export(Hook):
         manager.console.line(self.text)
 
     def on_run_end(self, manager: MultiGPUTrainingManager) -> None:
-        if not manager.placement.is_main or sys.exc_info()[0] is not None:
+        if not manager.placement.is_main or sys.exception() is not None:
             return  # a run that failed or was stopped leaves its checkpoints, not a result
         folder = manager.run.path / FOLDER
         best = manager.run.checkpoints / "best" / "model.safetensors"
