@@ -43,7 +43,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=20, help="steps before the clock starts")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=15, help="timed steps of a round")
-    parser.add_argument("--limit-s", type=float, default=150, help="for starting and compiling")
+    parser.add_argument("--limit-s", type=float, default=180, help="for starting and compiling")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for ours")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to try the script")
@@ -174,6 +174,8 @@ def run_wave(
         end(process)
         results[name] = result(name, folder)
         say(f"{name}: {results[name].get('error') or rate(results[name])}")
+        for line in results[name].get("log", [])[-15:]:
+            print(f"    {line}")
     return results
 
 

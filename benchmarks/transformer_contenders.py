@@ -245,14 +245,18 @@ def ours(task: Task, clock: Clock, execution: str | None = None) -> Any:
     settings |= dict(map(read_override, task.settings))
     model = task.model()
     maskless = use_causal_attention(model, task.sequence)
-    loss: Any = CausalLoss(False, not maskless, is_direct(model), scores_budget_bytes())
+    loss_fn: Any = CausalLoss(False, not maskless, is_direct(model), scores_budget_bytes())
     if execution != "eager" and not chooses:
-        loss = torch.compile(loss, backend=task.backend, dynamic=False)
+        compiled = torch.compile(loss_fn, backend=task.backend, dynamic=False)
+
+        def loss_fn(model: Any, batch: Any) -> Any:
+            return compiled(model, list(batch))  # without what else a batch carries
+
     manager = MultiGPUTrainingManager(MultiGPUConfig(**settings))
     manager.fit(
         model,
         TensorDataset(task.tokens("train")),
-        loss_fn=loss,
+        loss_fn=loss_fn,
         optimizer=lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.0, fused=True),
         hooks=[Steps()],
     )
