@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="write the results there, and a table as .md")
     options = parser.parse_args()
     if options.quick:
-        options.batch, options.sequence, options.warm, options.steps = 2, 64, 2, 2
+        options.batch, options.sequence, options.warm, options.steps = 2, 64, 6, 2
     options.names = [wave.split(",") for wave in options.waves.split(";") if wave]
     unknown = [n for wave in options.names for n in wave if n not in CONTENDERS]
     if unknown:
@@ -173,7 +173,8 @@ def run_wave(
     for name, process in running.items():
         end(process)
         results[name] = result(name, folder)
-        say(f"{name}: {results[name].get('error') or rate(results[name])}")
+        found = results[name]
+        say(f"{name}: {found.get('error') or rate(found)} {found.get('note', '')}")
         for line in results[name].get("log", [])[-15:]:
             print(f"    {line}")
     return results

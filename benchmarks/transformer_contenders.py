@@ -8,6 +8,7 @@ process wait where it is another one's turn.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -74,6 +75,7 @@ class Clock:
         self.warm_s = 0.0
         self.started = 0.0
         self.peak_bytes = 0
+        self.note = ""
 
     def step(self) -> None:
         """To be called once after each step."""
@@ -87,7 +89,9 @@ class Clock:
             self.warm_s = now - self.born
         else:
             self.seconds.append(now - self.started)
-        if self.task.device == "cuda":
+        if self.task.device == "cuda" and past == 0:
+            torch.cuda.reset_peak_memory_stats()  # compiling and trying out are not the training
+        elif self.task.device == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated()
         self.wait_for_turn()
         self.started = time.perf_counter()
@@ -210,8 +214,11 @@ def lightning(task: Task, clock: Clock, compiled: bool = False) -> Any:
     return net
 
 
-def ours(task: Task, clock: Clock, execution: str | None = None) -> Any:
-    """`manager.fit` with the transformer recipe's loss and attention."""
+def ours(task: Task, clock: Clock, execution: str = "compile") -> Any:
+    """`manager.fit` with its own defaults, and the transformer recipe's loss and attention.
+
+    Compiled: what step_execution=auto chooses by itself in a run that is long enough.
+    """
     from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
     from multi_gpu_training.config_file import read_override
     from multi_gpu_training.recipes.transformer.attention import use_causal_attention
@@ -231,35 +238,22 @@ def ours(task: Task, clock: Clock, execution: str | None = None) -> Any:
         "learning_rate": RATE,
         "weight_decay": 0.0,
         "max_grad_norm": CLIP,
-        "use_mixed_precision": task.device == "cuda",
+        "step_execution": execution,
         "log_every": LOG_EVERY,
         "enable_fault_tolerance": False,
         "tensorboard": False,
-        "progress": "off",
         "save_dir": str(Path(task.folder) / "runs"),
         "recipe": clock.name,
+        **dict(map(read_override, task.settings)),
     }
-    chooses = "step_execution" in MultiGPUConfig.model_fields
-    if execution is not None and chooses:
-        settings["step_execution"] = execution
-    settings |= dict(map(read_override, task.settings))
+    if task.quick:
+        torch.compile = functools.partial(torch.compile, backend=task.backend)  # type: ignore[assignment]
     model = task.model()
     maskless = use_causal_attention(model, task.sequence)
-    loss_fn: Any = CausalLoss(False, not maskless, is_direct(model), scores_budget_bytes())
-    if execution != "eager" and not chooses:
-        compiled = torch.compile(loss_fn, backend=task.backend, dynamic=False)
-
-        def loss_fn(model: Any, batch: Any) -> Any:
-            return compiled(model, list(batch))  # without what else a batch carries
-
+    loss_fn = CausalLoss(False, not maskless, is_direct(model), scores_budget_bytes())
     manager = MultiGPUTrainingManager(MultiGPUConfig(**settings))
-    manager.fit(
-        model,
-        TensorDataset(task.tokens("train")),
-        loss_fn=loss_fn,
-        optimizer=lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.0, fused=True),
-        hooks=[Steps()],
-    )
+    manager.fit(model, TensorDataset(task.tokens("train")), loss_fn=loss_fn, hooks=[Steps()])
+    clock.note = f"{manager.trainer.execution.mode} {manager.trainer.execution.reason}"
     return model
 
 
@@ -286,13 +280,10 @@ CONTENDERS = {
     "lightning-compile": Contender(
         "Lightning, torch.compile(model)", lambda t, c: lightning(t, c, True)
     ),
-    "ours": Contender("multi-gpu-training", ours),
+    "ours": Contender("multi-gpu-training, compiled", ours),
     "ours-cudnn": Contender("multi-gpu-training, cuDNN attention", ours_cudnn),
-    "ours-compile": Contender(
-        "multi-gpu-training, step_execution=compile", lambda t, c: ours(t, c, "compile")
-    ),
-    "ours-graph": Contender(
-        "multi-gpu-training, step_execution=graph", lambda t, c: ours(t, c, "graph")
+    "ours-auto": Contender(
+        "multi-gpu-training, step_execution=auto", lambda t, c: ours(t, c, "auto")
     ),
     "ours-eager": Contender(
         "multi-gpu-training, step_execution=eager", lambda t, c: ours(t, c, "eager")
@@ -328,6 +319,7 @@ def main() -> None:
         "tokens_per_s": [tokens / seconds for seconds in clock.seconds],
         "peak_bytes": clock.peak_bytes,
         "warm_s": clock.warm_s,
+        "note": clock.note,
         "parameters": sum(p.numel() for p in model.parameters()),
         "val_loss": validation_loss(model, task.tokens("val"), task.device),
     }
