@@ -7,4 +7,5 @@ from __future__ import annotations
 
 RECIPES = {
     "image": "image classifier (MLP or CNN) on digits, MNIST or Fashion-MNIST",
+    "transformer": "language model (causal or masked) or text classifier of Hugging Face",
 }

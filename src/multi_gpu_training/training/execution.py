@@ -270,10 +270,11 @@ class StepExecution:
             problem = "the batch holds objects that are no tensors"
         if problem is None and len(self._step) > MOST_MICRO_BATCHES:
             problem = f"a step has {len(self._step)} micro-batches"
-        if problem is None and self._copies.size() > LARGEST_STATE:
-            problem = f"the state has {self._copies.size() / 2**30:.1f} GB, too much to compare"
         if not self._all_agree(problem is None):
             self._without_graph(problem or "another rank's step cannot be recorded")
+            return
+        if self._copies.size() > LARGEST_STATE:
+            self._too_large()
             return
         problem = self._record()
         if not self._all_agree(problem is None):
@@ -321,7 +322,20 @@ class StepExecution:
         elif recorded <= WORTH_IT * eager:
             self._begin_graph(recorded, eager)
         else:
+            self._copies.drop()
             self._stay_eager("the GPU is the limit, and the run is too short to compile for")
+
+    def _too_large(self) -> None:
+        """Recordings are compared with three copies of the state; compiling needs one."""
+        size = self._copies.size()
+        room = self._all_agree(2 * size <= free_bytes(self.trainer.placement.device))
+        if self.trainer.config.step_execution != "auto" or not room:
+            self._without_graph(f"the state has {size / 2**30:.1f} GB, too much to compare")
+            return
+        self._copies.keep("before")
+        eager = self._all_slowest(self._timed(self._eager_step))
+        self._copies.restore("before")
+        self._gpu_bound(float("inf"), eager)
 
     def _without_graph(self, problem: str) -> None:
         self._copies.drop()
@@ -572,6 +586,14 @@ class StepExecution:
 
     def _all_slowest(self, seconds: float) -> float:
         return -self.trainer.placement.agree(-int(min(seconds, 1e6) * 1e9)) / 1e9
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses, what torch keeps for itself included."""
+    if device.type != "cuda":
+        return 2**62
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 @functools.cache
