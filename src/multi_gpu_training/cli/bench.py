@@ -24,7 +24,6 @@ MODES = {
     "ddp": TrainingMode.DISTRIBUTED_DATA_PARALLEL,
 }
 REPEATS_OF_TUNE = 3
-TABLE_WIDTH = 140  # a table that is cut says nothing
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ def bench(flags: Flags) -> int:
     from multi_gpu_training.planning.bench.runner import Runner
 
     console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, TABLE_WIDTH)
     with tempfile.TemporaryDirectory(prefix="mgt-bench-") as scratch:
         runner = Runner(
             command_of(flags.command),
@@ -95,7 +93,11 @@ def measure(flags: Flags, runner: Runner) -> Report:
 
 
 def show(report: Report, console: Console) -> None:
-    console.print(report.table())
+    table = report.table()
+    # A table that is cut says nothing: let the terminal wrap it.
+    wide = console.options.update(max_width=400)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)
+    console.print(table)
     for note in report.notes:
         console.print(note, markup=False)
     if report.kind == "tune" and report.recommended:

@@ -43,6 +43,7 @@ class Request:
 
     settings: fields of MultiGPUConfig that this case changes.
     silent: gradients stay on their rank, which shows what exchanging them costs.
+    every: steps between two readings of the clock, for steps so short that reading it counts.
     """
 
     out: str
@@ -54,6 +55,7 @@ class Request:
     device_ids: list[int] | None = None
     share_gpu: bool = False
     silent: bool = False
+    every: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
 
     def save(self) -> str:
@@ -175,13 +177,15 @@ class Meter(Hook):
             self.before = self._execution()
         else:
             self.samples = samples
+            if (self.taken - self.warmup) % self.request.every:
+                return
         if self.device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
             self.marks.append(mark)
         self.walls.append(time.perf_counter())
         self.epochs.append(self.manager.trainer.epoch)
-        if self.taken == self.warmup + self.request.steps:
+        if self.taken >= self.warmup + self.request.steps:
             self._write()
             self.manager.placement.barrier()
             raise SystemExit(0)
@@ -191,7 +195,7 @@ class Meter(Hook):
             torch.cuda.synchronize(self.device)
 
     def _spacings(self) -> tuple[list[float], str]:
-        """Seconds between the ends of two steps of one epoch, and by which clock."""
+        """Seconds a step, between two readings in one epoch, and by which clock."""
         within = [a == b for a, b in pairwise(self.epochs)]
         walls = [b - a for a, b in pairwise(self.walls)]
         clock, found = "wall", walls
@@ -201,8 +205,8 @@ class Meter(Hook):
             # Work on a stream that the marks do not wait for would look like no work at all.
             if sum(device) > 0.7 * whole:
                 clock, found = "device", device
-        kept = [value for value, same in zip(found, within, strict=True) if same]
-        return kept or found, clock
+        kept = [value for value, same in zip(found, within, strict=True) if same] or found
+        return [value / self.request.every for value in kept], clock
 
     def _write(self) -> None:
         self._done = True
@@ -211,7 +215,8 @@ class Meter(Hook):
         self.drain_s = time.perf_counter() - ended
         times, clock = self._spacings()
         if clock == "wall":
-            times = [value + self.drain_s / len(times) for value in times]
+            late = self.drain_s / (len(times) * self.request.every)
+            times = [value + late for value in times]
         manager, sizes = self.manager, self.manager.sizes
         record = {
             "step_times_s": times,

@@ -189,7 +189,8 @@ def confirm(measure: Measure, ranks: int, winners: list[Trial], repeats: int) ->
     if chosen is not second and second in good and not beats(chosen.times, second.times):
         chosen = second  # the simpler of two that are not told apart
     faster = median(base.times) / median(chosen.times)
-    note = f"Chosen: {chosen.candidate.name}, {faster:.2f}x the samples/s of the config."
+    name = best.candidate.name if chosen is second else COMBINED
+    note = f"Chosen: {name}, {faster:.2f}x the samples/s of the config."
     return Final(finalists, dict(chosen.candidate.settings), note)
 
 
