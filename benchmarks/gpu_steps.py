@@ -168,7 +168,9 @@ def fashion(options: argparse.Namespace, name: str) -> Found:
     epochs = 2 if options.quick else 10
     words = ["train", "image", "--mode", "cnn", "--data-dir", str(options.fashion)]
     words += ["--batch-size", "128", "--epochs", str(epochs), "--device", options.device]
-    words += [*shlex.split(options.fashion_args), "--multi-gpu", "single"]
+    words += shlex.split(options.fashion_args)
+    if options.device == "cpu":
+        words += ["--multi-gpu", "single"]  # which would start two ranks
     with tempfile.TemporaryDirectory(prefix="mgt-gpu-steps-") as folder:
         command = [sys.executable, "-m", "multi_gpu_training", *words, "--save-dir", folder]
         subprocess.run(command, check=True, stdout=sys.stderr)
