@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -65,31 +66,29 @@ class Timed(nn.Module):
 
 
 class Batches:
-    """`steps` batches on the device, drawn by index as from a loader."""
+    """`steps` batches that lie on the device already: parts of one tensor, again and again."""
 
     def __init__(self, model: Model, device: str, steps: int) -> None:
-        self.x, self.y = tensors(model, device)
-        self.batch_size, self.steps = model.batch, steps
+        parts = (tensor.split(model.batch) for tensor in tensors(model, device))
+        self.parts = [[x, y] for x, y in zip(*parts, strict=True) if len(x) == model.batch]
+        self.steps = steps
+        # What a Trainer asks a loader for.
+        self.batch_size = model.batch
         self.dataset = range(steps * model.batch)
         self.batch_sampler = self.sampler = None
 
     def __len__(self) -> int:
         return self.steps
 
-    def __iter__(self) -> Iterator[list[Tensor]]:
-        order = torch.randperm(len(self.x), device=self.x.device)
-        parts = [part for part in order.split(self.batch_size) if len(part) == self.batch_size]
-        for step in range(self.steps):
-            index = parts[step % len(parts)]
-            yield [self.x[index], self.y[index]]
+    def __iter__(self) -> Iterator[Any]:
+        return islice(cycle(self.parts), self.steps)
 
 
 class Named(Batches):
     """The same under the names that the Hugging Face Trainer passes on."""
 
     def __iter__(self) -> Iterator[Any]:
-        for x, y in super().__iter__():
-            yield {"x": x, "labels": y}
+        return ({"x": x, "labels": y} for x, y in super().__iter__())
 
 
 @dataclass
