@@ -130,6 +130,9 @@ class Log:
             self.file.write(json.dumps({"step": step, "loss": self.total.item() / self.every}))
             self.total.zero_()
 
+    def close(self) -> None:
+        self.file.close()
+
 
 def plain(job: Job) -> None:
     net = job.net()
@@ -144,6 +147,7 @@ def plain(job: Job) -> None:
         loss.backward()
         optimizer.step()
         log.add(step, loss)
+    log.close()
 
 
 def fabric(job: Job) -> None:
@@ -160,6 +164,7 @@ def fabric(job: Job) -> None:
         lightning.backward(loss)
         optimizer.step()
         log.add(step, loss)
+    log.close()
 
 
 def accelerate(job: Job) -> None:
@@ -176,6 +181,7 @@ def accelerate(job: Job) -> None:
             optimizer.step()
             optimizer.zero_grad()
         log.add(step, loss)
+    log.close()
 
 
 def lightning(job: Job) -> None:

@@ -23,13 +23,12 @@ def gpu_steps(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_written_out_resnet_is_torchvisions(gpu_steps: Any) -> None:
     from gpu_models import ResNet50
 
-    with torch.device("meta"):
-        model = ResNet50()
+    model = ResNet50()
     # What torchvision.models.resnet50 has.
     assert sum(p.numel() for p in model.parameters()) == 25_557_032
     assert model.layer4[2].conv2.weight.shape == (512, 512, 3, 3)
     assert model.layer2[0].conv2.stride == (2, 2) and model.layer2[0].conv1.stride == (1, 1)
-    assert model(torch.empty(2, 3, 64, 64, device="meta")).shape == (2, 1000)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 1000)
 
 
 def test_an_epoch_is_timed_without_its_validation(gpu_steps: Any) -> None:
