@@ -198,6 +198,44 @@ def test_precisions_take_the_same_global_batch(mgt: Mgt, warm_ranks: None) -> No
     assert rows[2]["step_p50_s"] > rows[1]["step_p50_s"]
 
 
+SLOW = """
+import time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
+
+if __name__ == "__main__":
+    manager = MultiGPUTrainingManager(MultiGPUConfig(device="cpu", batch_size=8))
+    wait_s = 0.0 if manager.config.static_graph else 0.03
+
+    def loss_fn(model, batch):
+        time.sleep(wait_s / manager.sizes.accumulation)
+        return model(batch[0]).square().mean()
+
+    manager.fit(nn.Linear(4, 1), TensorDataset(torch.randn(50, 4)), loss_fn=loss_fn, epochs=1)
+"""
+
+
+def test_tune_finds_the_setting_that_is_faster(mgt: Mgt, warm_ranks: None, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SLOW)
+    said = mgt("--steps", 4, "--warmup", 1, "--tune", "--repeats", 2)
+    assert said.code == 0, said.out + said.err
+    found = data()
+    assert found["recommended"] == {"static_graph": True}, said.out
+    assert "# for your config file\nstatic_graph: true\n" in said.out
+    verdicts = {row["case"]: row["verdict"] for row in found["rows"]}
+    # Every candidate was really trained; those that wait as long as the config are not faster.
+    assert {"failed", "out of memory"}.isdisjoint(verdicts.values()), verdicts
+    assert verdicts["static graph, once more"] == "confirmed"
+    for row in found["rows"]:
+        check_row(row)
+    same = next(row for row in found["rows"] if row["case"] == "accumulation 2, same step")
+    assert (same["per_rank_batch"], same["accumulation"], same["global_batch"]) == (4, 2, 16)
+    twice = next(row for row in found["rows"] if row["case"] == "accumulation 2, twice the step")
+    assert twice["global_batch"] == 32
+
+
 def fake(case: Case, step_s: float = 0.01, **facts: Any) -> Measurement:
     known = {"per_rank_batch": 8, "accumulation": 1, "global_batch": 8 * case.ranks}
     known |= {"device_name": "GPU", "precision": "float32", "parameters": 10, "peak_bytes": 2**30}
@@ -367,6 +405,13 @@ def test_wrong_requests_say_what_is_wrong(mgt: Mgt, tmp_path: Path) -> None:
     assert mgt("--device", "cuda").code == 2
     (tmp_path / "script.py").unlink()
     assert "mgt bench script.py: no such file" in mgt().err
+
+
+def test_ranks_of_another_launcher_are_refused(mgt: Mgt, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = mgt()
+    assert said.code == 2 and "start it without torchrun" in said.err
 
 
 def test_bench_of_a_recipe_starts_ranks_of_its_own(tmp_path: Path) -> None:

@@ -48,8 +48,11 @@ class Flags:
 def bench(flags: Flags) -> int:
     """0 if something could be measured, else 1."""
     check(flags)
+    from multi_gpu_training.distributed.identity import from_environment
     from multi_gpu_training.planning.bench.runner import Runner
 
+    if from_environment() is not None:
+        raise ConfigError("mgt bench starts ranks itself; start it without torchrun or srun")
     console = Console(highlight=False, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="mgt-bench-") as scratch:
         runner = Runner(
