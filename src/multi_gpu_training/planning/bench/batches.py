@@ -8,7 +8,9 @@ from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.planning.bench.case import Case, Measure, Measurement, interleaved, together
 from multi_gpu_training.planning.bench.report import (
     GRAPH,
+    PEAK_BAR,
     SAMPLES,
+    SAMPLES_BAR,
     SPREAD,
     STEP,
     Column,
@@ -58,7 +60,7 @@ def compare_batch_sizes(
             GRAPH,
         ],
         rows=rows,
-        bars=[("samples/s", "samples_per_s"), ("peak memory, bytes", "peak_bytes")],
+        bars=[SAMPLES_BAR, PEAK_BAR],
     )
     recommend(report, unit)
     return report

@@ -13,7 +13,9 @@ import yaml
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.planning.bench.report import (
     MEMORY,
+    PEAK_BAR,
     SAMPLES,
+    SAMPLES_BAR,
     Column,
     Report,
     Row,
@@ -68,7 +70,7 @@ def comparison_report(
             *(Column(name, _metric(name)) for name in known),
         ],
         rows=rows,
-        bars=[("samples/s", "samples_per_s"), ("peak memory, bytes", "peak_bytes")],
+        bars=[SAMPLES_BAR, PEAK_BAR],
         notes=_notes(rows),
     )
     if out is not None:

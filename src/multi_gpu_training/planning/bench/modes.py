@@ -19,9 +19,12 @@ from multi_gpu_training.planning.bench.case import (
 from multi_gpu_training.planning.bench.report import (
     GRAPH,
     MEMORY,
+    PEAK_BAR,
     SAMPLES,
+    SAMPLES_BAR,
     SPREAD,
     STEP,
+    STEP_BAR,
     Column,
     Report,
     Row,
@@ -61,9 +64,9 @@ def compare_modes(
         columns=columns(unit),
         rows=rows,
         bars=[
-            ("samples/s", "samples_per_s"),
-            ("median step, s", "step_p50_s"),
-            ("peak memory, bytes", "peak_bytes"),
+            SAMPLES_BAR,
+            STEP_BAR,
+            PEAK_BAR,
         ],
         notes=notes(rows, unit),
     )

@@ -9,7 +9,9 @@ from multi_gpu_training.planning.bench.case import Case, Measure, interleaved, t
 from multi_gpu_training.planning.bench.report import (
     GRAPH,
     MEMORY,
+    PEAK_BAR,
     SAMPLES,
+    SAMPLES_BAR,
     SPREAD,
     STEP,
     Column,
@@ -66,7 +68,7 @@ def compare_precisions(
             GRAPH,
         ],
         rows=rows,
-        bars=[("samples/s", "samples_per_s"), ("peak memory, bytes", "peak_bytes")],
+        bars=[SAMPLES_BAR, PEAK_BAR],
     )
     if probe.ok and parts == 1:
         report.notes.append(

@@ -25,19 +25,30 @@ class Column(NamedTuple):
     show: Callable[[Row], str]
 
 
+class Bar(NamedTuple):
+    """A number that the picture compares: its key in a row, and what to multiply it with. `low`
+    and `high` are the keys of a range around it."""
+
+    title: str
+    key: str
+    scale: float = 1.0
+    low: str | None = None
+    high: str | None = None
+
+
 @dataclass
 class Report:
     """Rows are what JSON holds; columns say how a table shows them.
 
     notes: sentences below the table. recommended: what to choose, where the report says so.
-    bars: the numbers that the picture compares, as (title, key of a row).
+    bars: the numbers that the picture compares.
     """
 
     kind: str
     title: str
     columns: Sequence[Column]
     rows: list[Row]
-    bars: Sequence[tuple[str, str]] = ()
+    bars: Sequence[Bar] = ()
     notes: list[str] = field(default_factory=list)
     recommended: dict[str, Any] | None = None
 
@@ -156,3 +167,7 @@ GRAPH = Column(
     "as a graph",
     lambda row: "-" if row["graph_share"] is None else f"{row['graph_share']:.0%}",
 )
+
+SAMPLES_BAR = Bar("samples/s", "samples_per_s")
+STEP_BAR = Bar("median step and 10 - 90 %, ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
+PEAK_BAR = Bar("peak memory, MB", "peak_bytes", 2**-20)

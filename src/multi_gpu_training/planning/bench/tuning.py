@@ -11,7 +11,9 @@ from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.planning.bench.case import Case, Measure, Measurement, together
 from multi_gpu_training.planning.bench.report import (
     MEMORY,
+    PEAK_BAR,
     SAMPLES,
+    SAMPLES_BAR,
     STEP,
     Column,
     Report,
@@ -238,7 +240,7 @@ def table(
             Column("verdict", lambda row: str(row["verdict"] or "-")),
         ],
         rows=rows,
-        bars=[("samples/s", "samples_per_s"), ("peak memory, bytes", "peak_bytes")],
+        bars=[SAMPLES_BAR, PEAK_BAR],
         notes=notes,
         recommended=chosen,
     )
