@@ -93,11 +93,10 @@ def run_rank(options: argparse.Namespace) -> None:
             for name in names[shift:] + names[:shift]:
                 times[name].append(step_time_s(name, task))
             report_round(number, times)
-    if dist.get_rank() == 0:
-        text = document(options, times, task)
-        print(text)
-        if options.out is not None:
-            options.out.write_text(text)
+            if options.out is not None and dist.get_rank() == 0:
+                # After every round: a run that is cut off loses nothing.
+                options.out.write_text(document(options, times, task))
+    say(document(options, times, task))
     dist.destroy_process_group()
 
 
@@ -162,7 +161,7 @@ def document(options: argparse.Namespace, times: Times, task: Task) -> str:
             "",
             *(f"- {fact}" for fact in machine()),
             f"- {task.ranks} CPU ranks over gloo, one thread each; {options.model.upper()} of "
-            f"{parameters:,} parameters, {task.batch} samples per rank; {options.rounds} rounds of "
+            f"{parameters:,} parameters, {task.batch} samples per rank; {len(times['hand'])} rounds of "
             f"{options.steps} steps after {WARM_UP} to warm up; log every {task.log_every}",
             f"- a hand-written step takes {median(w for w, _ in times['hand']) * 1e3:.2f} ms",
             *throughput(times),

@@ -8,7 +8,13 @@ from statistics import median
 from typing import Any
 
 from multi_gpu_training.config import TrainingMode
-from multi_gpu_training.planning.bench.case import Case, Measure, Measurement, together
+from multi_gpu_training.planning.bench.case import (
+    Case,
+    Measure,
+    Measurement,
+    percentile,
+    together,
+)
 from multi_gpu_training.planning.bench.report import (
     MEMORY,
     PEAK_BAR,
@@ -23,7 +29,7 @@ from multi_gpu_training.planning.bench.report import (
 
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 DEFAULT, AGAIN, COMBINED = "as configured", "as configured, again", "winners together"
-# Slower than this in the first round: not measured again.
+# If its best steps are slower than this in the first round, it is not measured again.
 HOPELESS = 1.2
 LEAST_GAIN = 0.01
 
@@ -126,9 +132,13 @@ def hopeful(trials: Sequence[Trial], default: Trial) -> list[Trial]:
     """Those worth another round."""
     kept = []
     for trial in trials:
-        if trial.ok and trial.times[0] < HOPELESS * default.times[0]:
+        if not trial.ok:
+            continue
+        first = trial.parts[0]
+        best = percentile(first.step_times_s, 10) / first.samples_per_step
+        if best < HOPELESS * default.times[0]:
             kept.append(trial)
-        elif trial.ok:
+        else:
             trial.verdict = "slower; one round"
     return kept
 
