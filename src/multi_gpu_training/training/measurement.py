@@ -238,12 +238,12 @@ class Meter(Hook):
         (Path(self.request.out) / f"rank-{rank}.json").write_text(json.dumps(record))
 
     def _execution(self) -> dict[str, Any]:
-        found = getattr(self.manager.trainer, "execution", None)
+        found = self.manager.trainer.execution
         return {
-            "mode": str(getattr(found, "mode", "eager")),
-            "replayed": int(getattr(found, "replayed", 0)),
-            "steps": int(getattr(found, "steps", self.manager.trainer.step)),
-            "reason": str(getattr(found, "reason", "") or ""),
+            "mode": found.mode,
+            "replayed": found.replayed,
+            "steps": found.steps,
+            "reason": found.reason,
         }
 
     def _share_replayed(self) -> dict[str, Any]:
