@@ -249,7 +249,7 @@ def graph_against_eager(options: argparse.Namespace, name: str) -> Found:
     execution = {
         "mode": "/".join(sorted(modes)),
         "share": min(shares),
-        "reason": "; ".join(filter(None, reasons)),
+        "reason": "; ".join(dict.fromkeys(filter(None, reasons))),
     }
     return {"value": worst, "cases": found, "execution": execution}
 

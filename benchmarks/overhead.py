@@ -161,8 +161,9 @@ def document(options: argparse.Namespace, times: Times, task: Task) -> str:
             "",
             *(f"- {fact}" for fact in machine()),
             f"- {task.ranks} CPU ranks over gloo, one thread each; {options.model.upper()} of "
-            f"{parameters:,} parameters, {task.batch} samples per rank; {len(times['hand'])} rounds "
-            f"of {options.steps} steps after {WARM_UP} to warm up; log every {task.log_every}",
+            f"{parameters:,} parameters, {task.batch} samples per rank; "
+            f"{len(times['hand'])} rounds of {options.steps} steps after {WARM_UP} to "
+            f"warm up; log every {task.log_every}",
             f"- a hand-written step takes {median(w for w, _ in times['hand']) * 1e3:.2f} ms",
             *throughput(times),
             "",

@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,12 +359,11 @@ def test_the_share_of_replayed_steps_is_that_of_the_measured_ones(tmp_path: Path
     request = Request(str(tmp_path), "single", 1, steps=4, warmup=2, device="cpu")
     manager = manager_for(tmp_path, training_mode="single")
     manager.setup_training(line(), points(64), loss_fn=squares)
-    execution = SimpleNamespace(mode="graph", replayed=0, steps=0, reason="")
-    manager.trainer.execution = execution  # type: ignore[attr-defined]
+    execution = manager.trainer.execution
+    execution.mode, execution.reason = "graph", ""
     meter = Meter(manager, request)
     with pytest.raises(SystemExit):
         for number, batch in enumerate(iter(manager.train_loader.__iter__, None)):
-            execution.steps += 1
             execution.replayed += number > 2  # warm-up, capture, then replays
             meter.train_step(next(batch))
     manager.finish()
@@ -428,17 +426,16 @@ def test_ranks_of_another_launcher_are_refused(mgt: Mgt, monkeypatch: pytest.Mon
 
 
 def test_bench_of_a_recipe_starts_ranks_of_its_own(tmp_path: Path) -> None:
-    words = ("bench", "image", "--steps", 5, "--modes", "single,ddp", "--batch-size", 16)
+    words = ("bench", "image", "--steps", 5, "--modes", "ddp", "--batch-size", 16)
     with Program("-m", "multi_gpu_training", *words, "--out", "out", cwd=tmp_path) as program:
         assert program.end_of_run(200) == 0, program
         assert "samples/s" in program.out
         assert program.nothing_left(5)
     found = json.loads((tmp_path / "out" / "bench.json").read_text())
-    for row in found["rows"]:
-        check_row(row)
-        assert row["per_rank_batch"] == 16
-    assert [row["ranks"] for row in found["rows"]] == [1, 2]
-    assert found["rows"][1]["exposed_s"] is not None
+    (row,) = found["rows"]
+    check_row(row)
+    assert (row["ranks"], row["per_rank_batch"], row["global_batch"]) == (2, 16, 32)
+    assert row["exposed_s"] is not None
     assert not (tmp_path / "runs").exists()
 
 
