@@ -90,7 +90,7 @@ def train_ours(options: argparse.Namespace, which: str, own_loop: bool) -> None:
     from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
 
     model = models(options)[which]
-    settings: dict[str, Any] = {"batch_size": model.batch, "progress": "off", "log_every": 20}
+    settings: dict[str, Any] = {"batch_size": model.batch, "progress": "off"}
     if model.bf16:
         settings["use_mixed_precision"] = True
     manager = MultiGPUTrainingManager(MultiGPUConfig(**settings))
@@ -162,7 +162,7 @@ def peer(options: argparse.Namespace, name: str) -> Found:
 
 
 def fashion(options: argparse.Namespace, name: str) -> Found:
-    """Epochs of `mgt train image` by the clock in its events, validation excluded."""
+    """`mgt train image` in this process; an epoch is `train_epoch`, without validation."""
     if options.fashion is None:
         raise FileNotFoundError("no data: give --fashion FOLDER (the IDX files of Fashion-MNIST)")
     epochs = 2 if options.quick else 10
@@ -172,52 +172,69 @@ def fashion(options: argparse.Namespace, name: str) -> Found:
     if options.device == "cpu":
         words += ["--multi-gpu", "single"]  # which would start two ranks
     with tempfile.TemporaryDirectory(prefix="mgt-gpu-steps-") as folder:
-        command = [sys.executable, "-m", "multi_gpu_training", *words, "--save-dir", folder]
-        subprocess.run(command, check=True, stdout=sys.stderr)
-        (events,) = Path(folder).glob("*/*/events/rank-0.jsonl")
-        lines = [json.loads(line) for line in events.read_text().splitlines()]
-    times = epoch_times(lines)
+        watch = Watch(options.device)
+        watch.train([*words, "--save-dir", folder])
     # The first holds warm-up and capture; it is in the JSON.
-    later = times[1:] or times
-    accuracy = [line["val"]["accuracy"] for line in lines if line["event"] == "epoch"]
+    later = watch.epochs_s[1:] or watch.epochs_s
     return {
         "value": statistics.median(later),
-        "epochs_s": times,
-        "accuracy": accuracy[-1],
-        "accuracies": accuracy,
-        "enough": accuracy[-1] >= 0.925,
-        "execution": execution_of(words, options),
+        "epochs_s": watch.epochs_s,
+        "accuracy": watch.accuracies[-1],
+        "accuracies": watch.accuracies,
+        "enough": watch.accuracies[-1] >= 0.925,
+        "execution": watch.execution,
     }
 
 
-def epoch_times(lines: list[Found]) -> list[float]:
-    """Seconds of each epoch's training: from its first log to its last, for all of its steps."""
-    ends = [line["step"] for line in lines if line["event"] == "epoch"]
-    steps = ends[0]
-    found = []
-    for number, end in enumerate(ends):
-        logs = [
-            line for line in lines if line["event"] == "step" and end - steps < line["step"] <= end
-        ]
-        if len(logs) < 2:
-            raise RuntimeError(f"epoch {number + 1} has {len(logs)} logs; lower log_every")
-        taken = logs[-1]["step"] - logs[0]["step"]
-        found.append((logs[-1]["clock"] - logs[0]["clock"]) * steps / taken)
-    return found
+class Watch:
+    """Stands around the manager's epochs while a command trains."""
 
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.epochs_s: list[float] = []
+        self.accuracies: list[float] = []
+        self.execution: Found = {}
 
-def execution_of(words: list[str], options: argparse.Namespace) -> Any:
-    """How the steps of the same command run, as `mgt bench` sees it."""
-    from multi_gpu_training.config import TrainingMode
-    from multi_gpu_training.planning.bench.case import Case
-    from multi_gpu_training.planning.bench.runner import Runner
+    def now(self) -> float:
+        if self.device == "cuda":
+            import torch
 
-    with tempfile.TemporaryDirectory(prefix="mgt-gpu-steps-") as folder:
-        steps = 4 if options.quick else 300
-        command = ["-m", "multi_gpu_training", *words]
-        runner = Runner(command, Path(folder), steps, device=options.device, timeout_s=60)
-        found = runner(Case("single", TrainingMode.SINGLE, 1))
-    return found.facts.get("execution") or {"mode": "unknown", "share": 0.0, "reason": found.error}
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def train(self, words: list[str]) -> None:
+        """`mgt WORDS`, in this process."""
+        from multi_gpu_training import MultiGPUTrainingManager
+        from multi_gpu_training.cli import main as mgt
+
+        train_epoch = MultiGPUTrainingManager.train_epoch
+        validate_epoch = MultiGPUTrainingManager.validate_epoch
+
+        def timed(manager: Any, loader: Any, epoch: int) -> Any:
+            begun = self.now()
+            metrics = train_epoch(manager, loader, epoch)
+            self.epochs_s.append(self.now() - begun)
+            found = manager.trainer.execution
+            share = found.replayed / max(1, found.steps)
+            self.execution = {"mode": found.mode, "share": share, "reason": found.reason}
+            return metrics
+
+        def noted(manager: Any, loader: Any = None) -> Any:
+            metrics = validate_epoch(manager, loader)
+            self.accuracies.append(metrics["accuracy"])
+            return metrics
+
+        MultiGPUTrainingManager.train_epoch = timed  # type: ignore[method-assign]
+        MultiGPUTrainingManager.validate_epoch = noted  # type: ignore[method-assign]
+        sys.argv = ["mgt", *words]
+        try:
+            mgt()
+        except SystemExit as stop:
+            if stop.code not in (0, None):
+                raise
+        finally:
+            MultiGPUTrainingManager.train_epoch = train_epoch  # type: ignore[method-assign]
+            MultiGPUTrainingManager.validate_epoch = validate_epoch  # type: ignore[method-assign]
 
 
 # The graph computes what the eager step computes

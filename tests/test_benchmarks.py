@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import line, manager_for, points, squares
 
 FOLDER = str(Path(__file__).parent.parent / "benchmarks")
 
@@ -31,15 +32,32 @@ def test_the_written_out_resnet_is_torchvisions(gpu_steps: Any) -> None:
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 1000)
 
 
-def test_an_epoch_is_timed_without_its_validation(gpu_steps: Any) -> None:
-    def log(step: int, clock: float) -> dict[str, Any]:
-        return {"event": "step", "step": step, "clock": clock}
+def test_an_epoch_is_timed_without_its_validation(
+    gpu_steps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from multi_gpu_training import MultiGPUTrainingManager
 
-    # 40 steps of 0.01 s an epoch, with 9 s of validation between them.
-    lines = [log(10, 0.1), log(20, 0.2), log(30, 0.3), log(40, 0.4), {"event": "epoch", "step": 40}]
-    lines += [log(step + 40, 9 + step / 100) for step in (10, 20, 30, 40)]
-    lines += [{"event": "epoch", "step": 80}]
-    assert gpu_steps.epoch_times(lines) == pytest.approx([0.4, 0.4])
+    now = iter(range(0, 100, 3))
+    watch = gpu_steps.Watch("cpu")
+    monkeypatch.setattr(watch, "now", lambda: float(next(now)))
+    trained = MultiGPUTrainingManager.train_epoch
+
+    def two_epochs() -> None:
+        manager = manager_for(tmp_path, training_mode="single", epochs=2)
+        manager.fit(line(), points(), points(), loss_fn=squares, eval_fn=always)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("multi_gpu_training.cli.main", two_epochs)
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    watch.train([])
+    assert watch.epochs_s == [3.0, 3.0]
+    assert watch.accuracies == [0.75, 0.75]
+    assert watch.execution["mode"] == "eager" and watch.execution["reason"]
+    assert MultiGPUTrainingManager.train_epoch is trained
+
+
+def always(model: Any, batch: Any, metrics: Any) -> None:
+    metrics.add("accuracy", 3.0, 4.0)
 
 
 def test_a_fast_step_that_is_no_graph_fails_its_row(gpu_steps: Any) -> None:
