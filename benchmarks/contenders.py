@@ -31,12 +31,15 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 FEATURES, CLASSES = 64, 10
+PIXELS = 28
 RATE, CLIP = 1e-3, 1.0
 Tick = tuple[float, float]  # wall and CPU clock of this process, seconds
 
 
 @dataclass
 class Task:
+    """`model_kind`: "mlp" of `layers` times `hidden`, or "cnn", whose width is `hidden`."""
+
     hidden: int
     layers: int
     batch: int  # per rank
@@ -44,27 +47,58 @@ class Task:
     log_every: int
     folder: Path
     ranks: int
+    model_kind: str = "mlp"
     ticks: list[Tick] = field(default_factory=list)
 
     def model(self) -> Net:
         torch.manual_seed(0)
-        return Net(self.hidden, self.layers, self.ticks)
+        return Net(cnn(self.hidden) if self.is_cnn else mlp(self.hidden, self.layers), self.ticks)
 
     def dataset(self) -> TensorDataset:
         make = torch.Generator().manual_seed(1)
         samples = self.steps * self.batch * self.ranks
+        if self.is_cnn:
+            images = torch.randn(samples, 1, PIXELS, PIXELS, generator=make)
+            return TensorDataset(images, images[:, 0, 0, :CLASSES].argmax(1))
         x = torch.randn(samples, FEATURES, generator=make)
         return TensorDataset(x, x[:, :CLASSES].argmax(1))
 
+    @property
+    def is_cnn(self) -> bool:
+        return self.model_kind == "cnn"
+
+
+def mlp(hidden: int, layers: int) -> nn.Module:
+    parts: list[nn.Module] = []
+    for inputs, outputs in pairwise([FEATURES, *[hidden] * layers]):
+        parts += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(hidden, CLASSES))
+
+
+def cnn(width: int) -> nn.Module:
+    """Four convolutions and two linear layers on images of 28x28; 0.44 million parameters at 32."""
+    return nn.Sequential(
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(2 * width, 2 * width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(2 * width * 49, 4 * width),
+        nn.ReLU(),
+        nn.Linear(4 * width, CLASSES),
+    )
+
 
 class Net(nn.Module):
-    def __init__(self, hidden: int, layers: int, ticks: list[Tick]) -> None:
+    def __init__(self, body: nn.Module, ticks: list[Tick]) -> None:
         super().__init__()
-        sizes = [FEATURES, *[hidden] * layers]
-        parts: list[nn.Module] = []
-        for inputs, outputs in pairwise(sizes):
-            parts += [nn.Linear(inputs, outputs), nn.ReLU()]
-        self.body = nn.Sequential(*parts, nn.Linear(hidden, CLASSES))
+        self.body = body
         self.ticks = ticks
 
     def forward(self, x: Tensor) -> Tensor:

@@ -36,7 +36,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60, help="measured steps a round")
-    parser.add_argument("--hidden", type=int, default=640, help="width of the MLP")
+    parser.add_argument("--model", choices=["mlp", "cnn"], default="mlp")
+    parser.add_argument(
+        "--hidden", type=int, help="width of the MLP (default 640) or the CNN (default 32)"
+    )
     parser.add_argument("--layers", type=int, default=2, help="hidden layers of the MLP")
     parser.add_argument("--batch", type=int, default=32, help="samples per rank and step")
     parser.add_argument("--log-every", type=int, default=20)
@@ -48,6 +51,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="write the table to this Markdown file")
     options = parser.parse_args(arguments)
+    options.hidden = options.hidden or {"mlp": 640, "cnn": 32}[options.model]
     options.names = list(dict.fromkeys(["hand", *options.contenders.split(",")]))
     unknown = [name for name in options.names if name not in CONTENDERS]
     if unknown:
@@ -80,6 +84,7 @@ def run_rank(options: argparse.Namespace) -> None:
             log_every=options.log_every,
             folder=Path(folder),
             ranks=dist.get_world_size(),
+            model_kind=options.model,
         )
         names = able(options.names, task)
         times: Times = {name: [] for name in names}
@@ -88,11 +93,10 @@ def run_rank(options: argparse.Namespace) -> None:
             for name in names[shift:] + names[:shift]:
                 times[name].append(step_time_s(name, task))
             report_round(number, times)
-    if dist.get_rank() == 0:
-        text = document(options, times, task)
-        print(text)
-        if options.out is not None:
-            options.out.write_text(text)
+            if options.out is not None and dist.get_rank() == 0:
+                # After every round: a run that is cut off loses nothing.
+                options.out.write_text(document(options, times, task))
+    say(document(options, times, task))
     dist.destroy_process_group()
 
 
@@ -156,10 +160,12 @@ def document(options: argparse.Namespace, times: Times, task: Task) -> str:
             f"    {command}",
             "",
             *(f"- {fact}" for fact in machine()),
-            f"- {task.ranks} CPU ranks over gloo, one thread each; MLP of {parameters:,} "
-            f"parameters, {task.batch} samples per rank; {options.rounds} rounds of "
-            f"{options.steps} steps after {WARM_UP} to warm up; log every {task.log_every}",
+            f"- {task.ranks} CPU ranks over gloo, one thread each; {options.model.upper()} of "
+            f"{parameters:,} parameters, {task.batch} samples per rank; "
+            f"{len(times['hand'])} rounds of {options.steps} steps after {WARM_UP} to "
+            f"warm up; log every {task.log_every}",
             f"- a hand-written step takes {median(w for w, _ in times['hand']) * 1e3:.2f} ms",
+            *throughput(times),
             "",
             *table(times),
             "",
@@ -169,6 +175,18 @@ def document(options: argparse.Namespace, times: Times, task: Task) -> str:
             "",
         ]
     )
+
+
+def throughput(times: Times) -> list[str]:
+    """Ours against the hand-written loop: samples per second, median over the rounds."""
+    if "ours" not in times:
+        return []
+    ratios = [hand[0] / ours[0] for ours, hand in zip(times["ours"], times["hand"], strict=True)]
+    cpu = [hand[1] / ours[1] for ours, hand in zip(times["ours"], times["hand"], strict=True)]
+    return [
+        f"- throughput of multi-gpu-training against the hand-written loop: {median(ratios):.3f} "
+        f"by the wall clock, {median(cpu):.3f} by CPU time"
+    ]
 
 
 def table(times: Times) -> list[str]:

@@ -31,6 +31,7 @@ PUBLIC = {
     "SingleDeviceTrainer",
     "StepResult",
     "TrainingMode",
+    "comparison_report",
     "get_gpu_info",
     "launch_distributed_training",
     "print_gpu_info",

@@ -56,7 +56,7 @@ def ask(*words):
 
 first = ask("--help")
 used = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-for command in ("train", "run", "verify", "launch", "recipes", "info", "config-schema"):
+for command in ("train", "run", "verify", "bench", "launch", "recipes", "info", "config-schema"):
     assert command in first, first
     assert "Usage" in ask(command, "--help"), command
 print(used, [name for name in ("torch", "numpy", "omegaconf") if name in sys.modules])

@@ -162,6 +162,59 @@ def verify(
     raise typer.Exit(verify_target([target, *ctx.args], ranks, steps, device))
 
 
+@app.command(context_settings={**EXTRA, **NAMES})
+def bench(
+    ctx: typer.Context,
+    target: Annotated[str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = "image",
+    ranks: Annotated[int | None, Option(help="default: every GPU; without GPUs, 2")] = None,
+    steps: Annotated[int, Option(help="measured steps of a case")] = 50,
+    warmup: Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")] = None,
+    device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
+    modes: Annotated[str, Option(help="which of these to compare")] = "single,dp,ddp",
+    batch_sizes: Annotated[
+        str | None, Option(help="like 128,256,512: speed and memory of each")
+    ] = None,
+    precision: Annotated[
+        bool, Option("--precision", help="float32, mixed, and mixed with accumulation")
+    ] = False,
+    tune: Annotated[
+        bool, Option("--tune", help="search the settings of DDP and print the winner")
+    ] = False,
+    allow_compression: Annotated[
+        bool, Option("--allow-compression", help="--tune may choose 16-bit gradients")
+    ] = False,
+    repeats: Annotated[
+        int | None, Option(help="rounds over all cases; default 1, with --tune 3")
+    ] = None,
+    timeout: Annotated[float, Option(help="seconds a case may take")] = 300.0,
+    out: Annotated[
+        str | None, Option(help="folder for bench.json, .md and .png; default runs/bench/TIME")
+    ] = None,
+) -> None:
+    """Measure a training on this machine: single, DP and DDP, batch sizes, precision, settings.
+
+    Other flags and words are the recipe's or the script's, as for `mgt train`.
+    """
+    from multi_gpu_training.cli.bench import Flags, bench
+
+    flags = Flags(
+        [target, *ctx.args],
+        ranks,
+        steps,
+        warmup,
+        device,
+        modes,
+        batch_sizes,
+        precision,
+        tune,
+        allow_compression,
+        repeats,
+        timeout,
+        out,
+    )
+    raise typer.Exit(bench(flags))
+
+
 @app.command()
 def recipes() -> None:
     """List the recipes."""

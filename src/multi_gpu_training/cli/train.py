@@ -32,10 +32,11 @@ class Flags:
 
 def train(flags: Flags) -> None:
     from multi_gpu_training.distributed.launch import Hosts, start_ranks_if_needed
-    from multi_gpu_training.training.verification import requested
+    from multi_gpu_training.training import measurement, verification
 
     recipe, config, options = resolve(flags)
-    if requested() is None:  # else `mgt verify` has started the ranks it wants
+    # `mgt verify` and `mgt bench` have started the ranks they want.
+    if verification.requested() is None and measurement.requested() is None:
         start_ranks_if_needed(config, Hosts.from_environment(**flags.hosts))
     recipe.train(config, options)
 

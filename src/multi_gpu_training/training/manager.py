@@ -41,6 +41,9 @@ from multi_gpu_training.training.evaluation import EvalFn, evaluate
 from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.learning_rate import choose_schedule, scale_rate
 from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
+from multi_gpu_training.training.measurement import adapt as place_case
+from multi_gpu_training.training.measurement import measure
+from multi_gpu_training.training.measurement import requested as case_to_measure
 from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
@@ -91,6 +94,9 @@ class MultiGPUTrainingManager:
         self._verification = requested()
         if self._verification is not None:
             self.config = adapt(self.config, self._verification)
+        self._measured = case_to_measure()
+        if self._measured is not None:
+            self.config = place_case(self.config, self._measured)
         start_ranks_if_needed(self.config)
         set_arithmetic(self.config, reproducible=self._verification is not None)
         self.placement = place(self.config)
@@ -150,6 +156,8 @@ class MultiGPUTrainingManager:
         self.hooks = list(hooks)
         if self._verification is not None:
             begin(self, self._verification)
+        if self._measured is not None:
+            measure(self, self._measured)
         self._start_execution()
         for hook in self.hooks:
             hook.on_run_start(self)

@@ -1,0 +1,177 @@
+"""`mgt bench`: which cases to measure, and what to print of them."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from multi_gpu_training.planning.bench.report import Report
+    from multi_gpu_training.planning.bench.runner import Runner
+
+CPU_RANKS = 2
+MODES = {
+    "single": TrainingMode.SINGLE,
+    "dp": TrainingMode.DATA_PARALLEL,
+    "ddp": TrainingMode.DISTRIBUTED_DATA_PARALLEL,
+}
+REPEATS_OF_TUNE = 3
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line said."""
+
+    command: list[str]
+    ranks: int | None = None
+    steps: int = 50
+    warmup: int | None = None
+    device: str = "auto"
+    modes: str = "single,dp,ddp"
+    batch_sizes: str | None = None
+    precision: bool = False
+    tune: bool = False
+    allow_compression: bool = False
+    repeats: int | None = None
+    timeout_s: float = 300.0
+    out: str | None = None
+
+
+def bench(flags: Flags) -> int:
+    """0 if something could be measured, else 1."""
+    check(flags)
+    from multi_gpu_training.distributed.identity import from_environment
+    from multi_gpu_training.planning.bench.runner import Runner
+
+    if from_environment() is not None:
+        raise ConfigError("mgt bench starts ranks itself; start it without torchrun or srun")
+    console = Console(highlight=False, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="mgt-bench-") as scratch:
+        runner = Runner(
+            command_of(flags.command),
+            Path(scratch),
+            flags.steps,
+            flags.warmup,
+            flags.device,
+            flags.timeout_s,
+            say=lambda text: console.print(f"  {text}", markup=False),
+        )
+        if flags.device == "cuda" and not runner.gpus:
+            raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why")
+        runner.ranks_at_hand = flags.ranks or runner.gpus or CPU_RANKS
+        report = measure(flags, runner)
+    show(report, console)
+    files = report.save(flags.out or f"runs/bench/{datetime.now():%Y%m%d-%H%M%S}")
+    console.print(f"written: {', '.join(map(str, files))}", markup=False)
+    return 0 if any(row["samples_per_s"] for row in report.rows) else 1
+
+
+def measure(flags: Flags, runner: Runner) -> Report:
+    """The report that the flags ask for."""
+    from multi_gpu_training.planning.bench.batches import compare_batch_sizes
+    from multi_gpu_training.planning.bench.modes import compare_modes
+    from multi_gpu_training.planning.bench.precision import compare_precisions
+    from multi_gpu_training.planning.bench.tuning import tune
+
+    ranks, repeats = runner.ranks_at_hand, flags.repeats or 1
+    unit = "GPU" if runner.gpus else "CPU rank"
+    mode = TrainingMode.SINGLE if ranks == 1 else TrainingMode.DISTRIBUTED_DATA_PARALLEL
+    if flags.batch_sizes is not None:
+        sizes = numbers("--batch-sizes", flags.batch_sizes)
+        return compare_batch_sizes(runner, mode, ranks, sizes, repeats, unit)
+    if flags.precision:
+        return compare_precisions(runner, mode, ranks, repeats, unit)
+    if flags.tune:
+        rounds = flags.repeats or REPEATS_OF_TUNE
+        return tune(runner, ranks, rounds, flags.allow_compression, unit=unit)
+    return compare_modes(runner, ranks, modes_of(flags.modes), repeats, unit)
+
+
+def show(report: Report, console: Console) -> None:
+    table = report.table()
+    # A table that is cut says nothing: let the terminal wrap it.
+    wide = console.options.update(max_width=400)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)
+    console.print(table)
+    for note in report.notes:
+        console.print(note, markup=False)
+    if report.kind == "tune" and report.recommended:
+        from multi_gpu_training.planning.bench.tuning import as_yaml
+
+        console.print("\n# for your config file", markup=False)
+        console.print(as_yaml(report.recommended), markup=False)
+
+
+def command_of(words: list[str]) -> list[str]:
+    """What runs once a rank: a script, or `mgt train` of a recipe or config."""
+    target = words[0]
+    if target.endswith(".py"):
+        if not Path(target).is_file():
+            raise ConfigError(f"mgt bench {target}: no such file")
+        return words
+    return ["-m", "multi_gpu_training", "train", *words]
+
+
+def check(flags: Flags) -> None:
+    """Raise one ConfigError with everything that is wrong with the flags."""
+    problems = []
+    asked = [
+        name
+        for name, given in (
+            ("--batch-sizes", flags.batch_sizes is not None),
+            ("--precision", flags.precision),
+            ("--tune", flags.tune),
+        )
+        if given
+    ]
+    if len(asked) > 1:
+        problems.append(f"{' and '.join(asked)} are tables of their own; ask for one at a time")
+    if flags.allow_compression and not flags.tune:
+        problems.append("--allow-compression is for --tune; add it, or drop this")
+    for name, value, least in (
+        ("--steps", flags.steps, 2),
+        ("--warmup", flags.warmup, 1),
+        ("--ranks", flags.ranks, 1),
+        ("--repeats", flags.repeats, 1),
+    ):
+        if value is not None and value < least:
+            problems.append(f"{name} {value}: use at least {least}")
+    if flags.timeout_s <= 0:
+        problems.append(f"--timeout {flags.timeout_s:g}: give seconds, more than 0")
+    if flags.device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {flags.device}: use auto, cpu or cuda")
+    for read in (
+        lambda: modes_of(flags.modes),
+        lambda: numbers("--batch-sizes", flags.batch_sizes or "1"),
+    ):
+        try:
+            read()
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+
+
+def modes_of(text: str) -> list[TrainingMode]:
+    unknown = [name for name in text.split(",") if name not in MODES]
+    if unknown:
+        raise ConfigError(f"--modes {text}: {unknown[0]!r} is unknown; use {', '.join(MODES)}")
+    return [MODES[name] for name in text.split(",")]
+
+
+def numbers(flag: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{flag} {text}: give numbers like 128,256,512") from None
+    if min(found) < 1:
+        raise ConfigError(f"{flag} {text}: each must be at least 1")
+    return found

@@ -1,0 +1,173 @@
+"""What was measured as a table, JSON and a picture, all from the same rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.table import Table
+
+SCHEMA = 1
+Row = dict[str, Any]
+
+
+class Column(NamedTuple):
+    """`show` gives the text of a row."""
+
+    title: str
+    show: Callable[[Row], str]
+
+
+class Bar(NamedTuple):
+    """A number that the picture compares: its key in a row, and what to multiply it with. `low`
+    and `high` are the keys of a range around it."""
+
+    title: str
+    key: str
+    scale: float = 1.0
+    low: str | None = None
+    high: str | None = None
+
+
+@dataclass
+class Report:
+    """Rows are what JSON holds; columns say how a table shows them.
+
+    notes: sentences below the table. recommended: what to choose, where the report says so.
+    bars: the numbers that the picture compares.
+    """
+
+    kind: str
+    title: str
+    columns: Sequence[Column]
+    rows: list[Row]
+    bars: Sequence[Bar] = ()
+    notes: list[str] = field(default_factory=list)
+    recommended: dict[str, Any] | None = None
+
+    def table(self) -> Table:
+        """For a rich console."""
+        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+        for index, column in enumerate(self.columns):
+            table.add_column(column.title, justify="right" if index else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(escape(column.show(row)) for column in self.columns))
+        return table
+
+    def markdown(self) -> str:
+        """The same table for a document."""
+        lines = [
+            "| " + " | ".join(column.title for column in self.columns) + " |",
+            "|" + "---|" * len(self.columns),
+        ]
+        for row in self.rows:
+            texts = [column.show(row).replace("|", "\\|") for column in self.columns]
+            lines.append("| " + " | ".join(texts) + " |")
+        lines += [f"\n{note}" for note in self.notes]
+        return "\n".join(lines) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `bench.json` holds."""
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "title": self.title,
+            "machine": machine(),
+            "rows": self.rows,
+            "notes": self.notes,
+            "recommended": self.recommended,
+        }
+
+    def plot(self, path: Path | str) -> Path:
+        """A picture of the numbers that are compared."""
+        from multi_gpu_training.planning.bench.picture import draw
+
+        return draw(self, Path(path))
+
+    def save(self, folder: Path | str, name: str = "bench") -> list[Path]:
+        """Write NAME.json, NAME.md and NAME.png."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        data, text = folder / f"{name}.json", folder / f"{name}.md"
+        data.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        text.write_text(f"# {self.title}\n\n{self.markdown()}")
+        return [data, text, self.plot(folder / f"{name}.png")]
+
+    def __str__(self) -> str:
+        return f"{self.title}\n\n{self.markdown()}"
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(gpus)],
+    }
+
+
+# How values are shown
+
+
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def memory(count: float | None) -> str:
+    if not count:
+        return "-"
+    return f"{count / 2**30:.2f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def case_name(row: Row) -> str:
+    """With the reason where there is nothing to show."""
+    if row.get("out_of_memory"):
+        return f"{row['case']}: out of memory"
+    if row.get("error"):
+        return f"{row['case']}: {str(row['error']).splitlines()[0]}"
+    return str(row["case"])
+
+
+STEP = Column("step", lambda row: milliseconds(row["step_p50_s"]))
+SPREAD = Column(
+    "10 % - 90 %",
+    lambda row: (
+        "-"
+        if row["step_p10_s"] is None
+        else f"{milliseconds(row['step_p10_s'])} - {milliseconds(row['step_p90_s'])}"
+    ),
+)
+SAMPLES = Column("samples/s", lambda row: number(row["samples_per_s"]))
+MEMORY = Column("memory", lambda row: memory(row["peak_bytes"]))
+GRAPH = Column(
+    "as a graph",
+    lambda row: "-" if row["graph_share"] is None else f"{row['graph_share']:.0%}",
+)
+
+SAMPLES_BAR = Bar("samples/s", "samples_per_s")
+STEP_BAR = Bar("median step and 10 - 90 %, ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
+PEAK_BAR = Bar("peak memory, MB", "peak_bytes", 2**-20)

@@ -1,0 +1,17 @@
+"""`python -m ...start RANKS COMMAND`: the launcher of one case, in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+
+from multi_gpu_training.distributed.launch import Hosts, LaunchPlan, supervise
+from multi_gpu_training.distributed.rank_main import die_with_parent
+
+
+def main() -> int:
+    die_with_parent()
+    return supervise(sys.argv[2:], LaunchPlan(int(sys.argv[1]), Hosts()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
