@@ -41,6 +41,8 @@ from multi_gpu_training.reliability.integrity import (
     damage,
     digest,
     read_manifest,
+    trusted_manifest,
+    written,
 )
 from multi_gpu_training.reliability.retention import Kept, score_of, to_drop
 from multi_gpu_training.reliability.tensor_file import write_file
@@ -167,7 +169,7 @@ class CheckpointStore:
             "files": {name: hashes[name].facts() for name in sorted(hashes)},
         }
         manifest["sha256"] = digest(manifest)
-        _write_text(staged / MANIFEST, json.dumps(manifest, indent=1))
+        _write_text(staged / MANIFEST, written(manifest))
         _sync(staged)
 
     def _move_into_place(self, staged: Path, final: Path) -> None:
@@ -263,21 +265,16 @@ class CheckpointStore:
 
     def on_timeline(self, path: Path) -> bool:
         """False for a checkpoint that was abandoned when the run went back before it."""
-        try:
-            manifest = read_manifest(path)
-            attempt, step = int(manifest.get("attempt", 0)), int(manifest["step"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        manifest = trusted_manifest(path)
+        if not manifest:
             return True  # damaged: reported as such by whoever reads it
+        attempt, step = int(manifest.get("attempt", 0)), int(manifest["step"])
         return all(
             step <= entry["from_step"] for entry in self._lineage() if entry["attempt"] > attempt
         )
 
     def _kept(self, path: Path) -> Kept:
-        try:
-            score = score_of(read_manifest(path))
-        except (OSError, ValueError):
-            score = None
-        return Kept(path, self.on_timeline(path), score)
+        return Kept(path, self.on_timeline(path), score_of(trusted_manifest(path)))
 
     def _is_intact(self, path: Path) -> bool:
         return self._verified.damage(path) is None
