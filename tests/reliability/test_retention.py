@@ -82,6 +82,15 @@ def test_the_best_ones_are_kept_by_their_score(tmp_path: Path) -> None:
     assert left(again) == [2, 3, 7]
 
 
+def test_best_names_the_best_that_could_be_saved(tmp_path: Path) -> None:
+    """Step 2 was better than any, and could not be written; step 3 is the best there is."""
+    store = CheckpointStore(tmp_path, keep_last=1)
+    for step, loss, best in [(1, 0.5, True), (3, 0.4, False), (4, 0.45, False), (5, None, False)]:
+        store.keep(save(store, step, loss), best)
+    assert (tmp_path / "best").resolve().name == "step-00000003"
+    assert left(store) == [3, 5]
+
+
 def test_what_nobody_touched_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

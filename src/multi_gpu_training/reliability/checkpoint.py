@@ -190,13 +190,29 @@ class CheckpointStore:
             staged.rename(final)
             _sync(self.folder)
 
-    def keep(self, best: Path | None = None) -> None:
-        """After a save: let `best` name it where given, and drop what need not be kept."""
-        self._best = best or self._best
+    def keep(self, path: Path, best: bool) -> None:
+        """After `path` was saved: let `best` name it if it is, and drop what need not be kept.
+
+        It is best too where the one that was better could not be saved.
+        """
+        if best or self._beats(path, self._named_best()):
+            self._best = path
         if self._best is not None:
             self.mark_best(self._best)
             self._best = None
         self.prune()
+
+    def _beats(self, path: Path, named: Path | None) -> bool:
+        ours = trusted_manifest(path)
+        theirs = trusted_manifest(named) if named is not None else {}
+        mine, other = score_of(ours), score_of(theirs)
+        if mine is None or other is None:
+            return mine is not None and named is None
+        return ours["score"]["metric"] == theirs["score"]["metric"] and mine > other
+
+    def _named_best(self) -> Path | None:
+        best = self.folder / "best"
+        return self.folder / best.resolve().name if best.exists() else None
 
     def mark_best(self, path: Path) -> None:
         """Let `best` name this checkpoint."""
@@ -207,9 +223,8 @@ class CheckpointStore:
 
     def prune(self) -> None:
         """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
-        best = self.folder / "best"
         found = [self._kept(path) for path in self.folders()]
-        named = best.parent / best.resolve().name if best.exists() else None
+        named = self._named_best()
         for path in to_drop(found, self._is_intact, self.keep_last, self.keep_best, named):
             shutil.rmtree(path, ignore_errors=True)
             self._verified.forget(path)

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from multi_gpu_training.reliability.hashing import Bytes
 from multi_gpu_training.reliability.tensor_file import lay_out
 
 _ALIGNMENT = 64  # of each file's bytes in the buffer
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
 
 @dataclass
@@ -103,7 +104,7 @@ class HostBuffer:
         with torch.cuda.stream(side):
             start.record(side)
             for host, source in pairs:
-                host.copy_(source, non_blocking=True)
+                host.copy_(source.contiguous(), non_blocking=True)
             end.record(side)
         current.wait_event(end)
         return start, end
@@ -116,21 +117,36 @@ class HostBuffer:
         self._flat = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is taken
         if self._unpin is not None:
             self._unpin()
-        # Not torch's pinned allocator, which rounds up to a power of two.
-        memory = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        self._flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._flat = _memory(nbytes, advice=("MADV_HUGEPAGE",))
         self.pinned = self._wants_pinned and self._pin()
         self.allocated_s = time.perf_counter() - begun
 
     def _pin(self) -> bool:
-        """Fix the memory in place for the GPU. Where there is too little for that, copies are
-        slower, and safe all the same."""
-        address = self._flat.data_ptr()
+        """Fix the memory in place for the GPU. torch's own pinned memory is rounded up to a
+        power of two, and is asked for only where that fails; without either, copies are slower
+        and safe all the same."""
         cudart: Any = torch.cuda.cudart()
-        if int(cudart.cudaHostRegister(address, self.nbytes, 0)) != 0:
+        # A forked loader worker must not get a copy of pages that the GPU writes into.
+        memory = _memory(self.nbytes, advice=("MADV_HUGEPAGE", "MADV_DONTFORK"))
+        address = memory.data_ptr()
+        if int(cudart.cudaHostRegister(address, memory.numel(), _PORTABLE)) == 0:
+            self._flat = memory
+            self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, address)
+            return True
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda").add_(1)  # takes the error that CUDA remembers
+        try:
+            self._flat = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
             return False
-        self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, address)
         return True
+
+
+def _memory(nbytes: int, advice: Sequence[str]) -> Tensor:
+    """Memory of its own pages; not touched yet, it costs nothing until it is used."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for word in advice:
+        if hasattr(mmap, word):
+            with contextlib.suppress(OSError):
+                pages.madvise(getattr(mmap, word))
+    return torch.frombuffer(pages, dtype=torch.uint8)

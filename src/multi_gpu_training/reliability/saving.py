@@ -83,7 +83,7 @@ class Save:
     def _tidy(self) -> None:
         """Name the best and drop the old: the checkpoint is safe whatever happens here."""
         try:
-            self.store.keep(self.path if self.best else None)
+            self.store.keep(self.path, self.best)
         except Exception as error:
             self.warning = (
                 f"step {self.step} is saved, but `best` or old checkpoints in {self.store.folder} "
