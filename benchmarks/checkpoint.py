@@ -7,8 +7,8 @@ The state is a model and its AdamW moments, 2 GiB in all. Compared are
 
     plain       one write and fsync of the same number of bytes to the same disk
     torch.save  to a file, as most training scripts do it, without fsync
-    ours        FaultToleranceManager.save(wait=False) and then waiting: copy, write, hash, fsync,
-                rename, fsync of the folder
+    ours        manager.save_checkpoint(wait=False) as the training loop calls it, and then waiting:
+                copy, write, hash, fsync, rename, fsync of the folder
 
 `stall` is how long the next step is delayed: on a GPU, from before the save until a kernel that was
 queued after it has run.
@@ -29,40 +29,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
 
-from multi_gpu_training.reliability.checkpoint import CheckpointStore, Snapshot, capture
-from multi_gpu_training.reliability.host_copy import HostBuffer
-from multi_gpu_training.reliability.saving import Save
-from multi_gpu_training.reliability.state import model_state, optimizer_state
+from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
 
 
 def main() -> None:
     arguments = read_arguments()
     device = torch.device(arguments.device)
     gib = 1 / 16 if arguments.quick else arguments.gib
-    model, optimizer = build(gib, device)
     rows: list[dict[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="mgt-checkpoint-", dir=arguments.folder))
     try:
-        ours = Ours(model, optimizer, device, folder / "ours")
-        rows.append({"what": "ours, first", **ours.once(0)})
+        ours = Ours(gib, device, folder)
+        rows.append({"what": "ours, first", **ours.once()})
         plain, saved, safe = Plain(ours.nbytes, folder), [], []
         torch_rows = []
-        for repeat in range(1, arguments.repeats + 1):
+        for _ in range(arguments.repeats):
             # Side by side, so that what else the disk does falls on all of them.
             safe.append(plain.once())
-            saved.append(ours.once(repeat))
-            torch_rows.append(torch_save(model, optimizer, device, folder))
+            saved.append(ours.once())
+            torch_rows.append(torch_save(ours, folder))
         rows += [middle("plain", safe), middle("torch.save", torch_rows), middle("ours", saved)]
         ratios = [a["safe_s"] / b["safe_s"] for a, b in zip(saved, safe, strict=True)]
+        ours.manager.finish()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     report = {
         "machine": machine(device),
         "bytes": ours.nbytes,
-        "buffer_bytes": ours.buffer.nbytes,
-        "pinned": ours.buffer.pinned,
+        "buffer_bytes": ours.keeper._buffer.nbytes,
+        "pinned": ours.keeper._buffer.pinned,
         "folder": str(folder.parent),
         "repeats": arguments.repeats,
         "rows": rows,
@@ -84,54 +83,63 @@ def read_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build(gib: float, device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A third of the bytes are weights, two thirds moments; 48 layers, as a network has many."""
-    width = int((gib * 2**30 / 3 / 4 / 48) ** 0.5)
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(48))).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Ours:
-    def __init__(
-        self, model: nn.Module, optimizer: Any, device: torch.device, folder: Path
-    ) -> None:
-        self.model, self.optimizer, self.device = model, optimizer, device
-        self.buffer = HostBuffer(device)
-        self.store = CheckpointStore(folder, keep_last=1)
-        self.weight: Tensor = next(model.parameters()).detach()
+    """A run that has taken one step, so that the optimizer has its moments."""
+
+    def __init__(self, gib: float, device: torch.device, folder: Path) -> None:
+        # A third of the bytes are weights; 48 layers, as a network has many.
+        width = int((gib * 2**30 / 3 / 4 / 48) ** 0.5)
+        config = MultiGPUConfig(
+            training_mode="single",
+            device=device.type,
+            save_dir=str(folder),
+            run_name="ours",
+            batch_size=4,
+            keep_last=1,
+            tensorboard=False,
+            progress="off",
+        )
+        self.manager = MultiGPUTrainingManager(config)
+        self.device = self.manager.placement.device
+        layers = [nn.Linear(width, width) for _ in range(48)]
+        data = TensorDataset(torch.randn(4, width), torch.randn(4, width))
+        self.model, loader, _ = self.manager.setup_training(
+            nn.Sequential(*layers),
+            data,
+            loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-5),
+        )
+        for batch in loader:
+            self.manager.trainer.train_step(batch)
+        self.optimizer = self.manager.trainer.optimizer
+        self.weight = next(self.model.parameters()).detach()
+        self.keeper = self.manager.fault_tolerance
         self.nbytes = 0
 
-    def once(self, step: int) -> dict[str, float]:
+    def once(self) -> dict[str, float]:
+        self.manager.trainer.step += 1
         synchronize(self.device)
         begun = time.perf_counter()
-        tensors, aliases, _ = model_state(self.model)
-        state = optimizer_state(self.model, self.optimizer)
-        snapshot = Snapshot(step, 0, tensors, aliases, state, {})
-        save = Save(self.store, capture(snapshot, self.buffer))
-        save.start()
+        path = self.manager.save_checkpoint(wait=False)
         host_s = time.perf_counter() - begun
         self.weight.add_(0)  # the first thing that a next step would do to the state
         synchronize(self.device)
         stall_s = time.perf_counter() - begun
+        save = self.keeper._save
+        assert save is not None
         save.wait()
-        if save.problem:
-            raise SystemExit(save.problem)
-        self.nbytes = save.captured.copy.nbytes
+        self.keeper.settle()
+        self.nbytes = sum(file.stat().st_size for file in path.iterdir())
         return {
             "stall_s": stall_s,
             "host_s": host_s,
             "copy_s": save.captured.copy.device_s,
-            "allocate_s": self.buffer.allocated_s,
+            "allocate_s": self.keeper._buffer.allocated_s,
             "safe_s": host_s + save.write_s,
         }
 
@@ -153,13 +161,12 @@ class Plain:
         return {"stall_s": safe_s, "safe_s": safe_s}
 
 
-def torch_save(
-    model: nn.Module, optimizer: Any, device: torch.device, folder: Path
-) -> dict[str, float]:
+def torch_save(ours: Ours, folder: Path) -> dict[str, float]:
     path = folder / "state.pt"
-    synchronize(device)
+    synchronize(ours.device)
     begun = time.perf_counter()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    state = {"model": ours.model.state_dict(), "optimizer": ours.optimizer.state_dict()}
+    torch.save(state, path)
     stall_s = time.perf_counter() - begun
     path.unlink()
     return {"stall_s": stall_s}

@@ -91,6 +91,17 @@ def test_best_names_the_best_that_could_be_saved(tmp_path: Path) -> None:
     assert left(store) == [3, 5]
 
 
+def test_leftovers_of_killed_saves_are_cleared_away(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (tmp_path / ".staged-step-00000009-0-1").mkdir()
+    (tmp_path / ".old-step-00000009-1-1").mkdir()
+    (tmp_path / ".lineage-2-1").write_text("[")
+    (tmp_path / ".best-3-1").symlink_to("step-00000009")
+    assert len(store.leftovers()) == 4
+    store.keep(save(store, 10), best=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-00000010"]
+
+
 def test_what_nobody_touched_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,8 @@ from multi_gpu_training.reliability.tensor_file import write_file
 
 _STAGED = ".staged-"
 _OLD = ".old-"
+_BEST = ".best-"
+_LINEAGE = ".lineage-"
 _counter = itertools.count()
 
 
@@ -216,7 +218,7 @@ class CheckpointStore:
 
     def mark_best(self, path: Path) -> None:
         """Let `best` name this checkpoint."""
-        link = self.folder / f".best-{_mine()}"
+        link = self.folder / f"{_BEST}{_mine()}"
         link.symlink_to(path.name)
         link.replace(self.folder / "best")
         _sync(self.folder)
@@ -228,9 +230,13 @@ class CheckpointStore:
         for path in to_drop(found, self._is_intact, self.keep_last, self.keep_best, named):
             shutil.rmtree(path, ignore_errors=True)
             self._verified.forget(path)
-        for path in self.folder.glob(".*-step-*"):
-            if not path.name.endswith(f"-{os.getpid()}"):
+        for path in self.leftovers():
+            if path.name.endswith(f"-{os.getpid()}"):
+                continue
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def branch(self, from_step: int) -> None:
         """Go on from `from_step`: what earlier attempts saved after it is no longer ours."""
@@ -269,7 +275,8 @@ class CheckpointStore:
 
     def leftovers(self) -> list[Path]:
         """What crashed saves have left; the next save clears it away."""
-        return sorted(self.folder.glob(".*-step-*"))
+        patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{_LINEAGE}*")
+        return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
 
     def recover(self) -> None:
         """Finish or undo what a crash interrupted."""
@@ -306,7 +313,7 @@ class CheckpointStore:
     def _write_lineage(self) -> None:
         if self._unwritten is None:
             return
-        staged = self.folder / f".lineage-{_mine()}"
+        staged = self.folder / f"{_LINEAGE}{_mine()}"
         try:
             _write_text(staged, json.dumps(self._unwritten))
             staged.replace(self.folder / "lineage.json")

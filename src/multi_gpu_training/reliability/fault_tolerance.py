@@ -307,6 +307,8 @@ class FaultToleranceManager:
     def _choose(self, where: str) -> Path | None:
         answer: dict[str, Any] = {}
         if self.placement.is_main:
+            if self._save is not None:
+                self._save.wait()  # it may be the newest
             if where == "auto":
                 self.store.recover()
                 found, damaged = self.store.newest_intact()
