@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from ranks import CONTEXT
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -271,46 +268,52 @@ def test_channels_last_momenta_keep_their_place(tmp_path: Path) -> None:
     assert torch.equal(resumed.weight, whole.weight)
 
 
-SCRIPT = """
-import sys, torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
-torch.manual_seed(0)
-data = TensorDataset(torch.randn(320, 8), torch.arange(320) % 3)
-config = MultiGPUConfig(
-    training_mode="single", batch_size=4, epochs=2, checkpoint_frequency=1, save_dir=sys.argv[1],
-    run_name="run", resume="auto", progress="off", tensorboard=False, log_every=1000,
-)
-model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 3))
-manager = MultiGPUTrainingManager(config)
-print("ready", flush=True)
-manager.fit(model, data)
-torch.save(model.state_dict(), sys.argv[1] + "/weights.pt")
-"""
+def train_to_the_end(folder: Path, ready: Any) -> None:
+    """160 steps, each saved, from wherever the run is; in a process that may be killed."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(320, 8), torch.arange(320) % 3)
+    config = MultiGPUConfig(
+        training_mode="single",
+        device="cpu",
+        batch_size=4,
+        epochs=2,
+        checkpoint_frequency=1,
+        save_dir=str(folder),
+        run_name="run",
+        resume="auto",
+        progress="off",
+        tensorboard=False,
+        log_every=1000,
+    )
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 3))
+    manager = MultiGPUTrainingManager(config)
+    ready.set()
+    manager.fit(model, data)
+    torch.save(model.state_dict(), folder / "weights.pt")
 
 
 def test_a_run_that_is_killed_while_saving_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    subprocess.run([sys.executable, str(script), str(whole)], env=env, check=True, timeout=120)
-    broken = tmp_path / "broken"
-    broken.mkdir()
+    def start(folder: Path) -> Any:
+        folder.mkdir(exist_ok=True)
+        ready = CONTEXT.Event()
+        process = CONTEXT.Process(target=train_to_the_end, args=(folder, ready))
+        process.start()
+        assert ready.wait(60)
+        return process
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    undisturbed = start(whole)
     kills = 0
-    for delay_s in (0.05, 0.21, 0.4, 0.63):
-        with subprocess.Popen(
-            [sys.executable, str(script), str(broken)], env=env, stdout=subprocess.PIPE
-        ) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            time.sleep(delay_s)
-            kills += process.poll() is None
-            process.send_signal(signal.SIGKILL)
-            process.wait(30)
-    subprocess.run([sys.executable, str(script), str(broken)], env=env, check=True, timeout=120)
+    for delay_s in (0.05, 0.21, 0.3, 0.13, 0.4, 0.33, 0.27, 0.1):
+        process = start(broken)
+        process.join(delay_s)
+        kills += process.exitcode is None
+        process.kill()
+        process.join()
+    for process in (undisturbed, start(broken)):
+        process.join(120)
+        assert process.exitcode == 0
     assert kills >= 3
     ours, reference = (torch.load(f / "weights.pt") for f in (broken, whole))
     assert all(torch.equal(ours[name], reference[name]) for name in reference)

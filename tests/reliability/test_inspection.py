@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tiny import line, manager_for, points, sgd, squares
+from typer.testing import CliRunner
 
+from multi_gpu_training.cli.app import app
 from multi_gpu_training.cli.checkpoints import show_checkpoints
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
@@ -83,9 +83,5 @@ def test_what_is_no_run_is_said_so(tmp_path: Path, run: Path) -> None:
 
 def test_the_command_ends_with_1_when_there_is_nothing(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "multi_gpu_training", "checkpoints", str(tmp_path)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1 and "no intact checkpoint" in done.stdout
+    done = CliRunner().invoke(app, ["checkpoints", str(tmp_path)])
+    assert done.exit_code == 1 and "no intact checkpoint" in done.stdout

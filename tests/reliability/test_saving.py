@@ -115,16 +115,16 @@ def test_a_save_waits_for_the_one_before_and_says_how_long(
     def slow(captured: Capture) -> None:
         running.append(captured.step)
         assert len(running) == 1, "two at a time"
-        time.sleep(0.3)
+        time.sleep(1.0 if captured.step == 3 else 0.0)
         running.remove(captured.step)
 
     before_writing(monkeypatch, slow)
     fit(tmp_path, checkpoint_frequency=3)  # and step 4, the end of the epoch
     first, second = events(tmp_path, "checkpoint")
     assert (first["step"], second["step"]) == (3, 4)
-    assert first["waited_s"] < 0.05 and 0.2 < second["waited_s"] < 2
-    assert first["write_s"] > 0.3
-    assert first["stall_s"] < 0.2  # what training stood still for is not the writing
+    assert first["waited_s"] == 0 and 0.2 < second["waited_s"] <= 1.5
+    # What training stood still for is not the writing.
+    assert first["stall_s"] < 1 <= first["write_s"]
 
 
 def test_memory_for_saving_is_one_state_taken_once(tmp_path: Path) -> None:
@@ -270,21 +270,22 @@ if sys.argv[3] == "die":
 """
 
 
-@pytest.mark.parametrize("how", ["end", "die"])
-def test_a_script_that_ends_or_dies_at_once_keeps_what_it_began_to_save(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_script_that_ends_or_dies_at_once_keeps_what_it_began_to_save(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     tests = str(Path(__file__).parent.parent)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), tests, how],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == (how == "die"), done.stderr
-    store = CheckpointStore(tmp_path / "custom" / "run" / "checkpoints")
-    found, damaged = store.newest_intact()
-    assert found is not None and not damaged, done.stderr
+    started = {
+        how: subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / how), tests, how],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for how in ("end", "die")
+    }
+    for how, process in started.items():
+        _, told = process.communicate(timeout=120)
+        assert process.returncode == (how == "die"), told
+        store = CheckpointStore(tmp_path / how / "custom" / "run" / "checkpoints")
+        found, damaged = store.newest_intact()
+        assert found is not None and not damaged, told
