@@ -19,8 +19,10 @@ from torch.utils.data import TensorDataset
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.reliability import hashing, integrity, tensor_file
-from multi_gpu_training.reliability.checkpoint import CheckpointStore, Snapshot, damage, load
+from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.codec import from_text, pack, to_text, unpack
+from multi_gpu_training.reliability.integrity import damage
+from multi_gpu_training.reliability.snapshot import Snapshot, load
 from multi_gpu_training.reliability.state import load_optimizer_state, model_state, optimizer_state
 
 

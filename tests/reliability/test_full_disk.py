@@ -21,7 +21,8 @@ from multi_gpu_training import Hook, MultiGPUTrainingManager
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.monitoring.log import EventFile
 from multi_gpu_training.monitoring.tensorboard import Curves
-from multi_gpu_training.reliability.checkpoint import CheckpointStore, Snapshot
+from multi_gpu_training.reliability.checkpoint import CheckpointStore
+from multi_gpu_training.reliability.snapshot import Snapshot
 
 LEVELS = 10
 KIB = 1024

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from multi_gpu_training.reliability import integrity
-from multi_gpu_training.reliability.checkpoint import CheckpointStore, Snapshot
+from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.retention import Kept, to_drop
+from multi_gpu_training.reliability.snapshot import Snapshot
 
 
 def save(store: CheckpointStore, step: int, loss: float | None = None) -> Path:

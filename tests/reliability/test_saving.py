@@ -21,7 +21,8 @@ from torch import nn
 
 from multi_gpu_training import Hook, MultiGPUTrainingManager
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability.checkpoint import Capture, CheckpointStore
+from multi_gpu_training.reliability.checkpoint import CheckpointStore
+from multi_gpu_training.reliability.snapshot import Capture
 
 FOUR_STEPS = {"batch_size": 4, "run_name": "run", "training_mode": "single"}
 KEPT = {**FOUR_STEPS, "enable_fault_tolerance": True, "keep_last": 9}

@@ -15,90 +15,32 @@ A checkpoint is staged in a temporary folder, flushed to the disk, and renamed i
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-from safetensors.torch import load_file
-from torch import Tensor
 
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability.codec import pack, unpack
+from multi_gpu_training.reliability.durable import own_name, sync, write_text
 from multi_gpu_training.reliability.hashing import Bytes, FileHash, HashThreads
-from multi_gpu_training.reliability.host_copy import HostBuffer, HostCopy
+from multi_gpu_training.reliability.host_copy import HostBuffer
 from multi_gpu_training.reliability.integrity import (
-    FORMAT,
     MANIFEST,
     Verified,
-    damage,
     digest,
-    read_manifest,
     trusted_manifest,
     written,
 )
+from multi_gpu_training.reliability.lineage import STAGED_LINEAGE, Lineage
 from multi_gpu_training.reliability.retention import Kept, score_of, to_drop
+from multi_gpu_training.reliability.snapshot import Capture, Snapshot, capture
 from multi_gpu_training.reliability.tensor_file import write_file
 
 _STAGED = ".staged-"
 _OLD = ".old-"
 _BEST = ".best-"
-_LINEAGE = ".lineage-"
-_counter = itertools.count()
-
-
-@dataclass
-class Snapshot:
-    """The whole state of a run at one step: what is saved, and what is loaded."""
-
-    step: int
-    epoch: int
-    model: dict[str, Tensor]
-    aliases: dict[str, str]
-    optimizer: Any
-    state: Any
-    facts: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Capture:
-    """A snapshot in host memory, as plain data and files: training may go on."""
-
-    step: int
-    manifest: dict[str, Any]
-    plain: dict[str, Any]
-    copy: HostCopy
-
-
-def capture(snapshot: Snapshot, buffer: HostBuffer) -> Capture:
-    """Copy `snapshot` into `buffer`. The device may still be copying when this returns."""
-    optimizer: dict[str, Tensor] = {}
-    state: dict[str, Tensor] = {}
-    plain = {
-        "optimizer": pack(snapshot.optimizer, optimizer),
-        "state": pack(snapshot.state, state),
-    }
-    manifest = {
-        "format": FORMAT,
-        "step": snapshot.step,
-        "epoch": snapshot.epoch,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "aliases": snapshot.aliases,
-        **snapshot.facts,
-    }
-    files = {
-        "model.safetensors": snapshot.model,
-        "optimizer.safetensors": optimizer,
-        "state.safetensors": state,
-    }
-    return Capture(snapshot.step, manifest, plain, buffer.copy(files))
 
 
 class CheckpointStore:
@@ -112,7 +54,7 @@ class CheckpointStore:
         self.keep_best = keep_best
         self.attempt = attempt
         self._verified = Verified()
-        self._unwritten: list[dict[str, int]] | None = None  # lineage
+        self.lineage = Lineage(folder)
         self._best: Path | None = None  # still to be named so
 
     # Writing
@@ -127,11 +69,11 @@ class CheckpointStore:
     def write(self, captured: Capture) -> Path:
         """Write what was captured; when this returns it is safe on the disk."""
         final = self.path_of(captured.step)
-        staged = self.folder / f"{_STAGED}{final.name}-{_mine()}"
+        staged = self.folder / f"{_STAGED}{final.name}-{own_name()}"
         try:
             captured.copy.wait()
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_lineage()
+            self.lineage.write()
             staged.mkdir()
             self._write_files(staged, captured)
             self._move_into_place(staged, final)
@@ -171,26 +113,26 @@ class CheckpointStore:
             "files": {name: hashes[name].facts() for name in sorted(hashes)},
         }
         manifest["sha256"] = digest(manifest)
-        _write_text(staged / MANIFEST, written(manifest))
-        _sync(staged)
+        write_text(staged / MANIFEST, written(manifest))
+        sync(staged)
 
     def _move_into_place(self, staged: Path, final: Path) -> None:
         self._verified.forget(final)
         if final.exists():
             # The same step again, after going back to an earlier one: a folder cannot be
             # renamed onto one that is not empty.
-            old = self.folder / f"{_OLD}{final.name}-{_mine()}"
+            old = self.folder / f"{_OLD}{final.name}-{own_name()}"
             final.rename(old)
             try:
                 staged.rename(final)
             except OSError:
                 old.rename(final)
                 raise
-            _sync(self.folder)
+            sync(self.folder)
             shutil.rmtree(old, ignore_errors=True)
         else:
             staged.rename(final)
-            _sync(self.folder)
+            sync(self.folder)
 
     def keep(self, path: Path, best: bool) -> None:
         """After `path` was saved: let `best` name it if it is, and drop what need not be kept.
@@ -218,10 +160,10 @@ class CheckpointStore:
 
     def mark_best(self, path: Path) -> None:
         """Let `best` name this checkpoint."""
-        link = self.folder / f"{_BEST}{_mine()}"
+        link = self.folder / f"{_BEST}{own_name()}"
         link.symlink_to(path.name)
         link.replace(self.folder / "best")
-        _sync(self.folder)
+        sync(self.folder)
 
     def prune(self) -> None:
         """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
@@ -240,13 +182,12 @@ class CheckpointStore:
 
     def branch(self, from_step: int) -> None:
         """Go on from `from_step`: what earlier attempts saved after it is no longer ours."""
-        lineage = self._lineage()
-        self.attempt = 1 + max((entry["attempt"] for entry in lineage), default=0)
+        self.lineage.branch(from_step)
+        self.attempt = self.lineage.attempt
         newer = any(self._step(path) > from_step for path in self.folders())
-        self._unwritten = [*lineage, {"attempt": self.attempt, "from_step": from_step}]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_lineage()
+            self.lineage.write()
         except OSError as error:
             if newer:
                 raise CheckpointError(
@@ -275,7 +216,7 @@ class CheckpointStore:
 
     def leftovers(self) -> list[Path]:
         """What crashed saves have left; the next save clears it away."""
-        patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{_LINEAGE}*")
+        patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{STAGED_LINEAGE}*")
         return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
 
     def recover(self) -> None:
@@ -290,10 +231,7 @@ class CheckpointStore:
         manifest = trusted_manifest(path)
         if not manifest:
             return True  # damaged: reported as such by whoever reads it
-        attempt, step = int(manifest.get("attempt", 0)), int(manifest["step"])
-        return all(
-            step <= entry["from_step"] for entry in self._lineage() if entry["attempt"] > attempt
-        )
+        return self.lineage.includes(int(manifest.get("attempt", 0)), int(manifest["step"]))
 
     def _kept(self, path: Path) -> Kept:
         return Kept(path, self.on_timeline(path), score_of(trusted_manifest(path)))
@@ -301,69 +239,7 @@ class CheckpointStore:
     def _is_intact(self, path: Path) -> bool:
         return self._verified.damage(path) is None
 
-    def _lineage(self) -> list[dict[str, int]]:
-        if self._unwritten is not None:
-            return self._unwritten
-        try:
-            found: list[dict[str, int]] = json.loads((self.folder / "lineage.json").read_text())
-            return found
-        except (OSError, ValueError):
-            return []
-
-    def _write_lineage(self) -> None:
-        if self._unwritten is None:
-            return
-        staged = self.folder / f"{_LINEAGE}{_mine()}"
-        try:
-            _write_text(staged, json.dumps(self._unwritten))
-            staged.replace(self.folder / "lineage.json")
-        except OSError:
-            with contextlib.suppress(OSError):
-                staged.unlink(missing_ok=True)
-            raise
-        _sync(self.folder)
-        self._unwritten = None
-
     @staticmethod
     def _step(path: Path) -> int:
         digits = path.name.removeprefix("step-")
         return int(digits) if digits.isdigit() else -1
-
-
-def load(path: Path) -> Snapshot:
-    """Read a checkpoint, after checking every byte of it."""
-    problem = damage(path)
-    if problem is not None:
-        raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
-    manifest = read_manifest(path)
-    plain = json.loads((path / "state.json").read_text())
-    return Snapshot(
-        step=manifest["step"],
-        epoch=manifest["epoch"],
-        model=load_file(path / "model.safetensors"),
-        aliases=manifest["aliases"],
-        optimizer=unpack(plain["optimizer"], load_file(path / "optimizer.safetensors")),
-        state=unpack(plain["state"], load_file(path / "state.safetensors")),
-        facts=manifest,
-    )
-
-
-read_facts = read_manifest
-
-
-def _mine() -> str:
-    """A name of this save alone; the process comes last."""
-    return f"{next(_counter)}-{os.getpid()}"
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,15 +15,11 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.monitoring.log import StructuredLogger
-from multi_gpu_training.reliability.checkpoint import (
-    CheckpointStore,
-    Snapshot,
-    capture,
-    load,
-)
+from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.codec import from_text, to_text
 from multi_gpu_training.reliability.host_copy import HostBuffer
 from multi_gpu_training.reliability.saving import Save
+from multi_gpu_training.reliability.snapshot import Snapshot, capture, load
 from multi_gpu_training.reliability.state import (
     load_model_state,
     load_optimizer_state,

@@ -6,7 +6,8 @@ import threading
 import time
 
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability.checkpoint import Capture, CheckpointStore
+from multi_gpu_training.reliability.checkpoint import CheckpointStore
+from multi_gpu_training.reliability.snapshot import Capture
 
 
 class Save:
