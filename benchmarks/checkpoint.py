@@ -60,8 +60,8 @@ def main() -> None:
     report = {
         "machine": machine(device),
         "bytes": ours.nbytes,
-        "buffer_bytes": ours.keeper._buffer.nbytes,
-        "pinned": ours.keeper._buffer.pinned,
+        "buffer_bytes": ours.saver.buffer.nbytes,
+        "pinned": ours.saver.buffer.pinned,
         "folder": str(folder.parent),
         "repeats": arguments.repeats,
         "rows": rows,
@@ -118,7 +118,7 @@ class Ours:
             self.manager.trainer.train_step(batch)
         self.optimizer = self.manager.trainer.optimizer
         self.weight = next(self.model.parameters()).detach()
-        self.keeper = self.manager.fault_tolerance
+        self.saver = self.manager.fault_tolerance.saver
         self.nbytes = 0
 
     def once(self) -> dict[str, float]:
@@ -130,16 +130,16 @@ class Ours:
         self.weight.add_(0)  # the first thing that a next step would do to the state
         synchronize(self.device)
         stall_s = time.perf_counter() - begun
-        save = self.keeper._save
+        save = self.saver.current
         assert save is not None
         save.wait()
-        self.keeper.settle()
+        self.saver.settle()
         self.nbytes = sum(file.stat().st_size for file in path.iterdir())
         return {
             "stall_s": stall_s,
             "host_s": host_s,
             "copy_s": save.captured.copy.device_s,
-            "allocate_s": self.keeper._buffer.allocated_s,
+            "allocate_s": self.saver.buffer.allocated_s,
             "safe_s": host_s + save.write_s,
         }
 

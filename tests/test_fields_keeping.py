@@ -179,8 +179,7 @@ def train_on_a_bad_disk(folder: Path, policy: str) -> tuple[list[int], str]:
 
     class Spoil(Hook):
         def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
-            if manager.fault_tolerance._save is not None:
-                manager.fault_tolerance._save.wait()  # so that it is known which saves fail
+            manager.fault_tolerance.saver.wait()  # so that it is known which saves fail
             if step == 1:
                 place.write_text("")
             if step == 5:

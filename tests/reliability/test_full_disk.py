@@ -120,7 +120,7 @@ class Fill(Hook):
 
     def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
         self.steps.append(step)
-        save = manager.fault_tolerance._save
+        save = manager.fault_tolerance.saver.current
         if save is not None:
             save.wait()  # so that it is known which saves meet a full disk
         if step == self.full:

@@ -132,7 +132,9 @@ def test_memory_for_saving_is_one_state_taken_once(tmp_path: Path) -> None:
     manager = manager_for(tmp_path, **KEPT, checkpoint_frequency=1)
     model = nn.Sequential(nn.Linear(4, 500), nn.Linear(500, 1))
     places = set()
-    watch = Watch(at_step=lambda step: places.add(manager.fault_tolerance._buffer._flat.data_ptr()))
+    watch = Watch(
+        at_step=lambda step: places.add(manager.fault_tolerance.saver.buffer._flat.data_ptr())
+    )
     manager.fit(model, points(), loss_fn=squares, hooks=[watch])
     state = 3 * sum(p.numel() * p.element_size() for p in model.parameters())  # AdamW
     for event in events(tmp_path, "checkpoint"):

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
-import functools
-import time
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,9 +13,8 @@ from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.monitoring.log import StructuredLogger
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.codec import from_text, to_text
-from multi_gpu_training.reliability.host_copy import HostBuffer
-from multi_gpu_training.reliability.saving import Save
-from multi_gpu_training.reliability.snapshot import Snapshot, capture, load
+from multi_gpu_training.reliability.saver import Saver
+from multi_gpu_training.reliability.snapshot import Snapshot, load
 from multi_gpu_training.reliability.state import (
     load_model_state,
     load_optimizer_state,
@@ -60,16 +55,9 @@ class FaultToleranceManager:
         self.trainer = trainer
         self.logger = logger
         self.store = CheckpointStore(folder, config.keep_last, keep_best=config.keep_best)
-        self.on_saved: Callable[[Save], None] = lambda save: None
-        self._buffer = HostBuffer(placement.device)
-        self._save: Save | None = None  # the last one, on the main rank
-        self._unsettled = False  # alike on all ranks: what became of it was not told yet
-        self._interrupted = False
+        self.saver = Saver(config, placement, logger, self.store)
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._resumed: dict[str, Any] | None = None
-        # A script that ends without `finish`, or dies: what was begun is written to the end.
-        self._at_exit = functools.partial(_drain, weakref.ref(self))
-        atexit.register(self._at_exit)
 
     def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
         if name in self._registered:
@@ -98,115 +86,9 @@ class FaultToleranceManager:
     ) -> Path:
         """Save the state as it is now; the path it has, or will have. Collective.
 
-        With `wait` it is safe on the disk when this returns. Without, training may go on as soon
-        as the state is copied to the host, and what became of it is told by the next `save` or
-        by `settle`. A save waits for the one before: one at a time.
+        With `wait` it is safe on the disk when this returns; see `Saver.save`.
         """
-        before, waited_s = self._end_of_last()
-        begun = time.perf_counter()
-        snapshot = self._snapshot(facts or {})
-        save, now = self._capture(snapshot, best)
-        before, now = self.placement.broadcast_json([before, now])
-        self._unsettled = False
-        if before and self.config.on_save_failure == "stop":
-            raise CheckpointError(before)
-        if now:
-            raise CheckpointError(now)
-        self._unsettled, self._save = True, save
-        if save is not None:
-            save.waited_s, save.host_s = waited_s, time.perf_counter() - begun
-            save.start()
-        if wait:
-            self._settle()
-        return self.store.path_of(snapshot.step)
-
-    def poll(self) -> None:
-        """Between steps: tell what became of the last save, if it has ended. Never waits."""
-        if self._save is not None and not self._save.reported and self._save.done:
-            stop = self.config.on_save_failure == "stop" and self._save.problem is not None
-            if stop and self.placement.group is None:
-                self._settle()
-            self._report()
-
-    def settle(self) -> None:
-        """Wait for a save that is being written. Collective; the end of a run.
-
-        One that failed is tried once more, and then is an error: a run whose last state is lost
-        must not look like one that is well.
-        """
-        if self._unsettled:
-            self._settle(retry=True)
-
-    def drain(self) -> None:
-        """Let a save that is being written end, without asking the other ranks: after an error
-        they may be anywhere."""
-        if self._save is not None and not self._interrupted:
-            self._interrupted = True  # a second Ctrl-C ends the waiting
-            self._save.wait()
-            self._interrupted = False
-            self._report()
-            self._save = None
-
-    def close(self) -> None:
-        atexit.unregister(self._at_exit)
-
-    def _settle(self, retry: bool = False) -> None:
-        problem: str | None = None
-        if self._save is not None:
-            self._save.wait()
-            if self._save.problem and retry:
-                self._save.retry()
-            problem = self._save.problem
-            self._report(aloud=False)
-        self._save, self._unsettled = None, False
-        problem = self.placement.broadcast_json(problem)
-        if problem is not None:
-            raise CheckpointError(problem)
-
-    def _end_of_last(self) -> tuple[str | None, float]:
-        """On the main rank: why the last save failed, if it did, and how long it was waited for."""
-        last, self._save = self._save, None
-        if last is None:
-            return None, 0.0
-        waited_s = last.wait()
-        self._report(last)
-        return last.problem, waited_s
-
-    def _capture(self, snapshot: Snapshot, best: bool) -> tuple[Save | None, str | None]:
-        """On the main rank: the state in host memory, or why it cannot be saved."""
-        if not self.placement.is_main:
-            return None, None
-        try:
-            return Save(self.store, capture(snapshot, self._buffer), best), None
-        except (CheckpointError, MemoryError, OSError) as error:
-            return None, str(error)
-
-    def _report(self, save: Save | None = None, aloud: bool = True) -> None:
-        """Say once what became of a save: on the main rank, in the main thread."""
-        save = save or self._save
-        if save is None or save.reported:
-            return
-        save.reported = True
-        if save.problem is not None:
-            self.logger.record("checkpoint_failed", **save.facts, problem=save.problem)
-            if aloud:
-                self.logger.warning(f"{save.problem}. Training goes on; the next save tries again")
-            return
-        memory = {
-            "buffer_bytes": self._buffer.nbytes,
-            "pinned": self._buffer.pinned,
-            "allocate_s": self._buffer.allocated_s,
-        }
-        self.logger.record("checkpoint", **save.facts, **memory)
-        if save.warning is not None:
-            self.logger.warning(save.warning)
-        if save.waited_s > 1.0:
-            self.logger.warning(
-                f"saving step {save.step} waited {save.waited_s:.1f} s for the checkpoint before "
-                "it: the disk is slower than checkpoint_frequency="
-                f"{self.config.checkpoint_frequency} asks for"
-            )
-        self.on_saved(save)
+        return self.saver.save(lambda: self._snapshot(facts or {}), best, wait)
 
     def find(self, where: str | None) -> Path | None:
         """The checkpoint to go on from: `where` is a path, or "auto" for this run's newest intact
@@ -316,8 +198,7 @@ class FaultToleranceManager:
     def _choose(self, where: str) -> Path | None:
         answer: dict[str, Any] = {}
         if self.placement.is_main:
-            if self._save is not None:
-                self._save.wait()  # it may be the newest
+            self.saver.wait()  # what is being written may be the newest
             if where == "auto":
                 self.store.recover()
                 found, damaged = self.store.newest_intact()
@@ -339,9 +220,3 @@ class FaultToleranceManager:
                 f"no intact checkpoint in {self.store.folder}: {'; '.join(answer['damaged'])}"
             )
         return Path(answer["path"]) if answer["path"] else None
-
-
-def _drain(manager: weakref.ref[FaultToleranceManager]) -> None:
-    alive = manager()
-    if alive is not None:
-        alive.drain()

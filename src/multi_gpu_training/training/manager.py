@@ -263,9 +263,9 @@ class MultiGPUTrainingManager:
         own loop, call it on every rank."""
         try:
             if sys.exception() is None:
-                self.fault_tolerance.settle()
+                self.fault_tolerance.saver.settle()
             else:  # the other ranks may be anywhere
-                self.fault_tolerance.drain()
+                self.fault_tolerance.saver.drain()
         finally:
             for hook in self.hooks:
                 hook.on_run_end(self)
@@ -275,7 +275,7 @@ class MultiGPUTrainingManager:
 
     def _close(self) -> None:
         self.curves.close()
-        self.fault_tolerance.close()
+        self.fault_tolerance.saver.close()
         self.events.close()
         self.run.close()
 
@@ -400,7 +400,7 @@ class MultiGPUTrainingManager:
     def _after_step(self, result: StepResult) -> bool:
         """What happens between steps; True to end the epoch here."""
         step = self.trainer.step
-        self.fault_tolerance.poll()
+        self.fault_tolerance.saver.poll()
         for hook in self.hooks:
             hook.on_step_end(self, step)
         self.console.tick(self.trainer.position)
@@ -478,7 +478,7 @@ class MultiGPUTrainingManager:
         self.fault_tolerance = FaultToleranceManager(
             self.config, self.placement, self.trainer, self.logger, self.run.checkpoints
         )
-        self.fault_tolerance.on_saved = self._checkpoint_is_safe
+        self.fault_tolerance.saver.on_saved = self._checkpoint_is_safe
         self.fault_tolerance.register("progress", self.progress)
         self.fault_tolerance.register(
             "epoch_metrics", EpochSums(self._epoch_metrics, self.trainer.metrics), "per_rank"
