@@ -76,6 +76,8 @@ SHOWN_IN = {
         "enable_fault_tolerance": "test_enable_fault_tolerance_saves_or_does_not",
         "checkpoint_frequency": "test_checkpoint_frequency_counts_steps",
         "keep_last": "test_keep_last_drops_older_checkpoints",
+        "keep_best": "test_keep_best_keeps_the_best_of_all_epochs",
+        "on_save_failure": "test_on_save_failure_says_whether_training_goes_on",
         "resume": "test_resume_goes_on_where_the_run_was",
         "best_metric": "test_best_metric_names_the_best_checkpoint",
         "best_metric_mode": "test_best_metric_mode_says_which_way_is_better",

@@ -15,6 +15,7 @@ from tiny import flat, line, manager_for, points, sgd
 from torch import Tensor, nn
 
 from multi_gpu_training import Hook, MetricsCollector, MultiGPUTrainingManager
+from multi_gpu_training.errors import CheckpointError
 
 KEPT = {"enable_fault_tolerance": True, "run_name": "kept", "batch_size": 4, "epochs": 2}
 
@@ -155,6 +156,51 @@ def test_best_metric_names_the_best_checkpoint(tmp_path: Path) -> None:
     scores = [0.2, 0.7, 0.4]
     assert best_of(tmp_path / "loss", scores)[:2] == (0.0, "step-00000004")
     assert best_of(tmp_path / "score", scores, best_metric="score")[:2] == (0.7, "step-00000008")
+
+
+def train_and_list(folder: Path, scores: list[float], settings: dict[str, Any]) -> list[str]:
+    train_scored(folder, scores, settings)
+    return sorted(path.name for path in folder.glob("custom/kept/checkpoints/step-*"))
+
+
+def test_keep_best_keeps_the_best_of_all_epochs(tmp_path: Path) -> None:
+    """Four steps an epoch; the best scores are those of epochs 2 and 1, the newest is 5."""
+    scores = [0.7, 0.9, 0.1, 0.6, 0.2]
+    settings = {"best_metric": "score", "keep_last": 1}
+    for keep, expected in {1: names(8, 20), 2: names(4, 8, 20), 3: names(4, 8, 16, 20)}.items():
+        more = {**settings, "keep_best": keep}
+        [left] = run_ranks(1, train_and_list, tmp_path / str(keep), scores, more)
+        assert left == expected
+
+
+def train_on_a_bad_disk(folder: Path, policy: str) -> tuple[list[int], str]:
+    """Between steps 1 and 5 the place of the checkpoints is taken by a file."""
+    place, hook = folder / "custom" / "kept" / "checkpoints", Notes()
+
+    class Spoil(Hook):
+        def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+            manager.fault_tolerance.saver.wait()  # so that it is known which saves fail
+            if step == 1:
+                place.write_text("")
+            if step == 5:
+                place.unlink()
+
+    settings = {**KEPT, "checkpoint_frequency": 2, "on_save_failure": policy}
+    manager = manager_for(folder, **settings, training_mode="single")
+    try:
+        manager.fit(line(), points(), optimizer=sgd, hooks=[hook, Spoil()])
+    except CheckpointError as error:
+        return hook.steps, str(error)
+    return hook.steps, ", ".join(sorted(path.name for path in place.glob("step-*")))
+
+
+def test_on_save_failure_says_whether_training_goes_on(tmp_path: Path) -> None:
+    [(steps, left)] = run_ranks(1, train_on_a_bad_disk, tmp_path / "a", "continue")
+    assert steps == list(range(1, 9))
+    assert left == ", ".join(names(6, 8))
+    [(steps, told)] = run_ranks(1, train_on_a_bad_disk, tmp_path / "b", "stop")
+    assert steps in ([1, 2], [1, 2, 3])  # at the first look after the writing has failed
+    assert "could not save step 2" in told
 
 
 def test_best_metric_mode_says_which_way_is_better(tmp_path: Path) -> None:

@@ -150,6 +150,10 @@ class MultiGPUConfig(BaseModel):
         300.0, description="seconds the ranks have to find each other, also after a restart"
     )
     keep_last: PositiveInt = 3
+    keep_best: PositiveInt = Field(1, description="best checkpoints by best_metric kept as well")
+    on_save_failure: Literal["continue", "stop"] = Field(
+        "continue", description="what training does when a checkpoint cannot be written"
+    )
     resume: str | None = Field(None, description="auto, or a checkpoint folder")
     best_metric: str | None = Field(
         None, description="validation metric that names the best checkpoint; None is loss"

@@ -216,6 +216,20 @@ def bench(
 
 
 @app.command()
+def checkpoints(
+    run: Annotated[str, Argument(metavar="RUN", help="a run folder, or one checkpoint")],
+    as_json: Annotated[bool, Option("--json", help="for programs")] = False,
+) -> None:
+    """List what a run has saved, check every byte, and say which ones are intact.
+
+    Ends with 1 if there is none to go on from.
+    """
+    from multi_gpu_training.cli.checkpoints import show_checkpoints
+
+    raise typer.Exit(show_checkpoints(run, as_json))
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes."""
     from rich.console import Console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -33,8 +34,10 @@ class Console:
         if not self.main or self.style == "off":
             return
         target = self._progress.console if self._progress is not None else self._rich
-        target.print(text, markup=False)
-        sys.stdout.flush()
+        # Output into a file on a full disk, or to a terminal that is gone: training goes on.
+        with contextlib.suppress(OSError):
+            target.print(text, markup=False)
+            sys.stdout.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if not self.main or self.style == "off":
@@ -42,7 +45,8 @@ class Console:
         table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
         for row in rows:
             table.add_row(*row)
-        self._rich.print(table)
+        with contextlib.suppress(OSError):
+            self._rich.print(table)
 
     def start_bar(self, title: str, total: int | None, done: int = 0) -> None:
         self._title = title

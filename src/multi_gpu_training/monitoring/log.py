@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from multi_gpu_training.monitoring.console import Console
 
@@ -16,21 +17,23 @@ SCHEMA = 1
 
 
 class EventFile:
-    """One JSON line an event, flushed at once: readable after any crash.
+    """One JSON line an event, written at once: readable after any crash.
 
-    A disk that is full or gone ends the recording, never the training.
+    A disk that is full or gone interrupts the recording, never the training: it goes on when
+    there is space again, and an `events_lost` line says how many are missing.
     """
 
     def __init__(self, path: Path | None, **identity: Any) -> None:
         self.identity = {"v": SCHEMA, **identity, "host": socket.gethostname()}
         self.lost = 0
-        self._file: TextIO | None = None
+        self._file: BinaryIO | None = None
+        self._torn = False  # the last line may have been cut short
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("a")
+                self._file = path.open("ab", buffering=0)
             except OSError as error:
-                self._give_up(error)
+                print(f"no events are recorded: {error}; training goes on", file=sys.stderr)
 
     def write(self, event: str, **fields: Any) -> None:
         if self._file is None:
@@ -42,19 +45,37 @@ class EventFile:
             "event": event,
             **{key: _plain(value) for key, value in fields.items()},
         }
-        try:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-        except OSError as error:
-            self._give_up(error)
+        if self.lost:
+            note = {**record, "event": "events_lost", "count": self.lost}
+            note = {key: note[key] for key in (*self.identity, "time", "clock", "event", "count")}
+            if not self._append(note):
+                self.lost += 1
+                return
+            self.lost = 0
+        if not self._append(record):
+            self.lost = 1
 
-    def _give_up(self, error: OSError) -> None:
-        print(f"events are no longer recorded: {error}", file=sys.stderr)
-        self._file = None
+    def _append(self, record: dict[str, Any]) -> bool:
+        assert self._file is not None
+        line = ("\n" if self._torn else "") + json.dumps(record) + "\n"
+        raw = line.encode()
+        try:
+            written = self._file.write(raw)
+            if written == len(raw):
+                self._torn = False
+                return True
+            self._torn = True
+            problem: object = "No space left on device"
+        except OSError as error:
+            problem = error
+        if not self.lost:
+            print(f"an event could not be recorded: {problem}; training goes on", file=sys.stderr)
+        return False
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
 
 

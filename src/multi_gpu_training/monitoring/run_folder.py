@@ -19,13 +19,20 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.reliability.lock import RunLock
 
 
 class RunFolder:
     """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
         self.path = path
+        self._lock = lock
+
+    def close(self) -> None:
+        """Let another run have the folder."""
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def checkpoints(self) -> Path:
@@ -42,14 +49,18 @@ class RunFolder:
 def open_run(
     config: MultiGPUConfig, placement: Placement, options: Mapping[str, Any] | None = None
 ) -> RunFolder:
-    """The run's folder, chosen and made by rank 0 and told to all. Collective."""
+    """The run's folder, chosen, made and locked by rank 0 and told to all. Collective."""
     answer: dict[str, Any] = {}
+    lock: RunLock | None = None
     if placement.is_main:
         try:
             path = _choose(config, placement.identity)
             (path / "events").mkdir(parents=True, exist_ok=True)
+            lock = RunLock(path)
             _write_facts(path, {**config.plain(), **(options or {})}, placement.identity)
             answer = {"path": str(path)}
+        except ConfigError as error:
+            answer = {"problem": error.problems[0]}
         except OSError as error:
             answer = {
                 "problem": f"cannot write the run folder {error.filename or config.save_dir}: "
@@ -57,8 +68,10 @@ def open_run(
             }
     answer = placement.broadcast_json(answer)
     if "problem" in answer:
+        if lock is not None:
+            lock.release()
         raise ConfigError(answer["problem"])
-    return RunFolder(Path(answer["path"]))
+    return RunFolder(Path(answer["path"]), lock)
 
 
 def _choose(config: MultiGPUConfig, identity: Identity) -> Path:

@@ -15,259 +15,231 @@ A checkpoint is staged in a temporary folder, flushed to the disk, and renamed i
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
 import shutil
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability.codec import pack, unpack
+from multi_gpu_training.reliability.durable import own_name, sync, write_text
+from multi_gpu_training.reliability.hashing import Bytes, FileHash, HashThreads
+from multi_gpu_training.reliability.host_copy import HostBuffer
+from multi_gpu_training.reliability.integrity import (
+    MANIFEST,
+    Verified,
+    digest,
+    trusted_manifest,
+    written,
+)
+from multi_gpu_training.reliability.lineage import STAGED_LINEAGE, Lineage
+from multi_gpu_training.reliability.retention import Kept, score_of, to_drop
+from multi_gpu_training.reliability.snapshot import Capture, Snapshot, capture
+from multi_gpu_training.reliability.tensor_file import write_file
 
-FORMAT = 1
 _STAGED = ".staged-"
 _OLD = ".old-"
-
-
-@dataclass
-class Snapshot:
-    """The whole state of a run at one step, on the host."""
-
-    step: int
-    epoch: int
-    model: dict[str, Tensor]
-    aliases: dict[str, str]
-    optimizer: Any
-    state: Any
-    facts: dict[str, Any] = field(default_factory=dict)
+_BEST = ".best-"
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Only rank 0 writes."""
+    """The checkpoints of one run. Only rank 0 writes, one checkpoint at a time."""
 
-    def __init__(self, folder: Path, keep_last: int = 3, attempt: int = 0) -> None:
+    def __init__(
+        self, folder: Path, keep_last: int = 3, attempt: int = 0, keep_best: int = 1
+    ) -> None:
         self.folder = folder
         self.keep_last = keep_last
+        self.keep_best = keep_best
         self.attempt = attempt
+        self._verified = Verified()
+        self.lineage = Lineage(folder)
+        self._best: Path | None = None  # still to be named so
 
     # Writing
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write `snapshot`; when this returns it is safe on the disk."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        final = self.folder / f"step-{snapshot.step:08d}"
-        staged = self.folder / f"{_STAGED}{final.name}-{os.getpid()}"
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir()
+        return self.write(capture(snapshot, HostBuffer()))
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def write(self, captured: Capture) -> Path:
+        """Write what was captured; when this returns it is safe on the disk."""
+        final = self.path_of(captured.step)
+        staged = self.folder / f"{_STAGED}{final.name}-{own_name()}"
         try:
-            self._write_files(staged, snapshot)
+            captured.copy.wait()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lineage.write()
+            staged.mkdir()
+            self._write_files(staged, captured)
             self._move_into_place(staged, final)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             shutil.rmtree(staged, ignore_errors=True)
-            reason = getattr(error, "strerror", None) or error
             raise CheckpointError(
-                f"could not save step {snapshot.step} in {self.folder}: {reason}; "
-                "earlier checkpoints are untouched. Free some space or choose another --save-dir"
+                f"could not save step {captured.step} in {self.folder}: "
+                f"{error.strerror or error}; earlier checkpoints are untouched. Free some space "
+                "or choose another --save-dir"
             ) from error
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        self._verified.written(final)
         return final
 
-    def _write_files(self, staged: Path, snapshot: Snapshot) -> None:
-        optimizer: dict[str, Tensor] = {}
-        state: dict[str, Tensor] = {}
-        plain = {
-            "optimizer": pack(snapshot.optimizer, optimizer),
-            "state": pack(snapshot.state, state),
-        }
-        _save_tensors(staged / "model.safetensors", snapshot.model)
-        _save_tensors(staged / "optimizer.safetensors", optimizer)
-        _save_tensors(staged / "state.safetensors", state)
-        _write_text(staged / "state.json", json.dumps(plain))
+    def _write_files(self, staged: Path, captured: Capture) -> None:
+        text = json.dumps(captured.plain).encode()
+        contents: dict[str, Sequence[Bytes]] = {**captured.copy.files, "state.json": [text]}
+        threads = HashThreads()
+        opened: list[int] = []
+        hashes: dict[str, FileHash] = {}
+        try:
+            for name, pieces in contents.items():
+                descriptor, hashes[name] = write_file(staged / name, pieces, threads)
+                opened.append(descriptor)
+            for descriptor in opened:
+                os.fsync(descriptor)
+            threads.finish()
+        finally:
+            threads.abandon()
+            for descriptor in opened:
+                os.close(descriptor)
         manifest = {
-            "format": FORMAT,
-            "step": snapshot.step,
-            "epoch": snapshot.epoch,
+            **captured.manifest,
             "attempt": self.attempt,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "aliases": snapshot.aliases,
-            **snapshot.facts,
-            "files": {
-                path.name: {"bytes": path.stat().st_size, "sha256": _hash(path)}
-                for path in sorted(staged.iterdir())
-            },
+            "files": {name: hashes[name].facts() for name in sorted(hashes)},
         }
-        manifest["sha256"] = _digest(manifest)
-        _write_text(staged / "manifest.json", json.dumps(manifest, indent=1))
-        _sync_folder(staged)
+        manifest["sha256"] = digest(manifest)
+        write_text(staged / MANIFEST, written(manifest))
+        sync(staged)
 
     def _move_into_place(self, staged: Path, final: Path) -> None:
+        self._verified.forget(final)
         if final.exists():
             # The same step again, after going back to an earlier one: a folder cannot be
             # renamed onto one that is not empty.
-            old = self.folder / f"{_OLD}{final.name}-{os.getpid()}"
-            shutil.rmtree(old, ignore_errors=True)
+            old = self.folder / f"{_OLD}{final.name}-{own_name()}"
             final.rename(old)
-            staged.rename(final)
-            _sync_folder(self.folder)
+            try:
+                staged.rename(final)
+            except OSError:
+                old.rename(final)
+                raise
+            sync(self.folder)
             shutil.rmtree(old, ignore_errors=True)
         else:
             staged.rename(final)
-            _sync_folder(self.folder)
+            sync(self.folder)
+
+    def keep(self, path: Path, best: bool) -> None:
+        """After `path` was saved: let `best` name it if it is, and drop what need not be kept.
+
+        It is best too where the one that was better could not be saved.
+        """
+        if best or self._beats(path, self._named_best()):
+            self._best = path
+        if self._best is not None:
+            self.mark_best(self._best)
+            self._best = None
+        self.prune()
+
+    def _beats(self, path: Path, named: Path | None) -> bool:
+        ours = trusted_manifest(path)
+        theirs = trusted_manifest(named) if named is not None else {}
+        mine, other = score_of(ours), score_of(theirs)
+        if mine is None or other is None:
+            return mine is not None and named is None
+        return ours["score"]["metric"] == theirs["score"]["metric"] and mine > other
+
+    def _named_best(self) -> Path | None:
+        best = self.folder / "best"
+        return self.folder / best.resolve().name if best.exists() else None
 
     def mark_best(self, path: Path) -> None:
         """Let `best` name this checkpoint."""
-        link = self.folder / f".best-{os.getpid()}"
-        link.unlink(missing_ok=True)
+        link = self.folder / f"{_BEST}{own_name()}"
         link.symlink_to(path.name)
         link.replace(self.folder / "best")
-        _sync_folder(self.folder)
+        sync(self.folder)
 
     def prune(self) -> None:
-        """Drop old checkpoints, and leftovers of crashed saves. Keeps `best`."""
-        steps = [path for path in self._folders() if self._on_timeline(path)]
-        kept = set(steps[: self.keep_last])
-        best = self.folder / "best"
-        if best.exists():
-            kept.add(best.resolve())
-        for path in self._folders():
-            if path not in kept and path.resolve() not in kept:
+        """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
+        found = [self._kept(path) for path in self.folders()]
+        named = self._named_best()
+        for path in to_drop(found, self._is_intact, self.keep_last, self.keep_best, named):
+            shutil.rmtree(path, ignore_errors=True)
+            self._verified.forget(path)
+        for path in self.leftovers():
+            if path.name.endswith(f"-{os.getpid()}"):
+                continue
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
-        for path in self.folder.glob(".*-step-*"):
-            if not path.name.endswith(f"-{os.getpid()}"):
-                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def branch(self, from_step: int) -> None:
         """Go on from `from_step`: what earlier attempts saved after it is no longer ours."""
-        lineage = self._lineage()
-        self.attempt = 1 + max((entry["attempt"] for entry in lineage), default=0)
-        lineage.append({"attempt": self.attempt, "from_step": from_step})
-        self.folder.mkdir(parents=True, exist_ok=True)
-        staged = self.folder / f".lineage-{os.getpid()}"
-        _write_text(staged, json.dumps(lineage))
-        staged.replace(self.folder / "lineage.json")
-        _sync_folder(self.folder)
+        self.lineage.branch(from_step)
+        self.attempt = self.lineage.attempt
+        newer = any(self._step(path) > from_step for path in self.folders())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lineage.write()
+        except OSError as error:
+            if newer:
+                raise CheckpointError(
+                    f"cannot go back to step {from_step}: {self.folder / 'lineage.json'} cannot "
+                    f"be written ({error.strerror}); free some space first"
+                ) from error
+            # Nothing newer could be taken for ours: the next save writes it.
 
     # Reading
 
     def newest_intact(self) -> tuple[Path | None, list[str]]:
         """The newest checkpoint whose every byte is as written, and why newer ones are not."""
         damaged: list[str] = []
-        for path in self._folders():
-            if not self._on_timeline(path):
+        for path in self.folders():
+            if not self.on_timeline(path):
                 continue
-            problem = damage(path)
+            problem = self._verified.damage(path)
             if problem is None:
                 return path, damaged
             damaged.append(f"{path.name} is damaged: {problem}")
         return None, damaged
 
-    def _folders(self) -> list[Path]:
+    def folders(self) -> list[Path]:
         """Finished checkpoints, newest first."""
-        return sorted(self.folder.glob("step-*"), reverse=True)
+        return sorted(self.folder.glob("step-*"), key=self._step, reverse=True)
+
+    def leftovers(self) -> list[Path]:
+        """What crashed saves have left; the next save clears it away."""
+        patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{STAGED_LINEAGE}*")
+        return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
 
     def recover(self) -> None:
         """Finish or undo what a crash interrupted."""
         for old in self.folder.glob(f"{_OLD}step-*"):
-            final = self.folder / old.name.removeprefix(_OLD).rsplit("-", 1)[0]
-            if not final.exists():
-                old.rename(final)
+            name = re.match(r"step-\d+", old.name.removeprefix(_OLD))
+            if name and not (self.folder / name[0]).exists():
+                old.rename(self.folder / name[0])
 
-    def _lineage(self) -> list[dict[str, int]]:
-        try:
-            found: list[dict[str, int]] = json.loads((self.folder / "lineage.json").read_text())
-            return found
-        except (OSError, ValueError):
-            return []
-
-    def _on_timeline(self, path: Path) -> bool:
-        try:
-            manifest = json.loads((path / "manifest.json").read_text())
-            attempt, step = int(manifest.get("attempt", 0)), int(manifest["step"])
-        except (OSError, ValueError, KeyError, TypeError):
+    def on_timeline(self, path: Path) -> bool:
+        """False for a checkpoint that was abandoned when the run went back before it."""
+        manifest = trusted_manifest(path)
+        if not manifest:
             return True  # damaged: reported as such by whoever reads it
-        return all(
-            step <= entry["from_step"] for entry in self._lineage() if entry["attempt"] > attempt
-        )
+        return self.lineage.includes(int(manifest.get("attempt", 0)), int(manifest["step"]))
 
+    def _kept(self, path: Path) -> Kept:
+        return Kept(path, self.on_timeline(path), score_of(trusted_manifest(path)))
 
-def load(path: Path) -> Snapshot:
-    """Read a checkpoint, after checking every byte of it."""
-    problem = damage(path)
-    if problem is not None:
-        raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
-    manifest = json.loads((path / "manifest.json").read_text())
-    plain = json.loads((path / "state.json").read_text())
-    return Snapshot(
-        step=manifest["step"],
-        epoch=manifest["epoch"],
-        model=load_file(path / "model.safetensors"),
-        aliases=manifest["aliases"],
-        optimizer=unpack(plain["optimizer"], load_file(path / "optimizer.safetensors")),
-        state=unpack(plain["state"], load_file(path / "state.safetensors")),
-        facts=manifest,
-    )
+    def _is_intact(self, path: Path) -> bool:
+        return self._verified.damage(path) is None
 
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """What a checkpoint says about itself, without loading it."""
-    facts: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-    return facts
-
-
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None if every byte is as written."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        recorded = manifest.pop("sha256")
-        if recorded != _digest(manifest):
-            return "manifest.json was changed"
-        if manifest["format"] != FORMAT:
-            return f"format {manifest['format']} is not known to this version"
-        for name, facts in manifest["files"].items():
-            file = path / name
-            if file.stat().st_size != facts["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-            if _hash(file) != facts["sha256"]:
-                return f"{name} was changed"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        return f"unreadable ({error})"
-    return None
-
-
-def _save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
-    _sync(path)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_sync_folder = _sync
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(manifest: dict[str, Any]) -> str:
-    text = json.dumps({k: v for k, v in manifest.items() if k != "sha256"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    @staticmethod
+    def _step(path: Path) -> int:
+        digits = path.name.removeprefix("step-")
+        return int(digits) if digits.isdigit() else -1

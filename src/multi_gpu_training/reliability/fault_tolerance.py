@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from torch import Tensor
-
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.monitoring.log import StructuredLogger
-from multi_gpu_training.reliability.checkpoint import CheckpointStore, Snapshot, load
+from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.codec import from_text, to_text
+from multi_gpu_training.reliability.saver import Saver
+from multi_gpu_training.reliability.snapshot import Snapshot, load
 from multi_gpu_training.reliability.state import (
     load_model_state,
     load_optimizer_state,
@@ -54,7 +54,8 @@ class FaultToleranceManager:
         self.placement = placement
         self.trainer = trainer
         self.logger = logger
-        self.store = CheckpointStore(folder, config.keep_last)
+        self.store = CheckpointStore(folder, config.keep_last, keep_best=config.keep_best)
+        self.saver = Saver(config, placement, logger, self.store)
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._resumed: dict[str, Any] | None = None
 
@@ -80,24 +81,14 @@ class FaultToleranceManager:
     def due(self, step: int) -> bool:
         return self.config.enable_fault_tolerance and step % self.config.checkpoint_frequency == 0
 
-    def save(self, facts: dict[str, Any] | None = None, best: bool = False) -> Path:
-        """Write a checkpoint. Collective; when it returns, the state is safe on the disk."""
-        snapshot = self._snapshot(facts or {})
-        answer: dict[str, str] = {}
-        if self.placement.is_main:
-            try:
-                path = self.store.save(snapshot)
-                if best:
-                    self.store.mark_best(path)
-                self.store.prune()
-                answer = {"path": str(path)}
-            except CheckpointError as error:
-                answer = {"problem": str(error)}
-        answer = self.placement.broadcast_json(answer)
-        if "problem" in answer:
-            raise CheckpointError(answer["problem"])
-        self.logger.record("checkpoint", step=snapshot.step, path=answer["path"])
-        return Path(answer["path"])
+    def save(
+        self, facts: dict[str, Any] | None = None, best: bool = False, wait: bool = True
+    ) -> Path:
+        """Save the state as it is now; the path it has, or will have. Collective.
+
+        With `wait` it is safe on the disk when this returns; see `Saver.save`.
+        """
+        return self.saver.save(lambda: self._snapshot(facts or {}), best, wait)
 
     def find(self, where: str | None) -> Path | None:
         """The checkpoint to go on from: `where` is a path, or "auto" for this run's newest intact
@@ -172,10 +163,10 @@ class FaultToleranceManager:
         return Snapshot(
             step=trainer.step,
             epoch=trainer.epoch,
-            model=_on_host(tensors),
+            model=tensors,
             aliases=aliases,
-            optimizer=_on_host(optimizer_state(trainer.model, trainer.optimizer)),
-            state=_on_host(state),
+            optimizer=optimizer_state(trainer.model, trainer.optimizer),
+            state=state,
             facts={"world_size": self.placement.dp_size, **facts},
         )
 
@@ -207,6 +198,7 @@ class FaultToleranceManager:
     def _choose(self, where: str) -> Path | None:
         answer: dict[str, Any] = {}
         if self.placement.is_main:
+            self.saver.wait()  # what is being written may be the newest
             if where == "auto":
                 self.store.recover()
                 found, damaged = self.store.newest_intact()
@@ -228,15 +220,3 @@ class FaultToleranceManager:
                 f"no intact checkpoint in {self.store.folder}: {'; '.join(answer['damaged'])}"
             )
         return Path(answer["path"]) if answer["path"] else None
-
-
-def _on_host(value: Any) -> Any:
-    """Copies of all tensors in host memory, so that training may go on."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        kind = type(value) if type(value) is not dict else dict
-        return kind({key: _on_host(item) for key, item in value.items()})
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_on_host(item) for item in value)
-    return value

@@ -20,6 +20,9 @@ class Hook:
         on_epoch_end           every rank, with the metrics of the epoch
         on_checkpoint          rank 0, after the files are safe on disk
     on_run_end                 always, also after a failure
+
+    Checkpoints are written beside training: on_checkpoint comes between the steps that follow,
+    at the next checkpoint or at the end of the run, in the main thread.
     """
 
     def on_run_start(self, manager: MultiGPUTrainingManager) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
+from multi_gpu_training.reliability.saving import Save
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
 from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
@@ -267,16 +269,25 @@ class MultiGPUTrainingManager:
         return self.result()
 
     def finish(self) -> None:
-        """End the run: summary, curves, hooks. `fit` calls it; after your own loop, call it."""
-        for hook in self.hooks:
-            hook.on_run_end(self)
-        summary(self)
-        self._close()
-        self.trainer.execution.leave_stream()
+        """End the run: its last checkpoint, summary, curves, hooks. `fit` calls it; after your
+        own loop, call it on every rank."""
+        try:
+            if sys.exception() is None:
+                self.fault_tolerance.saver.settle()
+            else:  # the other ranks may be anywhere
+                self.fault_tolerance.saver.drain()
+        finally:
+            for hook in self.hooks:
+                hook.on_run_end(self)
+            summary(self)
+            self._close()
+            self.trainer.execution.leave_stream()
 
     def _close(self) -> None:
         self.curves.close()
+        self.fault_tolerance.saver.close()
         self.events.close()
+        self.run.close()
 
     @property
     def should_stop(self) -> bool:
@@ -370,22 +381,34 @@ class MultiGPUTrainingManager:
         )
         return collected.compute(self.placement)
 
-    def save_checkpoint(self, best: bool = False) -> Path:
-        """Save the whole state now. Every rank must call it."""
+    def save_checkpoint(
+        self, best: bool = False, wait: bool = True, *, score: dict[str, Any] | None = None
+    ) -> Path:
+        """Save the whole state now; when this returns it is safe on the disk. Every rank must
+        call it. With wait=False training may go on once the state is copied to the host; it is
+        written beside training. `score` says how good it is, for `keep_best`."""
         self.trainer.execution.verify()
         self.trainer.read_metrics()
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
-        path = self.fault_tolerance.save(facts, best)
-        if self.placement.is_main:
-            for hook in self.hooks:
-                hook.on_checkpoint(self, path)
-        return path
+        if score is not None:
+            facts["score"] = score
+        return self.fault_tolerance.save(facts, best, wait)
+
+    def _checkpoint_is_safe(self, save: Save) -> None:
+        """On rank 0, between steps: the files of an earlier `save_checkpoint` are on the disk."""
+        score = save.captured.manifest.get("score")
+        if save.best and score is not None:
+            value = f"{score['metric']} {score['value']:.4f}"
+            self.console.line(f"  saved best model: {save.path} ({value})")
+        for hook in self.hooks:
+            hook.on_checkpoint(self, save.path)
 
     # Parts of the loop
 
     def _after_step(self, result: StepResult) -> bool:
         """What happens between steps; True to end the epoch here."""
         step = self.trainer.step
+        self.fault_tolerance.saver.poll()
         for hook in self.hooks:
             hook.on_step_end(self, step)
         self.console.tick(self.trainer.position)
@@ -395,7 +418,7 @@ class MultiGPUTrainingManager:
         if every and step % every == 0:
             check_replicas(self.model, self.placement, step)
         if saving:
-            self.save_checkpoint()
+            self.save_checkpoint(wait=False)
         return self.config.max_steps is not None and step >= self.config.max_steps
 
     def check_finite(self, metrics: dict[str, float]) -> None:
@@ -438,10 +461,7 @@ class MultiGPUTrainingManager:
         for hook in self.hooks:
             hook.on_epoch_end(self, epoch, val or train)
         if self.config.enable_fault_tolerance:
-            path = self.save_checkpoint(best=better)
-            if better:
-                name = self.progress.metric
-                self.console.line(f"  saved best model: {path} ({name} {self.progress.best:.4f})")
+            self.save_checkpoint(best=better, wait=False, score=self.progress.score(val or train))
 
     def _finish_pending(self) -> None:
         """An epoch that was trained but not validated is done all the same."""
@@ -466,6 +486,7 @@ class MultiGPUTrainingManager:
         self.fault_tolerance = FaultToleranceManager(
             self.config, self.placement, self.trainer, self.logger, self.run.checkpoints
         )
+        self.fault_tolerance.saver.on_saved = self._checkpoint_is_safe
         self.fault_tolerance.register("progress", self.progress)
         self.fault_tolerance.register(
             "epoch_metrics", EpochSums(self._epoch_metrics, self.trainer.metrics), "per_rank"

@@ -79,6 +79,14 @@ class Progress:
             self.best, self.best_epoch = value, self.epochs_done - whole
         return better
 
+    def score(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """How good a checkpoint with these metrics is, as its manifest records it."""
+        return {
+            "metric": self.metric,
+            "value": metrics[self.metric],
+            "smaller_is_better": self.smaller_is_better,
+        }
+
     @property
     def smaller_is_better(self) -> bool:
         if self.mode != "auto":

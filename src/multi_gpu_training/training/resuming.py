@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
-from multi_gpu_training.reliability.checkpoint import read_facts
+from multi_gpu_training.reliability.integrity import read_manifest
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
@@ -22,7 +22,7 @@ def find_checkpoint(manager: MultiGPUTrainingManager) -> Path | None:
         if config.resume is None:
             manager.fault_tolerance.refuse_to_overwrite()
         return None
-    saved = read_facts(path).get("global_batch_size")
+    saved = read_manifest(path).get("global_batch_size")
     if saved is not None and config.global_batch_size is None:
         config.global_batch_size = int(saved)
         manager.console.line(f"going on with the run's global batch of {saved} samples a step")
@@ -31,7 +31,7 @@ def find_checkpoint(manager: MultiGPUTrainingManager) -> Path | None:
 
 def keep_place(manager: MultiGPUTrainingManager, checkpoint: Path) -> None:
     """With another global batch than the checkpoint's, go on behind the samples it has seen."""
-    saved = read_facts(checkpoint).get("global_batch_size")
+    saved = read_manifest(checkpoint).get("global_batch_size")
     size, loader = manager.sizes.global_batch, manager.train_loader
     if saved is None or saved == size:
         return

@@ -1,0 +1,77 @@
+"""`mgt checkpoints`: what a run has saved, and whether every byte of it is as written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.reliability.inspection import Listed, Listing, inspect
+
+
+def show_checkpoints(run: str, as_json: bool) -> int:
+    """0 if there is an intact checkpoint to go on from, else 1."""
+    given = Path(run)
+    if not given.is_dir():
+        raise ConfigError(
+            f"mgt checkpoints {run}: no such folder; give a run folder like runs/NAME"
+        )
+    listing = inspect(given)
+    if as_json:
+        print(json.dumps(listing.plain(), indent=1))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        if not console.is_terminal:
+            console.width = 160  # into a file or a pipe nothing need be cut
+        _print(listing, console)
+    return 0 if listing.newest_intact is not None else 1
+
+
+def _print(listing: Listing, console: Console) -> None:
+    table = Table()
+    for title in ("checkpoint", "epoch", "saved", "ranks", "size", "metrics", "", "state"):
+        table.add_column(title, no_wrap=title != "metrics", overflow="fold")
+    for item in listing.checkpoints:
+        table.add_row(*_row(item))
+    if listing.checkpoints:
+        console.print(table)
+    for item in listing.checkpoints:
+        if item.problem is not None:
+            console.print(f"{item.name} is damaged: {item.problem}", markup=False)
+    if listing.leftovers:
+        names = ", ".join(listing.leftovers)
+        console.print(f"unfinished, cleared by the next save: {names}", markup=False)
+    if listing.owner is not None:
+        by = listing.owner
+        console.print(f"in use by process {by.get('pid', '?')} on {by.get('host', '?')}")
+    if listing.newest_intact is None:
+        console.print(f"no intact checkpoint in {listing.folder}", markup=False)
+    else:
+        console.print(f"--resume auto goes on from {listing.newest_intact}", markup=False)
+
+
+def _row(item: Listed) -> list[str]:
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in item.metrics.items())
+    state = "damaged" if item.problem is not None else "intact"
+    if not item.current:
+        state += ", abandoned"
+    return [
+        item.name,
+        "?" if item.epoch is None else str(item.epoch + 1),
+        (item.created or "?")[:16].replace("T", " "),
+        "?" if item.world_size is None else str(item.world_size),
+        _size(item.bytes),
+        metrics,
+        "best" if item.best else "",
+        state,
+    ]
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
