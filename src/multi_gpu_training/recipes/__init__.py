@@ -7,4 +7,5 @@ from __future__ import annotations
 
 RECIPES = {
     "image": "image classifier (MLP or CNN) on digits, MNIST or Fashion-MNIST",
+    "video": "behaviour classifier (3D CNN) on rendered clips or videos with annotations",
 }
