@@ -25,11 +25,12 @@ from multi_gpu_training.recipes.video.clips import (
     split_by_video,
 )
 from multi_gpu_training.recipes.video.folder import load_folder
-from multi_gpu_training.recipes.video.model import Architecture, build_model
+from multi_gpu_training.recipes.video.model import WIDTH, Architecture, build_model
 from multi_gpu_training.recipes.video.rendering import NAMES, render
 from multi_gpu_training.recipes.video.report import ClassReport, distribution
 
 RENDERED_SIZE, REAL_SIZE = 32, 256
+RENDERED_WIDTH = 16
 
 
 class VideoOptions(Options):
@@ -40,6 +41,9 @@ class VideoOptions(Options):
     frames: int = Field(17, description="frames of a clip")
     frame_size: int | None = Field(
         None, description=f"side of a frame; None: {REAL_SIZE}, or {RENDERED_SIZE} where rendered"
+    )
+    width: int | None = Field(
+        None, ge=1, description="channels of the first layer; None: 32, or 16 where rendered"
     )
     dropout: float = Field(0.5, ge=0, lt=1, description="dropout before the last layer")
     augment: Augment = Field(
@@ -61,7 +65,12 @@ def build(config: MultiGPUConfig, options: VideoOptions) -> Job:
     size = options.frame_size or (REAL_SIZE if options.data_dir else RENDERED_SIZE)
     data = load(options, size, config.num_workers)
     model = build_model(
-        options.architecture, options.frames, size, len(data.classes), options.dropout
+        options.architecture,
+        options.frames,
+        size,
+        len(data.classes),
+        options.dropout,
+        options.width or (WIDTH if options.data_dir else RENDERED_WIDTH),
     )
     parts = split_by_video(data, options.val_share, config.seed)
     counts = class_counts(parts.train, len(data.classes))

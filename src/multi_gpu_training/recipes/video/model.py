@@ -6,6 +6,7 @@ them on the device. Both use BatchNorm: train them with sync_bn, so that ranks a
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -14,14 +15,23 @@ from torch import Tensor, nn
 from multi_gpu_training.errors import ConfigError
 
 Architecture = Literal["fast", "guide"]
-CHANNELS = (32, 64, 128, 256, 256)
+Stride = int | tuple[int, int, int]
+WIDTH = 32
 PATCH = 4
 
 
 def build_model(
-    architecture: Architecture, frames: int, size: int, classes: int, dropout: float
+    architecture: Architecture,
+    frames: int,
+    size: int,
+    classes: int,
+    dropout: float,
+    width: int = WIDTH,
 ) -> nn.Module:
-    """The net for clips of `frames` frames of `size` x `size`."""
+    """The net for clips of `frames` frames of `size` x `size`; `width` channels in its first layer.
+
+    The guide's has a width of 32.
+    """
     problems = []
     if frames < 16:
         problems.append(f"frames={frames}: time is halved four times; use 16 or more")
@@ -30,7 +40,12 @@ def build_model(
     if problems:
         raise ConfigError(problems)
     net = GuideNet if architecture == "guide" else FastNet
-    return net(classes, dropout)
+    return net(classes, dropout, width)
+
+
+def channels(width: int) -> tuple[int, ...]:
+    """Channels of the five layers: 32, 64, 128, 256, 256 for the guide's width."""
+    return width, 2 * width, 4 * width, 8 * width, 8 * width
 
 
 class GuideNet(nn.Module):
@@ -39,13 +54,14 @@ class GuideNet(nn.Module):
     Nearly all time goes into the first layers: 1.1 million places a clip, with one channel in.
     """
 
-    def __init__(self, classes: int, dropout: float = 0.5) -> None:
+    def __init__(self, classes: int, dropout: float = 0.5, width: int = WIDTH) -> None:
         super().__init__()
+        sizes = channels(width)
         layers: list[nn.Module] = []
-        for inputs, outputs in zip((1, *CHANNELS[:-1]), CHANNELS, strict=True):
+        for inputs, outputs in pairwise((1, *sizes)):
             layers += [*convolution(inputs, outputs), nn.MaxPool3d(2)]
         self.features = nn.Sequential(*layers[:-1])  # the last is pooled by the head
-        self.head = head(CHANNELS[-1], classes, dropout)
+        self.head = head(sizes[-1], classes, dropout)
 
     def forward(self, clips: Tensor) -> Tensor:
         pixels = to_pixels(clips, self.head)
@@ -57,21 +73,22 @@ class FastNet(nn.Module):
     """The same five layers behind a stem that turns each 4x4 patch of a frame into 16 channels.
 
     No pixel is lost, the first layer sees 16 times fewer places, and its 16 channels feed the
-    tensor cores; convolutions with a stride take the place of pooling. What moves (a clip less
-    its mean frame) and what stands still (the mean frame) have filters of their own: together
-    they can do what one filter can, and motion is not buried under the background.
+    tensor cores; convolutions with a stride, in time first, take the place of pooling. What moves
+    (a clip less its mean frame) and what stands still (the mean frame) have filters of their own:
+    together they can do what one filter can, and motion is not buried under the background.
     """
 
-    def __init__(self, classes: int, dropout: float = 0.5) -> None:
+    def __init__(self, classes: int, dropout: float = 0.5, width: int = WIDTH) -> None:
         super().__init__()
-        first = CHANNELS[0]
-        self.moving = nn.Conv3d(PATCH**2, first, 3, padding=1, bias=False)
-        self.still = nn.Conv3d(PATCH**2, first, (1, 3, 3), padding=(0, 1, 1), bias=False)
-        layers: list[nn.Module] = [nn.BatchNorm3d(first), nn.ReLU(inplace=True)]
-        for inputs, outputs, stride in zip(CHANNELS[:-1], CHANNELS[1:], (2, 2, 2, 1), strict=True):
+        sizes = channels(width)
+        self.moving = nn.Conv3d(PATCH**2, width, 3, stride=(2, 1, 1), padding=1, bias=False)
+        self.still = nn.Conv3d(PATCH**2, width, (1, 3, 3), padding=(0, 1, 1), bias=False)
+        layers: list[nn.Module] = [nn.BatchNorm3d(width), nn.ReLU(inplace=True)]
+        strides: list[Stride] = [(1, 2, 2), 2, 2, 1]
+        for (inputs, outputs), stride in zip(pairwise(sizes), strides, strict=True):
             layers += convolution(inputs, outputs, stride)
         self.features = nn.Sequential(*layers)
-        self.head = head(CHANNELS[-1], classes, dropout)
+        self.head = head(sizes[-1], classes, dropout)
 
     def forward(self, clips: Tensor) -> Tensor:
         pixels = to_pixels(clips, self.head)
@@ -81,7 +98,7 @@ class FastNet(nn.Module):
         return scores
 
 
-def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
+def convolution(inputs: int, outputs: int, stride: Stride = 1) -> list[nn.Module]:
     """A 3x3x3 convolution with BatchNorm, whose bias serves for both, and ReLU."""
     return [
         nn.Conv3d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
