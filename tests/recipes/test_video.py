@@ -8,16 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from parity.training import difference, sgd
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from multi_gpu_training import Hook
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.monitoring.metrics import classification_scores
 from multi_gpu_training.recipes.recipe import Job, find_recipe
 from multi_gpu_training.recipes.video import VideoOptions, augmentation, build
 from multi_gpu_training.recipes.video.augmentation import shift, turn
-from multi_gpu_training.recipes.video.clips import Clips, Video
+from multi_gpu_training.recipes.video.clips import (
+    Clips,
+    Video,
+    VideoData,
+    class_weights,
+    split_by_video,
+)
 from multi_gpu_training.recipes.video.model import build_model, operations, parameter_count
 from multi_gpu_training.recipes.video.rendering import BEHAVIOURS, NAMES, act, draw, render
 from multi_gpu_training.recipes.video.report import ClassReport, class_scores
@@ -289,3 +297,43 @@ def test_the_table_has_the_scores_of_each_class(tmp_path: Path) -> None:
     assert rows[2] == ["rear", "0.000", "0.000", "0.000", "1"]
     ClassReport(["rest", "walk", "rear"], []).write(matrix, tmp_path, 0)
     assert (tmp_path / "confusion.csv").read_text().splitlines()[1] == "rest,8,2,0"
+
+
+# Learning
+
+
+def train_frames(inputs: Tensor, labels: Tensor, held_out: Tensor, epochs: int) -> Tensor:
+    """What a small 2D net, trained on single frames, says about those held out."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 10),
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    weight = class_weights(torch.bincount(labels, minlength=10), NAMES, 10.0)
+    for _ in range(epochs):
+        for picked in torch.randperm(len(inputs)).split(64):
+            loss = F.cross_entropy(net(inputs[picked]), labels[picked], weight=weight)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        return net(held_out).argmax(1)
+
+
+def test_a_model_that_sees_single_frames_fails(rendered: list[Video]) -> None:
+    parts = split_by_video(VideoData(rendered, NAMES), 0.2, 0)
+    (clips, labels), (held_out, truth) = (
+        Clips(videos, 17).in_memory().tensors for videos in (parts.train, parts.val)
+    )
+    inputs, unseen = ((part[:, 8:9].float() - 100) / 60 for part in (clips, held_out))
+    predicted = train_frames(inputs, labels, unseen, epochs=8)
+    matrix = torch.bincount(truth * 10 + predicted, minlength=100).view(10, 10)
+    # Guessing alone gives 0.05 to 0.1; the recipe's own net reaches 0.9 and more with the motion.
+    assert classification_scores(matrix)["f1"] < 0.2

@@ -114,7 +114,7 @@ def act(behaviour: str, random: torch.Generator) -> Tensor:
 
 def draw(poses: Tensor, size: int, noise: Tensor, random: torch.Generator) -> Tensor:
     """The frames of `poses` on the ground of one video."""
-    half_length = 0.2 + 0.05 * float(torch.rand((), generator=random))
+    half_length = 0.21 + 0.05 * float(torch.rand((), generator=random))
     texture = 12.0 * torch.randn(1, 1, 8, 8, generator=random)
     ground = 60.0 + F.interpolate(texture, (size, size), mode="bicubic")[0, 0]
     picked = torch.randint(NOISES, (len(poses),), generator=random)
@@ -128,6 +128,6 @@ def draw(poses: Tensor, size: int, noise: Tensor, random: torch.Generator) -> Te
     forward = (dx * cosine + dy * sine) / length
     sideways = (dy * cosine - dx * sine) / (0.45 * half_length)
     body = torch.sigmoid(4 * (1 - forward.square() - sideways.square()))
-    skin = 150.0 + 100.0 * forward.clamp(-1, 1)
+    skin = 180.0 + 70.0 * forward.clamp(-1, 1)
     frames = torch.lerp(ground, skin, body) + noise[picked]
     return frames.clamp_(0, 255).to(torch.uint8)
