@@ -13,7 +13,7 @@ from torch import nn
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.recipes.recipe import Job, Options, Recipe
-from multi_gpu_training.recipes.video.augmentation import Augment, AugmentClips, Moved
+from multi_gpu_training.recipes.video.augmentation import Augment, AugmentClips
 from multi_gpu_training.recipes.video.clips import (
     Clips,
     Parts,
@@ -80,12 +80,12 @@ def build(config: MultiGPUConfig, options: VideoOptions) -> Job:
         for videos in (parts.train, parts.val)
     )
     lines = [*describe(data, parts), *distribution(data.classes, counts, weights)]
-    moves = augmentation(options)
     return Job(
         model=model,
-        dataset=train if moves is None else Moved(train, moves),
+        dataset=train,
         val_dataset=val,
         loss_fn=nn.CrossEntropyLoss(weight=weights),
+        augment=augmentation(options),
         hooks=[ClassReport(data.classes, lines)],
     )
 

@@ -6,7 +6,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 Augment = Literal["auto", "none", "shift", "turn"]
 REACH = 8  # a clip moves by up to an eighth of its frame
@@ -48,24 +47,3 @@ class AugmentClips:
         if self.kind == "turn":
             clips = turn(clips, random)
         return [shift(clips, random), labels]
-
-
-class Moved(Dataset[Any]):
-    """A dataset of clips, moved anew at each look, by the draws that the loader seeds."""
-
-    def __init__(self, clips: Dataset[Any], augment: AugmentClips) -> None:
-        self.clips = clips
-        self.augment = augment
-
-    def __len__(self) -> int:
-        return len(self.clips)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        clip, label = self.clips[index]
-        [moved], _ = self.augment([clip.unsqueeze(0), label], _OneSample())
-        return moved, label
-
-
-class _OneSample:
-    def uniform(self, *shape: int) -> Tensor:
-        return torch.rand(1, *shape)
