@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import batch_count, share_of, to_device
+from multi_gpu_training.data.batch import attach, batch_count, share_of, to_device
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share, derive_seed
 from multi_gpu_training.data.randomness import SampleRandom
@@ -162,9 +162,11 @@ class MultiGPUTrainer(ABC):
         if not self._settled:
             self.settle(opened(batch), share)
             self._settled = True
-        if self.recorder is not None:
-            batch = self.recorder.batch(opened(batch))
         samples = self._samples(batch, share) if self.augment is not None else None
+        if self.recorder is not None:
+            if share.count:  # what is written down is what the loss function gets
+                batch, samples = attach(self._prepared(batch, samples), share), None
+            batch = self.recorder.batch(opened(batch))
         if self.execution.active:
             return self.execution.run(batch, samples, share, ours)
         return self.eager_step(batch, samples, share)
