@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from parity.training import difference, sgd
+from parity.training import sgd
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -103,7 +103,8 @@ def test_several_ranks_learn_what_one_learns(
     metrics, reference = run_ranks(1, *alike)[0]
     for ranks in worlds:
         for seen, ours in run_ranks(ranks, *alike):
-            assert max(difference(ours, reference).values()) <= 1e-9
+            # Not by norm: a bias whose gradient vanishes in exact arithmetic holds rounding only.
+            torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-9)
             assert seen["loss"] == pytest.approx(metrics["loss"], rel=1e-8)
             assert seen["f1"] == pytest.approx(metrics["f1"])
 
