@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,33 @@ from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.video.annotations import Trial
 from multi_gpu_training.recipes.video.clips import Clips, Video
 from multi_gpu_training.recipes.video.frames import load_frames
-from multi_gpu_training.recipes.video.model import build_model, operations, parameter_count
+from multi_gpu_training.recipes.video.model import (
+    WIDTH,
+    GuideNet,
+    build_model,
+    operations,
+    parameter_count,
+    to_pixels,
+)
 
 CLASSES = 10
-TARGETS = {"guide": 460, "fast": 2000}
+TARGETS = {"guide": 460, "guide-nhwc": 460, "fast": 2000}
+
+
+class GuideNetChannelsLast(GuideNet):
+    """The guide's net with its single input channel declared last, which changes the layout of
+    the largest activation. The same arithmetic."""
+
+    def forward(self, clips: Tensor) -> Tensor:
+        pixels = to_pixels(clips, self.head).unsqueeze(-1).permute(0, 4, 1, 2, 3)
+        scores: Tensor = self.head(self.features(pixels))
+        return scores
+
+
+def net(name: str, options: argparse.Namespace) -> nn.Module:
+    if name == "guide-nhwc":
+        return GuideNetChannelsLast(CLASSES, 0.5)
+    return build_model(name, options.frames, options.size, CLASSES, 0.5)
 
 
 def main() -> int:
@@ -73,14 +97,15 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", default="speed", help="speed, f1, decode; several with commas between")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--nets", default="fast,guide")
+    add("--nets", default="fast,guide", help="fast, guide, guide-nhwc (speed only)")
     add("--batch", type=int, default=128)
     add("--steps", type=int, default=40, help="measured steps of each loop")
     add("--warm-up", type=int, default=15)
     add("--frames", type=int, default=17)
     add("--size", type=int, default=256)
     add("--clips", type=int, default=1024, help="clips that lie on the device")
-    add("--no-compile", action="store_true")
+    add("--no-compile", action="store_true", help="by hand without torch.compile")
+    add("--executions", default="compile", help="step_execution of fit; several with commas")
     add("--f1-epochs", default="fast=60,guide=30", help="epochs of each net in f1")
     add("--videos", type=int, default=100, help="rendered videos in f1")
     add("--video", type=Path, help="a file for decode")
@@ -90,7 +115,7 @@ def arguments() -> argparse.Namespace:
     if options.quick:
         options.batch, options.steps, options.warm_up = 4, 3, 2
         options.size, options.clips, options.videos = 32, 24, 10
-        options.f1_epochs = "fast=1,guide=1"
+        options.f1_epochs, options.executions = "fast=1,guide=1", "eager"
     return options
 
 
@@ -106,13 +131,16 @@ def device_name(device: str) -> str:
 def speed(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in options.nets.split(","):
-        model = build_model(name, options.frames, options.size, CLASSES, 0.5)
+        model = net(name, options)
         billions = operations(model, options.frames, options.size) / 1e9
         facts = {"net": name, "parameters": parameter_count(model), "GMAC a clip": billions}
-        for loop, run in (("by hand", by_hand), ("fit", by_fit)):
+        loops: dict[str, Callable[[], float]] = {"by hand": partial(by_hand, name, options)}
+        for execution in options.executions.split(","):
+            loops[f"fit, {execution}"] = partial(by_fit, name, options, execution)
+        for loop, run in loops.items():
             free_memory(options)
             try:
-                rate = run(name, options)
+                rate = run()
             except Exception as error:
                 traceback.print_exc()
                 rows.append({**facts, "loop": loop, "failed": repr(error)[:300]})
@@ -144,7 +172,7 @@ def by_hand(name: str, options: argparse.Namespace) -> float:
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
-    model: Any = build_model(name, options.frames, options.size, CLASSES, 0.5).to(options.device)
+    model: Any = net(name, options).to(options.device)
     model = model.to(memory_format=torch.channels_last_3d)
     compiled = model if options.no_compile else torch.compile(model)
     on_gpu = options.device == "cuda"
@@ -183,7 +211,7 @@ class Clock(Hook):
             self.ticks.append(time.perf_counter())
 
 
-def by_fit(name: str, options: argparse.Namespace) -> float:
+def by_fit(name: str, options: argparse.Namespace, execution: str) -> float:
     """Clips a second of `MultiGPUTrainingManager.fit`, with the same arithmetic."""
     clips, labels = synthetic(options)
     # Whole batches only, so that every step has one shape; as many epochs as it takes.
@@ -197,7 +225,7 @@ def by_fit(name: str, options: argparse.Namespace) -> float:
         "max_steps": total,
         "use_mixed_precision": True,
         "channels_last": True,
-        "step_execution": "eager" if options.no_compile else "compile",
+        "step_execution": execution,
         "cudnn_benchmark": True,
         "fused_optimizer": options.device == "cuda",
         "allow_tf32": True,
@@ -214,7 +242,7 @@ def by_fit(name: str, options: argparse.Namespace) -> float:
         manager = MultiGPUTrainingManager(config)
         torch.manual_seed(0)
         manager.fit(
-            build_model(name, options.frames, options.size, CLASSES, 0.5),
+            net(name, options),
             TensorDataset(clips[:kept], labels[:kept]),
             loss_fn=nn.CrossEntropyLoss(),
             hooks=[clock],
@@ -260,9 +288,14 @@ def scores(options: argparse.Namespace) -> list[dict[str, Any]]:
                 "tensorboard": False,
                 "enable_fault_tolerance": False,
                 "progress": "lines",
-                "num_workers": 0 if options.quick else min(12, os.cpu_count() or 1),
+                "num_workers": 0,  # the clips are tensors: nothing is left for workers to do
             }
-            chosen = {"architecture": name, "frame_size": options.size, "videos": options.videos}
+            chosen = {
+                "architecture": name,
+                "frame_size": options.size,
+                "width": WIDTH,
+                "videos": options.videos,
+            }
             result = recipe.train(recipe.config(settings), recipe.options(**chosen))
             classes = (result.folder / "classes.csv").read_text()
         rows.append(
