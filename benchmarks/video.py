@@ -106,7 +106,9 @@ def arguments() -> argparse.Namespace:
     add("--clips", type=int, default=1024, help="clips that lie on the device")
     add("--no-compile", action="store_true", help="by hand without torch.compile")
     add("--executions", default="compile", help="step_execution of fit; several with commas")
-    add("--f1-epochs", default="fast=60,guide=30", help="epochs of each net in f1")
+    add("--f1-epochs", default="fast=40,guide=40", help="epochs of each net in f1")
+    add("--f1-batch", type=int, default=64)
+    add("--f1-rate", type=float, default=2e-3, help="learning rate in f1")
     add("--videos", type=int, default=100, help="rendered videos in f1")
     add("--video", type=Path, help="a file for decode")
     add("--quick", action="store_true", help="tiny sizes: does it run at all?")
@@ -283,7 +285,8 @@ def scores(options: argparse.Namespace) -> list[dict[str, Any]]:
                 "training_mode": "single",
                 "device": options.device,
                 "epochs": int(epochs[name]),
-                "batch_size": min(options.batch, 128),
+                "batch_size": options.f1_batch,
+                "learning_rate": options.f1_rate,
                 "save_dir": folder,
                 "tensorboard": False,
                 "enable_fault_tolerance": False,
