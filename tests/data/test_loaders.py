@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from ranks import run_ranks
@@ -240,3 +241,14 @@ def test_a_stream_with_an_epoch_schedule_and_no_length_is_refused(tmp_path: Path
     manager = MultiGPUTrainingManager(config(tmp_path, warmup_epochs=1))
     with pytest.raises(ConfigError, match="steps_per_epoch"):
         manager.setup_training(model(), Stream(5), optimizer=sgd)
+
+
+def test_tensors_in_memory_need_no_workers_on_a_cpu(tmp_path: Path) -> None:
+    manager = MultiGPUTrainingManager(config(tmp_path, device="cpu", num_workers=2))
+    _, loader, _ = manager.setup_training(model(), tensors(), optimizer=sgd)
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    iterator = iter(loader)
+    next(iterator)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} == children
+    assert sum(1 for _ in iterator) == 1
+    manager.finish()

@@ -65,6 +65,11 @@ class ShareLoader:
         self.start = 0
         self._template: Any = None
         self._fetch = _Fetch(dataset, feeding.collate, feeding.num_workers == 0)
+        if self._fetch.tensors is not None and feeding.device.type == "cpu":
+            # One index gathers a batch of tensors; processes would only carry it about.
+            feeding = replace(
+                feeding, num_workers=0, prefetch_factor=None, persistent_workers=False
+            )
         self._loader = _data_loader(self._fetch, _Plan(self), feeding)
 
     @property

@@ -8,4 +8,5 @@ from __future__ import annotations
 RECIPES = {
     "image": "image classifier (MLP or CNN) on digits, MNIST or Fashion-MNIST",
     "transformer": "language model (causal or masked) or text classifier of Hugging Face",
+    "video": "behaviour classifier (3D CNN) on rendered clips or videos with annotations",
 }

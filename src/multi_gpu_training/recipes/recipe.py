@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes import RECIPES
@@ -67,6 +67,8 @@ class Recipe:
                 defaults.pop(other, None)
             if other in given:
                 defaults.pop(one, None)
+        if TrainingMode(given.get("training_mode", "ddp")) is TrainingMode.DATA_PARALLEL:
+            defaults.pop("sync_bn", None)  # a default must not stand in the way of a mode
         return MultiGPUConfig(**{**defaults, **given})
 
     def train(self, config: MultiGPUConfig, options: Options) -> FitResult:

@@ -138,6 +138,8 @@ class SupervisedLoss:
         if self._device != output.device:
             self.criterion.to(output.device)
             self._device = output.device
+        if output.dtype is torch.float64:
+            self.criterion.double()  # class weights too; float32 ones are refused beside it
         return self.criterion
 
     def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:

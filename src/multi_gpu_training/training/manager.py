@@ -113,6 +113,7 @@ class MultiGPUTrainingManager:
         self.run: RunFolder
         self.sizes: BatchSizes
         self.fault_tolerance: FaultToleranceManager
+        self.evaluated = MetricsCollector()  # this rank's part of the last evaluation
         self._epoch_metrics = MetricsCollector()
         self._epoch_is_whole = True
         self._pending: tuple[int, dict[str, float]] | None = None
@@ -379,6 +380,7 @@ class MultiGPUTrainingManager:
             self.trainer.precision,
             self.placement.device,
         )
+        self.evaluated = collected
         return collected.compute(self.placement)
 
     def save_checkpoint(

@@ -186,9 +186,9 @@ class MultiGPUTrainer(ABC):
             self._settled = True
         samples = self._samples(batch, share) if self.augment is not None else None
         if self.recorder is not None:
-            # What is recorded is what the loss function gets: a plain loop can repeat it.
-            batch = self.recorder.batch(attach(self._prepared(batch, samples), share))
-            samples = None
+            if share.count:  # what is written down is what the loss function gets
+                batch, samples = attach(self._prepared(batch, samples), share), None
+            batch = self.recorder.batch(opened(batch))
         if self.execution.active:
             return self.execution.run(batch, samples, share, ours)
         return self.eager_step(batch, samples, share)

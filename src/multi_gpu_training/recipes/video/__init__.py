@@ -1,0 +1,147 @@
+"""The video recipe: tell behaviours apart in short clips with a 3D convolutional net.
+
+mgt train video                          rendered clips, declared as such, on the CPU too
+mgt train video --data-dir recordings    Videos/*.mp4 with one annotation CSV each
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from torch import nn
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.recipes.recipe import Job, Options, Recipe
+from multi_gpu_training.recipes.video.augmentation import Augment, AugmentClips
+from multi_gpu_training.recipes.video.clips import (
+    Clips,
+    Parts,
+    Video,
+    VideoData,
+    as_dataset,
+    class_counts,
+    class_weights,
+    split_by_video,
+)
+from multi_gpu_training.recipes.video.folder import load_folder
+from multi_gpu_training.recipes.video.model import WIDTH, Architecture, build_model
+from multi_gpu_training.recipes.video.rendering import NAMES, render
+from multi_gpu_training.recipes.video.report import ClassReport, distribution
+
+RENDERED_SIZE, REAL_SIZE = 32, 256
+RENDERED_WIDTH = 16
+
+
+class VideoOptions(Options):
+    """What this recipe can be told beside the settings of every run."""
+
+    data_dir: str | None = Field(None, description="folder with Videos/; None: rendered videos")
+    architecture: Architecture = Field("fast", description="fast, or the guide's own: guide")
+    frames: int = Field(17, description="frames of a clip")
+    frame_size: int | None = Field(
+        None, description=f"side of a frame; None: {REAL_SIZE}, or {RENDERED_SIZE} where rendered"
+    )
+    width: int | None = Field(
+        None, ge=1, description="channels of the first layer; None: 32, or 16 where rendered"
+    )
+    dropout: float = Field(0.5, ge=0, lt=1, description="dropout before the last layer")
+    augment: Augment = Field(
+        "auto",
+        description="none, shift, or turn: shift and quarter turns; auto: turn where rendered, "
+        "else shift",
+    )
+    val_share: float = Field(0.2, gt=0, lt=1, description="share of the videos for validation")
+    weight_cap: float = Field(10.0, gt=0, description="largest weight of a class in the loss")
+    resize: bool = Field(False, description="scale videos of another size while reading")
+    strict: bool = Field(False, description="stop at a video that cannot be read, not skip it")
+    cache_dir: str | None = Field(None, description="decoded frames; None: data_dir/FrameCache")
+    memory_gib: float = Field(4.0, ge=0, description="hold clips in memory up to this size")
+    videos: int = Field(100, ge=10, description="how many videos to render without data_dir")
+
+
+def build(config: MultiGPUConfig, options: VideoOptions) -> Job:
+    """Model, clips and weighed loss of this recipe; the optimizer is AdamW."""
+    size = options.frame_size or (REAL_SIZE if options.data_dir else RENDERED_SIZE)
+    data = load(options, size, config.num_workers)
+    model = build_model(
+        options.architecture,
+        options.frames,
+        size,
+        len(data.classes),
+        options.dropout,
+        options.width or (WIDTH if options.data_dir else RENDERED_WIDTH),
+    )
+    parts = split_by_video(data, options.val_share, config.seed)
+    counts = class_counts(parts.train, len(data.classes))
+    weights = class_weights(counts, data.classes, options.weight_cap)
+    train, val = (
+        as_dataset(Clips(videos, options.frames), options.memory_gib)
+        for videos in (parts.train, parts.val)
+    )
+    lines = [*describe(data, parts), *distribution(data.classes, counts, weights)]
+    return Job(
+        model=model,
+        dataset=train,
+        val_dataset=val,
+        loss_fn=nn.CrossEntropyLoss(weight=weights),
+        augment=augmentation(options),
+        hooks=[ClassReport(data.classes, lines)],
+    )
+
+
+def load(options: VideoOptions, size: int, threads: int) -> VideoData:
+    """The videos of data_dir, or rendered ones."""
+    if options.data_dir is None:
+        made = render(options.videos, size)
+        videos = [
+            Video(f"rendered-{number:03d}", frames, trials)
+            for number, (frames, trials) in enumerate(made)
+        ]
+        note = f"videos: rendered here, not filmed, {size}x{size} (set data_dir to use your own)"
+        return VideoData(videos, NAMES, [note])
+    cache = Path(options.cache_dir).expanduser() if options.cache_dir else None
+    folder = Path(options.data_dir).expanduser()
+    return load_folder(folder, size, options.resize, options.strict, cache, threads)
+
+
+def augmentation(options: VideoOptions) -> AugmentClips | None:
+    kind = options.augment
+    if kind == "auto":
+        kind = "turn" if options.data_dir is None else "shift"
+    return None if kind == "none" else AugmentClips(kind)
+
+
+def describe(data: VideoData, parts: Parts) -> list[str]:
+    """What is trained on, in the words of the guide."""
+    trials = parts.train_trials + parts.val_trials
+    lines = [
+        *data.notes,
+        f"Found {len(data.videos)} unique videos with {trials} total trials",
+        f"Train trials: {parts.train_trials}, Val trials: {parts.val_trials} "
+        f"({len(parts.train)} and {len(parts.val)} videos)",
+    ]
+    val = class_counts(parts.val, len(data.classes)).tolist()
+    unseen = [name for name, count in zip(data.classes, val, strict=True) if count == 0]
+    if unseen:
+        lines.append(f"not in the validation videos: {', '.join(unseen)}; F1 is over the others")
+    return lines
+
+
+recipe = Recipe(
+    name="video",
+    defaults={
+        "epochs": 100,
+        "batch_size": 128,
+        "learning_rate": 1e-3,
+        "base_batch_size": 128,
+        "schedule": "cosine",
+        "warmup_epochs": 1,
+        "weight_decay": 0.01,
+        "num_workers": 4,
+        "sync_bn": True,
+        "best_metric": "f1",
+    },
+    options=VideoOptions,
+    build=build,
+)

@@ -1,0 +1,246 @@
+"""Frames of video files: decoded once with PyAV, then kept on disk as bytes.
+
+A cached video is two files in the cache folder: `<video>-<key>.frames`, its grey frames as uint8
+one after the other, and `<video>-<key>.json`, written last, with their shape or with why the video
+cannot be used. The key is made of the video's path, size and time of change and of the frame size:
+a changed video is decoded anew. Ranks that start together share the work by locking each video.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multi_gpu_training.errors import DataError
+
+
+class InvalidVideo(Exception):
+    """The file cannot be used; the message says why."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a video file says about itself; `frames` is 0 where it does not say."""
+
+    frames: int
+    height: int
+    width: int
+
+
+class FrameFile:
+    """Frames of (count, height, width) on disk, mapped into memory when first read."""
+
+    def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
+        self.path = path
+        self.shape = shape
+        self._mapped: Any = None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, frames: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        if self._mapped is None:
+            self._mapped = np.memmap(self.path, np.uint8, "r", shape=self.shape)
+        return np.asarray(self._mapped[frames])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mapped": None}  # a worker maps it for itself
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Frames of every usable video, why the others are not, and what it took."""
+
+    frames: dict[Path, FrameFile]
+    invalid: dict[Path, str]
+    decoded: int
+    seconds: float
+
+
+def open_video(path: Path) -> Any:
+    """An open PyAV container with one video stream."""
+    try:
+        import av
+    except ImportError:
+        raise DataError(
+            "reading videos needs PyAV, which is not installed; run "
+            "pip install 'multi-gpu-training[video]'"
+        ) from None
+    try:
+        container = av.open(str(path))
+    except (av.error.FFmpegError, OSError) as error:
+        raise InvalidVideo(f"is no video that can be read ({_words(error)})") from None
+    if not container.streams.video:
+        container.close()
+        raise InvalidVideo("holds no pictures")
+    return container
+
+
+def probe(path: Path) -> Head:
+    """Size and length as the file's head gives them, without decoding."""
+    with open_video(path) as container:
+        stream = container.streams.video[0]
+        return Head(stream.frames, stream.height, stream.width)
+
+
+def decode(path: Path, size: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """Grey frames of `size` x `size`, one by one; scaled where the video has another size."""
+    import av
+
+    with open_video(path) as container:
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        count = 0
+        try:
+            for frame in container.decode(stream):
+                if (frame.width, frame.height) != (size, size):
+                    frame = frame.reformat(size, size, "gray", interpolation="AREA")
+                count += 1
+                yield frame.to_ndarray(format="gray")
+        except av.error.FFmpegError as error:
+            raise InvalidVideo(f"breaks off after {count} frames ({_words(error)})") from None
+        if count < stream.frames or count == 0:
+            raise InvalidVideo(f"is cut short: {count} of its {stream.frames} frames are there")
+
+
+def load_frames(videos: Sequence[Path], size: int, cache: Path, threads: int = 1) -> Decoded:
+    """The frames of every video, from the cache where they are in it.
+
+    Safe with several ranks and runs at once: each video is decoded by one of them.
+    """
+    started = time.perf_counter()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the frame cache {cache} cannot be made ({error.strerror}); set cache_dir to a "
+            "folder that can be written"
+        ) from None
+    entries = [Entry(video, size, cache) for video in videos]
+    _check_space([entry for entry in entries if not entry.known], cache)
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        # First what nobody else is at, then what others may have finished meanwhile.
+        mine = list(pool.map(lambda entry: entry.fill(wait=False), entries))
+        later = list(pool.map(lambda entry: entry.fill(wait=True), entries))
+    frames, invalid = {}, {}
+    for entry in entries:
+        found = entry.read()
+        assert found is not None
+        if isinstance(found, FrameFile):
+            frames[entry.video] = found
+        else:
+            invalid[entry.video] = found
+    return Decoded(frames, invalid, sum(mine) + sum(later), time.perf_counter() - started)
+
+
+class Entry:
+    """One video's place in the cache."""
+
+    def __init__(self, video: Path, size: int, cache: Path) -> None:
+        facts = video.stat()
+        identity = (str(video.resolve()), facts.st_size, facts.st_mtime_ns, size, "gray-1")
+        key = hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
+        self.video, self.size = video, size
+        self.frames = cache / f"{video.stem}-{key}.frames"
+        self.facts = self.frames.with_suffix(".json")
+
+    @property
+    def known(self) -> bool:
+        return self.read() is not None
+
+    def read(self) -> FrameFile | str | None:
+        """The frames, or why there are none; None where the cache does not know."""
+        try:
+            facts = json.loads(self.facts.read_text())
+            if facts["problem"] is not None:
+                return str(facts["problem"])
+            shape = (int(facts["frames"]), self.size, self.size)
+            if self.frames.stat().st_size != shape[0] * self.size**2:
+                return None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return FrameFile(self.frames, shape)
+
+    def fill(self, wait: bool) -> bool:
+        """Decode the video unless the cache knows it; True if that was done here."""
+        if self.known:
+            return False
+        with _lock(self.frames.with_suffix(".lock"), wait) as held:
+            if not held or self.known:
+                return False
+            self._decode()
+            return True
+
+    def _decode(self) -> None:
+        partial = self.frames.with_suffix(".partial")
+        count, problem = 0, None
+        try:
+            with partial.open("wb") as file:
+                for frame in decode(self.video, self.size):
+                    file.write(np.ascontiguousarray(frame).tobytes())
+                    count += 1
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.frames)
+        except InvalidVideo as error:
+            problem = str(error)
+            partial.unlink(missing_ok=True)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise DataError(
+                f"the frames of {self.video} cannot be written to {partial.parent} "
+                f"({error.strerror}); make room there, or set cache_dir to another folder"
+            ) from None
+        facts = {"source": str(self.video), "frames": count, "problem": problem}
+        partial.write_text(json.dumps(facts))
+        partial.replace(self.facts)  # last: what has this file is whole
+
+
+@contextmanager
+def _lock(path: Path, wait: bool) -> Iterator[bool]:
+    """Hold the lock of that file among all processes and threads; False if another has it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        except OSError as error:
+            raise DataError(
+                f"{path.parent} knows no file locks ({error.strerror}); set cache_dir to a folder "
+                "on a local disk"
+            ) from None
+        yield True  # closing the file gives the lock back
+
+
+def _check_space(entries: Sequence[Entry], cache: Path) -> None:
+    """Refuse before decoding what the disk cannot take."""
+    needed = 0
+    for entry in entries:
+        try:
+            needed += probe(entry.video).frames * entry.size**2
+        except InvalidVideo:
+            continue
+    free = shutil.disk_usage(cache).free
+    if needed > free:
+        raise DataError(
+            f"the frames of {len(entries)} videos take {needed / 2**30:.1f} GiB as "
+            f"{entries[0].size}x{entries[0].size} bytes, but {cache} has {free / 2**30:.1f} GiB "
+            "free; set cache_dir to a larger disk, or frame_size lower"
+        )
+
+
+def _words(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
