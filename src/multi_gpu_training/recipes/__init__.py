@@ -7,4 +7,5 @@ from __future__ import annotations
 
 RECIPES = {
     "image": "image classifier (MLP or CNN) on digits, MNIST or Fashion-MNIST",
+    "ppo": "recurrent PPO (CLSTM) that trades, or plays any Gymnasium environment",
 }

@@ -1,0 +1,385 @@
+"""CLSTM-PPO on all ranks: collect a rollout, update the policy on it, and again.
+
+initialize                 environments, policy, and the place of an earlier run
+while there is more to do:
+    collect                every rank steps the environments that it holds
+    update                 passes of minibatches over the environments of all ranks
+    report, save
+evaluate
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.data.batch import attach
+from multi_gpu_training.data.order import Share, cut, derive_seed
+from multi_gpu_training.distributed.replicas import check_replicas
+from multi_gpu_training.errors import ConfigError, NonFiniteLossError
+from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.recipes.ppo.environment import (
+    Environments,
+    gather_environments,
+    take_environments,
+)
+from multi_gpu_training.recipes.ppo.evaluation import play, trade
+from multi_gpu_training.recipes.ppo.gymnasium_environments import GymnasiumEnvironments
+from multi_gpu_training.recipes.ppo.loss import PPOLoss, explained_variance, moments, normalise
+from multi_gpu_training.recipes.ppo.market import generate_market, read_market, split_symbols
+from multi_gpu_training.recipes.ppo.minibatches import minibatches, shares
+from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
+from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
+from multi_gpu_training.recipes.ppo.progress import Decay, PPOProgress
+from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout, advantages
+from multi_gpu_training.recipes.ppo.trading import (
+    WARMUP_DAYS,
+    Rules,
+    Tables,
+    TradingEnvironments,
+    prepare,
+)
+from multi_gpu_training.training.manager import MultiGPUTrainingManager
+from multi_gpu_training.training.progress import FitResult
+from multi_gpu_training.training.verification import requested
+
+# What the seed of a run is combined with, so that its uses have nothing in common.
+_ENVIRONMENTS, _NOISE, _ORDER = 1, 2, 3
+
+
+class DistributedCLSTMPPOTrainer:
+    """PPO with a CLSTM policy; what it computes does not depend on the number of ranks.
+
+    trainer = DistributedCLSTMPPOTrainer(options=PPOOptions(env="CartPole-v1", hide=[1, 3]))
+    trainer.initialize()
+    result = trainer.train()
+    """
+
+    def __init__(
+        self,
+        config: MultiGPUConfig | None = None,
+        options: PPOOptions | None = None,
+        manager: MultiGPUTrainingManager | None = None,
+    ) -> None:
+        self.options = options or PPOOptions()
+        if manager is None:
+            config = config or MultiGPUConfig(**CONFIG_DEFAULTS, recipe="ppo")
+            check_config(config)
+            manager = MultiGPUTrainingManager(config)
+            manager.recipe_options = self.options.model_dump()
+        else:
+            check_config(manager.config)
+        self.manager = manager
+        self.config = manager.config
+        self.placement = manager.placement
+        self.verifying = requested() is not None
+        if self.verifying:
+            self._shorten()
+        self.progress = PPOProgress(self.options.num_envs)
+        self.tables: Tables | None = None
+        self.rules = Rules(
+            self.options.initial_balance,
+            self.options.trading_cost,
+            self.options.max_shares,
+            self.options.turbulence_quantile,
+        )
+        self.collector: Collector
+
+    def _shorten(self) -> None:
+        """For `mgt verify`: a small rollout, which every rank collects whole, so that all of them
+        share out one and the same; uneven minibatches."""
+        few = min(self.options.num_envs, 10)
+        short = min(self.options.steps, 24)
+        self.options = self.options.model_copy(update={"num_envs": few, "rollout_steps": short})
+        self.config.global_batch_size = min(few, 4)
+
+    # Setting up
+
+    def initialize(self) -> None:
+        """Make environments and policy; with `resume`, go on where the run stood."""
+        options, placement = self.options, self.placement
+        total, ranks = options.num_envs, placement.dp_size
+        if total < ranks:
+            raise ConfigError(
+                f"num_envs={total} is smaller than world_size={ranks}; use at least {ranks} "
+                "environments, or fewer ranks"
+            )
+        self.held = range(*cut(total, ranks, placement.dp_rank))
+        self.stepped = range(total) if self.verifying else self.held
+        environments = self._environments()
+        torch.manual_seed(self.config.seed)
+        policy = CLSTMPolicy(
+            environments.observation_size,
+            environments.actions,
+            options.observed,
+            options.features,
+            options.hidden,
+        )
+        model, _, _ = self.manager.setup_training(
+            policy,
+            range(total),  # type: ignore[arg-type]
+            loss_fn=PPOLoss(options.value_coef, options.entropy_coef, options.value_clip),
+            optimizer=lambda parameters: torch.optim.Adam(
+                parameters, lr=self.config.learning_rate, eps=1e-5, fused=True
+            ),
+            scheduler=lambda optimizer: Decay(optimizer, self._decay),
+            states={"ppo": self.progress},
+        )
+        assert isinstance(model, CLSTMPolicy)
+        self.policy = model
+        self.minibatches = math.ceil(total / self.manager.sizes.global_batch)
+        self.collector = Collector(environments, model)
+        if self.progress.environments is not None:
+            self.collector.load(take_environments(self.progress.environments, self.stepped))
+        self.manager.console.line(self._describe())
+
+    def _environments(self) -> Environments:
+        options, device = self.options, self.placement.device
+        seed = derive_seed(self.config.seed, _ENVIRONMENTS)
+        if not options.trades:
+            return GymnasiumEnvironments(options.env, self.stepped, seed, options.hide, device)
+        if options.hide:
+            raise ConfigError(f"hide={options.hide} is for Gymnasium environments, not for trading")
+        if options.data_dir is None:
+            market = generate_market(options.assets, options.market_days, self.config.seed)
+        else:
+            market = read_market(options.data_dir, split_symbols(options.symbols))
+        tables = prepare(market, self.rules, options.episode_days, options.test_fraction, device)
+        self.tables = tables
+        days = (WARMUP_DAYS, tables.split - 1 - options.episode_days)
+        return TradingEnvironments(
+            tables, self.rules, self.stepped, options.num_envs, seed, days, options.episode_days
+        )
+
+    def _describe(self) -> str:
+        options = self.options
+        what = self.tables.market.describe() if self.tables else options.env
+        if self.tables:
+            what += f"; tested from {self.tables.market.days[self.tables.split]} on"
+        aim = (
+            f"{options.total_steps:,} steps"
+            if options.total_steps
+            else f"{options.num_episodes:,} episodes"
+        )
+        return (
+            f"environments: {options.num_envs} of {what}\n"
+            f"rollouts: {options.steps} steps of each, {self.config.epochs} passes of "
+            f"{self.minibatches} minibatches over them, until {aim}"
+        )
+
+    # The loop
+
+    def train(self) -> FitResult:
+        """Train until enough episodes or steps are done, evaluate, and say what came out."""
+        if not hasattr(self, "collector"):
+            self.initialize()
+        try:
+            while self._rest() > 0 and not self.manager.should_stop:
+                started = time.perf_counter()
+                rollout, finished = self._collect()
+                collected = time.perf_counter()
+                metrics = self._update(rollout)
+                self._finish_iteration(metrics, finished, started, collected)
+            self._evaluate()
+        finally:
+            self.manager.finish()
+            self.collector.environments.close()
+        return self.manager.result()
+
+    def _rest(self) -> float:
+        """The part of the run that is still to do: 1 at the beginning, 0 when it is done."""
+        done, options = self.progress, self.options
+        if options.total_steps is not None:
+            return max(0.0, 1 - done.env_steps / options.total_steps)
+        return max(0.0, 1 - done.episodes / options.num_episodes)
+
+    def _decay(self) -> float:
+        """What learning rate and clip range are multiplied by."""
+        return self._rest() if self.options.decay == "linear" else 1.0
+
+    def _collect(self) -> tuple[Rollout, Finished]:
+        options = self.options
+        seed = derive_seed(self.config.seed, _NOISE, self.progress.iteration)
+        noise = self.policy.actions.noise(options.steps, options.num_envs, seed)
+        noise = noise[:, self.stepped.start : self.stepped.stop]
+        rollout, finished = self.collector.collect(options.steps, noise)
+        return rollout.take(
+            slice(self.held.start, self.held.stop)
+        ) if self.verifying else rollout, finished
+
+    def _update(self, rollout: Rollout) -> dict[str, float]:
+        """Passes over the rollout; metrics over all ranks."""
+        options, placement = self.options, self.placement
+        advantage = advantages(rollout, options.gamma, options.gae_lambda)
+        returns = advantage + rollout.values
+        if options.advantages == "rollout":
+            advantage = normalise(advantage, *moments(advantage, placement))
+        clip = torch.tensor(options.clip_range * self._decay(), device=placement.device)
+        self.manager.model.train()
+        whole = MetricsCollector()
+        last: dict[str, float] = {}
+        # Verification ends the process when it has seen enough steps.
+        for _ in itertools.count() if self.verifying else range(self.config.epochs):
+            self._pass(rollout, advantage, returns, clip)
+            self.progress.passes += 1
+            if options.target_kl is not None:
+                last = self.manager.trainer.metrics.compute(placement)
+                if last["approx_kl"] > 1.5 * options.target_kl:
+                    break
+                whole.merge(self.manager.trainer.metrics)
+                self.manager.trainer.metrics.reset()
+        whole.merge(self.manager.trainer.metrics)
+        self.manager.trainer.metrics.reset()
+        metrics = whole.compute(placement)
+        metrics["explained_variance"] = explained_variance(rollout.values, returns, placement)
+        return metrics
+
+    def _pass(self, rollout: Rollout, advantage: Tensor, returns: Tensor, clip: Tensor) -> None:
+        number = self.progress.passes
+        seed = derive_seed(self.config.seed, _ORDER)
+        batches = minibatches(
+            self.options.num_envs, self.minibatches, seed, number, self.config.shuffle
+        )
+        for position, batch in enumerate(batches):
+            scaled = advantage
+            if self.options.advantages == "minibatch":
+                mine = self._index([i for i in batch if i in self.held])
+                scaled = normalise(advantage, *moments(advantage[mine], self.placement))
+            for share in shares(
+                batch, self.held, number, position, self.manager.sizes.accumulation
+            ):
+                values = self._batch(rollout, scaled, returns, share)
+                values["clip_range"] = clip
+                self.manager.trainer.train_step(attach(values, share))
+
+    def _batch(
+        self, rollout: Rollout, advantage: Tensor, returns: Tensor, share: Share
+    ) -> dict[str, Any]:
+        """The sequences of the environments in `share`."""
+        tensors = {
+            "observations": rollout.observations,
+            "actions": rollout.actions,
+            "log_probs": rollout.log_probs,
+            "values": rollout.values,
+            "advantages": advantage,
+            "returns": returns,
+            "starts": rollout.starts,
+            "recent": rollout.recent,
+            "state": rollout.state,
+        }
+        if share.count < len(self.held):
+            index = self._index(share.indices)
+            tensors = {name: tensor[index] for name, tensor in tensors.items()}
+        return {**tensors, "whole": rollout.whole}
+
+    def _index(self, environments: Any) -> Tensor:
+        local = [i - self.held.start for i in environments]
+        return torch.tensor(local, dtype=torch.int64, device=self.placement.device)
+
+    # After an update
+
+    def _finish_iteration(
+        self, metrics: dict[str, float], finished: Finished, started: float, collected: float
+    ) -> None:
+        manager, progress = self.manager, self.progress
+        if not math.isfinite(metrics["loss"]):
+            raise NonFiniteLossError(
+                f"the loss is {metrics['loss']} in iteration {progress.iteration + 1}; lower the "
+                "learning rate, set max_grad_norm, or look at the rewards of the environment. The "
+                f"checkpoints in {manager.run.checkpoints} are from before"
+            )
+        episodes = [e for part in self.placement.gather_json(finished.episodes()) for e in part]
+        steps = self.options.num_envs * self.options.steps
+        progress.add(steps, episodes)
+        now = time.perf_counter()
+        metrics = {
+            "return": progress.mean_return,
+            "episode_length": progress.mean_length,
+            **metrics,
+            "learning_rate": float(manager.trainer.optimizer.param_groups[0]["lr"]),
+            "steps_per_s": steps / (now - started),
+            "collect_s": collected - started,
+            "update_s": now - collected,
+        }
+        step = manager.trainer.step
+        better = manager.progress.finish_epoch(metrics, None)
+        counts = {"env_steps": progress.env_steps, "episodes": progress.episodes}
+        manager.logger.record(
+            "epoch", epoch=progress.iteration - 1, step=step, train={**metrics, **counts}, val=None
+        )
+        manager.curves.write("train", {**metrics, **counts}, progress.env_steps)
+        progress.say(manager.console, metrics, last=self._rest() <= 0)
+        every = self.config.consistency_check_every
+        if every and progress.passed(step, every, "checked"):
+            check_replicas(manager.model, self.placement, step)
+        for hook in manager.hooks:
+            hook.on_epoch_end(manager, progress.iteration - 1, metrics)
+        if self.config.enable_fault_tolerance and (
+            progress.passed(step, self.config.checkpoint_frequency, "saved") or self._rest() <= 0
+        ):
+            self._save_checkpoint(better)
+
+    def _save_checkpoint(self, best: bool) -> None:
+        """Everything by environment, so that any number of ranks can go on."""
+        total, ranks = self.options.num_envs, self.placement.dp_size
+        held = [stop - start for start, stop in (cut(total, ranks, r) for r in range(ranks))]
+        state = self.collector.state_by_environment()
+        self.progress.environments = gather_environments(state, self.placement, held)
+        self.manager.save_checkpoint(best)
+
+    def _evaluate(self) -> None:
+        manager, options = self.manager, self.options
+        if not manager.progress.history:
+            return
+        if self.tables is not None:
+            test = trade(self.policy, self.tables, self.rules)
+            metrics = test.metrics()
+            title = f"Test from {test.first_day} to {test.last_day}, never seen in training"
+            manager.console.table(title, ["", "return", "Sharpe", "drawdown"], test.rows())
+        else:
+            returns = torch.tensor(
+                play(
+                    self.policy,
+                    options.env,
+                    options.eval_episodes,
+                    self.config.seed,
+                    self.placement,
+                    options.hide,
+                ),
+                dtype=torch.float64,
+            )
+            metrics = {
+                "eval_return": float(returns.mean()),
+                "eval_return_std": float(returns.std(unbiased=False)),
+                "eval_return_min": float(returns.min()),
+            }
+            manager.console.line(
+                f"evaluation: {len(returns)} episodes, return {metrics['eval_return']:.1f} "
+                f"+- {metrics['eval_return_std']:.1f}, least {metrics['eval_return_min']:.1f}"
+            )
+        manager.progress.history[-1]["val"] = metrics
+        manager.logger.record("evaluation", step=manager.trainer.step, **metrics)
+        manager.curves.write("evaluation", metrics, self.progress.env_steps)
+
+
+def check_config(config: MultiGPUConfig) -> None:
+    """Settings that mean nothing here are errors, not silence."""
+    problems = []
+    if config.training_mode is TrainingMode.DATA_PARALLEL:
+        problems.append("training_mode=data_parallel: PPO runs as ddp or single")
+    if config.schedule != "constant" or config.warmup_steps or config.warmup_epochs:
+        problems.append("schedule and warm-up count steps; PPO has decay=linear, by progress")
+    if config.static_graph or config.find_unused_parameters:
+        problems.append(
+            "PPO uses every parameter in every step; drop static_graph and find_unused_parameters"
+        )
+    if config.num_workers:
+        problems.append(f"num_workers={config.num_workers}: PPO loads no data; drop it")
+    if problems:
+        raise ConfigError(problems)
