@@ -33,6 +33,7 @@ def play(
     seed: int,
     placement: Placement,
     hide: list[int],
+    normalise: bool,
 ) -> list[float]:
     """Returns of `episodes` with the likeliest actions, shared out over the ranks. Collective."""
     mine = range(*cut(episodes, placement.dp_size, placement.dp_rank))
@@ -40,7 +41,7 @@ def play(
     if mine:
         seed = derive_seed(seed, _EVALUATION)
         environments = GymnasiumEnvironments(name, mine, seed, hide, placement.device)
-        played = first_returns(Collector(environments, policy), len(mine))
+        played = first_returns(Collector(environments, policy, normalise), len(mine))
         environments.close()
     return [value for part in placement.gather_json(played) for value in part]
 
@@ -101,12 +102,12 @@ class TradingTest:
         ]
 
 
-def trade(policy: CLSTMPolicy, tables: Tables, rules: Rules) -> TradingTest:
+def trade(policy: CLSTMPolicy, tables: Tables, rules: Rules, normalise: bool) -> TradingTest:
     """One walk through the days behind the split, with the likeliest actions."""
     first, last = tables.split, len(tables.market.days) - 1
     days = last - first
     environments = TradingEnvironments(tables, rules, range(1), 1, 0, (first, first), days)
-    rollout, _ = Collector(environments, policy).collect(days, None)
+    rollout, _ = Collector(environments, policy, normalise).collect(days, None)
     earned = rollout.rewards[0].double().cumsum(0).cpu().numpy() / REWARD_SCALE
     agent = np.concatenate([[0.0], earned]) + rules.balance
     prices = tables.market.close[first:]

@@ -43,6 +43,10 @@ class PPOOptions(Options):
         default=20, description="episodes of the evaluation (Gymnasium)"
     )
 
+    normalise: bool | None = Field(
+        default=None,
+        description="bring observations and rewards to spread 1; None: where env is not trading",
+    )
     window: PositiveInt | None = Field(
         default=None, description="observations the feature LSTM sees; None: 30 trading, else 1"
     )
@@ -95,6 +99,10 @@ class PPOOptions(Options):
     @property
     def trades(self) -> bool:
         return self.env == "trading"
+
+    @property
+    def normalises(self) -> bool:
+        return not self.trades if self.normalise is None else self.normalise
 
     @property
     def steps(self) -> int:

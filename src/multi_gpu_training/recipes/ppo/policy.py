@@ -26,6 +26,9 @@ class Output(NamedTuple):
 
 
 class CLSTMPolicy(nn.Module):
+    observation_mean: Tensor
+    observation_scale: Tensor
+
     def __init__(
         self,
         observation_size: int,
@@ -47,7 +50,14 @@ class CLSTMPolicy(nn.Module):
         self.log_std: nn.Parameter | None = None
         if actions.kind == "continuous":
             self.log_std = nn.Parameter(torch.full((actions.size,), -0.5))
+        self.register_buffer("observation_mean", torch.zeros(observation_size))
+        self.register_buffer("observation_scale", torch.ones(observation_size))
         self._initialise()
+
+    def normalise(self, observations: Tensor) -> Tensor:
+        """Observations as the policy takes them, measured by those of the rollouts so far."""
+        scaled = (observations - self.observation_mean) * self.observation_scale
+        return scaled.clamp(-10, 10)
 
     def _initialise(self) -> None:
         for lstm in (self.feature, self.actor, self.critic):
@@ -82,7 +92,7 @@ class CLSTMPolicy(nn.Module):
             actor = cut.join(self.actor(parts, _start(state, 0))[0])
             critic = cut.join(self.critic(parts, _start(state, 2))[0])
         values = self.value_head(critic).squeeze(-1)
-        return Output(self.action_head(actor).float(), values.float())
+        return Output(_wide(self.action_head(actor)), _wide(values))
 
     def feature_sequence(
         self, observations: Tensor, recent: Tensor, starts: Tensor, whole: bool
@@ -108,6 +118,11 @@ class CLSTMPolicy(nn.Module):
         begun = torch.where(starts, at, -self.window).cummax(1).values
         place = at.unsqueeze(1) - torch.arange(self.window - 1, -1, -1, device=starts.device)
         return place >= begun.unsqueeze(-1)
+
+
+def _wide(values: Tensor) -> Tensor:
+    """Ratios of probabilities need more than the 16 bits of mixed precision."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
 def _start(state: Tensor, which: int) -> tuple[Tensor, Tensor]:

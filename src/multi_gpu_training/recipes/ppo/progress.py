@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 
 RECENT = 100  # episodes in the mean return, as usual in the field
 
@@ -28,6 +30,7 @@ class PPOProgress:
         self.episodes = 0
         self.recent: list[tuple[float, int]] = []
         self.environments: dict[str, Any] | None = None
+        self.measured: dict[str, Tensor] = {}
         self.marks: dict[str, int] = {}
         self._began = time.monotonic()
         self._spoke = -math.inf
@@ -39,6 +42,22 @@ class PPOProgress:
         self.episodes += len(episodes)
         self.recent = self.recent + [(float(r), int(n)) for r, n in episodes]
         self.recent = self.recent[-max(RECENT, len(episodes)) :]
+
+    def measure(self, sums: dict[str, Tensor]) -> None:
+        """Take over count, sum and sum of squares of what all ranks observed and earned."""
+        for name, values in sums.items():
+            before = self.measured.get(name)
+            self.measured[name] = values if before is None else before.to(values.device) + values
+
+    def apply_measures(self, policy: CLSTMPolicy) -> float:
+        """Observations get mean 0 and spread 1; gives what rewards are to be multiplied by, so
+        that discounted returns have spread 1."""
+        if not self.measured:
+            return 1.0
+        mean, spread = _moments(self.measured["observed"])
+        policy.observation_mean.copy_(mean)
+        policy.observation_scale.copy_(1 / spread.clamp_min(1e-4))
+        return 1 / max(1e-4, float(_moments(self.measured["earned"])[1]))
 
     @property
     def mean_return(self) -> float:
@@ -81,6 +100,7 @@ class PPOProgress:
             "recent": self.recent,
             "marks": self.marks,
             "environments": self.environments,
+            "measured": self.measured,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -89,9 +109,15 @@ class PPOProgress:
                 f"the run has {state['num_envs']} environments, num_envs={self.num_envs} was asked "
                 f"for; go on with num_envs={state['num_envs']}"
             )
-        for name in ("iteration", "passes", "env_steps", "episodes", "marks", "environments"):
-            setattr(self, name, state[name])
+        for name, value in state.items():
+            setattr(self, name, value)
         self.recent = [(value, length) for value, length in state["recent"]]
+
+
+def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
+    count, total, squares = sums
+    mean = total / count
+    return mean, (squares / count - mean.square()).clamp_min(0).sqrt()
 
 
 class Decay(LRScheduler):

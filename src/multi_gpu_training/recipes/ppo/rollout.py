@@ -61,19 +61,30 @@ class Finished:
 class Collector:
     """Steps environments with a policy, and remembers where they stand between rollouts."""
 
-    def __init__(self, environments: Environments, policy: CLSTMPolicy) -> None:
+    def __init__(
+        self,
+        environments: Environments,
+        policy: CLSTMPolicy,
+        normalise: bool = False,
+        gamma: float = 0.0,
+    ) -> None:
         self.environments = environments
+        self.normalise = normalise
+        self.gamma = gamma
+        self.reward_scale = 1.0
         self.policy = policy
         weight = policy.value_head.weight
         self.device, self.dtype = weight.device, weight.dtype
+        self.measured: dict[str, Tensor] = {}
         count = len(environments.numbers)
         shape = (count, policy.window - 1, policy.observation_size)
-        self.observations = environments.reset().to(self.dtype)
+        self.raw = environments.reset().to(self.dtype)
         self.recent = torch.zeros(shape, device=self.device, dtype=self.dtype)
         self.state = torch.zeros(2, 2, count, policy.hidden, device=self.device, dtype=self.dtype)
         self.starts = torch.ones(count, dtype=torch.bool, device=self.device)
         self.returns = torch.zeros(count, dtype=torch.float64, device=self.device)
         self.lengths = torch.zeros(count, dtype=torch.int64, device=self.device)
+        self.discounted = torch.zeros(count, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def collect(self, steps: int, noise: Tensor | None) -> tuple[Rollout, Finished]:
@@ -91,7 +102,8 @@ class Collector:
             whole = whole and not ended
             if t == 0 or ended:
                 self._forget()
-            windows = torch.cat([self.recent, self.observations.unsqueeze(1)], 1)
+            observations = self._scaled(self.raw)
+            windows = torch.cat([self.recent, observations.unsqueeze(1)], 1)
             if t == 0:
                 recent, state = windows[:, :-1], self.state
             output, self.state = stepper(windows, self.state)
@@ -102,11 +114,14 @@ class Collector:
             rewards = step.rewards.to(self.dtype)
             done = step.terminated | step.truncated
             self.recent = windows[:, 1:]
-            rows["observations"].append(self.observations)
+            rows["observations"].append(observations)
+            rows["raw"].append(self.raw)
             rows["actions"].append(action)
             rows["log_probs"].append(actions.log_prob(output.head, policy.log_std, action))
             rows["values"].append(output.values)
-            rows["rewards"].append(rewards)
+            rows["rewards"].append(rewards * self.reward_scale if self.normalise else rewards)
+            self.discounted = rewards + self.gamma * self.discounted
+            rows["discounted"].append(self.discounted)
             rows["done"].append(done)
             rows["starts"].append(self.starts)
             if step.final is not None:
@@ -114,12 +129,13 @@ class Collector:
                 rows["final"].append(torch.where(step.truncated, final, torch.zeros_like(final)))
             else:
                 rows["final"].append(_nothing(rows["final"], output.values))
-            self.observations, self.starts = step.observations.to(self.dtype), done
+            self.raw, self.starts = step.observations.to(self.dtype), done
             self._count(rewards, done, step.ended, finished)
             ended = step.ended
         stacked = {name: torch.stack(values, 1) for name, values in rows.items()}
         self._forget()
-        last = self._value(stepper, self.observations)
+        last = self._value(stepper, self.raw)
+        self._measure(stacked.pop("raw"), stacked.pop("discounted"))
         after = torch.cat([stacked["values"][:, 1:], last.unsqueeze(1)], 1)
         after = torch.where(stacked["done"], stacked.pop("final"), after)
         assert recent is not None and state is not None
@@ -135,8 +151,20 @@ class Collector:
 
     def _value(self, stepper: Stepper, observations: Tensor) -> Tensor:
         """The value of observations that come next; nothing is remembered of them."""
-        windows = torch.cat([self.recent, observations.unsqueeze(1)], 1)
+        windows = torch.cat([self.recent, self._scaled(observations).unsqueeze(1)], 1)
         return stepper(windows, self.state)[0].values
+
+    def _scaled(self, raw: Tensor) -> Tensor:
+        return self.policy.normalise(raw) if self.normalise else raw
+
+    def _measure(self, raw: Tensor, discounted: Tensor) -> None:
+        """Count, sum and sum of squares of what was observed and earned in this rollout."""
+        if self.normalise:
+            rows = {"observed": raw.flatten(0, 1), "earned": discounted.flatten().unsqueeze(1)}
+            for name, values in rows.items():
+                wide = values.double()
+                count = torch.full_like(wide[0], len(wide))
+                self.measured[name] = torch.stack([count, wide.sum(0), wide.square().sum(0)])
 
     def _count(self, rewards: Tensor, done: Tensor, ended: bool, finished: Finished) -> None:
         self.returns = self.returns + rewards
@@ -147,6 +175,7 @@ class Collector:
             finished.lengths.append(self.lengths)
             self.returns = torch.where(done, 0.0, self.returns)
             self.lengths = torch.where(done, 0, self.lengths)
+            self.discounted = torch.where(done, 0.0, self.discounted)
 
     def state_by_environment(self) -> ByEnvironment:
         return {
@@ -156,12 +185,13 @@ class Collector:
             "starts": self.starts,
             "returns": self.returns,
             "lengths": self.lengths,
+            "discounted": self.discounted,
         }
 
     def load(self, saved: ByEnvironment) -> None:
         prefix = "environment."
         inner = {n.removeprefix(prefix): v for n, v in saved.items() if n.startswith(prefix)}
-        self.observations = self.environments.load(inner).to(self.dtype)
+        self.raw = self.environments.load(inner).to(self.dtype)
         tensors: dict[str, Any] = {
             n: torch.as_tensor(v).to(self.device)
             for n, v in saved.items()
@@ -170,10 +200,13 @@ class Collector:
         self.recent, self.starts = tensors["recent"], tensors["starts"]
         self.state = tensors["hidden"].permute(1, 2, 0, 3).contiguous()
         self.returns, self.lengths = tensors["returns"], tensors["lengths"]
+        self.discounted = tensors["discounted"]
 
 
 _BY_STEP = (
     "observations",
+    "raw",
+    "discounted",
     "actions",
     "log_probs",
     "values",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from multi_gpu_training.recipes.ppo.trading import (
     TradingEnvironments,
     prepare,
 )
+from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
 from multi_gpu_training.training.verification import requested
@@ -66,7 +68,9 @@ class DistributedCLSTMPPOTrainer:
         config: MultiGPUConfig | None = None,
         options: PPOOptions | None = None,
         manager: MultiGPUTrainingManager | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> None:
+        self.hooks = hooks
         self.options = options or PPOOptions()
         if manager is None:
             config = config or MultiGPUConfig(**CONFIG_DEFAULTS, recipe="ppo")
@@ -129,14 +133,16 @@ class DistributedCLSTMPPOTrainer:
                 parameters, lr=self.config.learning_rate, eps=1e-5, fused=True
             ),
             scheduler=lambda optimizer: Decay(optimizer, self._decay),
+            hooks=self.hooks,
             states={"ppo": self.progress},
         )
         assert isinstance(model, CLSTMPolicy)
         self.policy = model
         self.minibatches = math.ceil(total / self.manager.sizes.global_batch)
-        self.collector = Collector(environments, model)
+        self.collector = Collector(environments, model, options.normalises, options.gamma)
         if self.progress.environments is not None:
             self.collector.load(take_environments(self.progress.environments, self.stepped))
+            self.collector.reward_scale = self.progress.apply_measures(model)
         self.manager.console.line(self._describe())
 
     def _environments(self) -> Environments:
@@ -297,6 +303,9 @@ class DistributedCLSTMPPOTrainer:
         episodes = [e for part in self.placement.gather_json(finished.episodes()) for e in part]
         steps = self.options.num_envs * self.options.steps
         progress.add(steps, episodes)
+        measured = self.collector.measured.items()
+        progress.measure({name: self.placement.sum(sums) for name, sums in measured})
+        self.collector.reward_scale = progress.apply_measures(self.policy)
         now = time.perf_counter()
         metrics = {
             "return": progress.mean_return,
@@ -338,7 +347,7 @@ class DistributedCLSTMPPOTrainer:
         if not manager.progress.history:
             return
         if self.tables is not None:
-            test = trade(self.policy, self.tables, self.rules)
+            test = trade(self.policy, self.tables, self.rules, options.normalises)
             metrics = test.metrics()
             title = f"Test from {test.first_day} to {test.last_day}, never seen in training"
             manager.console.table(title, ["", "return", "Sharpe", "drawdown"], test.rows())
@@ -351,6 +360,7 @@ class DistributedCLSTMPPOTrainer:
                     self.config.seed,
                     self.placement,
                     options.hide,
+                    options.normalises,
                 ),
                 dtype=torch.float64,
             )
