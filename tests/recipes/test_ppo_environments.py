@@ -19,6 +19,12 @@ from multi_gpu_training.recipes.ppo.rollout import Collector
 ONE = torch.zeros(1, dtype=torch.int64)
 
 
+@pytest.fixture(autouse=True)
+def variable_of_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gymnasium sets it when it is first imported."""
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
+
+
 def one_scripted() -> GymnasiumEnvironments:
     return GymnasiumEnvironments(scripted.NAME, range(1), seed=0)
 
@@ -73,7 +79,7 @@ def test_a_truncated_episode_is_worth_what_the_critic_says_and_a_terminated_one_
     policy = CLSTMPolicy(3, environments.actions, window=2, features=4, hidden=6)
     torch.nn.init.normal_(policy.value_head.weight)
     rollout, finished = Collector(environments, policy).collect(10, None)
-    assert finished.episodes() == [(6.0, 3), (15.0, 5)]
+    assert finished.episodes() == [(2, 0, 6.0, 3), (7, 0, 15.0, 5)]
     assert float(rollout.after[0, 2]) == 0  # terminated
     inner = [t for t in range(9) if t not in (2, 7)]
     assert torch.equal(rollout.after[0, inner], rollout.values[0, [t + 1 for t in inner]])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from multi_gpu_training.data.order import cut, derive_seed
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.recipes.ppo.gymnasium_environments import GymnasiumEnvironments
+from multi_gpu_training.recipes.ppo.options import PPOOptions
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 from multi_gpu_training.recipes.ppo.rollout import Collector
 from multi_gpu_training.recipes.ppo.trading import (
@@ -20,43 +21,58 @@ from multi_gpu_training.recipes.ppo.trading import (
     Tables,
     TradingEnvironments,
 )
+from multi_gpu_training.recipes.ppo.worlds import World
 
 TRADING_DAYS = 252  # in a year
-LONGEST_EPISODE = 20_000
 _EVALUATION = 0xE7A1  # sets the seeds of evaluation apart from those of training
 
 
-def play(
-    policy: CLSTMPolicy,
-    name: str,
-    episodes: int,
-    seed: int,
-    placement: Placement,
-    hide: list[int],
-    normalise: bool,
-) -> list[float]:
-    """Returns of `episodes` with the likeliest actions, shared out over the ranks. Collective."""
-    mine = range(*cut(episodes, placement.dp_size, placement.dp_rank))
+def evaluate(
+    policy: CLSTMPolicy, world: World, options: PPOOptions, seed: int, placement: Placement
+) -> tuple[dict[str, float], list[str]]:
+    """Metrics over all ranks, and lines that say them. Collective."""
+    if world.tables is not None:
+        test = trade(policy, world.tables, world.rules, options.normalises)
+        return test.metrics(), test.lines()
+    returns = np.array(play(policy, options, seed, placement))
+    metrics = {
+        "eval_return": float(returns.mean()),
+        "eval_return_std": float(returns.std()),
+        "eval_return_min": float(returns.min()),
+    }
+    line = (
+        f"evaluation: {len(returns)} episodes, return {returns.mean():.1f} +- {returns.std():.1f}, "
+        f"least {returns.min():.1f}"
+    )
+    return metrics, [line]
+
+
+def play(policy: CLSTMPolicy, options: PPOOptions, seed: int, placement: Placement) -> list[float]:
+    """Returns of new episodes with the likeliest actions, shared out over the ranks."""
+    mine = range(*cut(options.eval_episodes, placement.dp_size, placement.dp_rank))
     played: list[float] = []
     if mine:
         seed = derive_seed(seed, _EVALUATION)
-        environments = GymnasiumEnvironments(name, mine, seed, hide, placement.device)
-        played = first_returns(Collector(environments, policy, normalise), len(mine))
+        device = placement.device
+        environments = GymnasiumEnvironments(options.env, mine, seed, options.hide, device)
+        collector = Collector(environments, policy, options.normalises)
+        played = first_returns(collector, options.eval_steps)
         environments.close()
     return [value for part in placement.gather_json(played) for value in part]
 
 
-def first_returns(collector: Collector, count: int) -> list[float]:
-    """The return of the first episode of each environment; of its first steps, where it does not
-    end within LONGEST_EPISODE."""
+def first_returns(collector: Collector, longest: int) -> list[float]:
+    """The return of the first episode of each environment, or of its first `longest` steps."""
     found: dict[int, float] = {}
-    for _ in range(0, LONGEST_EPISODE, 100):
-        _, finished = collector.collect(100, None)
+    done = 0
+    count = len(collector.environments.numbers)
+    while done < longest and len(found) < count:
+        steps = min(100, longest - done)
+        _, finished = collector.collect(steps, None)
+        done += steps
         for ended, returns in zip(finished.ended, finished.returns, strict=True):
             for i in torch.nonzero(ended).flatten().tolist():
                 found.setdefault(i, float(returns[i]))
-        if len(found) == count:
-            break
     running = collector.returns.tolist()
     return [found.get(i, running[i]) for i in range(count)]
 
@@ -95,10 +111,14 @@ class TradingTest:
             "hold_drawdown": self.hold.drawdown,
         }
 
-    def rows(self) -> list[list[str]]:
+    def lines(self) -> list[str]:
         return [
-            [name, f"{p.total_return:+.1%}", f"{p.sharpe:.2f}", f"{p.drawdown:.1%}"]
-            for name, p in (("agent", self.agent), ("buy and hold", self.hold))
+            f"test from {self.first_day} to {self.last_day}, never seen in training:",
+            *(
+                f"  {name:12}  return {p.total_return:+.1%}  Sharpe {p.sharpe:.2f}  "
+                f"drawdown {p.drawdown:.1%}"
+                for name, p in (("agent", self.agent), ("buy and hold", self.hold))
+            ),
         ]
 
 

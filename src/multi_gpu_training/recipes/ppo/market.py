@@ -65,6 +65,8 @@ def read_market(path: str, symbols: Sequence[str] | None = None) -> Market:
                 what = "twice" if day == last else f"after {last}"
                 raise DataError(f"{file.name}: {symbol} has {day} {what}; sort the rows by date")
             days[day] = row
+    if not series:
+        raise DataError(f"data_dir={path}: no row of prices in {len(files)} file(s)")
     return _common(path, _chosen(series, symbols, path))
 
 

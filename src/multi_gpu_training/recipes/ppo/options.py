@@ -43,6 +43,10 @@ class PPOOptions(Options):
         default=20, description="episodes of the evaluation (Gymnasium)"
     )
 
+    eval_steps: PositiveInt = Field(
+        default=10_000, description="steps after which an episode of the evaluation is cut off"
+    )
+
     normalise: bool | None = Field(
         default=None,
         description="bring observations and rewards to spread 1; None: where env is not trading",

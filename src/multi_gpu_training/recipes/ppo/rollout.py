@@ -44,18 +44,26 @@ class Rollout:
 class Finished:
     """Episodes that ended in a rollout: masks and values as tensors, read when it is done."""
 
+    numbers: range
+    steps: list[int] = field(default_factory=list)
     ended: list[Tensor] = field(default_factory=list)
     returns: list[Tensor] = field(default_factory=list)
     lengths: list[Tensor] = field(default_factory=list)
 
-    def episodes(self) -> list[tuple[float, int]]:
-        """(return, length) of each, in the order in which they ended."""
+    def episodes(self) -> list[tuple[int, int, float, int]]:
+        """(step, environment, return, length) of each; sorted, they are in one order whoever
+        held the environments."""
         if not self.ended:
             return []
-        mask = torch.stack(self.ended).cpu()
-        returns = torch.stack(self.returns).cpu()[mask].tolist()
-        lengths = torch.stack(self.lengths).cpu()[mask].tolist()
-        return list(zip(returns, map(int, lengths), strict=True))
+        ended, returns, lengths = (
+            torch.stack(part).tolist() for part in (self.ended, self.returns, self.lengths)
+        )
+        return [
+            (step, number, returns[t][i], lengths[t][i])
+            for t, step in enumerate(self.steps)
+            for i, number in enumerate(self.numbers)
+            if ended[t][i]
+        ]
 
 
 class Collector:
@@ -95,7 +103,7 @@ class Collector:
         if noise is not None:
             noise = noise.to(self.device, self.dtype)
         rows: dict[str, list[Tensor]] = {name: [] for name in _BY_STEP}
-        finished = Finished()
+        finished = Finished(self.environments.numbers)
         recent = state = None
         whole, ended = True, False
         for t in range(steps):
@@ -130,7 +138,7 @@ class Collector:
             else:
                 rows["final"].append(_nothing(rows["final"], output.values))
             self.raw, self.starts = step.observations.to(self.dtype), done
-            self._count(rewards, done, step.ended, finished)
+            self._count(t, rewards, done, step.ended, finished)
             ended = step.ended
         stacked = {name: torch.stack(values, 1) for name, values in rows.items()}
         self._forget()
@@ -166,10 +174,13 @@ class Collector:
                 count = torch.full_like(wide[0], len(wide))
                 self.measured[name] = torch.stack([count, wide.sum(0), wide.square().sum(0)])
 
-    def _count(self, rewards: Tensor, done: Tensor, ended: bool, finished: Finished) -> None:
+    def _count(
+        self, step: int, rewards: Tensor, done: Tensor, ended: bool, finished: Finished
+    ) -> None:
         self.returns = self.returns + rewards
         self.lengths = self.lengths + 1
         if ended:
+            finished.steps.append(step)
             finished.ended.append(done)
             finished.returns.append(self.returns)
             finished.lengths.append(self.lengths)

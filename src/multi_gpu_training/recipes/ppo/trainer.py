@@ -10,42 +10,25 @@ evaluate
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.batch import attach
-from multi_gpu_training.data.order import Share, cut, derive_seed
+from multi_gpu_training.data.order import cut, derive_seed
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ConfigError, NonFiniteLossError
-from multi_gpu_training.monitoring.metrics import MetricsCollector
-from multi_gpu_training.recipes.ppo.environment import (
-    Environments,
-    gather_environments,
-    take_environments,
-)
-from multi_gpu_training.recipes.ppo.evaluation import play, trade
-from multi_gpu_training.recipes.ppo.gymnasium_environments import GymnasiumEnvironments
-from multi_gpu_training.recipes.ppo.loss import PPOLoss, explained_variance, moments, normalise
-from multi_gpu_training.recipes.ppo.market import generate_market, read_market, split_symbols
-from multi_gpu_training.recipes.ppo.minibatches import minibatches, shares
+from multi_gpu_training.recipes.ppo.environment import gather_environments, take_environments
+from multi_gpu_training.recipes.ppo.evaluation import evaluate
+from multi_gpu_training.recipes.ppo.loss import PPOLoss
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 from multi_gpu_training.recipes.ppo.progress import Decay, PPOProgress
-from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout, advantages
-from multi_gpu_training.recipes.ppo.trading import (
-    WARMUP_DAYS,
-    Rules,
-    Tables,
-    TradingEnvironments,
-    prepare,
-)
+from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout
+from multi_gpu_training.recipes.ppo.update import Update
+from multi_gpu_training.recipes.ppo.worlds import World, build_world
 from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
@@ -86,14 +69,9 @@ class DistributedCLSTMPPOTrainer:
         if self.verifying:
             self._shorten()
         self.progress = PPOProgress(self.options.num_envs)
-        self.tables: Tables | None = None
-        self.rules = Rules(
-            self.options.initial_balance,
-            self.options.trading_cost,
-            self.options.max_shares,
-            self.options.turbulence_quantile,
-        )
+        self.world: World
         self.collector: Collector
+        self.update: Update
 
     def _shorten(self) -> None:
         """For `mgt verify`: a small rollout, which every rank collects whole, so that all of them
@@ -116,7 +94,9 @@ class DistributedCLSTMPPOTrainer:
             )
         self.held = range(*cut(total, ranks, placement.dp_rank))
         self.stepped = range(total) if self.verifying else self.held
-        environments = self._environments()
+        seed = derive_seed(self.config.seed, _ENVIRONMENTS)
+        self.world = build_world(options, self.stepped, self.config.seed, seed, placement.device)
+        environments = self.world.environments
         torch.manual_seed(self.config.seed)
         policy = CLSTMPolicy(
             environments.observation_size,
@@ -138,45 +118,25 @@ class DistributedCLSTMPPOTrainer:
         )
         assert isinstance(model, CLSTMPolicy)
         self.policy = model
-        self.minibatches = math.ceil(total / self.manager.sizes.global_batch)
+        order = derive_seed(self.config.seed, _ORDER)
+        self.update = Update(
+            self.manager, options, self.progress, self.held, order, endless=self.verifying
+        )
         self.collector = Collector(environments, model, options.normalises, options.gamma)
         if self.progress.environments is not None:
             self.collector.load(take_environments(self.progress.environments, self.stepped))
             self.collector.reward_scale = self.progress.apply_measures(model)
         self.manager.console.line(self._describe())
 
-    def _environments(self) -> Environments:
-        options, device = self.options, self.placement.device
-        seed = derive_seed(self.config.seed, _ENVIRONMENTS)
-        if not options.trades:
-            return GymnasiumEnvironments(options.env, self.stepped, seed, options.hide, device)
-        if options.hide:
-            raise ConfigError(f"hide={options.hide} is for Gymnasium environments, not for trading")
-        if options.data_dir is None:
-            market = generate_market(options.assets, options.market_days, self.config.seed)
-        else:
-            market = read_market(options.data_dir, split_symbols(options.symbols))
-        tables = prepare(market, self.rules, options.episode_days, options.test_fraction, device)
-        self.tables = tables
-        days = (WARMUP_DAYS, tables.split - 1 - options.episode_days)
-        return TradingEnvironments(
-            tables, self.rules, self.stepped, options.num_envs, seed, days, options.episode_days
-        )
-
     def _describe(self) -> str:
         options = self.options
-        what = self.tables.market.describe() if self.tables else options.env
-        if self.tables:
-            what += f"; tested from {self.tables.market.days[self.tables.split]} on"
-        aim = (
-            f"{options.total_steps:,} steps"
-            if options.total_steps
-            else f"{options.num_episodes:,} episodes"
-        )
+        aim = f"{options.num_episodes:,} episodes"
+        if options.total_steps is not None:
+            aim = f"{options.total_steps:,} steps"
         return (
-            f"environments: {options.num_envs} of {what}\n"
+            f"environments: {options.num_envs} of {self.world.description}\n"
             f"rollouts: {options.steps} steps of each, {self.config.epochs} passes of "
-            f"{self.minibatches} minibatches over them, until {aim}"
+            f"{self.update.minibatches} minibatches over them, until {aim}"
         )
 
     # The loop
@@ -190,12 +150,12 @@ class DistributedCLSTMPPOTrainer:
                 started = time.perf_counter()
                 rollout, finished = self._collect()
                 collected = time.perf_counter()
-                metrics = self._update(rollout)
+                metrics = self.update(rollout, self.options.clip_range * self._decay())
                 self._finish_iteration(metrics, finished, started, collected)
             self._evaluate()
         finally:
             self.manager.finish()
-            self.collector.environments.close()
+            self.world.environments.close()
         return self.manager.result()
 
     def _rest(self) -> float:
@@ -215,78 +175,9 @@ class DistributedCLSTMPPOTrainer:
         noise = self.policy.actions.noise(options.steps, options.num_envs, seed)
         noise = noise[:, self.stepped.start : self.stepped.stop]
         rollout, finished = self.collector.collect(options.steps, noise)
-        return rollout.take(
-            slice(self.held.start, self.held.stop)
-        ) if self.verifying else rollout, finished
-
-    def _update(self, rollout: Rollout) -> dict[str, float]:
-        """Passes over the rollout; metrics over all ranks."""
-        options, placement = self.options, self.placement
-        advantage = advantages(rollout, options.gamma, options.gae_lambda)
-        returns = advantage + rollout.values
-        if options.advantages == "rollout":
-            advantage = normalise(advantage, *moments(advantage, placement))
-        clip = torch.tensor(options.clip_range * self._decay(), device=placement.device)
-        self.manager.model.train()
-        whole = MetricsCollector()
-        last: dict[str, float] = {}
-        # Verification ends the process when it has seen enough steps.
-        for _ in itertools.count() if self.verifying else range(self.config.epochs):
-            self._pass(rollout, advantage, returns, clip)
-            self.progress.passes += 1
-            if options.target_kl is not None:
-                last = self.manager.trainer.metrics.compute(placement)
-                if last["approx_kl"] > 1.5 * options.target_kl:
-                    break
-                whole.merge(self.manager.trainer.metrics)
-                self.manager.trainer.metrics.reset()
-        whole.merge(self.manager.trainer.metrics)
-        self.manager.trainer.metrics.reset()
-        metrics = whole.compute(placement)
-        metrics["explained_variance"] = explained_variance(rollout.values, returns, placement)
-        return metrics
-
-    def _pass(self, rollout: Rollout, advantage: Tensor, returns: Tensor, clip: Tensor) -> None:
-        number = self.progress.passes
-        seed = derive_seed(self.config.seed, _ORDER)
-        batches = minibatches(
-            self.options.num_envs, self.minibatches, seed, number, self.config.shuffle
-        )
-        for position, batch in enumerate(batches):
-            scaled = advantage
-            if self.options.advantages == "minibatch":
-                mine = self._index([i for i in batch if i in self.held])
-                scaled = normalise(advantage, *moments(advantage[mine], self.placement))
-            for share in shares(
-                batch, self.held, number, position, self.manager.sizes.accumulation
-            ):
-                values = self._batch(rollout, scaled, returns, share)
-                values["clip_range"] = clip
-                self.manager.trainer.train_step(attach(values, share))
-
-    def _batch(
-        self, rollout: Rollout, advantage: Tensor, returns: Tensor, share: Share
-    ) -> dict[str, Any]:
-        """The sequences of the environments in `share`."""
-        tensors = {
-            "observations": rollout.observations,
-            "actions": rollout.actions,
-            "log_probs": rollout.log_probs,
-            "values": rollout.values,
-            "advantages": advantage,
-            "returns": returns,
-            "starts": rollout.starts,
-            "recent": rollout.recent,
-            "state": rollout.state,
-        }
-        if share.count < len(self.held):
-            index = self._index(share.indices)
-            tensors = {name: tensor[index] for name, tensor in tensors.items()}
-        return {**tensors, "whole": rollout.whole}
-
-    def _index(self, environments: Any) -> Tensor:
-        local = [i - self.held.start for i in environments]
-        return torch.tensor(local, dtype=torch.int64, device=self.placement.device)
+        if self.verifying:
+            rollout = rollout.take(slice(self.held.start, self.held.stop))
+        return rollout, finished
 
     # After an update
 
@@ -300,7 +191,8 @@ class DistributedCLSTMPPOTrainer:
                 "learning rate, set max_grad_norm, or look at the rewards of the environment. The "
                 f"checkpoints in {manager.run.checkpoints} are from before"
             )
-        episodes = [e for part in self.placement.gather_json(finished.episodes()) for e in part]
+        found = [e for part in self.placement.gather_json(finished.episodes()) for e in part]
+        episodes = [(earned, length) for _, _, earned, length in sorted(found)]
         steps = self.options.num_envs * self.options.steps
         progress.add(steps, episodes)
         measured = self.collector.measured.items()
@@ -343,36 +235,14 @@ class DistributedCLSTMPPOTrainer:
         self.manager.save_checkpoint(best)
 
     def _evaluate(self) -> None:
-        manager, options = self.manager, self.options
+        manager = self.manager
         if not manager.progress.history:
             return
-        if self.tables is not None:
-            test = trade(self.policy, self.tables, self.rules, options.normalises)
-            metrics = test.metrics()
-            title = f"Test from {test.first_day} to {test.last_day}, never seen in training"
-            manager.console.table(title, ["", "return", "Sharpe", "drawdown"], test.rows())
-        else:
-            returns = torch.tensor(
-                play(
-                    self.policy,
-                    options.env,
-                    options.eval_episodes,
-                    self.config.seed,
-                    self.placement,
-                    options.hide,
-                    options.normalises,
-                ),
-                dtype=torch.float64,
-            )
-            metrics = {
-                "eval_return": float(returns.mean()),
-                "eval_return_std": float(returns.std(unbiased=False)),
-                "eval_return_min": float(returns.min()),
-            }
-            manager.console.line(
-                f"evaluation: {len(returns)} episodes, return {metrics['eval_return']:.1f} "
-                f"+- {metrics['eval_return_std']:.1f}, least {metrics['eval_return_min']:.1f}"
-            )
+        metrics, lines = evaluate(
+            self.policy, self.world, self.options, self.config.seed, self.placement
+        )
+        for line in lines:
+            manager.console.line(line)
         manager.progress.history[-1]["val"] = metrics
         manager.logger.record("evaluation", step=manager.trainer.step, **metrics)
         manager.curves.write("evaluation", metrics, self.progress.env_steps)
