@@ -230,6 +230,7 @@ def test_the_defaults_are_those_of_the_guide() -> None:
         (["--multi-gpu", "dp"], ["data_parallel", "ddp or single"]),
         (["schedule=cosine"], ["decay=linear"]),
         (["num_workers=2"], ["num_workers=2"]),
+        (["step_execution=graph"], ["use eager"]),
         (["--clip-range", "-1"], ["clip_range=-1"]),
         (["--num-environments", "3"], ["num_environments"]),
     ],

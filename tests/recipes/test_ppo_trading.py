@@ -56,6 +56,7 @@ def test_files_of_a_folder_are_read_on_their_common_days(tmp_path: Path) -> None
     assert market.days[0] == days(11)[10][:10]
     assert market.close[0].tolist() == pytest.approx([10.3, 50.3])
     assert market.high[0].tolist() == pytest.approx([11.3, 51.3])
+    assert "BBB begins last, AAA ends first" in market.describe()
 
 
 def test_one_packed_file_may_hold_several_assets_and_splits_are_taken_out(tmp_path: Path) -> None:

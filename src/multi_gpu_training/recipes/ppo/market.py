@@ -35,11 +35,12 @@ class Market:
     high: Prices
     low: Prices
     close: Prices
+    limits: str = ""  # which assets end the common period, where there are several
 
     def describe(self) -> str:
         return (
             f"{self.source}: {len(self.symbols)} assets, {len(self.days)} days "
-            f"from {self.days[0]} to {self.days[-1]}"
+            f"from {self.days[0]} to {self.days[-1]}{self.limits}"
         )
 
 
@@ -105,7 +106,16 @@ def _common(path: str, series: dict[str, dict[str, tuple[float, float, float]]])
             )
     rows = np.array([[days[day] for days in series.values()] for day in period])
     high, low, close = (np.ascontiguousarray(rows[:, :, i]) for i in range(3))
-    return Market(path, period, list(series), high, low, close)
+    return Market(path, period, list(series), high, low, close, _limits(series))
+
+
+def _limits(series: dict[str, Any]) -> str:
+    """Who makes the common period as short as it is."""
+    if len({(next(iter(days)), next(reversed(days))) for days in series.values()}) < 2:
+        return ""
+    latest = max(series, key=lambda symbol: next(iter(series[symbol])))
+    earliest = min(series, key=lambda symbol: next(reversed(series[symbol])))
+    return f" ({latest} begins last, {earliest} ends first)"
 
 
 def _rows(file: Path) -> Iterator[tuple[str, str, tuple[float, float, float]]]:

@@ -14,7 +14,10 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "epochs": 4,
     "learning_rate": 3e-4,
     "max_grad_norm": 0.5,
-    "allow_tf32": True,
+    # Sequences are cut where episodes end, so that steps differ in shape.
+    "step_execution": "eager",
+    # A rollout is computed in float32; so is what it is compared with.
+    "use_mixed_precision": False,
     "best_metric": "return",
     "log_every": 1,
 }
@@ -42,7 +45,6 @@ class PPOOptions(Options):
     eval_episodes: PositiveInt = Field(
         default=20, description="episodes of the evaluation (Gymnasium)"
     )
-
     eval_steps: PositiveInt = Field(
         default=10_000, description="steps after which an episode of the evaluation is cut off"
     )

@@ -10,7 +10,6 @@ evaluate
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
@@ -19,7 +18,7 @@ import torch
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import cut, derive_seed
 from multi_gpu_training.distributed.replicas import check_replicas
-from multi_gpu_training.errors import ConfigError, NonFiniteLossError
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.ppo.environment import gather_environments, take_environments
 from multi_gpu_training.recipes.ppo.evaluation import evaluate
 from multi_gpu_training.recipes.ppo.loss import PPOLoss
@@ -64,6 +63,9 @@ class DistributedCLSTMPPOTrainer:
             check_config(manager.config)
         self.manager = manager
         self.config = manager.config
+        for name in ("step_execution", "use_mixed_precision"):
+            if name not in self.config.model_fields_set:
+                setattr(self.config, name, CONFIG_DEFAULTS[name])
         self.placement = manager.placement
         self.verifying = requested() is not None
         if self.verifying:
@@ -185,12 +187,7 @@ class DistributedCLSTMPPOTrainer:
         self, metrics: dict[str, float], finished: Finished, started: float, collected: float
     ) -> None:
         manager, progress = self.manager, self.progress
-        if not math.isfinite(metrics["loss"]):
-            raise NonFiniteLossError(
-                f"the loss is {metrics['loss']} in iteration {progress.iteration + 1}; lower the "
-                "learning rate, set max_grad_norm, or look at the rewards of the environment. The "
-                f"checkpoints in {manager.run.checkpoints} are from before"
-            )
+        manager.check_finite(metrics)
         found = [e for part in self.placement.gather_json(finished.episodes()) for e in part]
         episodes = [(earned, length) for _, _, earned, length in sorted(found)]
         steps = self.options.num_envs * self.options.steps
@@ -258,6 +255,10 @@ def check_config(config: MultiGPUConfig) -> None:
     if config.static_graph or config.find_unused_parameters:
         problems.append(
             "PPO uses every parameter in every step; drop static_graph and find_unused_parameters"
+        )
+    if config.step_execution in ("graph", "compile"):
+        problems.append(
+            f"step_execution={config.step_execution}: PPO's steps differ in shape; use eager"
         )
     if config.num_workers:
         problems.append(f"num_workers={config.num_workers}: PPO loads no data; drop it")

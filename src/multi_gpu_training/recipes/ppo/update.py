@@ -54,10 +54,11 @@ class Update:
             advantage = normalise(advantage, *moments(advantage, placement))
         clip = torch.tensor(clip_range, device=placement.device)
         self.manager.model.train()
-        steps, whole = self.manager.trainer.metrics, MetricsCollector()
+        whole = MetricsCollector()
         for _ in self.passes():
             self._pass(rollout, advantage, returns, clip)
             self.progress.passes += 1
+            steps = self.manager.trainer.read_metrics()
             too_far = options.target_kl is not None and (
                 steps.compute(placement)["approx_kl"] > 1.5 * options.target_kl
             )
