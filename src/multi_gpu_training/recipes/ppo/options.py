@@ -23,6 +23,18 @@ CONFIG_DEFAULTS: dict[str, Any] = {
 }
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+_OF_TRADING = (
+    "data_dir",
+    "symbols",
+    "assets",
+    "market_days",
+    "episode_days",
+    "test_fraction",
+    "initial_balance",
+    "trading_cost",
+    "max_shares",
+    "turbulence_quantile",
+)
 
 
 class PPOOptions(Options):
@@ -101,6 +113,15 @@ class PPOOptions(Options):
         if isinstance(value, str):
             return [part for part in value.split(",") if part.strip()]
         return [value] if isinstance(value, int) else value
+
+    def without_effect(self) -> list[str]:
+        """Options that were changed and mean nothing for this environment."""
+        idle = list(_OF_TRADING)
+        if self.trades:
+            idle = ["hide", "eval_episodes", "eval_steps"]
+            idle += ["symbols"] if self.data_dir is None else ["assets", "market_days"]
+        plain = type(self)()
+        return [name for name in idle if getattr(self, name) != getattr(plain, name)]
 
     @property
     def trades(self) -> bool:

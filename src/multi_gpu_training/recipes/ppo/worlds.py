@@ -35,6 +35,13 @@ def build_world(
 ) -> World:
     """Environments `numbers`. Every problem of names, files and spaces shows here, before the
     first step."""
+    idle = options.without_effect()
+    if idle:
+        prices = f" with data_dir={options.data_dir}" if options.trades else ""
+        raise ConfigError(
+            f"{', '.join(f'{name}={getattr(options, name)}' for name in idle)} means nothing for "
+            f"env={options.env}{prices}; drop it"
+        )
     rules = Rules(
         options.initial_balance,
         options.trading_cost,
@@ -44,8 +51,6 @@ def build_world(
     if not options.trades:
         game = GymnasiumEnvironments(options.env, numbers, seed, options.hide, device)
         return World(game, options.env, rules)
-    if options.hide:
-        raise ConfigError(f"hide={options.hide} is for Gymnasium environments, not for trading")
     if options.data_dir is None:
         market = generate_market(options.assets, options.market_days, market_seed)
     else:
