@@ -11,6 +11,7 @@ step is restored and everything since is computed again, eagerly.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from multi_gpu_training.training.capture import (
     signature,
 )
 from multi_gpu_training.training.guards import Guards, step_guards
-from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy
+from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy, step_bytes
 from multi_gpu_training.training.screening import StepWatch, make_capturable, obstacle
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ MOST_SHAPES = 8
 MOST_MICRO_BATCHES = 32
 FIRST_WINDOW = 16
 LONGEST_WINDOW = 4096
-KEPT_BYTES = 2**28  # of batches that a rewind may need again
+KEPT_BYTES = 2**26  # of batches that a rewind may need again
+LONGEST_RING = 1024
 LARGEST_STATE = 2**30
 CLEARLY_FASTER = 0.8
 WORTH_IT = 0.95
@@ -71,6 +73,7 @@ class StepExecution:
         self._graphs: Graphs | None = None
         self._chains: dict[Any, tuple[list[Any], Chain]] = {}
         self._sightings: dict[Any, int] = {}
+        self._sizes: dict[Any, int] = {}
         self._guards: Guards | None = None
         self._window = Window()
         self._window_limit = FIRST_WINDOW
@@ -80,6 +83,7 @@ class StepExecution:
         self._newest: tuple[list[Any], list[Fed]] = ([], [])  # the newest recorded step
         self._chain: tuple[list[Any], Chain] | None = None
         self._broken = False
+        self._foreign = False
         self._outer_stream: torch.cuda.Stream | None = None
 
     @property
@@ -94,7 +98,7 @@ class StepExecution:
         device = self.trainer.placement.device
         if device.type == "cuda" and self.trainer.config.step_execution in ("auto", "graph"):
             self._outer_stream = torch.cuda.current_stream(device)
-            stream = torch.cuda.Stream(device)
+            stream = recording_stream(device)
             stream.wait_stream(self._outer_stream)
             torch.cuda.set_stream(stream)
 
@@ -149,8 +153,8 @@ class StepExecution:
         if share.first:
             self._begin_step()
         key = (signature(batch), share.count, share.window_count, share.last)
-        self._remember(key, batch, samples, share, ours)
-        place = len(self._step) - 1
+        self._keys.append(key)
+        place = len(self._keys) - 1
         if share.first:
             self._chain = self._chains.get(key)
         micro: CapturedMicro | None = None
@@ -165,10 +169,15 @@ class StepExecution:
             self._leave(stale or "a Python value that another rank's step reads changed")
             return trainer.eager_step(batch, samples, share)
         if verdict == 1 or micro is None:
+            self._remember(batch, samples, share, ours)
             return self._run_unrecorded(batch, samples, share)
         trainer.seed_noise()
         trainer.rates.send()
         micro.replay(batch, samples)
+        if micro.ring is not None:
+            self._step.append((micro.ring.newest(), samples, share))
+        else:
+            self._remember(batch, samples, share, ours)
         loss = micro.mean.clone() if trainer.keep_losses else micro.mean
         norm = micro.norm
         if norm is not None and trainer.keep_losses:
@@ -192,8 +201,9 @@ class StepExecution:
     ) -> StepResult:
         if share.first:
             self._begin_step()
-        key = (signature(batch), share.count, share.window_count, share.last)
-        self._remember(key, batch, samples, share, ours)
+        self._keys.append((signature(batch), share.count, share.window_count, share.last))
+        self._remember(batch, samples, share, ours)
+        self._foreign = not ours
         if self._guards is None and self._seen:
             self._guards = self._new_guards()  # after a first step, which may set things up
         if self._seen < self._warm_up - 2:
@@ -203,13 +213,17 @@ class StepExecution:
 
     def _after_step(self) -> None:
         if self.mode == "graph":
-            self._window.add(self._step)
+            size = self._sizes.get(self._keys[0])
+            if size is None:
+                size = self._sizes[self._keys[0]] = step_bytes(self._step)
+            self._window.add(self._step, size)
             if self._broken:
                 self._consider_shape()
             else:
                 self._newest = (self._keys, self._step)
             full = len(self._window.steps) >= self._window_limit
-            if self.mode == "graph" and (full or self._window.kept_bytes > KEPT_BYTES):
+            full = full or self._window.kept_bytes > KEPT_BYTES or self._ring_is_full()
+            if full and self.mode == "graph":
                 self.verify()
         elif self._seen >= self._warm_up:
             self._newest = (self._keys, self._step)
@@ -218,14 +232,15 @@ class StepExecution:
             else:
                 self._decide()
 
+    def _ring_is_full(self) -> bool:
+        chain = self._chain[1] if self._chain is not None else []
+        return any(micro.ring is not None and micro.ring.full for micro in chain)
+
     def _begin_step(self) -> None:
         self._step, self._keys = [], []
         self._broken = False
 
-    def _remember(
-        self, key: Any, batch: Any, samples: Tensor | None, share: Share, ours: bool
-    ) -> None:
-        self._keys.append(key)
+    def _remember(self, batch: Any, samples: Tensor | None, share: Share, ours: bool) -> None:
         self._step.append((batch if ours else own_copy(batch), samples, share))
 
     def _parameters(self) -> list[Tensor]:
@@ -283,7 +298,14 @@ class StepExecution:
         self.reason = ""
         self.say(f"step: one CUDA graph, {recorded * 1e6:,.0f} us instead of {eager * 1e6:,.0f} us")
         self._copies.keep("verified")
+        self._begin_window()
+
+    def _begin_window(self) -> None:
         self._window.begin(self.trainer, self._snapshot())
+        for _, chain in self._chains.values():
+            for micro in chain:
+                if micro.ring is not None:
+                    micro.ring.rewind()
 
     def _gpu_bound(self, recorded: float, eager: float) -> None:
         """The GPU is the limit, not Python: a graph gains little, compiled kernels may."""
@@ -316,13 +338,22 @@ class StepExecution:
         assert self._graphs is not None
         trainer = self.trainer
         chain: Chain = []
+        kept = 0
+        if self._foreign:
+            kept = min(LONGEST_RING, max(1, KEPT_BYTES // max(1, step_bytes(self._step))))
         trainer.drop_gradients()
         counted = trainer._counted
         try:
             for batch, samples, share in self._step:
                 chain.append(
                     CapturedMicro(
-                        self._graphs, trainer.compute, batch, samples, share, self._parameters()
+                        self._graphs,
+                        trainer.compute,
+                        batch,
+                        samples,
+                        share,
+                        self._parameters(),
+                        kept,
                     )
                 )
         except CaptureError as error:
@@ -403,14 +434,14 @@ class StepExecution:
             self._fall_back(difference)
             return
         self._copies.rename("before", "verified")
-        self._window.begin(self.trainer, self._snapshot())
+        self._begin_window()
         self._window_limit = min(LONGEST_WINDOW, 4 * self._window_limit)
 
     def mark(self) -> None:
         """What was verified is the state as it is now: an epoch was closed, metrics were reset."""
         if self.mode == "graph" and not self._window.steps:
             self._copies.keep("verified")
-            self._window.begin(self.trainer, self._snapshot())
+            self._begin_window()
 
     def _newest_apart(self) -> float:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
@@ -535,6 +566,12 @@ class StepExecution:
 
     def _all_slowest(self, seconds: float) -> float:
         return -self.trainer.placement.agree(-int(min(seconds, 1e6) * 1e9)) / 1e9
+
+
+@functools.cache
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream a device for all runs of a process: libraries keep work memory for each."""
+    return torch.cuda.Stream(device)
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

@@ -172,6 +172,8 @@ class MultiGPUTrainingManager:
             dataset = shorten(dataset, self._verification.steps, batch)
             val_dataset = shorten(val_dataset, self._verification.steps, batch)
         self.loss_fn = choose_loss(loss_fn)
+        if isinstance(self.loss_fn, SupervisedLoss):
+            self.loss_fn.look_at(dataset)
         self._check_metric(self.loss_fn, eval_fn)
         self.train_loader, self.sizes = training_loader(
             dataset, config, placement, trainer.replicas

@@ -131,17 +131,19 @@ class Window:
         self.counters = Counters.of(trainer)
         self.restore_more = restore_more
 
-    def add(self, step: list[Fed]) -> None:
+    def add(self, step: list[Fed], size: int) -> None:
         self.steps.append(step)
-        self.kept_bytes += sum(fed_bytes(batch) for batch, _, _ in step)
+        self.kept_bytes += size
 
 
-def fed_bytes(batch: Any) -> int:
-    if isinstance(batch, ResidentBatch):
-        return 0
-    return sum(tensor.numel() * tensor.element_size() for tensor in leaves(batch))
+def step_bytes(step: list[Fed]) -> int:
+    """Memory that keeping these batches takes."""
+    kept = [batch for batch, _, _ in step if not isinstance(batch, ResidentBatch)]
+    return sum(t.numel() * t.element_size() for batch in kept for t in leaves(batch))
 
 
 def own_copy(batch: Any) -> Any:
     """The batch in memory of its own: its giver may fill the old one anew."""
+    if type(batch) is tuple and all(isinstance(part, Tensor) for part in batch):
+        return tuple([part.clone() for part in batch])
     return map_tensors(batch, torch.clone)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import batch_count, share_of, to_device
 from multi_gpu_training.data.feeding import Loader
-from multi_gpu_training.data.order import Share, derive_seed
+from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.distributed.batchnorm import (
@@ -88,6 +88,7 @@ class MultiGPUTrainer(ABC):
         self._settled = False
         self._checked = False
         self._stepping = False
+        self._noise_base: int | None = None
         self._epoch_key = EpochKey(placement.device)
         self.recorder: Recorder | None = None
 
@@ -289,7 +290,9 @@ class MultiGPUTrainer(ABC):
     def seed_noise(self) -> None:
         """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history."""
         noise = self.recorder.request.noise if self.recorder is not None else 0
-        seed = derive_seed(self.config.seed, self.step, self._micro, self.placement.dp_rank, noise)
+        if self._noise_base is None or noise:
+            self._noise_base = derive_seed(self.config.seed, self.placement.dp_rank, noise)
+        seed = step_seed(self._noise_base, self.step, self._micro)
         torch.default_generator.manual_seed(seed)
         if self.placement.device.type == "cuda":
             torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)

@@ -8,17 +8,40 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 Mode = Literal["flatten", "cnn"]
 
 
-def build_model(mode: Mode, size: tuple[int, int], classes: int) -> nn.Module:
+def build_model(
+    mode: Mode, size: tuple[int, int], classes: int, mean: float, spread: float
+) -> nn.Module:
     """The model for grey images of `size` (height, width), with one output a class."""
-    return mlp(size[0] * size[1], classes) if mode == "flatten" else cnn(classes)
+    body = mlp(size[0] * size[1], classes) if mode == "flatten" else cnn(classes)
+    return nn.Sequential(Normalise(mean, spread), *body)
 
 
-def mlp(pixels: int, classes: int) -> nn.Module:
+class Normalise(nn.Module):
+    """Bytes of (batch, height, width) to numbers of (batch, 1, height, width) around 0.
+
+    Part of the model, so that a byte a pixel is all that goes to the GPU, and so that whoever
+    loads the weights later need not know how the data were scaled.
+    """
+
+    mean: Tensor
+    spread: Tensor
+
+    def __init__(self, mean: float, spread: float) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean))
+        self.register_buffer("spread", torch.tensor(spread))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return ((images.to(self.mean.dtype) - self.mean) / self.spread).unsqueeze(1)
+
+
+def mlp(pixels: int, classes: int) -> nn.Sequential:
     """Three linear layers on the flattened image."""
     return nn.Sequential(
         nn.Flatten(),
@@ -32,7 +55,7 @@ def mlp(pixels: int, classes: int) -> nn.Module:
     )
 
 
-def cnn(classes: int, width: int = 32) -> nn.Module:
+def cnn(classes: int, width: int = 32) -> nn.Sequential:
     """Three blocks of two convolutions, each block half as large and twice as wide as the last.
 
     Averaging over what is left of the image makes it work on any size from 4x4 on.
