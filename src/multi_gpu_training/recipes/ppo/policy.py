@@ -43,6 +43,8 @@ class CLSTMPolicy(nn.Module):
         self.window = window
         self.hidden = hidden
         self.feature = nn.LSTM(observation_size, features, batch_first=True)
+        if window == 1:
+            self.feature.weight_hh_l0.requires_grad_(False)  # from a zero state it does nothing
         self.actor = nn.LSTM(features, hidden, batch_first=True)
         self.critic = nn.LSTM(features, hidden, batch_first=True)
         self.action_head = nn.Linear(hidden, actions.size)
@@ -100,14 +102,14 @@ class CLSTMPolicy(nn.Module):
         """Features (B, T, F) of the window that ends at each step."""
         batch, steps, size = observations.shape
         if self.window == 1:
-            windows = observations.reshape(batch * steps, 1, size)
-        else:
-            padded = torch.cat([recent, observations], 1)
-            # (B, T, window, O): the steps t - window + 1 ... t
-            windows = padded.unfold(1, self.window, 1).transpose(2, 3)
-            if not whole:
-                windows = windows * self._inside(starts).unsqueeze(-1).to(windows.dtype)
-            windows = windows.reshape(batch * steps, self.window, size)
+            inputs, _, bias = _weights(self.feature)
+            return _first_step(observations @ inputs.t() + bias)
+        padded = torch.cat([recent, observations], 1)
+        # (B, T, window, O): the steps t - window + 1 ... t
+        windows = padded.unfold(1, self.window, 1).transpose(2, 3)
+        if not whole:
+            windows = windows * self._inside(starts).unsqueeze(-1).to(windows.dtype)
+        windows = windows.reshape(batch * steps, self.window, size)
         last: Tensor = self.feature(windows)[0][:, -1]
         return last.view(batch, steps, -1)
 
@@ -202,10 +204,13 @@ class Stepper:
         if self.policy.window > 1:
             last: Tensor = self.policy.feature(windows)[0][:, -1]
             return last
-        # From a zero state nothing is kept, so that three gates of one product suffice.
-        gates = torch.addmm(self.feature_bias, windows[:, 0], self.feature_inputs)
-        take, _, new, give = gates.chunk(4, -1)
-        return give.sigmoid() * (take.sigmoid() * new.tanh()).tanh()
+        return _first_step(torch.addmm(self.feature_bias, windows[:, 0], self.feature_inputs))
+
+
+def _first_step(gates: Tensor) -> Tensor:
+    """What an LSTM gives after one step from a zero state: there is nothing to keep."""
+    take, _, new, give = gates.chunk(4, -1)
+    return give.sigmoid() * (take.sigmoid() * new.tanh()).tanh()
 
 
 def _weights(lstm: nn.LSTM) -> tuple[Tensor, Tensor, Tensor]:
