@@ -9,4 +9,5 @@ RECIPES = {
     "image": "image classifier (MLP or CNN) on digits, MNIST or Fashion-MNIST",
     "transformer": "language model (causal or masked) or text classifier of Hugging Face",
     "video": "behaviour classifier (3D CNN) on rendered clips or videos with annotations",
+    "ppo": "recurrent PPO (CLSTM) that trades, or plays any Gymnasium environment",
 }
