@@ -31,7 +31,7 @@ from multi_gpu_training.recipes.speech.voice import RATE
 from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 
-MASKS = (0.25, 0.15)  # SpecAugment: the share of all bands and of the time that a mask may take
+MASKS = (0.2, 0.1)  # SpecAugment: the share of all bands and of the time that a mask may take
 
 
 class SpeechOptions(Options):
@@ -46,6 +46,7 @@ class SpeechOptions(Options):
         "auto", description="small for digits and the built-in voice, base (7.17M) for sentences"
     )
     norm: NormName = Field("layer", description="of the convolutions; batch obeys sync_bn")
+    streaming: bool = Field(False, description="memories look back only, not ahead as well")
     augment: bool = Field(True, description="other speeds, and SpecAugment")
     buckets: int = Field(6, ge=1, description="lengths that batches are padded to")
     decoder: Literal["greedy", "beam"] = Field("greedy", description="how tests are read")
@@ -58,7 +59,7 @@ def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
     size = SIZES[size_name]
     timing = Timing(round(rate / 100), size.subsampling)
     data = load_speech(options, timing)
-    model = Recogniser(size, data.alphabet.classes, data.rate, options.norm)
+    model = Recogniser(size, data.alphabet.classes, data.rate, options.norm, options.streaming)
     train, test = datasets(data, options, timing)
     lines = [data.describe(), *data.notes]
     if options.augment:

@@ -38,7 +38,10 @@ class Clip:
 
 
 class Utterance(NamedTuple):
+    """`room` is how many samples it has at its slowest: its bucket must not depend on a draw."""
+
     sound: Tensor
+    room: int
     labels: tuple[int, ...]
     draws: Tensor
 
@@ -81,19 +84,23 @@ class Speech(Dataset[Utterance]):
         draws = torch.rand(DRAWS + 1)
         if self.varied:
             sound = at_speed(sound, float(draws[-1]), clip.shortest)
-        return Utterance(sound, clip.labels, draws[:-1])
+        return Utterance(sound, self.room(clip), clip.labels, draws[:-1])
+
+    def room(self, clip: Clip) -> int:
+        return longest(clip.samples, self.varied)
 
     # What the loader asks a dataset that knows better than to take samples as they come.
 
     def global_batches(self, batch_size: int) -> BucketedBatches:
         """Batches of `batch_size` over all ranks, each of utterances of about one length."""
-        numbers = [self.buckets.number(longest(clip.samples, self.varied)) for clip in self.clips]
+        numbers = [self.buckets.number(self.room(clip)) for clip in self.clips]
         return BucketedBatches(numbers, batch_size)
 
     def collate(self, utterances: Sequence[Utterance]) -> Batch:
         samples = [len(u.sound) for u in utterances]
         sizes = [len(u.labels) for u in utterances]
-        bucket = self.buckets.fit(max(samples), max(sizes))
+        room = max(*samples, *(u.room for u in utterances))
+        bucket = self.buckets.fit(room, max(sizes))
         sound = torch.zeros(len(utterances), bucket.samples, dtype=torch.int16)
         targets = torch.zeros(len(utterances), bucket.labels, dtype=torch.int64)
         for i, utterance in enumerate(utterances):

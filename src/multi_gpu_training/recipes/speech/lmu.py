@@ -63,12 +63,20 @@ class DelayMemory(nn.Module):
     def extra_repr(self) -> str:
         return f"order={self.order}, theta={self.theta:g}"
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """(batch, time, channels) -> (batch, time, channels, order)."""
+    def forward(self, inputs: Tensor, ahead: int = 0) -> Tensor:
+        """(batch, time, channels) -> (batch, time, channels, order).
+
+        The last `ahead` channels run backwards: at every time they hold what is to come.
+        """
         length = inputs.shape[1]
         points = fft_points(length)
         u = at_least_float32(inputs).transpose(1, 2)
-        spectrum = torch.fft.rfft(u, n=points).unsqueeze(2) * self._spectrum(length, u)
+        response = self._spectrum(length, u)
+        if ahead:
+            # Backwards in time is the conjugate in frequency.
+            past = response.expand(u.shape[1] - ahead, -1, -1)
+            response = torch.cat([past, response.conj().expand(ahead, -1, -1)])
+        spectrum = torch.fft.rfft(u, n=points).unsqueeze(2) * response
         memory = torch.fft.irfft(spectrum, n=points)[..., :length]
         by_time: Tensor = memory.permute(0, 3, 1, 2).to(inputs.dtype)
         return by_time
@@ -125,6 +133,9 @@ class LMU(nn.Module):
     u_t = W_u x_t                      `channels` signals to remember
     m_t = A m_t-1 + B u_t              for each of them
     h_t = f(W_m m_t + W_x x_t)         (batch, time, units)
+
+    With `ahead`, so many of the channels remember what is to come instead of what was: for whole
+    sequences only. `mask` (batch, time) then says what is sequence and what is padding.
     """
 
     def __init__(
@@ -135,25 +146,32 @@ class LMU(nn.Module):
         theta: float,
         channels: int = 1,
         activation: nn.Module | None = None,
+        ahead: int = 0,
     ) -> None:
         super().__init__()
+        self.ahead = ahead
         self.write = nn.Linear(inputs, channels)
         self.memory = DelayMemory(order, theta)
         self.read = nn.Linear(channels * order, units)
         self.skip = nn.Linear(inputs, units, bias=False)
         self.activation = activation or nn.ReLU()
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        memory = self.memory(self.write(inputs))
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+        written = self.write(inputs)
+        if mask is not None:
+            written = written * mask.unsqueeze(2)
+        memory = self.memory(written, self.ahead)
         return self._read(memory.flatten(2), inputs)
 
     def final(self, inputs: Tensor) -> Tensor:
         """(batch, time, inputs) -> (batch, units) after the last step."""
+        self._only_past()
         memory = self.memory.final(self.write(inputs))
         return self._read(memory.flatten(1), inputs[:, -1])
 
     def step(self, inputs: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(batch, inputs) and the memory before -> (batch, units) and the memory after."""
+        self._only_past()
         after = self.memory.step(self.write(inputs), memory)
         return self._read(after.to(inputs.dtype).flatten(1), inputs), after
 
@@ -165,6 +183,10 @@ class LMU(nn.Module):
             output, memory = self.step(x, memory)
             steps.append(output)
         return torch.stack(steps, 1)
+
+    def _only_past(self) -> None:
+        if self.ahead:
+            raise ValueError(f"{self.ahead} channels look ahead; build it with ahead=0 for steps")
 
     def _read(self, memory: Tensor, inputs: Tensor) -> Tensor:
         out: Tensor = self.activation(self.read(memory) + self.skip(inputs))

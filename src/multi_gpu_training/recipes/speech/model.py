@@ -36,7 +36,7 @@ class Size:
 
 SIZES: dict[SizeName, Size] = {
     # Words of half a second: few frames, and one of every two is kept.
-    "small": Size(112, 3, 8, 16, 24.0, 2, 5, 40, 0.2),
+    "small": Size(112, 3, 8, 16, 24.0, 2, 5, 40, 0.1),
     # Sentences: 7.17 million parameters.
     "base": Size(256, 8, 32, 32, 64.0, 4, 3, 80, 0.1),
 }
@@ -45,7 +45,14 @@ SIZES: dict[SizeName, Size] = {
 class Recogniser(nn.Module):
     """16-bit sound (batch, samples) -> logits (batch, frames, classes) and their lengths."""
 
-    def __init__(self, size: Size, classes: int, sample_rate: int, norm: NormName = "layer"):
+    def __init__(
+        self,
+        size: Size,
+        classes: int,
+        sample_rate: int,
+        norm: NormName = "layer",
+        streaming: bool = False,
+    ) -> None:
         super().__init__()
         self.size = size
         self.features = LogMel(sample_rate, size.mels)
@@ -54,7 +61,7 @@ class Recogniser(nn.Module):
         self.subsampling = nn.ModuleList(
             Halving(a, b, size.kernel, norm) for a, b in pairwise(widths)
         )
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
+        self.blocks = nn.ModuleList(Block(size, streaming) for _ in range(size.blocks))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, classes)
 
@@ -71,8 +78,9 @@ class Recogniser(nn.Module):
             x = spec_augment(x, lengths, draws, *masks)
         for halving in self.subsampling:
             x, lengths = halving(x, lengths)
+        mask = inside(lengths, x.shape[1])
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         return self.head(self.norm(x)), lengths
 
     def lengths(self, samples: Tensor) -> Tensor:
@@ -106,21 +114,30 @@ class Halving(nn.Module):
 
 
 class Block(nn.Module):
-    """An LMU and a feed-forward part, each beside a shortcut. It looks back only."""
+    """An LMU and a feed-forward part, each beside a shortcut. Half of what the LMU remembers is
+    to come, or with `streaming` nothing."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, streaming: bool) -> None:
         super().__init__()
         width = size.width
         self.norm_memory = nn.LayerNorm(width)
-        self.lmu = LMU(width, width, size.order, size.theta, size.channels, nn.GELU())
+        self.lmu = LMU(
+            width,
+            width,
+            size.order,
+            size.theta,
+            size.channels,
+            nn.GELU(),
+            ahead=0 if streaming else size.channels // 2,
+        )
         self.norm_forward = nn.LayerNorm(width)
         self.forward_part = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
         self.dropout = nn.Dropout(size.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.lmu(self.norm_memory(x)))
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = x + self.dropout(self.lmu(self.norm_memory(x), mask))
         out: Tensor = x + self.dropout(self.forward_part(self.norm_forward(x)))
         return out
 
