@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from multi_gpu_training.cli.app import app
 from multi_gpu_training.cli.train import extra_settings
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.config_file import flatten, split
+from multi_gpu_training.config_file import flatten, read_config_file, ready_configs, split
+from multi_gpu_training.recipes import RECIPES
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -175,10 +176,17 @@ def test_command_has_flags_that_exist(page: str, command: str) -> None:
     context = group.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
     if name == "run" or str(context.params.get("target")).endswith(".py"):
         return  # what is left over belongs to the script
-    from multi_gpu_training.recipes.image import ImageOptions
-
     left_over = dict(extra_settings(list(context.args)))
-    split(flatten(left_over), ImageOptions.model_fields)
+    split(flatten(left_over), options_of(str(context.params.get("target"))))
+
+
+def options_of(target: str) -> list[str]:
+    """Options of the recipe that a command names, by its name or through a ready config."""
+    from multi_gpu_training.recipes.recipe import find_recipe
+
+    if target in ready_configs():
+        target = read_config_file(target).get("recipe", "image")
+    return list(find_recipe(target if target in RECIPES else "image").options.model_fields)
 
 
 def test_every_setting_is_documented_with_its_default() -> None:
