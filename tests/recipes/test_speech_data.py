@@ -374,6 +374,19 @@ def test_an_utterance_is_varied_and_padded_alike_on_any_rank_and_worker() -> Non
             assert padded == reference[index][2]
 
 
+def test_options_that_would_do_nothing_are_errors() -> None:
+    recipe = find_recipe("speech")
+    with pytest.raises(ConfigError) as caught:
+        recipe.build(
+            recipe.config({}),
+            SpeechOptions(held_out_speaker="ann", layout="fsdd", beam_width=4),
+        )
+    message = str(caught.value)
+    assert "held_out_speaker=ann is for a folder of speech; set data_dir" in message
+    assert "layout=fsdd is for a folder" in message
+    assert "beam_width=4 does nothing with decoder=greedy; set decoder=beam" in message
+
+
 def test_the_recipe_tells_what_it_found(tmp_path: Path) -> None:
     recipe = find_recipe("speech")
     write_wav(write_fsdd(tmp_path) / "recordings/3_ann_5.wav", rate=16000)

@@ -20,7 +20,7 @@ from multi_gpu_training.recipes.speech.features import (
     normalise,
     spec_augment,
 )
-from multi_gpu_training.recipes.speech.model import SIZES, Recogniser, Size
+from multi_gpu_training.recipes.speech.model import SIZES, Block, Recogniser, Size
 
 TINY = Size(16, 2, 4, 6, 12.0, 4, 3, 20, 0.0)
 
@@ -164,6 +164,19 @@ def test_the_loss_reads_no_value_on_the_host() -> None:
         mean, weight = Objective(augment=True)(recogniser, faked)
         mean.backward()
         assert weight.shape == ()
+
+
+def test_a_streaming_block_can_run_step_by_step() -> None:
+    torch.manual_seed(0)
+    block = Block(TINY, streaming=True).double()
+    x = torch.randn(2, 20, TINY.width, dtype=torch.float64)
+    whole = block(x, torch.ones(2, 20, dtype=torch.bool))
+    memory = None
+    for t in range(20):
+        heard, memory = block.lmu.step(block.norm_memory(x[:, t]), memory)
+        y = x[:, t] + heard
+        y = y + block.forward_part(block.norm_forward(y))
+        assert torch.allclose(y, whole[:, t], atol=1e-12)
 
 
 def test_mixed_precision_leaves_features_memory_and_loss_in_float32() -> None:

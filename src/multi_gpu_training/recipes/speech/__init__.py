@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.recipes.recipe import Job, Options, Recipe
 from multi_gpu_training.recipes.speech.alphabet import Alphabet
@@ -55,6 +56,7 @@ class SpeechOptions(Options):
 
 def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
     """Model, data, loss and error rates of this recipe; the optimizer is AdamW."""
+    check(options)
     size_name, rate = choose_size(options)
     size = SIZES[size_name]
     timing = Timing(round(rate / 100), size.subsampling)
@@ -74,6 +76,25 @@ def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
         ),
         hooks=[Say(lines)],
     )
+
+
+def check(options: SpeechOptions) -> None:
+    """Options that would do nothing are an error."""
+    problems = []
+    if options.data_dir is None:
+        for name in ("layout", "held_out_speaker"):
+            if name in options.model_fields_set and getattr(options, name) not in (None, "auto"):
+                problems.append(
+                    f"{name}={getattr(options, name)} is for a folder of speech; set data_dir, or "
+                    "drop it"
+                )
+    if "beam_width" in options.model_fields_set and options.decoder != "beam":
+        problems.append(
+            f"beam_width={options.beam_width} does nothing with decoder={options.decoder}; set "
+            "decoder=beam, or drop it"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def choose_size(options: SpeechOptions) -> tuple[SizeName, int]:
