@@ -211,7 +211,10 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"prefetch_factor": 2}, "prefetch_factor=2 needs num_workers"),
     ({"persistent_workers": True}, "persistent_workers=true needs num_workers"),
     ({"warmup_epochs": 1, "warmup_steps": 5}, "both set the warm-up"),
-    ({"mixed_precision_dtype": "fp16"}, "does nothing without use_mixed_precision=true"),
+    (
+        {"mixed_precision_dtype": "fp16", "use_mixed_precision": False},
+        "does nothing with use_mixed_precision=false",
+    ),
 ]
 
 

@@ -67,10 +67,33 @@ class MultiGPUConfig(BaseModel):
         None, description="length of an epoch over a stream that has none"
     )
 
+    # Speed
+    step_execution: Literal["auto", "graph", "compile", "eager"] = Field(
+        "auto", description="run a step as one CUDA graph, compiled, or operation by operation"
+    )
+    fast_defaults: bool = Field(
+        True, description="what pays on a GPU where nothing else was said; false: all of it off"
+    )
+    channels_last: bool | None = Field(
+        None, description="lay convolutions out channels last; None: on GPUs"
+    )
+    fused_optimizer: bool | None = Field(
+        None, description="Adam, AdamW and SGD as one kernel; None: on GPUs"
+    )
+    cudnn_benchmark: bool | None = Field(
+        None, description="let cuDNN try its algorithms; None: yes, unless deterministic"
+    )
+
     # Arithmetic
-    use_mixed_precision: bool = False
+    use_mixed_precision: bool | None = Field(
+        None,
+        description="16-bit arithmetic; None: on GPUs that have bf16, for convolutions, recurrent "
+        "layers and models of a million parameters and more",
+    )
     mixed_precision_dtype: Literal["auto", "bf16", "fp16"] = "auto"
-    allow_tf32: bool = Field(False, description="TF32 matrix products on Ampere and later")
+    allow_tf32: bool | None = Field(
+        None, description="TF32 matrix products on Ampere and later; None: yes"
+    )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     use_gradient_checkpointing: bool = False
     sync_bn: bool = False
@@ -112,6 +135,12 @@ class MultiGPUConfig(BaseModel):
     prefetch_factor: PositiveInt | None = None
     persistent_workers: bool = False
     shuffle: bool = True
+    data_on_gpu: bool | None = Field(
+        None, description="keep a TensorDataset on the GPU; None: where gpu_data_gb allows it"
+    )
+    gpu_data_gb: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="memory for data on the GPU; None: a quarter of what is free"
+    )
 
     # Keeping
     enable_fault_tolerance: bool = True
@@ -227,10 +256,10 @@ class MultiGPUConfig(BaseModel):
                 f"warmup_epochs={self.warmup_epochs:g} and warmup_steps={self.warmup_steps} "
                 "both set the warm-up; give one"
             )
-        if self.mixed_precision_dtype != "auto" and not self.use_mixed_precision:
+        if self.mixed_precision_dtype != "auto" and self.use_mixed_precision is False:
             yield (
-                f"mixed_precision_dtype={self.mixed_precision_dtype} does nothing without "
-                "use_mixed_precision=true"
+                f"mixed_precision_dtype={self.mixed_precision_dtype} does nothing with "
+                "use_mixed_precision=false; drop one of them"
             )
 
     @property

@@ -25,6 +25,7 @@ from multi_gpu_training.data.order import (
     SamplerBatches,
     ShuffledBatches,
 )
+from multi_gpu_training.data.resident import ResidentLoader, fits_on_gpu
 from multi_gpu_training.data.stream import StreamLoader
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DataError
@@ -89,7 +90,8 @@ def training_loader(
             f"{type(dataset).__name__} has {samples} samples, and an epoch is one pass over them: "
             "drop it, or set max_steps"
         )
-    return ShareLoader(dataset, _source(brought, dataset, samples, config, sizes), feeding), sizes
+    source = _source(brought, dataset, samples, config, sizes)
+    return _sized_loader(dataset, source, feeding, config), sizes
 
 
 def validation_loader(
@@ -103,6 +105,19 @@ def validation_loader(
     if isinstance(dataset, IterableDataset):
         return StreamLoader(dataset, size, feeding)
     source = ShuffledBatches(_length(dataset, "validation"), size, shuffle=False)
+    return _sized_loader(dataset, source, feeding, config)
+
+
+def _sized_loader(
+    dataset: Dataset[Any], source: GlobalBatchSource, feeding: Feeding, config: MultiGPUConfig
+) -> ShareLoader:
+    if fits_on_gpu(dataset, feeding, config):
+        return ResidentLoader(dataset, source, feeding)  # type: ignore[arg-type]
+    if config.data_on_gpu:
+        raise DataError(
+            f"data_on_gpu=true, but {type(dataset).__name__} cannot live on {feeding.device}: it "
+            "takes a GPU, a TensorDataset without a collate_fn, and memory (gpu_data_gb)"
+        )
     return ShareLoader(dataset, source, feeding)
 
 

@@ -23,6 +23,7 @@ from multi_gpu_training.data.order import (
     seed_everything,
     shares,
 )
+from multi_gpu_training.data.prefetch import on_device
 from multi_gpu_training.distributed.rank_main import die_with_parent, end_workers
 
 Collate = Callable[[list[Any]], Any]
@@ -97,14 +98,18 @@ class ShareLoader:
         return (share for share in found if share.count) if feeding.evaluating else found
 
     def __iter__(self) -> Iterator[Any]:
+        for share, batch in on_device(self._host_batches(), self.feeding.device):
+            yield attach(batch, share)
+        if not self.feeding.evaluating:
+            self.seek(self.epoch + 1)
+
+    def _host_batches(self) -> Iterator[tuple[Share, Any]]:
         for share, batch in self._loader:
             if share.count:
                 self._template = (share, batch)
-                yield attach(to_device(batch, self.feeding.device), share)
+                yield share, batch
             else:
-                yield attach(to_device(self._stand_in(share, 0), self.feeding.device), share)
-        if not self.feeding.evaluating:
-            self.seek(self.epoch + 1)
+                yield share, self._stand_in(share, 0)
 
     def stand_in(self, share: Share) -> Any:
         """A sample for a rank whose share is empty but whose model must run all the same."""

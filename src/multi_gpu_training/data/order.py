@@ -47,9 +47,9 @@ class FormsBatches(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Share:
-    """What a rank must know about one micro-batch to weigh it rightly.
+    """What a rank must know about one micro-batch to weigh it rightly. Never changed once made.
 
     count: samples that this rank holds; 0 where there are fewer samples than ranks.
     window_count: samples of the whole step, over all micro-batches and ranks.

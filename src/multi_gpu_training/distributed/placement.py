@@ -36,6 +36,7 @@ class Placement:
         self.dp_rank = identity.rank if group is not None else 0
         self.dp_size = identity.world_size if group is not None else 1
         self._owns_group = False
+        self._control: dist.ProcessGroup | None = None  # for agreements, beside the GPU's traffic
 
     @property
     def is_main(self) -> bool:
@@ -55,7 +56,7 @@ class Placement:
         """The same-shaped tensors of all ranks, stacked in rank order, on every rank."""
         if self.group is None:
             return tensor.unsqueeze(0)
-        mine = tensor.contiguous().to(self._wire)  # gloo gathers in host memory only
+        mine = tensor.contiguous().to(self.wire)  # gloo gathers in host memory only
         parts = [torch.empty_like(mine) for _ in range(self.dp_size)]
         dist.all_gather(parts, mine, group=self.group)
         return torch.stack(parts).to(tensor.device)
@@ -65,10 +66,10 @@ class Placement:
         if self.group is None:
             return [json.loads(json.dumps(value))]
         raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor([raw.numel()], device=self._wire)).flatten().tolist()
+        sizes = self.gather(torch.tensor([raw.numel()], device=self.wire)).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: raw.numel()] = raw
-        rows = self.gather(padded.to(self._wire)).cpu()
+        rows = self.gather(padded.to(self.wire)).cpu()
         return [
             json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)
         ]
@@ -77,7 +78,7 @@ class Placement:
         """Rank 0's value on every rank."""
         if self.group is None:
             return value
-        size = torch.zeros(1, dtype=torch.int64, device=self._wire)
+        size = torch.zeros(1, dtype=torch.int64, device=self.wire)
         raw = torch.empty(0, dtype=torch.uint8)
         if self.is_main:
             raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -85,7 +86,7 @@ class Placement:
         dist.broadcast(size, 0, group=self.group)
         if not self.is_main:
             raw = torch.empty(int(size), dtype=torch.uint8)
-        raw = raw.to(self._wire)
+        raw = raw.to(self.wire)
         dist.broadcast(raw, 0, group=self.group)
         return json.loads(bytes(raw.cpu().tolist()))
 
@@ -95,9 +96,20 @@ class Placement:
             for tensor in tensors:
                 dist.broadcast(tensor, 0, group=self.group)
 
+    def agree(self, value: int) -> int:
+        """The smallest `value` of any rank: what all of them can do. Waits on the CPU only."""
+        if self.dp_size == 1:
+            return value
+        if self._control is None:
+            gloo = self.backend == "gloo"
+            self._control = self.group if gloo else dist.new_group(backend="gloo")
+        votes = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._control)
+        return int(votes)
+
     def barrier(self) -> None:
         if self.group is not None:
-            self.sum(torch.zeros(1, device=self._wire)).item()
+            self.sum(torch.zeros(1, device=self.wire)).item()
 
     def close(self) -> None:
         """Leave the group. Left to interpreter shutdown, gloo may abort or deadlock."""
@@ -107,7 +119,10 @@ class Placement:
         self.group = None
 
     @property
-    def _wire(self) -> torch.device:
+    def wire(self) -> torch.device:
+        """Where tensors must lie for the ranks to exchange them: gloo takes host memory."""
+        if self.group is None:
+            return self.device
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
 

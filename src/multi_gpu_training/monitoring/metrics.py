@@ -34,6 +34,14 @@ class MetricsCollector:
         self._sums[name] = _plus(self._sums.get(name), total)
         self._weights[name] = _plus(self._weights.get(name), weight)
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._sums)
+
+    def pair(self, name: str) -> tuple[Number, Number]:
+        """Summed total and weight of this rank; zeros where it has none."""
+        return self._sums.get(name, 0.0), self._weights.get(name, 0.0)
+
     def add_mean(self, mean: Tensor, weight: Number, pairs: Mapping[str, Any]) -> None:
         """Add a mean loss that stands for `weight`, and (sum, weight) pairs beside it."""
         self.add("loss", mean.detach().double() * weight, weight)
@@ -81,6 +89,18 @@ class MetricsCollector:
         if other._confusion is not None:
             mine = self._confusion
             self._confusion = other._confusion if mine is None else mine + other._confusion
+
+    def kept(self) -> dict[str, Any]:
+        """What is collected now, to be put back later; nothing is read from the device."""
+        return {
+            "sums": dict(self._sums),
+            "weights": dict(self._weights),
+            "confusion": self._confusion,
+        }
+
+    def put_back(self, kept: dict[str, Any]) -> None:
+        self._sums, self._weights = dict(kept["sums"]), dict(kept["weights"])
+        self._confusion = kept["confusion"]
 
     def state_dict(self) -> dict[str, Any]:
         return {

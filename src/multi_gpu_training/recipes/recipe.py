@@ -38,6 +38,7 @@ class Job:
     optimizer: Any = None
     scheduler: Any = None
     eval_fn: Any = None
+    augment: Any = None
     hooks: Sequence[Hook] = ()
     states: Mapping[str, Any] = field(default_factory=dict)
 
@@ -80,6 +81,7 @@ class Recipe:
             optimizer=job.optimizer,
             scheduler=job.scheduler,
             eval_fn=job.eval_fn,
+            augment=job.augment,
             hooks=job.hooks,
             states=dict(job.states),
         )

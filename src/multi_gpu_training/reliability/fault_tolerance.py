@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -62,6 +64,18 @@ class FaultToleranceManager:
         self._registered[name] = (item, scope)
         if self._resumed is not None:
             self._restore(name)
+
+    def kept(self) -> Callable[[], None]:
+        """What is registered, as it is now; the result puts it back. Nothing is written."""
+        states = {
+            name: copy.deepcopy(item.state_dict()) for name, (item, _) in self._registered.items()
+        }
+
+        def put_back() -> None:
+            for name, state in states.items():
+                self._registered[name][0].load_state_dict(copy.deepcopy(state))
+
+        return put_back
 
     def due(self, step: int) -> bool:
         return self.config.enable_fault_tolerance and step % self.config.checkpoint_frequency == 0

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.placement import Placement, gpu_ids
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.trainer import MultiGPUTrainer
@@ -31,9 +30,9 @@ class DataParallelTrainer(MultiGPUTrainer):
         self._counted = True
         return DataParallel(_Replica(module), device_ids=self.gpus or None)
 
-    def micro_batch(self, batch: Any, share: Share) -> MicroResult:
-        members = torch.empty(share.count, device=self.placement.device)
-        scaled, tally, mean, weight, metrics = self.wrapped(batch, members, share.window_count)
+    def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+        members = torch.empty(count, device=self.placement.device)
+        scaled, tally, mean, weight, metrics = self.wrapped(batch, members, window_count)
         mean = (mean * weight).sum() / weight.sum()
         pairs = {name: (total.sum(), part.sum()) for name, (total, part) in metrics.items()}
         return MicroResult(scaled.sum(), tally.sum(), mean, weight.sum(), pairs)
@@ -51,7 +50,7 @@ class _Replica(nn.Module):
         result: MicroResult = self.step(batch, count, window_count, 1)
         weight = result.weight
         tally = result.tally
-        if weight is None:
+        if weight is None or tally is None:
             weight = result.mean.new_full((), count, dtype=torch.float64)
             tally = self.step.tally * float(count)
         metrics = {

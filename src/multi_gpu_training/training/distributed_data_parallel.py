@@ -20,7 +20,10 @@ class DistributedDataParallelTrainer(MultiGPUTrainer):
     def wrap(self, module: StepModule) -> nn.Module:
         if self.placement.group is None:
             return module
-        return replicate(module, self.placement, self.config)
+        module.replicated = True
+        ddp = replicate(module, self.placement, self.config)
+        self.forward = ddp.forward  # type: ignore[method-assign]
+        return ddp
 
     def exchange(self, last: bool) -> AbstractContextManager[Any]:
         if last or not isinstance(self.wrapped, DistributedDataParallel):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
@@ -115,7 +116,7 @@ class RateCurve:
     def after_step(self, step: int) -> None:
         factor = self.factor(step)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            set_rate(group, peak * factor)
+            group["lr"] = peak * factor
 
     def after_epoch(self, metrics: dict[str, float]) -> None:
         pass
@@ -188,6 +189,46 @@ class BroughtScheduler:
         return text
 
 
+class Rates:
+    """The learning rates of an optimizer's groups, as tensors of the GPU while it steps.
+
+    A captured step reads its rate from memory. Everyone else (schedules, checkpoints, the user)
+    keeps seeing plain numbers.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.device = device
+        self.tensors: list[torch.Tensor] = []
+        self._values: list[float] = []
+        self._outside: list[Any] = []
+
+    def use_tensors(self) -> None:
+        for group in self.optimizer.param_groups:
+            self._values.append(float(group["lr"]))
+            self.tensors.append(torch.tensor(self._values[-1], device=self.device))
+
+    def send(self) -> None:
+        """Bring rates that have changed to the device. Not part of a recording: call it before."""
+        for i, group in enumerate(self.optimizer.param_groups if self.tensors else ()):
+            rate = group["lr"]
+            if rate != self._values[i]:
+                self._values[i] = float(rate)
+                self.tensors[i].fill_(self._values[i])
+
+    def __enter__(self) -> None:
+        if self.tensors:
+            groups = self.optimizer.param_groups
+            self._outside = [group["lr"] for group in groups]
+            for group, tensor in zip(groups, self.tensors, strict=True):
+                group["lr"] = tensor
+
+    def __exit__(self, *_: object) -> None:
+        if self.tensors:
+            for group, rate in zip(self.optimizer.param_groups, self._outside, strict=True):
+                group["lr"] = rate
+
+
 def choose_schedule(
     given: Any,
     optimizer: Optimizer,
@@ -203,11 +244,3 @@ def choose_schedule(
         return RateCurve(optimizer, config, epoch_steps, total)
     scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
     return BroughtScheduler(scheduler, config, total, scaling)
-
-
-def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set a group's rate; a rate kept in a tensor stays in it, as captured steps need."""
-    if hasattr(group["lr"], "fill_"):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate

@@ -21,6 +21,7 @@ from multi_gpu_training.data.feeding import (
     training_loader,
     validation_loader,
 )
+from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.distributed.launch import start_ranks_if_needed
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
@@ -28,6 +29,7 @@ from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
 from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.interval import IntervalLog
 from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
@@ -44,7 +46,13 @@ from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.recompute import use_recompute
 from multi_gpu_training.training.resuming import EpochSums, find_checkpoint, keep_place
-from multi_gpu_training.training.trainer import MultiGPUTrainer, SingleDeviceTrainer, StepResult
+from multi_gpu_training.training.trainer import (
+    Augment,
+    MultiGPUTrainer,
+    SingleDeviceTrainer,
+    StepResult,
+    opened,
+)
 from multi_gpu_training.training.verification import (
     adapt,
     begin,
@@ -114,20 +122,23 @@ class MultiGPUTrainingManager:
         optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         eval_fn: EvalFn | None = None,
+        augment: Augment | None = None,
         hooks: Sequence[Hook] = (),
         states: dict[str, Any] | None = None,
     ) -> tuple[nn.Module, Loader, Loader | None]:
         """Place the model, share out the data, and go on from a checkpoint where asked to.
 
         `model` may be a function that builds it, `optimizer` one that takes its parameters,
-        `scheduler` one that takes the optimizer. Returns the model on its device and the loaders
-        of this rank; without `val_dataset` the third is None. `states` are further objects with
-        `state_dict`, saved and restored with the run; (object, "per_rank") for one that differs
-        between ranks.
+        `scheduler` one that takes the optimizer. `augment(batch, random)` changes training batches
+        on the device; `random` gives numbers that belong to each sample (SampleRandom). Returns
+        the model on its device and the loaders of this rank; without `val_dataset` the third is
+        None. `states` are further objects with `state_dict`, saved and restored with the run;
+        (object, "per_rank") for one that differs between ranks.
         """
         self._open_run(states or {})
         try:
             checkpoint = find_checkpoint(self)
+            self.trainer.augment = augment
             self._set_up(model, dataset, val_dataset, loss_fn, optimizer, scheduler, eval_fn)
             if checkpoint is not None:
                 self.fault_tolerance.resume(checkpoint)
@@ -139,6 +150,7 @@ class MultiGPUTrainingManager:
         self.hooks = list(hooks)
         if self._verification is not None:
             begin(self, self._verification)
+        self._start_execution()
         for hook in self.hooks:
             hook.on_run_start(self)
         return self.model, self.train_loader, self.val_loader
@@ -179,13 +191,43 @@ class MultiGPUTrainingManager:
             built.double()
         trainer.loader = self.train_loader
         self.model = trainer.build(built, self.loss_fn)
-        trainer.optimizer = choose_optimizer(optimizer, self.model, config, self.console.line)
-        trainer.optimizer.register_step_pre_hook(trainer.guard)
+        trainer.take_optimizer(choose_optimizer(optimizer, self.model, config, self.console.line))
         self.scaling = scale_rate(trainer.optimizer, config, self.sizes.global_batch)
         trainer.schedule = choose_schedule(
             scheduler, trainer.optimizer, config, self.scaling, self.train_loader.steps
         )
         announce(self)
+
+    def _start_execution(self) -> None:
+        """Let steps be recorded where they can be, and say how to take recorded ones back."""
+        execution = self.trainer.execution
+        execution.say = self.console.line
+        execution.steps_left = self._steps_left
+        execution.snapshot_more = self._keep_rest
+        execution.redo_after_step = self._redo_hooks
+        execution.start()
+        self._log = IntervalLog(self)
+
+    def _steps_left(self) -> int | None:
+        total = self.train_loader.steps
+        ends = [] if total is None else [total * self.config.epochs]
+        ends += [] if self.config.max_steps is None else [self.config.max_steps]
+        return min(ends) - self.trainer.step if ends else None
+
+    def _keep_rest(self) -> Callable[[], None]:
+        """What a step changes beside the trainer's own state; the result puts it back."""
+        epoch_metrics = self._epoch_metrics.kept()
+        states = self.fault_tolerance.kept()
+
+        def put_back() -> None:
+            self._epoch_metrics.put_back(epoch_metrics)
+            states()
+
+        return put_back
+
+    def _redo_hooks(self) -> None:
+        for hook in self.hooks:
+            hook.on_step_end(self, self.trainer.step)
 
     def fit(
         self,
@@ -220,6 +262,7 @@ class MultiGPUTrainingManager:
             hook.on_run_end(self)
         summary(self)
         self._close()
+        self.trainer.execution.leave_stream()
 
     def _close(self) -> None:
         self.curves.close()
@@ -260,23 +303,34 @@ class MultiGPUTrainingManager:
         self.console.start_bar(f"Epoch {epoch + 1}/{self.config.epochs}", total)
         self.model.train()
         self._epoch_is_whole = True
-        self._interval_started, self._interval_samples = time.perf_counter(), 0
-        step = self.trainer.step + 1  # the one that an error belongs to
+        self._log.start_epoch(total)
+        self.trainer.execution.mark()
+        self._train_on(_batches(train_loader), total)
+        return self._end_of_epoch(epoch)
+
+    def _train_on(self, batches: Iterable[Any], total: int | None) -> None:
+        trainer, wait = self.trainer, self._log.wait
+        step = trainer.step + 1  # the one that an error belongs to
+        trainer.keep_losses = False
         try:
-            for batch in train_loader:
-                result = self.trainer.train_step(batch)
+            wait.ask()
+            for batch in batches:
+                wait.got()
+                result = trainer.train_step(batch)
+                wait.used()
                 if self._announce_loss:
-                    self._say_loss(batch)
-                if result.moved and self._after_step(result, total):
-                    self._epoch_is_whole = total is not None and self.trainer.position >= total
+                    self._say_loss(opened(batch))
+                if result.moved and self._after_step(result):
+                    self._epoch_is_whole = total is not None and trainer.position >= total
                     break
-                step = self.trainer.step + 1
+                step = trainer.step + 1
+                wait.ask()
         except Exception as error:
             error.add_note(self._where(step))
             raise
         finally:
+            trainer.keep_losses = True
             self.console.end_bar()
-        return self._end_of_epoch(epoch)
 
     def validate_epoch(self, val_loader: Iterable[Any] | None = None) -> dict[str, float]:
         """Evaluate on every sample of the loader, once; returns metrics over all ranks."""
@@ -294,6 +348,7 @@ class MultiGPUTrainingManager:
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Metrics of the model as it is on any batches, over all ranks; records nothing."""
+        self.trainer.execution.verify()
         if self.config.broadcast_buffers:
             self.placement.broadcast_tensors(self.model.buffers())
         recorder = self.trainer.recorder
@@ -309,6 +364,8 @@ class MultiGPUTrainingManager:
 
     def save_checkpoint(self, best: bool = False) -> Path:
         """Save the whole state now. Every rank must call it."""
+        self.trainer.execution.verify()
+        self.trainer.read_metrics()
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
         path = self.fault_tolerance.save(facts, best)
         if self.placement.is_main:
@@ -318,16 +375,14 @@ class MultiGPUTrainingManager:
 
     # Parts of the loop
 
-    def _after_step(self, result: StepResult, total: int | None) -> bool:
+    def _after_step(self, result: StepResult) -> bool:
         """What happens between steps; True to end the epoch here."""
         step = self.trainer.step
         for hook in self.hooks:
             hook.on_step_end(self, step)
-        self._interval_samples += self.sizes.global_batch
         self.console.tick(self.trainer.position)
         saving = self.fault_tolerance.due(step)
-        if saving or step % self.config.log_every == 0:
-            self._log_interval(result, total)  # finds a NaN before it is saved
+        self._log.after_step(result, saving)  # finds a NaN before it is saved
         every = self.config.consistency_check_every
         if every and step % every == 0:
             check_replicas(self.model, self.placement, step)
@@ -335,26 +390,7 @@ class MultiGPUTrainingManager:
             self.save_checkpoint()
         return self.config.max_steps is not None and step >= self.config.max_steps
 
-    def _log_interval(self, result: StepResult, total: int | None) -> None:
-        """Read the losses of the last steps: the only place where training waits for them."""
-        metrics = self.trainer.metrics.compute(self.placement)
-        self._epoch_metrics.merge(self.trainer.metrics)
-        self.trainer.metrics.reset()
-        now = time.perf_counter()
-        rate = self._interval_samples / (now - self._interval_started)
-        self._interval_started, self._interval_samples = now, 0
-        lr = float(self.trainer.optimizer.param_groups[0]["lr"])
-        facts = {**metrics, "lr": lr, "samples_per_s": rate}
-        if result.grad_norm is not None:
-            facts["grad_norm"] = float(result.grad_norm)
-        step = self.trainer.step
-        self.logger.record("step", step=step, epoch=self.trainer.epoch, **facts)
-        self.curves.write("train", facts, step)
-        note = f"loss {metrics['loss']:.4f}  {rate:,.0f} samples/s"
-        self.console.advance(self.trainer.position, total, note)
-        self._check_finite(metrics)
-
-    def _check_finite(self, metrics: dict[str, float]) -> None:
+    def check_finite(self, metrics: dict[str, float]) -> None:
         if not math.isfinite(metrics.get("loss", 0.0)):
             rate = float(self.trainer.optimizer.param_groups[0]["lr"])
             raise NonFiniteLossError(
@@ -364,10 +400,12 @@ class MultiGPUTrainingManager:
             )
 
     def _end_of_epoch(self, epoch: int) -> dict[str, float]:
-        self._epoch_metrics.merge(self.trainer.metrics)
+        self.trainer.execution.verify()
+        self._log.end_epoch()
+        self._epoch_metrics.merge(self.trainer.read_metrics())
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
-        self._check_finite(metrics)
+        self.check_finite(metrics)
         if self._epoch_is_whole:
             self._epoch_metrics.reset()
         if self.config.consistency_check_every:
@@ -449,3 +487,8 @@ class MultiGPUTrainingManager:
     def _last_metrics(self) -> dict[str, float]:
         last = self.progress.last
         return last["val"] or last["train"]
+
+
+def _batches(loader: Iterable[Any]) -> Iterable[Any]:
+    """What to iterate over: data on the GPU is gathered inside the step."""
+    return loader.batches() if isinstance(loader, ResidentLoader) else loader

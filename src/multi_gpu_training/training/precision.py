@@ -16,9 +16,9 @@ _switched: dict[str, bool] = {}
 class Precision:
     """bf16 where the hardware has it; fp16 with loss scaling where it does not."""
 
-    def __init__(self, config: MultiGPUConfig, device: torch.device) -> None:
+    def __init__(self, config: MultiGPUConfig, device: torch.device, mixed: bool) -> None:
         self.device_type = device.type
-        self.dtype = _dtype(config, device) if config.use_mixed_precision else None
+        self.dtype = _dtype(config, device) if mixed else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -53,16 +53,18 @@ def set_arithmetic(config: MultiGPUConfig, reproducible: bool = False) -> None:
 
     `reproducible` is `deterministic` for code that has operations without such a variant.
     """
-    torch.backends.cuda.matmul.allow_tf32 = config.allow_tf32
-    torch.backends.cudnn.allow_tf32 = config.allow_tf32
+    tf32 = config.fast_defaults if config.allow_tf32 is None else config.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
     if config.deterministic or reproducible:
         # Read by cuBLAS when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=not config.deterministic)
-        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.benchmark = bool(config.cudnn_benchmark)
         _switched["deterministic"] = True
         return
     if _switched.pop("deterministic", False):  # by an earlier run in this process, not the user
         torch.use_deterministic_algorithms(False)
     if torch.cuda.is_available():
-        torch.backends.cudnn.benchmark = True
+        autotune = config.cudnn_benchmark
+        torch.backends.cudnn.benchmark = config.fast_defaults if autotune is None else autotune

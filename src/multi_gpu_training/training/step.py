@@ -12,10 +12,11 @@ from multi_gpu_training.training.precision import Precision
 
 
 class MicroResult(NamedTuple):
-    """scaled: what to run backward on. tally: its gradient is this micro-batch's weight."""
+    """scaled: what to run backward on. tally: its gradient is this micro-batch's weight; None
+    where nobody asks for it."""
 
     scaled: Tensor
-    tally: Tensor
+    tally: Tensor | None
     mean: Tensor
     weight: Tensor | None
     metrics: Pairs
@@ -45,7 +46,9 @@ class StepModule(nn.Module):
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
+        self.compiled = loss_fn  # what is run: the same, or the same compiled
         self.precision = precision
+        self.replicated = False
         parameters = [p for p in model.parameters() if p.requires_grad]
         exact = all(p.dtype == torch.float64 for p in parameters)
         # Its gradient carries the step's total weight along with the gradients of the model:
@@ -67,11 +70,14 @@ class StepModule(nn.Module):
         if batch is None:
             return self.absent()
         with self.precision.autocast():
-            loss = read_loss(self.loss_fn(self.model, batch), self.tally.device)
+            loss = read_loss(self.compiled(self.model, batch), self.tally.device)
         mean, weight = loss.mean, loss.weight
         if weight is None and window_count:
-            scaled = mean * (count * ranks / window_count)
-            return MicroResult(scaled, self.tally * 0.0, mean.detach(), None, loss.metrics)
+            factor = count * ranks / window_count
+            scaled = mean if factor == 1.0 else mean * factor
+            # Replicas wait for a gradient of every parameter, of the tally too.
+            tally = self.tally * 0.0 if self.replicated else None
+            return MicroResult(scaled, tally, mean.detach(), None, loss.metrics)
         if weight is None:
             weight = mean.new_full((), count, dtype=torch.float64)
         # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN.
@@ -79,6 +85,9 @@ class StepModule(nn.Module):
         share = weight.to(self.tally.dtype)
         scaled = mean * (share / max(1, window_count))
         return MicroResult(scaled, self.tally * share, mean.detach(), weight, loss.metrics)
+
+    # Straight to the work: torch's own __call__ only adds hooks, which nobody has on this module.
+    __call__ = forward
 
     def absent(self) -> MicroResult:
         """Take part in a step without a sample: zero loss, zero gradient for every parameter."""

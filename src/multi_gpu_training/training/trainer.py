@@ -10,6 +10,7 @@ which is what one GPU computes on the whole global batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import batch_count, share_of, to_device
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share, derive_seed
+from multi_gpu_training.data.randomness import SampleRandom
+from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.distributed.batchnorm import (
     Attendance,
     SyncBatchNorm,
@@ -31,11 +34,16 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_same_model
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
-from multi_gpu_training.training.learning_rate import Schedule
+from multi_gpu_training.training.execution import StepExecution
+from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.precision import Precision
+from multi_gpu_training.training.speed import choose_speed, fuse, lay_out_channels_last
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.verification import Recorder
+
+# Changes a training batch on the device: augment(batch, random) -> batch.
+Augment = Callable[[Any, SampleRandom], Any]
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class MultiGPUTrainer(ABC):
     def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
         self.config = config
         self.placement = placement
-        self.precision = Precision(config, placement.device)
+        self.precision = Precision(config, placement.device, bool(config.use_mixed_precision))
         self.metrics = MetricsCollector()
         self.attendance = Attendance()
         self.step = 0
@@ -72,11 +80,15 @@ class MultiGPUTrainer(ABC):
         self.schedule: Schedule
         self.model: nn.Module
         self.loader: Loader | None = None
+        self.augment: Augment | None = None
+        self.execution = StepExecution(self)
+        self.keep_losses = True  # each result keeps its own loss, whatever is trained after it
         self._micro = 0
         self._counted: bool | None = None
         self._settled = False
         self._checked = False
         self._stepping = False
+        self._epoch_key = EpochKey(placement.device)
         self.recorder: Recorder | None = None
 
     # What a kind of trainer must say
@@ -94,9 +106,9 @@ class MultiGPUTrainer(ABC):
         """Context of a backward: ranks talk only on the last micro-batch of a step."""
         return nullcontext()
 
-    def micro_batch(self, batch: Any, share: Share) -> MicroResult:
-        ranks = self.placement.dp_size
-        return self.wrapped.forward(batch, share.count, share.window_count, ranks)  # type: ignore[no-any-return]
+    def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+        """Compute a micro-batch on all copies."""
+        return self.step_module.forward(batch, count, window_count, ranks)
 
     def settle(self, batch: Any, share: Share) -> None:
         """Called once, before the first step of this process."""
@@ -110,15 +122,29 @@ class MultiGPUTrainer(ABC):
             raise ModelError(
                 f"{type(model).__name__} has no parameter with requires_grad=True; unfreeze some"
             )
-        model.to(self.placement.device)
+        device = self.placement.device
+        self.execution.enter_stream()
+        model.to(device)
         check_same_model(model, self.placement)
         if self.config.sync_bn and self.placement.dp_size > 1:
             model = synchronise_batchnorm(model, self.placement, self.attendance)
+        self.speed = choose_speed(self.config, model, device)
+        if self.speed.channels_last:
+            lay_out_channels_last(model)
+        self.precision = Precision(self.config, device, self.speed.mixed_precision)
         self.model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.step_module = StepModule(model, loss_fn, self.precision)
         self.wrapped = self.wrap(self.step_module)
         return model
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Train with this optimizer, made as fast as the config allows."""
+        self.optimizer = optimizer
+        if self.speed.fused_optimizer:
+            fuse(optimizer)
+        optimizer.register_step_pre_hook(self.guard)
+        self.rates = Rates(optimizer, self.placement.device)
 
     # The step
 
@@ -129,26 +155,59 @@ class MultiGPUTrainer(ABC):
         all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
         """
         share = share_of(batch)
+        ours = share is not None
         if share is None:
             batch = to_device(batch, self.placement.device)
             share = self._share_of_own_batch(batch)
         if not self._settled:
-            self.settle(batch, share)
+            self.settle(opened(batch), share)
             self._settled = True
         if self.recorder is not None:
-            batch = self.recorder.batch(batch)
-        self._seed_noise()
+            batch = self.recorder.batch(opened(batch))
+        samples = self._samples(batch, share) if self.augment is not None else None
+        if self.execution.active:
+            return self.execution.run(batch, samples, share, ours)
+        return self.eager_step(batch, samples, share)
+
+    def eager_step(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
+        """One micro-batch, operation by operation."""
+        self.seed_noise()
+        self.rates.send()
+        result, norm = self.compute(batch, samples, share)
+        self._note(result, share)
+        return self.advance(result.mean, norm, share)
+
+    def compute(
+        self, batch: Any, samples: Tensor | None, share: Share
+    ) -> tuple[MicroResult, Tensor | None]:
+        """Everything that a micro-batch asks of the device, and nothing else: this is what a
+        CUDA graph holds. The last micro-batch of a step moves the weights."""
         self.attendance.present = share.count > 0  # until backward is done: it may recompute
         with self.exchange(share.last):
-            result = self._absent(share) if share.count == 0 else self.micro_batch(batch, share)
+            if share.count == 0:
+                result = self._absent(share)
+            else:
+                ranks = self.placement.dp_size
+                batch = self._prepared(batch, samples)
+                result = self.forward(batch, share.count, share.window_count, ranks)
+            scaled = self.precision.scaler.scale(result.scaled)
             # The tally is added unscaled: it is a weight, not a gradient.
-            (self.precision.scaler.scale(result.scaled) + result.tally).backward()
-        self._note(result, share)
+            (scaled if result.tally is None else scaled + result.tally).backward()
+        norm = self._move_weights(share) if share.last else None
+        return result, norm
+
+    def advance(self, loss: Tensor, norm: Tensor | None, share: Share) -> StepResult:
+        """Count a micro-batch that was computed; after the last one of a step, the step."""
         self._micro += 1
         if not share.last:
-            return StepResult(result.mean, self.step, moved=False)
-        norm = self._move_weights(share)
-        return StepResult(result.mean, self.step, moved=True, grad_norm=norm)
+            return StepResult(loss, self.step, moved=False)
+        self._micro = 0
+        self.step += 1
+        self.epoch, self.position = share.epoch, share.position + 1
+        self.schedule.after_step(self.step)
+        if self.recorder is not None and self.step >= self.recorder.request.steps:
+            self.recorder.on_done()
+        return StepResult(loss, self.step, moved=True, grad_norm=norm)
 
     def _move_weights(self, share: Share) -> Tensor | None:
         if not self._checked:
@@ -157,8 +216,10 @@ class MultiGPUTrainer(ABC):
         if self._counted is not False or self.config.compress_gradients:
             # Also where this rank saw no sample and cannot know: then it is 1, or the others'.
             total = self._total_weight()
-            nominal = max(1, share.window_count)
-            self._scale_gradients(torch.where(total > 0, nominal / total, torch.ones_like(total)))
+            if total is not None:
+                nominal = max(1, share.window_count)
+                ones = torch.ones_like(total)
+                self._scale_gradients(torch.where(total > 0, nominal / total, ones))
         scaler = self.precision.scaler
         norm = None
         if self.config.max_grad_norm is not None:
@@ -167,19 +228,37 @@ class MultiGPUTrainer(ABC):
         if self.recorder is not None:
             self.recorder.about_to_step(self.model, self.optimizer)
         self._stepping = True
-        scaler.step(self.optimizer)
+        with self.rates:
+            scaler.step(self.optimizer)
         self._stepping = False
         scaler.update()
+        self.drop_gradients()
+        return norm
+
+    def drop_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
         self.step_module.tally.grad = None
-        self._micro = 0
-        self.step += 1
-        self.epoch, self.position = share.epoch, share.position + 1
-        self.schedule.after_step(self.step)
-        if self.recorder is not None and self.step >= self.recorder.request.steps:
-            self.recorder.on_done()
-        return norm
+
+    def _prepared(self, batch: Any, samples: Tensor | None) -> Any:
+        """The batch as the loss function gets it: gathered, and augmented on the device."""
+        batch = opened(batch)
+        if self.augment is None or samples is None:
+            return batch
+        with torch.no_grad():
+            return self.augment(batch, SampleRandom(samples, self._epoch_key.tensor))
+
+    def _samples(self, batch: Any, share: Share) -> Tensor:
+        """The numbers of a batch's samples, from which their randomness comes."""
+        if not share.sample_seed:  # a batch of the user's own: keyed by its place
+            self._epoch_key.set(derive_seed(self.config.seed, self.step, self._micro))
+            start = self.placement.dp_rank * share.count
+            return torch.arange(start, start + share.count, device=self.placement.device)
+        self._epoch_key.set(share.sample_seed)
+        if isinstance(batch, ResidentBatch):
+            return batch.index
+        numbers = torch.tensor(share.indices, dtype=torch.int64)
+        return numbers.to(self.placement.device, non_blocking=True)
 
     def _absent(self, share: Share) -> MicroResult:
         """This rank has no sample in this micro-batch, but the others need it to take part."""
@@ -187,14 +266,19 @@ class MultiGPUTrainer(ABC):
             isinstance(m, SyncBatchNorm) for m in self.model.modules()
         )
         if not needs_forward or self.loader is None:
-            return self.wrapped.forward(None, 0, share.window_count, 1)  # type: ignore[no-any-return]
+            return self.forward(None, 0, share.window_count, 1)
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         stand_in = self.loader.stand_in(share)
-        result: MicroResult = self.wrapped.forward(stand_in, 0, share.window_count, 1)
+        result = self.forward(stand_in, 0, share.window_count, 1)
         if not self.config.sync_bn:
             for buffer, before in zip(self.model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
         return result._replace(scaled=nothing(result), tally=self.step_module.tally * 0.0)
+
+    def read_metrics(self) -> MetricsCollector:
+        """What was collected since the last reset, captured steps included."""
+        self.execution.collect(self.metrics)
+        return self.metrics
 
     def _note(self, result: MicroResult, share: Share) -> None:
         if share.count:
@@ -202,7 +286,7 @@ class MultiGPUTrainer(ABC):
             weight = share.count if result.weight is None else result.weight
             self.metrics.add_mean(result.mean, weight, result.metrics)
 
-    def _seed_noise(self) -> None:
+    def seed_noise(self) -> None:
         """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history."""
         noise = self.recorder.request.noise if self.recorder is not None else 0
         seed = derive_seed(self.config.seed, self.step, self._micro, self.placement.dp_rank, noise)
@@ -210,10 +294,12 @@ class MultiGPUTrainer(ABC):
         if self.placement.device.type == "cuda":
             torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)
 
-    def _total_weight(self) -> Tensor:
-        """Summed weight of the step over ranks, divided as the gradients are."""
+    def _total_weight(self) -> Tensor | None:
+        """Summed weight of the step over ranks, divided as the gradients are; None where every
+        micro-batch was scaled by its count."""
         grad = self.step_module.tally.grad
-        assert grad is not None
+        if grad is None:
+            return None
         if self.config.compress_gradients:
             # Too large for the 16 bits that gradients are sent in: it goes by itself.
             grad = self.placement.sum(grad) / self.placement.dp_size
@@ -281,6 +367,24 @@ class MultiGPUTrainer(ABC):
         self.schedule.load_state_dict(state["schedule"])
 
 
+class EpochKey:
+    """What an epoch's randomness comes from, on the device: captured steps read it anew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.tensor = torch.zeros((), dtype=torch.int64, device=device)
+        self._value = 0
+
+    def set(self, value: int) -> None:
+        if value != self._value:
+            self._value = value
+            self.tensor.fill_(value)
+
+
+def opened(batch: Any) -> Any:
+    """The batch itself, gathered where that was not done yet."""
+    return batch.gather(batch.index) if isinstance(batch, ResidentBatch) else batch
+
+
 class SingleDeviceTrainer(MultiGPUTrainer):
     """One process, one device."""
 
@@ -290,6 +394,6 @@ class SingleDeviceTrainer(MultiGPUTrainer):
 
 def nothing(result: MicroResult) -> Tensor:
     """The result with every gradient zero. Selected, not multiplied: the loss may be NaN."""
-    total = result.scaled + result.tally
+    total = result.scaled if result.tally is None else result.scaled + result.tally
     never = torch.zeros((), dtype=torch.bool, device=total.device)
     return torch.where(never, total, torch.zeros_like(total))

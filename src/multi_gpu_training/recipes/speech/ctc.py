@@ -12,16 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 BLANK = 0
 NEVER = -1e30  # the logarithm of zero, finite so that no difference of two is NaN
 
 
+@_disable_dynamo
 def ctc_loss(logits: Tensor, lengths: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
     """Minus log likelihood of each utterance; 0 for one with too few frames for its text.
 
     logits (batch, time, classes), of which `lengths` frames count; targets (batch, labels), of
     which `sizes` count. Class 0 is the blank. Computed in float32, or float64 where logits are.
+    `torch.compile` leaves it alone: unrolled, its scan would take minutes to compile.
     """
     with torch.autocast(logits.device.type, enabled=False):
         wide = logits if logits.dtype == torch.float64 else logits.float()

@@ -108,7 +108,7 @@ class DelayMemory(nn.Module):
     def _spectrum(self, length: int, like: Tensor) -> Tensor:
         key = ("spectrum", length, like.device, like.dtype)
         if key not in self._kept:
-            response = impulse_response(self.order, self.theta, length).to(like)
+            response = sent(impulse_response(self.order, self.theta, length), like)
             self._kept[key] = torch.fft.rfft(response.T, n=fft_points(length))
         return self._kept[key]
 
@@ -116,14 +116,14 @@ class DelayMemory(nn.Module):
         key = ("reversed", length, like.device, like.dtype)
         if key not in self._kept:
             response = impulse_response(self.order, self.theta, length)
-            self._kept[key] = response.flip(0).to(like)
+            self._kept[key] = sent(response.flip(0), like)
         return self._kept[key]
 
     def _system(self, name: str, like: Tensor) -> Tensor:
         key = (name, 0, like.device, like.dtype)
         if key not in self._kept:
             a, b = discrete_system(self.order, self.theta)
-            self._kept[key] = (a if name == "a" else b).to(like)
+            self._kept[key] = sent(a if name == "a" else b, like)
         return self._kept[key]
 
 
@@ -191,6 +191,11 @@ class LMU(nn.Module):
     def _read(self, memory: Tensor, inputs: Tensor) -> Tensor:
         out: Tensor = self.activation(self.read(memory) + self.skip(inputs))
         return out
+
+
+def sent(values: Tensor, like: Tensor) -> Tensor:
+    """Values in the precision and on the device of `like`, without waiting for the device."""
+    return values.to(like.dtype).to(like.device, non_blocking=True)
 
 
 def fft_points(length: int) -> int:

@@ -1,0 +1,95 @@
+"""The loader of tensors that live on the GPU: a batch is a list of places, gathered there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import default_collate as torch_collate
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.batch import attach
+from multi_gpu_training.data.loader import Feeding, ShareLoader
+from multi_gpu_training.data.order import GlobalBatchSource, Share, cut, derive_seed
+
+
+class ResidentBatch:
+    """A micro-batch that is not gathered yet: where its samples lie on the device."""
+
+    __slots__ = ("_mgt_share", "index", "tensors")
+
+    def __init__(self, index: Tensor, tensors: tuple[Tensor, ...], share: Share) -> None:
+        self.index = index
+        self.tensors = tensors
+        self._mgt_share = share
+
+    def gather(self, index: Tensor) -> list[Tensor]:
+        """What collating the samples at `index` would give."""
+        return [tensor.index_select(0, index) for tensor in self.tensors]
+
+
+class ResidentLoader(ShareLoader):
+    """This rank's share of a TensorDataset whose tensors fit into the GPU's memory.
+
+    The order of an epoch goes over the bus once; a step sends nothing.
+    """
+
+    def __init__(self, dataset: TensorDataset, source: GlobalBatchSource, feeding: Feeding) -> None:
+        super().__init__(dataset, source, feeding)
+        self.tensors = tuple(tensor.to(feeding.device) for tensor in dataset.tensors)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches():
+            yield attach(batch.gather(batch.index), batch._mgt_share)
+
+    def batches(self) -> Iterator[ResidentBatch]:
+        """The micro-batches of the epoch, gathered only where they are used."""
+        feeding = self.feeding
+        micros, order = self._plan_epoch()
+        sample_seed = derive_seed(feeding.seed, self.epoch)
+        epoch, tensors, place = self.epoch, self.tensors, 0
+        for position, chunk, size, window, last in micros:
+            share = Share(
+                epoch, position, (), size, window, chunk == 0, last, position, sample_seed
+            )
+            if size or not feeding.evaluating:
+                yield ResidentBatch(order[place : place + size], tensors, share)
+            place += size
+        if not feeding.evaluating:
+            self.seek(self.epoch + 1)
+
+    def _plan_epoch(self) -> tuple[list[tuple[int, int, int, int, bool]], Tensor]:
+        """Each micro-batch's (position, chunk, own samples, samples of the step, last), and the
+        places of this rank's samples in the order in which they are used."""
+        feeding = self.feeding
+        micros: list[tuple[int, int, int, int, bool]] = []
+        mine: list[int] = []
+        for position, batch in enumerate(self.source.batches(feeding.seed, self.epoch)):
+            if position < self.start:
+                continue
+            chunks = max(1, -(-len(batch) // feeding.micro_size))
+            for chunk in range(chunks):
+                first = chunk * feeding.micro_size
+                count = min(feeding.micro_size, len(batch) - first)
+                begin, end = cut(count, feeding.ranks, feeding.rank)
+                mine.extend(batch[first + begin : first + end])
+                micros.append((position, chunk, end - begin, len(batch), chunk == chunks - 1))
+        order = torch.tensor(mine, dtype=torch.int64)
+        return micros, order.to(feeding.device, non_blocking=True)
+
+
+def fits_on_gpu(dataset: Dataset[Any], feeding: Feeding, config: MultiGPUConfig) -> bool:
+    """Whether this dataset is to live on the GPU: plain tensors, no workers, memory enough."""
+    if feeding.device.type != "cuda" or config.data_on_gpu is False or not config.fast_defaults:
+        return False
+    if type(dataset) is not TensorDataset or feeding.collate is not torch_collate:
+        return False
+    if all(tensor.device == feeding.device for tensor in dataset.tensors):
+        return True
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in dataset.tensors)
+    free, _ = torch.cuda.mem_get_info(feeding.device)
+    budget = free / 4 if config.gpu_data_gb is None else config.gpu_data_gb * 2**30
+    return needed <= budget

@@ -1,0 +1,74 @@
+"""How long training waits for data, and what would help."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+NOTICEABLE = 0.1  # share of the time from which on it is worth a word
+
+
+class InputWait:
+    """Measures, batch by batch, how long the device had nothing to do for want of data.
+
+    On a GPU, a wait of the CPU costs nothing while earlier steps are still being computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._busy = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.batches = 0
+        self.waited_s = 0.0
+        self._started = self._asked = time.perf_counter()
+
+    def ask(self) -> None:
+        """Before a batch is asked for."""
+        self._asked = time.perf_counter()
+
+    def got(self) -> None:
+        """Once it is there."""
+        self.batches += 1
+        if self._event is None or not self._busy or self._event.query():
+            self.waited_s += time.perf_counter() - self._asked
+
+    def used(self) -> None:
+        """After its work was given to the device."""
+        if self._event is not None:
+            self._event.record()
+            self._busy = True
+
+    @property
+    def share(self) -> float:
+        """The part of the time since the last reset that was spent waiting."""
+        elapsed = time.perf_counter() - self._started
+        return self.waited_s / elapsed if elapsed > 0 else 0.0
+
+    def advice(self, workers: int) -> str | None:
+        """What to say about it; None where there is nothing to gain."""
+        if self.share < NOTICEABLE or self.batches < 10:
+            return None
+        elapsed = time.perf_counter() - self._started
+        needed = workers_needed(workers, elapsed, self.waited_s)
+        cores = len(os.sched_getaffinity(0))
+        text = f"input-bound: {self.share:.0%} of the step waits for data; "
+        more = needed - workers
+        if needed > cores:
+            return text + (
+                f"{needed} workers would hide it, but there are {cores} cores: make a sample "
+                "cheaper, or cache it"
+            )
+        plural = "s" if more > 1 else ""
+        return text + f"{more} more worker{plural} (num_workers={needed}) would hide it"
+
+
+def workers_needed(workers: int, elapsed_s: float, waited_s: float) -> int:
+    """Workers that load as fast as the device computes: loading takes `workers` (or this process
+    alone) all of the time while it is the limit."""
+    computing = max(elapsed_s - waited_s, 1e-9)
+    loading = waited_s if workers == 0 else workers * elapsed_s
+    return max(workers + 1, -int(-loading // computing))

@@ -1,0 +1,542 @@
+"""How a step is run: as one CUDA graph, compiled, or operation by operation.
+
+    warm-up      real steps, run eagerly; what the step reads and does is watched
+    capture      the step is recorded, and compared with the eager step from the same state
+    graph        steps are replayed; now and then one is compared again
+    eager        where a step cannot be recorded, or a comparison fails
+
+A step that was replayed with something stale in it is taken back: the state of the last verified
+step is restored and everything since is computed again, eagerly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.training.capture import (
+    CapturedMicro,
+    CaptureError,
+    CudaGraphs,
+    Graphs,
+    signature,
+)
+from multi_gpu_training.training.guards import Guards, step_guards
+from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy
+from multi_gpu_training.training.screening import StepWatch, make_capturable, obstacle
+
+if TYPE_CHECKING:
+    from multi_gpu_training.training.trainer import MultiGPUTrainer, StepResult
+
+WARM_UP = 4
+WARM_UP_DDP = 12  # DDP's logger looks at the clock of the GPU in its first ten steps
+MOST_SHAPES = 8
+MOST_MICRO_BATCHES = 32
+FIRST_WINDOW = 16
+LONGEST_WINDOW = 4096
+KEPT_BYTES = 2**28  # of batches that a rewind may need again
+LARGEST_STATE = 2**30
+CLEARLY_FASTER = 0.8
+WORTH_IT = 0.95
+COMPILE_PAYS_AFTER_S = 15.0
+
+Chain = list[CapturedMicro]
+
+
+class StepExecution:
+    """Runs the steps of one trainer.
+
+    mode: what steps run as now. replayed of steps: how many were graphs. reason: why not all.
+    """
+
+    def __init__(self, trainer: MultiGPUTrainer) -> None:
+        self.trainer = trainer
+        self.active = False
+        self.mode = "eager"
+        self.reason = "not started"
+        self.replayed = 0
+        self._first_step = 0
+        self._seen = 0
+        self.say: Callable[[str], None] = lambda _: None
+        # Given by the manager: how many steps are left, what else to take back, what to do again.
+        self.steps_left: Callable[[], int | None] = lambda: None
+        self.snapshot_more: Callable[[], Callable[[], None]] | None = None
+        self.redo_after_step: Callable[[], None] = lambda: None
+        self._graphs: Graphs | None = None
+        self._chains: dict[Any, tuple[list[Any], Chain]] = {}
+        self._sightings: dict[Any, int] = {}
+        self._guards: Guards | None = None
+        self._window = Window()
+        self._window_limit = FIRST_WINDOW
+        self._tolerance = 0.0
+        self._step: list[Fed] = []
+        self._keys: list[Any] = []
+        self._newest: tuple[list[Any], list[Fed]] = ([], [])  # the newest recorded step
+        self._chain: tuple[list[Any], Chain] | None = None
+        self._broken = False
+        self._outer_stream: torch.cuda.Stream | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps that were taken since the run was started or resumed."""
+        return self.trainer.step - self._first_step
+
+    # Starting
+
+    def enter_stream(self) -> None:
+        """Train on a stream that can be recorded: DDP must be built on it, too."""
+        device = self.trainer.placement.device
+        if device.type == "cuda" and self.trainer.config.step_execution in ("auto", "graph"):
+            self._outer_stream = torch.cuda.current_stream(device)
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(self._outer_stream)
+            torch.cuda.set_stream(stream)
+
+    def leave_stream(self) -> None:
+        if self._outer_stream is not None:
+            self._outer_stream.wait_stream(torch.cuda.current_stream(self._outer_stream.device))
+            torch.cuda.set_stream(self._outer_stream)
+            self._outer_stream = None
+
+    def start(self, graphs: Graphs | None = None) -> None:
+        """Decide what to try. Call once model, optimizer and schedule are there."""
+        trainer = self.trainer
+        asked = trainer.config.step_execution
+        self._first_step = trainer.step
+        self._copies = StateCopies(trainer)
+        self._watch = StepWatch(trainer)
+        self._warm_up = WARM_UP_DDP if trainer.placement.group is not None else WARM_UP
+        self.reason = "step_execution=eager" if asked == "eager" else ""
+        if asked == "eager" or trainer.recorder is not None:
+            return
+        if graphs is None:
+            problem = obstacle(trainer, asked)
+            if problem is not None:
+                self._stay_eager(problem, quiet=trainer.placement.device.type == "cpu")
+                return
+            if asked == "compile":
+                self.active = True
+                return
+            graphs = CudaGraphs(trainer.placement.device)
+        self._graphs = graphs
+        make_capturable(trainer.optimizer)
+        trainer.rates.use_tensors()
+        self.active = True
+
+    # Every micro-batch
+
+    def run(self, batch: Any, samples: Tensor | None, share: Share, ours: bool) -> StepResult:
+        """Train on a micro-batch, by a recording where there is one."""
+        if self.mode == "graph":
+            result = self._run_recorded(batch, samples, share, ours)
+        else:
+            result = self._run_warming(batch, samples, share, ours)
+        if share.last and self.active:
+            self._seen += 1
+            self._after_step()
+        return result
+
+    def _run_recorded(
+        self, batch: Any, samples: Tensor | None, share: Share, ours: bool
+    ) -> StepResult:
+        trainer = self.trainer
+        if share.first:
+            self._begin_step()
+        key = (signature(batch), share.count, share.window_count, share.last)
+        self._remember(key, batch, samples, share, ours)
+        place = len(self._step) - 1
+        if share.first:
+            self._chain = self._chains.get(key)
+        micro: CapturedMicro | None = None
+        if self._chain is not None and not self._broken:
+            keys, chain = self._chain
+            if place < len(keys) and keys[place] == key:
+                micro = chain[place]
+        stale = self._stale() if share.first else None
+        verdict = 0 if stale is not None else 1 if micro is None else 2
+        verdict = trainer.placement.agree(verdict)
+        if verdict == 0:
+            self._leave(stale or "a Python value that another rank's step reads changed")
+            return trainer.eager_step(batch, samples, share)
+        if verdict == 1 or micro is None:
+            return self._run_unrecorded(batch, samples, share)
+        trainer.seed_noise()
+        trainer.rates.send()
+        micro.replay(batch, samples)
+        loss = micro.mean.clone() if trainer.keep_losses else micro.mean
+        norm = micro.norm
+        if norm is not None and trainer.keep_losses:
+            norm = norm.clone()
+        if share.last:
+            self.replayed += 1
+        return trainer.advance(loss, norm, share)
+
+    def _run_unrecorded(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
+        """A micro-batch of another shape, or the rest of a step that has one."""
+        place = len(self._step) - 1
+        if place and not self._broken and self._chain is not None:
+            before = self._chain[1][place - 1]
+            for parameter, grad in zip(self._parameters(), before.grads, strict=True):
+                parameter.grad = grad
+        self._broken = True
+        return self.trainer.eager_step(batch, samples, share)
+
+    def _run_warming(
+        self, batch: Any, samples: Tensor | None, share: Share, ours: bool
+    ) -> StepResult:
+        if share.first:
+            self._begin_step()
+        key = (signature(batch), share.count, share.window_count, share.last)
+        self._remember(key, batch, samples, share, ours)
+        if self._guards is None and self._seen:
+            self._guards = self._new_guards()  # after a first step, which may set things up
+        if self._seen < self._warm_up - 2:
+            return self.trainer.eager_step(batch, samples, share)
+        with self._watch:
+            return self.trainer.eager_step(batch, samples, share)
+
+    def _after_step(self) -> None:
+        if self.mode == "graph":
+            self._window.add(self._step)
+            if self._broken:
+                self._consider_shape()
+            else:
+                self._newest = (self._keys, self._step)
+            full = len(self._window.steps) >= self._window_limit
+            if self.mode == "graph" and (full or self._window.kept_bytes > KEPT_BYTES):
+                self.verify()
+        elif self._seen >= self._warm_up:
+            self._newest = (self._keys, self._step)
+            if self._graphs is None:
+                self._compile("step_execution=compile")
+            else:
+                self._decide()
+
+    def _begin_step(self) -> None:
+        self._step, self._keys = [], []
+        self._broken = False
+
+    def _remember(
+        self, key: Any, batch: Any, samples: Tensor | None, share: Share, ours: bool
+    ) -> None:
+        self._keys.append(key)
+        self._step.append((batch if ours else own_copy(batch), samples, share))
+
+    def _parameters(self) -> list[Tensor]:
+        return [*self.trainer._parameters, self.trainer.step_module.tally]
+
+    def _new_guards(self) -> Guards:
+        trainer = self.trainer
+        loss_fn = trainer.step_module.loss_fn
+        guards = step_guards(loss_fn, trainer.model, trainer.augment)
+        guards.watch_settings(trainer.optimizer)
+        return guards
+
+    def _stale(self) -> str | None:
+        return self._guards.changed() if self._guards is not None else None
+
+    # Deciding
+
+    def _decide(self) -> None:
+        """After the warm-up: record the step, compare it, time it."""
+        trainer = self.trainer
+        problem = self._watch.finding or self._stale()
+        if problem is None and any(key[0] is None for key in self._keys):
+            problem = "the batch holds objects that are no tensors"
+        if problem is None and len(self._step) > MOST_MICRO_BATCHES:
+            problem = f"a step has {len(self._step)} micro-batches"
+        if problem is None and self._copies.size() > LARGEST_STATE:
+            problem = f"the state has {self._copies.size() / 2**30:.1f} GB, too much to compare"
+        if not self._all_agree(problem is None):
+            self._without_graph(problem or "another rank's step cannot be recorded")
+            return
+        problem = self._record()
+        if not self._all_agree(problem is None):
+            self._without_graph(problem or "another rank could not record its step")
+            return
+        self._copies.keep("before")
+        again, difference = self._compare_twice()
+        self._tolerance = max(1e-6, 10 * again)
+        if not self._all_agree(difference <= self._tolerance):
+            self._without_graph(
+                f"the recorded step differs from the eager one by {difference:.1g}, "
+                f"two eager ones by {again:.1g}"
+            )
+            return
+        eager = self._all_slowest(self._timed(self._eager_step))
+        recorded = self._all_slowest(self._timed(self._replay_step))
+        self._copies.restore("before")
+        self._forget_sums()
+        if trainer.config.step_execution == "auto" and recorded > CLEARLY_FASTER * eager:
+            self._gpu_bound(recorded, eager)
+            return
+        self._begin_graph(recorded, eager)
+
+    def _begin_graph(self, recorded: float, eager: float) -> None:
+        self.mode = "graph"
+        self.reason = ""
+        self.say(f"step: one CUDA graph, {recorded * 1e6:,.0f} us instead of {eager * 1e6:,.0f} us")
+        self._copies.keep("verified")
+        self._window.begin(self.trainer, self._snapshot())
+
+    def _gpu_bound(self, recorded: float, eager: float) -> None:
+        """The GPU is the limit, not Python: a graph gains little, compiled kernels may."""
+        left = self.steps_left()
+        enough = left is None or left * eager >= COMPILE_PAYS_AFTER_S
+        if enough and not self.trainer.config.deterministic:
+            self._drop_graphs()
+            self._compile("the GPU is the limit", against_s=eager)
+        elif recorded <= WORTH_IT * eager:
+            self._begin_graph(recorded, eager)
+        else:
+            self._stay_eager("the GPU is the limit, and the run is too short to compile for")
+
+    def _without_graph(self, problem: str) -> None:
+        self._copies.drop()
+        self._stay_eager(problem)
+
+    def _stay_eager(self, problem: str, quiet: bool = False) -> None:
+        self._drop_graphs()
+        self.active = False
+        self.mode = "eager"
+        self.reason = problem
+        if not quiet:
+            self.say(f"step: eager, {problem}")
+
+    # Recording
+
+    def _record(self) -> str | None:
+        """Record the step that was just trained; None, or why it cannot be."""
+        assert self._graphs is not None
+        trainer = self.trainer
+        chain: Chain = []
+        trainer.drop_gradients()
+        counted = trainer._counted
+        try:
+            for batch, samples, share in self._step:
+                chain.append(
+                    CapturedMicro(
+                        self._graphs, trainer.compute, batch, samples, share, self._parameters()
+                    )
+                )
+        except CaptureError as error:
+            return f"it cannot be recorded: {error}"
+        finally:
+            trainer.drop_gradients()
+            trainer._counted = counted
+        self._chains[self._keys[0]] = (list(self._keys), chain)
+        return None
+
+    def _consider_shape(self) -> None:
+        """A step of another shape was seen; the second time it is recorded as well."""
+        key = self._keys[0]
+        sightings = self._sightings[key] = self._sightings.get(key, 0) + 1
+        wanted = sightings >= 2 and key not in self._chains and len(self._chains) < MOST_SHAPES
+        if self.trainer.placement.agree(int(wanted or key in self._chains)) == 0 or not wanted:
+            return
+        problem = self._record()
+        if not self._all_agree(problem is None):
+            # A failed recording spoils the random numbers of those before it.
+            self.verify()
+            self._without_graph(problem or "another rank could not record its step")
+            return
+        self._newest = (self._keys, self._step)
+        self.verify()
+
+    def _replay_step(self) -> Tensor:
+        """The newest recorded step once more, without counting it; the losses."""
+        keys, step = self._newest
+        chain = self._chains[keys[0]][1]
+        for micro, (batch, samples, _) in zip(chain, step, strict=True):
+            self.trainer.seed_noise()
+            self.trainer.rates.send()
+            micro.replay(batch, samples)
+        return torch.stack([micro.mean for micro in chain])
+
+    def _eager_step(self) -> Tensor:
+        """The same step operation by operation, without counting it; the losses."""
+        losses = []
+        for batch, samples, share in self._newest[1]:
+            self.trainer.seed_noise()
+            self.trainer.rates.send()
+            result, _ = self.trainer.compute(batch, samples, share)
+            losses.append(result.mean.detach())
+        return torch.stack(losses)
+
+    # Comparing
+
+    def _compare_twice(self) -> tuple[float, float]:
+        """How far two eager steps from one state are apart, and how far the recorded step is
+        from them. Leaves the state where it was."""
+        losses = self._eager_step()
+        self._copies.keep("eager")
+        self._copies.restore("before")
+        again = self._difference(losses, self._eager_step())
+        self._copies.restore("before")
+        difference = self._difference(losses, self._replay_step())
+        self._copies.restore("before")
+        self._forget_sums()
+        return again, difference
+
+    def _difference(self, losses: Tensor, others: Tensor) -> float:
+        return max(self._copies.difference("eager"), _apart(losses, others))
+
+    def verify(self) -> None:
+        """Compare the newest recorded step with the eager one; go back where they differ.
+
+        Call it where the weights are about to be used: saved, evaluated, given away.
+        """
+        if self.mode != "graph" or not self._window.steps:
+            return
+        stale = self._stale()
+        if not self._all_agree(stale is None):
+            self._leave(stale or "a Python value that another rank's step reads changed")
+            return
+        difference = self._newest_apart()
+        if not self._all_agree(difference <= self._tolerance):
+            self._fall_back(difference)
+            return
+        self._copies.rename("before", "verified")
+        self._window.begin(self.trainer, self._snapshot())
+        self._window_limit = min(LONGEST_WINDOW, 4 * self._window_limit)
+
+    def mark(self) -> None:
+        """What was verified is the state as it is now: an epoch was closed, metrics were reset."""
+        if self.mode == "graph" and not self._window.steps:
+            self._copies.keep("verified")
+            self._window.begin(self.trainer, self._snapshot())
+
+    def _newest_apart(self) -> float:
+        """How far the newest recorded step is from the eager one; "before" is the state now."""
+        self.collect(self.trainer.metrics)
+        self._copies.keep("before")
+        losses = self._eager_step()
+        self._copies.keep("eager")
+        self._copies.restore("before")
+        difference = self._difference(losses, self._replay_step())
+        self._copies.restore("before")
+        self._forget_sums()
+        return difference
+
+    def _leave(self, problem: str) -> None:
+        """A value that steps read changed just now: what was computed before it stands, if a
+        comparison with the old value says so."""
+        assert self._guards is not None
+        with self._guards.as_before():
+            difference = self._newest_apart() if self._window.steps else 0.0
+            if not self._all_agree(difference <= self._tolerance):
+                self._fall_back(difference)
+                return
+        self._copies.drop()
+        self._stay_eager(problem)
+
+    def _fall_back(self, difference: float) -> None:
+        """Take back what was computed since the last verified step, and compute it eagerly."""
+        trainer, window = self.trainer, self._window
+        steps = list(window.steps)
+        assert window.counters is not None
+        trainer.drop_gradients()
+        window.counters.restore(trainer)
+        # What hooks set after the verified step, they set again; what they count is put back.
+        self.redo_after_step()
+        self._copies.restore("verified")
+        if window.restore_more is not None:
+            window.restore_more()
+        for step in steps:
+            for fed in step:
+                trainer.eager_step(*fed)
+            self.redo_after_step()
+        self.replayed = max(0, self.replayed - len(steps))
+        self._copies.drop()
+        self._stay_eager(
+            f"a later step differs from the recorded one by {difference:.1g}: it reads something "
+            f"that changes, on this rank or another; {len(steps)} steps were computed again"
+        )
+
+    def _snapshot(self) -> Callable[[], None] | None:
+        return self.snapshot_more() if self.snapshot_more is not None else None
+
+    # Compiling
+
+    def _compile(self, why: str, against_s: float | None = None) -> None:
+        """Compile model and loss; keep it where it is faster and says the same."""
+        trainer = self.trainer
+        module = trainer.step_module
+        self._graphs = None
+        problem = None
+        seconds = float("inf")
+        copies = self._copies
+        copies.keep("before")
+        self.say("step: compiling, which can take a minute")
+        try:
+            expected = self._eager_step()
+            copies.restore("before")
+            module.compiled = torch.compile(module.loss_fn)
+            off = _apart(expected, self._eager_step())
+            # Compiled code draws other noise than eager code: then there is nothing to compare.
+            if off > 0.02 and not self._watch.draws_noise:
+                problem = f"compiled, the loss is {off:.1g} off"
+            self._eager_step()
+            seconds = self._timed(self._eager_step)
+        except Exception as error:  # whatever the compiler raises, training goes on without it
+            problem = f"it does not compile: {str(error).strip().splitlines()[0][:160]}"
+        copies.restore("before")
+        copies.drop()
+        trainer.drop_gradients()
+        slowest = self._all_slowest(seconds if against_s is not None else 0.0)
+        slower = against_s is not None and slowest > WORTH_IT * against_s
+        if not self._all_agree(problem is None and not slower):
+            module.compiled = module.loss_fn
+            self._stay_eager(problem or f"{why}, and compiling does not help")
+            return
+        self.active, self.mode, self.reason = False, "compile", why
+        note = f", {slowest * 1e3:.1f} ms instead of {against_s * 1e3:.1f} ms" if against_s else ""
+        self.say(f"step: compiled, {why}{note}")
+
+    # Small parts
+
+    def collect(self, metrics: MetricsCollector) -> None:
+        """Hand the sums of captured steps over."""
+        for _, chain in self._chains.values():
+            for micro in chain:
+                micro.collect(metrics)
+
+    def _forget_sums(self) -> None:
+        for _, chain in self._chains.values():
+            for micro in chain:
+                micro.forget()
+
+    def _drop_graphs(self) -> None:
+        self.collect(self.trainer.metrics)
+        self._chains.clear()
+        self._graphs = None
+        self._window = Window()
+
+    def _timed(self, work: Callable[[], Any], times: int = 3) -> float:
+        self._synchronise()
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        self._synchronise()
+        return (time.perf_counter() - start) / times
+
+    def _synchronise(self) -> None:
+        if self.trainer.placement.device.type == "cuda":
+            torch.cuda.synchronize(self.trainer.placement.device)
+
+    def _all_agree(self, ok: bool) -> bool:
+        return self.trainer.placement.agree(int(ok)) == 1
+
+    def _all_slowest(self, seconds: float) -> float:
+        return -self.trainer.placement.agree(-int(min(seconds, 1e6) * 1e9)) / 1e9
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The largest relative difference of two lists of losses."""
+    return float(((a - b).abs() / a.abs().clamp(min=1e-12)).nan_to_num().max())

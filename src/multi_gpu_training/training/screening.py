@@ -1,0 +1,114 @@
+"""Whether a step can be recorded as a CUDA graph, found out before it is tried."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from multi_gpu_training.training.trainer import MultiGPUTrainer
+
+# Those with a step that never leaves the GPU. SGD only as one kernel: its others read the rate.
+_WITH_FLAG = (
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Rprop,
+)
+
+
+def obstacle(trainer: MultiGPUTrainer, asked: str) -> str | None:
+    """Why steps of this run cannot be recorded, whatever they compute; None if they may be."""
+    config, placement = trainer.config, trainer.placement
+    if placement.device.type != "cuda":
+        return "there is no GPU" if asked != "compile" else None
+    if trainer.replicas > placement.dp_size or type(trainer).__name__ == "DataParallelTrainer":
+        return "DataParallel runs its GPUs from one process"
+    if asked == "compile":
+        return None
+    if placement.group is not None and placement.backend != "nccl":
+        return f"the ranks talk over {placement.backend}"
+    if trainer.precision.scaler.is_enabled():
+        return "fp16 loss scaling decides on the CPU whether to step"
+    if config.find_unused_parameters and placement.group is not None:
+        return "find_unused_parameters looks for them on the CPU"
+    if config.use_gradient_checkpointing:
+        return "use_gradient_checkpointing keeps the random state on the CPU"
+    return optimizer_obstacle(trainer.optimizer)
+
+
+def optimizer_obstacle(optimizer: Optimizer) -> str | None:
+    kind = type(optimizer)
+    if kind is optim.SGD and all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    if kind in _WITH_FLAG and not any(g.get("differentiable") for g in optimizer.param_groups):
+        return None
+    return f"{kind.__name__} is not known to run without the CPU"
+
+
+def make_capturable(optimizer: Optimizer) -> None:
+    """Keep the counters of an optimizer on the GPU, where a recorded step can move them."""
+    for group in optimizer.param_groups:
+        if "capturable" not in group or not group["params"][0].is_cuda:
+            continue
+        group["capturable"] = True
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(step, torch.Tensor):
+                optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)
+
+
+class StepWatch:
+    """Watches eager steps for what a recording would not repeat: waiting for the GPU, and random
+    numbers drawn on the CPU. `finding` says what was seen, `draws_noise` if the GPU draws any."""
+
+    def __init__(self, trainer: MultiGPUTrainer) -> None:
+        self._device = trainer.placement.device
+        self.finding: str | None = None
+        self.draws_noise = False
+
+    def __enter__(self) -> None:
+        self._before = (random.getstate(), _numpy_state())
+        self._caught = warnings.catch_warnings(record=True)
+        self._seen = self._caught.__enter__()
+        warnings.simplefilter("always")
+        if self._device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def __exit__(self, *_: Any) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+            generator = torch.cuda.default_generators[self._device.index or 0]
+            self.draws_noise = self.draws_noise or generator.get_offset() > 0
+        self._caught.__exit__(None, None, None)
+        for warning in self._seen or []:
+            text = str(warning.message)
+            if "synchronizing CUDA operation" in text:
+                where = f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}"
+                self.finding = f"it waits for the GPU ({where}: .item(), .cpu() or a mask)"
+            elif "Synchronization debug mode" not in text:
+                warnings.warn_explicit(
+                    warning.message, warning.category, warning.filename, warning.lineno
+                )
+        drawn = self._before != (random.getstate(), _numpy_state())
+        # The trainer seeds torch's generator at the start of a step; unused, it is as seeded.
+        seed = torch.default_generator.initial_seed()
+        unused = torch.Generator().manual_seed(seed).get_state()
+        if drawn or not torch.equal(unused, torch.get_rng_state()):
+            self.finding = "it draws random numbers on the CPU"
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    name, words, place, has_gauss, cached = np.random.get_state()
+    return name, np.asarray(words).tobytes(), place, has_gauss, cached

@@ -1,0 +1,76 @@
+"""What makes a GPU fast without being asked for: each of these was measured before it was chosen.
+
+`fast_defaults=false` turns all of them off; each field of the config turns one on or off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from multi_gpu_training.config import MultiGPUConfig
+
+_RECURRENT_OR_CONVOLUTION = (nn.modules.conv._ConvNd, nn.RNNBase)
+_LARGE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The choices for one model on one device."""
+
+    mixed_precision: bool
+    channels_last: bool
+    fused_optimizer: bool
+
+
+def choose_speed(config: MultiGPUConfig, model: nn.Module, device: torch.device) -> Speed:
+    """What the config says; where it says nothing, what pays for this model on this device.
+
+    16 bits pay where matrix products are large: in a small perceptron the casts cost more than
+    they save. A rule of the model alone, so that every run and every rank chooses alike.
+    """
+    fast = config.fast_defaults and device.type == "cuda"
+    layers = [type(module) for module in model.modules()]
+    large = sum(p.numel() for p in model.parameters()) >= _LARGE
+    suits_16_bits = large or any(issubclass(kind, _RECURRENT_OR_CONVOLUTION) for kind in layers)
+    mixed = config.use_mixed_precision
+    if mixed is None:
+        asked = config.mixed_precision_dtype != "auto"
+        mixed = asked or (fast and suits_16_bits and _computes_bf16())
+    channels_last = config.channels_last
+    if channels_last is None:
+        channels_last = fast and any(
+            isinstance(module, (nn.Conv2d, nn.Conv3d)) for module in model.modules()
+        )
+    fused = config.fused_optimizer
+    return Speed(mixed, channels_last, fast if fused is None else fused)
+
+
+def _computes_bf16() -> bool:
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def lay_out_channels_last(model: nn.Module) -> None:
+    """Give the weights of convolutions the layout in which tensor cores read them."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.modules.conv._ConvNd) and module.weight.ndim in formats:
+                laid_out = module.weight.contiguous(memory_format=formats[module.weight.ndim])
+                module.weight.data = laid_out
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Let Adam, AdamW or SGD update all parameters in one kernel, where the user left it open."""
+    if type(optimizer) not in (Adam, AdamW, SGD):
+        return
+    for group in optimizer.param_groups:
+        open_to_it = group.get("foreach") is None and group.get("fused") is None
+        fits = all(p.is_cuda and p.is_floating_point() for p in group["params"])
+        if open_to_it and fits and not group.get("differentiable"):
+            group["fused"] = True
+            group["foreach"] = False
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]

@@ -1,0 +1,304 @@
+"""Recorded steps must compute what eager steps compute, whatever the step reads.
+
+On a machine without a GPU a stand-in plays the recorder: like a CUDA graph it repeats what was
+recorded with the Python values of that time, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from tiny import quiet
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from multi_gpu_training import Hook, MultiGPUTrainingManager
+from multi_gpu_training.training import execution
+from multi_gpu_training.training.capture import CaptureError
+from multi_gpu_training.training.guards import Guards
+from multi_gpu_training.training.rewind import StateCopies
+
+HIDDEN = "MGT_TEST_HIDDEN_WEIGHT"
+
+
+class StandIn:
+    """Repeats work with the value of HIDDEN that it was recorded with."""
+
+    def __init__(self, trainer: Any, fails: str | None = None) -> None:
+        self.copies = StateCopies(trainer)
+        self.fails = fails
+
+    def capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
+        self.copies.keep("outside")
+        outputs = work()  # unlike a recording it does talk to the other ranks, which wait for it
+        self.copies.restore("outside")
+        if self.fails:
+            raise CaptureError(self.fails)
+        frozen = os.environ.get(HIDDEN)
+
+        class Recorded:
+            def replay(self) -> None:
+                with hidden(frozen):
+                    (result, norm) = work()
+                outputs[0].mean.copy_(result.mean)
+                if norm is not None:
+                    outputs[1].copy_(norm)
+
+        return Recorded(), outputs
+
+
+@contextmanager
+def hidden(value: str | None) -> Iterator[None]:
+    before = os.environ.get(HIDDEN)
+    set_hidden(value)
+    try:
+        yield
+    finally:
+        set_hidden(before)
+
+
+def set_hidden(value: str | None) -> None:
+    if value is None:
+        os.environ.pop(HIDDEN, None)
+    else:
+        os.environ[HIDDEN] = value
+
+
+@contextmanager
+def recording(fails: Callable[[int], str | None] = lambda rank: None) -> Iterator[None]:
+    start = execution.StepExecution.start
+
+    def with_stand_in(self: Any) -> None:
+        start(self, StandIn(self.trainer, fails(self.trainer.placement.dp_rank)))
+
+    with mock.patch.object(execution.StepExecution, "start", with_stand_in):
+        yield
+
+
+class Knob:
+    weight = 1.0
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Linear(6, 8, bias=False)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.body(x))))
+
+
+def data(samples: int = 200) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.arange(samples) % 3)
+
+
+def train(
+    folder: Path,
+    recorded: bool,
+    kind: str = "plain",
+    fails: Callable[[int], str | None] = lambda rank: None,
+    **settings: Any,
+) -> tuple[dict[str, Tensor], Any, list[float]]:
+    """Weights, what the execution says of itself, and the hidden values the hook set."""
+    knob = Knob()
+    rank = int(os.environ.get("RANK", 0))
+    notes: list[float] = []
+
+    class Change(Hook):
+        """The curriculum: from step 45 on the weight grows."""
+
+        def on_step_end(self, manager: Any, step: int) -> None:
+            notes.append(step)
+            value = 1.0 if step < 45 else 1.0 + 0.5 * (step // 15)
+            if kind == "seen" or (kind == "seen on one rank" and rank == 1):
+                knob.weight = value
+            if kind == "hidden":
+                set_hidden(str(value))
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return loss * knob.weight * float(os.environ.get(HIDDEN, "1"))
+
+    config = quiet(
+        folder,
+        step_execution="graph",
+        **{"batch_size": 8, "epochs": 4, "schedule": "cosine", "max_grad_norm": 1.0, **settings},
+    )
+    with hidden(None):
+        manager = MultiGPUTrainingManager(config)
+        fit = {"loss_fn": loss_fn, "hooks": [Change()], "optimizer": sgd}
+        # Without recordings, but with the rate in a float32 tensor, as recorded steps have it.
+        with recording(fails if recorded else lambda rank: "not wanted"):
+            manager.fit(Net(), data(), data(40), **fit)
+    weights = {name: tensor.clone() for name, tensor in manager.model.state_dict().items()}
+    history = [epoch["train"]["loss"] for epoch in manager.progress.history]
+    return weights, manager.trainer.execution, history
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Not AdamW, which makes full steps of a gradient's rounding."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    for name, tensor in a.items():
+        torch.testing.assert_close(tensor, b[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}])
+def test_recorded_steps_learn_what_eager_steps_learn(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    expected, _, losses = train(tmp_path / "eager", False, **settings)
+    weights, run, found = train(tmp_path / "graph", True, **settings)
+    same(expected, weights)
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert run.mode == "graph"
+    assert run.replayed > 0.85 * run.steps
+
+
+@pytest.mark.parametrize("kind", ["seen", "hidden"])
+def test_no_stale_number_ends_up_in_the_weights(tmp_path: Path, kind: str) -> None:
+    expected, _, losses = train(tmp_path / "eager", False, kind)
+    weights, run, found = train(tmp_path / "graph", True, kind)
+    same(expected, weights)
+    assert found == pytest.approx(losses, rel=1e-4)
+    assert run.mode == "eager"
+    said = "knob.weight changed from 1.0" if kind == "seen" else "differs from the recorded one"
+    assert said in run.reason
+
+
+def test_what_cannot_be_recorded_is_trained_eagerly_and_named(tmp_path: Path) -> None:
+    expected, _, _ = train(tmp_path / "eager", False)
+    weights, run, _ = train(tmp_path / "graph", True, fails=lambda rank: "the moon is full")
+    same(expected, weights)
+    assert run.mode == "eager"
+    assert "the moon is full" in run.reason
+
+
+def on_ranks(folder: Path, recorded: bool, kind: str, failing: int | None) -> Any:
+    fails = {failing: "rank cannot"}
+    weights, run, losses = train(
+        folder / str(recorded), recorded, kind, fails.get, batch_size=4, sync_bn=True
+    )
+    return {k: v.tolist() for k, v in weights.items()}, run.mode, run.reason, run.replayed, losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "failing"),
+    [("plain", None), ("seen on one rank", None), ("hidden", None), ("plain", 1)],
+)
+def test_ranks_decide_alike(tmp_path: Path, kind: str, failing: int | None) -> None:
+    """A rank that left the recording alone would wait for the others for ever."""
+    expected = run_ranks(2, on_ranks, tmp_path, False, kind, None)
+    found = run_ranks(2, on_ranks, tmp_path, True, kind, failing)
+    for (weights, *_), (recorded, *_) in zip(expected, found, strict=True):
+        for name, values in weights.items():
+            torch.testing.assert_close(
+                torch.tensor(recorded[name]), torch.tensor(values), rtol=1e-6, atol=1e-7
+            )
+    assert len({mode for _, mode, *_ in found}) == 1
+    assert found[0][1] == ("graph" if (kind, failing) == ("plain", None) else "eager")
+    assert len({replayed for *_, replayed, _ in found}) == 1
+
+
+def own_loop(folder: Path, recorded: bool) -> tuple[dict[str, Tensor], list[Tensor], Any]:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) * float(os.environ.get(HIDDEN, "1"))
+
+    manager = MultiGPUTrainingManager(quiet(folder, step_execution="graph", batch_size=8))
+    with hidden(None):
+        with recording(lambda rank: None if recorded else "not wanted"):
+            manager.setup_training(Net(), data(), loss_fn=loss_fn, optimizer=sgd)
+        inputs, target = torch.empty(8, 6), torch.empty(8, dtype=torch.int64)
+        losses = []
+        generator = torch.Generator().manual_seed(5)
+        for step in range(120):
+            # The user fills the same memory anew: a rewind must not read what came later.
+            inputs.copy_(torch.randn(8, 6, generator=generator))
+            target.copy_(torch.randint(3, (8,), generator=generator))
+            if step == 100:
+                set_hidden("3")
+            losses.append(manager.trainer.train_step((inputs, target)).loss)
+        manager.trainer.execution.verify()
+        run = manager.trainer.execution
+        manager.finish()
+    return dict(manager.model.state_dict()), losses, run
+
+
+def test_a_loop_of_ones_own_gets_its_own_losses_and_weights(tmp_path: Path) -> None:
+    expected, losses, _ = own_loop(tmp_path / "eager", False)
+    weights, found, run = own_loop(tmp_path / "graph", True)
+    assert [float(x) for x in found[:100]] == pytest.approx([float(x) for x in losses[:100]])
+    assert run.mode == "eager"
+    assert "differs from the recorded one" in run.reason
+    # Replayed with today's value of what nobody could see, the steps up to the last comparison
+    # stand, those after it are done again.
+    assert set(weights) == set(expected)
+    assert all(bool(torch.isfinite(t).all()) for t in weights.values())
+
+
+def test_guards_see_what_code_reads() -> None:
+    knob = Knob()
+    settings = {"scale": 2.0}
+    rows = [1.0, 2.0]
+    scale = torch.tensor(1.0)
+
+    class Loss:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def helper(self) -> float:
+            return self.factor
+
+        factor = 1.0
+
+        def __call__(self, model: nn.Module, batch: Any) -> Any:
+            self.calls += 1
+            return model(batch) * knob.weight * settings["scale"] * rows[0] * scale * self.helper()
+
+    loss = Loss()
+    loss.factor = 1.0
+    changes: list[tuple[Callable[[], Any], str]] = [
+        (lambda: setattr(knob, "weight", 0.5), "knob.weight"),
+        (lambda: settings.update(scale=3.0), "settings['scale']"),
+        (lambda: rows.__setitem__(0, 9.0), "rows[0]"),
+        (lambda: scale.mul_(2), "scale (in place)"),
+        (lambda: setattr(loss, "calls", 7), "Loss.calls"),
+        (lambda: setattr(loss, "factor", 7.0), "Loss.factor"),
+    ]
+    for change, name in changes:
+        guards = Guards([loss])
+        assert guards.changed() is None
+        change()
+        assert name in str(guards.changed())
+
+
+def test_guards_see_a_dropout_and_an_optimizer_that_are_turned() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    guards = Guards([model])
+    guards.watch_settings(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.2
+    assert guards.changed() is None
+    optimizer.param_groups[0]["momentum"] = 0.6
+    assert "momentum" in str(guards.changed())
+    optimizer.param_groups[0]["momentum"] = 0.5
+    model[1].p = 0.3
+    assert "p changed from 0.1 to 0.3" in str(guards.changed())
