@@ -74,6 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = MultiGPUConfig(
             device=args.device,
+            training_mode="single",
             epochs=1 if args.quick else args.epochs,
             batch_size=args.batch_size,
             learning_rate=args.lr,

@@ -27,12 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.recipes.recipe import find_recipe
-from multi_gpu_training.recipes.speech import MASKS, Objective, SpeechOptions
+from multi_gpu_training.recipes.speech import SpeechOptions, build
 from multi_gpu_training.recipes.speech.buckets import Buckets
 from multi_gpu_training.recipes.speech.corpora import read_corpus
 from multi_gpu_training.recipes.speech.dataset import Batch, Clip, Speech
 from multi_gpu_training.recipes.speech.model import SIZES, Recogniser
+from multi_gpu_training.recipes.speech.objective import MASKS, Objective, evaluate
 
 RATE, CHARACTERS = 16000, 150
 SPEAKER = "official split"
@@ -250,9 +252,6 @@ def start(args: argparse.Namespace, name: str, out: Path) -> subprocess.Popen[by
 
 def train_digits(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """The recipe as it stands, and its test read once more with a beam."""
-    from multi_gpu_training.data.order import seed_everything
-    from multi_gpu_training.recipes.speech import build, evaluate
-
     recipe = find_recipe("speech")
     options = SpeechOptions(data_dir=args.data, held_out_speaker=None if name == SPEAKER else name)
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from multi_gpu_training.recipes.speech import Objective
 from multi_gpu_training.recipes.speech.ctc import ctc_loss, possible
 from multi_gpu_training.recipes.speech.data import Timing
 from multi_gpu_training.recipes.speech.dataset import Batch
@@ -21,6 +20,7 @@ from multi_gpu_training.recipes.speech.features import (
     spec_augment,
 )
 from multi_gpu_training.recipes.speech.model import SIZES, Block, Recogniser, Size
+from multi_gpu_training.recipes.speech.objective import Objective
 
 TINY = Size(16, 2, 4, 6, 12.0, 4, 3, 20, 0.0)
 

@@ -9,30 +9,22 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.recipes.recipe import Job, Options, Recipe
-from multi_gpu_training.recipes.speech.alphabet import Alphabet
 from multi_gpu_training.recipes.speech.buckets import Buckets
 from multi_gpu_training.recipes.speech.corpora import RATES, Layout, find_layout
-from multi_gpu_training.recipes.speech.ctc import ctc_loss, possible
 from multi_gpu_training.recipes.speech.data import SpeechData, Timing, built_in, from_folder
-from multi_gpu_training.recipes.speech.dataset import Batch, Speech, longest
-from multi_gpu_training.recipes.speech.decode import beam, greedy
-from multi_gpu_training.recipes.speech.error_rates import add_error_rates
+from multi_gpu_training.recipes.speech.dataset import Speech, longest
 from multi_gpu_training.recipes.speech.model import SIZES, NormName, Recogniser, SizeName
+from multi_gpu_training.recipes.speech.objective import Objective, evaluate
 from multi_gpu_training.recipes.speech.voice import RATE
 from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
-
-MASKS = (0.2, 0.1)  # SpecAugment: the share of all bands and of the time that a mask may take
 
 
 class SpeechOptions(Options):
@@ -132,48 +124,6 @@ def datasets(data: SpeechData, options: SpeechOptions, timing: Timing) -> tuple[
     return (
         Speech(data.train, data.rate, buckets, varied=options.augment),
         Speech(data.test, data.rate, buckets, varied=False),
-    )
-
-
-class Objective:
-    """CTC as a mean over the characters of all ranks: (mean, characters)."""
-
-    def __init__(self, augment: bool) -> None:
-        self.augment = augment
-
-    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        draws = batch.draws if self.augment and model.training else None
-        logits, lengths = model(batch.sound, batch.samples, draws, MASKS)
-        return mean_loss(logits, lengths, batch)
-
-
-def mean_loss(logits: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Loss a character, and the characters that it is a mean over."""
-    losses = ctc_loss(logits, lengths, batch.targets, batch.sizes)
-    fine = possible(lengths, batch.targets, batch.sizes)
-    characters = torch.where(fine, batch.sizes, 0).sum()
-    return losses.sum() / characters.clamp(min=1), characters
-
-
-def evaluate(
-    model: nn.Module,
-    batch: Batch,
-    metrics: MetricsCollector,
-    *,
-    alphabet: Alphabet,
-    decoder: str,
-    width: int,
-) -> None:
-    """Add the loss, and the word and character errors, of one batch."""
-    logits, lengths = model(batch.sound, batch.samples)
-    mean, characters = mean_loss(logits, lengths, batch)
-    metrics.add("loss", mean.double() * characters, characters)
-    log_probs = logits.float().log_softmax(2)
-    read = greedy(log_probs, lengths) if decoder == "greedy" else beam(log_probs, lengths, width)
-    rows: list[Any] = batch.targets.tolist()
-    wanted = [row[:size] for row, size in zip(rows, batch.sizes.tolist(), strict=True)]
-    add_error_rates(
-        metrics, [alphabet.decode(text) for text in read], [alphabet.decode(t) for t in wanted]
     )
 
 
