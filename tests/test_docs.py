@@ -26,6 +26,7 @@ from multi_gpu_training.cli.train import extra_settings
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import flatten, read_config_file, ready_configs, split
 from multi_gpu_training.recipes import RECIPES
+from multi_gpu_training.recipes.recipe import find_recipe
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -182,8 +183,6 @@ def test_command_has_flags_that_exist(page: str, command: str) -> None:
 
 def options_of(target: str) -> list[str]:
     """Options of the recipe that a command names, by its name or through a ready config."""
-    from multi_gpu_training.recipes.recipe import find_recipe
-
     if target in ready_configs():
         target = read_config_file(target).get("recipe", "image")
     return list(find_recipe(target if target in RECIPES else "image").options.model_fields)

@@ -16,17 +16,16 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training.data.batch import share_of
-from multi_gpu_training.data.loader import Feeding, ShareLoader
-from multi_gpu_training.data.order import ShuffledBatches
+from multi_gpu_training.data.order import derive_seed
+from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.recipes.image.augment import Moved
 from multi_gpu_training.recipes.image.data import (
-    AugmentedImages,
+    as_dataset,
     load_digits,
     load_images,
-    training_set,
-    validation_set,
 )
+from multi_gpu_training.recipes.image.model import Normalise
 from multi_gpu_training.recipes.recipe import Job, find_recipe
 
 TRAIN, TEST = 40, 11
@@ -164,14 +163,17 @@ def test_digits_are_split_the_same_way_always_and_each_class_alike() -> None:
 
 
 def test_training_images_have_mean_0_and_spread_1(fashion: Path) -> None:
-    dataset = training_set(load_images("auto", str(fashion)), augment=False)
-    assert isinstance(dataset, TensorDataset)  # the loader gathers these without a Python loop
+    data = load_images("auto", str(fashion))
+    dataset = as_dataset(data.train)
+    assert isinstance(dataset, TensorDataset)  # gathered without a Python loop, on the GPU if any
     images, labels = dataset.tensors
-    assert images.shape == (TRAIN, 1, 28, 28)
-    assert images.dtype == torch.float32
+    assert images.dtype == torch.uint8  # a byte a pixel goes over the bus
     assert labels.dtype == torch.int64
-    assert images.double().mean().item() == pytest.approx(0, abs=1e-6)
-    assert images.double().std(correction=0).item() == pytest.approx(1, rel=1e-6)
+    seen = Normalise(*data.mean_and_spread)(images)
+    assert seen.shape == (TRAIN, 1, 28, 28)
+    assert seen.dtype == torch.float32
+    assert float(seen.mean()) == pytest.approx(0, abs=1e-4)
+    assert float(seen.std(correction=0)) == pytest.approx(1, abs=1e-4)
 
 
 def test_clothes_are_mirrored_and_digits_are_not(tmp_path: Path, fashion: Path) -> None:
@@ -272,60 +274,34 @@ def test_dataset_and_folder_that_contradict_each_other(fashion: Path) -> None:
 # Augmentation
 
 
-def looks(dataset: Any, epoch: int, ranks: int = 1, workers: int = 0) -> dict[int, Tensor]:
-    """Each sample's image as the loaders of all ranks give it in that epoch."""
-    found: dict[int, Tensor] = {}
-    for rank in range(ranks):
-        feeding = Feeding(
-            micro_size=16,
-            seed=3,
-            rank=rank,
-            ranks=ranks,
-            num_workers=workers,
-            prefetch_factor=2 if workers else None,
-        )
-        loader = ShareLoader(dataset, ShuffledBatches(len(dataset), 16), feeding)
-        loader.seek(epoch)
-        for batch in loader:
-            share = share_of(batch)
-            assert share is not None
-            found.update(zip(share.indices, batch[0], strict=True))
-    return found
+def moved(data: Any, samples: list[int], epoch: int) -> Tensor:
+    batch = [data.train.images[samples], data.train.labels[samples]]
+    random = SampleRandom(torch.tensor(samples), derive_seed(0, epoch))
+    return Moved(data.shift, flip=True)(batch, random)[0]
 
 
-def same(one: dict[int, Tensor], other: dict[int, Tensor]) -> int:
-    assert sorted(one) == sorted(other) == list(range(TRAIN))
-    return sum(torch.equal(one[index], other[index]) for index in one)
-
-
-def test_augmentation_is_the_samples_own_on_any_rank_and_worker(fashion: Path) -> None:
-    dataset = training_set(load_images("auto", str(fashion)), augment=True)
-    reference = looks(dataset, epoch=1)
-    for ranks, workers in ((2, 0), (3, 0), (1, 2), (2, 1)):
-        assert same(looks(dataset, 1, ranks, workers), reference) == TRAIN
+def test_augmentation_is_the_samples_own_in_any_batch(fashion: Path) -> None:
+    data = load_images("auto", str(fashion))
+    everything = moved(data, list(range(TRAIN)), epoch=1)
+    for batch in ([3, 17, 5], [17], [39, 0, 17, 8]):
+        assert torch.equal(moved(data, batch, epoch=1), everything[batch])
     # Of 50 ways (25 places, mirrored or not) two epochs agree by chance for one image in 50.
-    assert same(looks(dataset, epoch=2), reference) <= 5
+    later = moved(data, list(range(TRAIN)), epoch=2)
+    assert sum(torch.equal(a, b) for a, b in zip(everything, later, strict=True)) <= 5
 
 
 def test_augmented_image_is_a_shifted_and_mirrored_one() -> None:
-    image = torch.arange(1.0, 37.0).view(1, 1, 6, 6)
-    dataset = AugmentedImages(image, torch.tensor([4]), shift=1, flip=True)
-    padded = torch.nn.functional.pad(image[0], [1] * 4, value=1.0)
-    possible = [padded[:, top : top + 6, left : left + 6] for top in range(3) for left in range(3)]
+    image = torch.arange(1, 37, dtype=torch.uint8).view(6, 6)
+    padded = torch.nn.functional.pad(image, [1] * 4)
+    possible = [padded[top : top + 6, left : left + 6] for top in range(3) for left in range(3)]
     possible += [way.flip(-1) for way in possible]
-    torch.manual_seed(0)
-    seen = set()
-    for _ in range(300):
-        moved, label = dataset[0]
-        assert label == 4
-        seen.add(next(i for i, way in enumerate(possible) if torch.equal(way, moved)))
-    assert len(seen) == 18
+    batch = [image.expand(300, 6, 6), torch.full((300,), 4)]
+    images, labels = Moved(1, flip=True)(batch, SampleRandom(torch.arange(300), 0))
+    assert bool((labels == 4).all())
+    seen = [next(i for i, way in enumerate(possible) if torch.equal(way, one)) for one in images]
+    assert len(set(seen)) == 18
 
 
 def test_validation_sees_images_as_they_are(fashion: Path) -> None:
     data = load_images("auto", str(fashion))
-    dataset = validation_set(data)
-    assert isinstance(dataset, TensorDataset)
-    mean, spread = data.mean_and_spread
-    back = (dataset.tensors[0].squeeze(1) * spread + mean).round()
-    assert torch.equal(back.to(torch.uint8), data.test.images)
+    assert torch.equal(as_dataset(data.test).tensors[0], data.test.images)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -302,3 +302,22 @@ def test_guards_see_a_dropout_and_an_optimizer_that_are_turned() -> None:
     optimizer.param_groups[0]["momentum"] = 0.5
     model[1].p = 0.3
     assert "p changed from 0.1 to 0.3" in str(guards.changed())
+
+
+@pytest.mark.parametrize(("pays_after_s", "mode"), [(0.0, "compile"), (1e9, "eager")])
+def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays_after_s: float, mode: str
+) -> None:
+    monkeypatch.setattr(execution, "LARGEST_STATE", 0)
+    monkeypatch.setattr(execution, "COMPILE_PAYS_AFTER_S", pays_after_s)
+    monkeypatch.setattr(execution, "WORTH_IT", 1e9)  # however long it takes on this machine
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    ends = []
+    for how in ("eager", "auto"):
+        config = quiet(tmp_path / how, step_execution=how, batch_size=8)
+        manager = MultiGPUTrainingManager(config)
+        with recording() if how == "auto" else nullcontext():
+            manager.fit(Net(), data(), optimizer=sgd)
+        ends.append({name: tensor.clone() for name, tensor in manager.model.state_dict().items()})
+    assert manager.trainer.execution.mode == mode
+    same(*ends)

@@ -66,7 +66,7 @@ def resolve(flags: Flags) -> tuple[Any, MultiGPUConfig, Any]:
     mode = _mode(fields)
     _place(fields, mode, flags)
     options = _options(recipe.options, own)
-    return recipe, recipe.config(fields), options
+    return recipe, recipe.config(fields, options), options
 
 
 def _is_config(name: str) -> bool:

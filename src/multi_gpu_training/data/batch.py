@@ -63,6 +63,10 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
+    if type(batch) in (list, tuple) and all(
+        isinstance(part, Tensor) and part.device == device for part in batch
+    ):
+        return batch  # the usual case of a loop with batches on the device
     move = getattr(batch, "to", None)
     if callable(move) and not isinstance(batch, Tensor):
         return move(device)
@@ -87,6 +91,13 @@ def first_tensor(batch: Any) -> Tensor | None:
 
 def batch_count(batch: Any) -> int:
     """Samples in a batch: the length of its first tensor that has one."""
+    if (
+        isinstance(batch, (list, tuple))
+        and batch
+        and isinstance(batch[0], Tensor)
+        and batch[0].ndim
+    ):
+        return batch[0].shape[0]
     tensor = first_tensor(batch)
     return tensor.shape[0] if tensor is not None and tensor.ndim else 1
 

@@ -7,8 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-# Odd 64-bit constants of the splitmix64 generator, as signed numbers.
+# Odd 64-bit constants, those of splitmix64 among them, as signed numbers.
 _STEP = 0x9E3779B97F4A7C15 - 2**64
+_DRAW = 0xD1342543DE82EF95 - 2**64
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _24_BITS = 2**24
@@ -26,7 +27,7 @@ class SampleRandom:
     """
 
     def __init__(self, samples: Tensor, key: Tensor | int) -> None:
-        self._base = _mixed(samples * _STEP + key)
+        self._base = samples * _STEP + key
         self._draws = 0
 
     def uniform(self, *shape: int) -> Tensor:
@@ -48,13 +49,13 @@ class SampleRandom:
         """24 random bits an element, as int64 of (batch, *shape)."""
         count = math.prod(shape)
         places = torch.arange(count, device=self._base.device)
-        mixed = _mixed(self._base.unsqueeze(1) + (places + self._draws) * _STEP)
+        mixed = _mixed(self._base.unsqueeze(1) + (places + self._draws) * _DRAW)
         self._draws += count
         return ((mixed >> 40) & (_24_BITS - 1)).view(len(self._base), *shape)
 
 
 def _mixed(value: Tensor) -> Tensor:
-    """splitmix64's finish: every bit of the result depends on every bit of `value`."""
+    """splitmix64's finish but for its last fold, which only the low bits need: each of the upper
+    bits depends on every bit of `value`. Shifts keep the sign, so what comes in is masked."""
     value = (value ^ ((value >> 30) & (2**34 - 1))) * _MIX_1
-    value = (value ^ ((value >> 27) & (2**37 - 1))) * _MIX_2
-    return value ^ ((value >> 31) & (2**33 - 1))
+    return (value ^ ((value >> 27) & (2**37 - 1))) * _MIX_2

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.monitoring.reading import MetricsReader, Reading
 from multi_gpu_training.monitoring.waiting import InputWait
 
@@ -34,7 +35,8 @@ class IntervalLog:
 
     def __init__(self, manager: MultiGPUTrainingManager) -> None:
         self.manager = manager
-        self.wait = InputWait(manager.placement.device)
+        resident = isinstance(manager.train_loader, ResidentLoader)
+        self.wait = InputWait(manager.placement.device, resident)
         self._reader = MetricsReader(manager.placement)
         self._every = manager.config.log_every
         self._fixed = "log_every" in manager.config.model_fields_set

@@ -16,8 +16,9 @@ class InputWait:
     On a GPU, a wait of the CPU costs nothing while earlier steps are still being computed.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+    def __init__(self, device: torch.device, resident: bool) -> None:
+        self._event = torch.cuda.Event() if device.type == "cuda" and not resident else None
+        self._resident = resident  # data on the device are never waited for
         self._busy = False
         self.reset()
 
@@ -45,12 +46,14 @@ class InputWait:
     @property
     def share(self) -> float:
         """The part of the time since the last reset that was spent waiting."""
+        if self._resident:
+            return 0.0
         elapsed = time.perf_counter() - self._started
         return self.waited_s / elapsed if elapsed > 0 else 0.0
 
     def advice(self, workers: int) -> str | None:
         """What to say about it; None where there is nothing to gain."""
-        if self.share < NOTICEABLE or self.batches < 10:
+        if self._resident or self.share < NOTICEABLE or self.batches < 10:
             return None
         elapsed = time.perf_counter() - self._started
         needed = workers_needed(workers, elapsed, self.waited_s)

@@ -47,17 +47,20 @@ class Job:
 class Recipe:
     """A training by name.
 
-    `defaults` are the MultiGPUConfig fields that it sets where the user does not. `build` makes
-    the job; it is called on every rank, with torch's generators seeded alike.
+    `defaults` are the MultiGPUConfig fields that it sets where the user does not, `defaults_for`
+    those that depend on the recipe's own options. `build` makes the job; it is called on every
+    rank, with torch's generators seeded alike.
     """
 
     name: str
     defaults: Mapping[str, Any]
     options: type[Options]
     build: Callable[[MultiGPUConfig, Any], Job]
+    defaults_for: Callable[[Any], Mapping[str, Any]] = lambda options: {}
 
-    def config(self, given: Mapping[str, Any]) -> MultiGPUConfig:
-        defaults = {**self.defaults, "recipe": self.name}
+    def config(self, given: Mapping[str, Any], options: Options | None = None) -> MultiGPUConfig:
+        chosen = self.defaults_for(options if options is not None else self.options())
+        defaults = {**self.defaults, **chosen, "recipe": self.name}
         # Two ways to say one thing: what the user says replaces the recipe's other way.
         for one, other in (("warmup_epochs", "warmup_steps"), ("batch_size", "global_batch_size")):
             if one in given:

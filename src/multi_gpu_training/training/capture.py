@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from multi_gpu_training.data.batch import map_tensors
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.monitoring.metrics import MetricsCollector, Number
 from multi_gpu_training.training.step import MicroResult
 
 T = TypeVar("T")
+MOST_SUMS = 64
 Compute = Callable[[Any, Tensor | None, Share], tuple[MicroResult, Tensor | None]]
 
 
@@ -54,7 +56,9 @@ class CudaGraphs:
                 graph.capture_end()
         except Exception as error:
             self._clean_up(graph)
-            raise CaptureError(_first_line(error)) from error
+            raise CaptureError(
+                str(error) if type(error) is CaptureError else _first_line(error)
+            ) from error
         finally:
             if collecting:
                 gc.enable()
@@ -78,6 +82,7 @@ class CapturedMicro:
     """One micro-batch as a graph: inputs copied in, sums of its loss and metrics kept inside.
 
     grads: what the parameters' gradients are while the step is not complete yet.
+    ring: where batches of the user's own are copied to and kept; None for those of a loader.
     """
 
     def __init__(
@@ -88,25 +93,30 @@ class CapturedMicro:
         samples: Tensor | None,
         share: Share,
         parameters: list[Tensor],
+        kept: int = 0,
     ) -> None:
         self.share = share
         self.replays = 0
         self._inputs: list[Tensor] = []
-        self._batch = self._fixed(batch)
-        self._samples = None if samples is None else self._fixed(samples)
-        if isinstance(batch, ResidentBatch) and samples is not None:
-            self._samples = self._batch.index  # one copy serves both
-            self._inputs.pop()
         self._resident = isinstance(batch, ResidentBatch)
-        self._sums = _Sums(share.count)
+        self.ring = Ring(batch, kept) if kept and Ring.suits(batch) else None
+        self._batch = self._fixed(batch) if self.ring is None else None
+        self._samples = None if samples is None else self._fixed(samples)
+        if self._resident and samples is not None:
+            self._samples = self._inputs[0]  # one copy serves both
+            self._inputs.pop()
+        self._sums = _Sums(share.count, parameters[0].device)
 
         def work() -> tuple[MicroResult, Tensor | None]:
-            result, norm = compute(self._batch, self._samples, share)
+            given = self._batch if self.ring is None else self.ring.take()
+            result, norm = compute(given, self._samples, share)
             self._sums.add(result)
             return result, norm
 
         self._graph, (result, self.norm) = graphs.capture(work)
         self._sums.clear()
+        if self.ring is not None:
+            self.ring.rewind()
         self.mean = result.mean
         self.counted = result.weight is not None
         self.grads = [parameter.grad for parameter in parameters]
@@ -116,8 +126,11 @@ class CapturedMicro:
         if self._resident:
             self._inputs[0].copy_(batch.index, non_blocking=True)
         else:
-            for fixed, given in zip(self._inputs, leaves(batch), strict=False):
-                fixed.copy_(given, non_blocking=True)
+            if self.ring is not None:
+                self.ring.put(batch)
+            else:
+                for fixed, given in zip(self._inputs, leaves(batch), strict=False):
+                    fixed.copy_(given, non_blocking=True)
             if samples is not None:
                 self._inputs[-1].copy_(samples, non_blocking=True)
         self.replays += 1
@@ -153,14 +166,81 @@ class CapturedMicro:
         return value
 
 
+class Ring:
+    """The last batches of a user's own, each in a place of its own: the recorded step reads the
+    next place by itself, and a rewind finds those that came before."""
+
+    SPARE = 8  # places for replays that only compare or time
+
+    @staticmethod
+    def suits(batch: Any) -> bool:
+        return not isinstance(batch, ResidentBatch) and all(
+            tensor.is_contiguous() for tensor in leaves(batch)
+        )
+
+    def __init__(self, batch: Any, kept: int) -> None:
+        self._like = batch
+        self._kept = kept
+        self._rings = [
+            tensor.new_empty((kept + self.SPARE, *tensor.shape)) for tensor in leaves(batch)
+        ]
+        self._places = list(zip(*(ring.unbind() for ring in self._rings), strict=True))
+        self._next = 0
+        self._device_next = torch.zeros(1, dtype=torch.int64, device=self._rings[0].device)
+        self.put(batch)
+
+    def put(self, batch: Any) -> None:
+        for place, given in zip(self._places[self._next], leaves(batch), strict=True):
+            place.copy_(given, non_blocking=True)
+        self._next += 1
+
+    def take(self) -> Any:
+        """Part of the recording: the batch that was put in next."""
+        parts = iter([ring.index_select(0, self._device_next)[0] for ring in self._rings])
+        self._device_next.add_(1)
+        return map_tensors(self._like, lambda _: next(parts))
+
+    def newest(self) -> KeptBatch:
+        """The batch that was put in last."""
+        return KeptBatch(self, self._next - 1)
+
+    def batch(self, place: int) -> Any:
+        parts = iter(self._places[place])
+        return map_tensors(self._like, lambda _: next(parts))
+
+    @property
+    def full(self) -> bool:
+        return self._next >= self._kept
+
+    def rewind(self) -> None:
+        """Begin anew: what was kept is no longer needed."""
+        self._next = 0
+        self._device_next.zero_()
+
+
+class KeptBatch(NamedTuple):
+    """Where in a ring a batch lies."""
+
+    ring: Ring
+    place: int
+
+
+def found(batch: Any) -> Any:
+    """The batch itself, looked up where it was kept."""
+    return batch.ring.batch(batch.place) if isinstance(batch, KeptBatch) else batch
+
+
 class _Sums:
     """Running sums of a captured micro-batch's loss and metrics, added up on the device.
 
     Numbers that are the same in every replay (the count of samples) are multiplied at the end.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
+        # Made before the recording: memory that a recording takes is what it freed a moment ago,
+        # and every replay would write there first.
+        self._slots = list(torch.zeros(MOST_SUMS, dtype=torch.float64, device=device).unbind())
         self._pairs: dict[str, tuple[_Sum, _Sum]] = {}
 
     def add(self, result: MicroResult) -> None:
@@ -175,9 +255,16 @@ class _Sums:
 
     def _add(self, name: str, total: Number, weight: Number, factor: float = 1.0) -> None:
         if name not in self._pairs:
-            self._pairs[name] = _Sum(total, factor), _Sum(weight)
+            self._pairs[name] = self._sum(total, factor), self._sum(weight)
         for kept, value in zip(self._pairs[name], (total, weight), strict=True):
             kept.add(value)
+
+    def _sum(self, like: Number, factor: float = 1.0) -> _Sum:
+        if not isinstance(like, Tensor):
+            return _Sum(None, float(like), factor)
+        if not self._slots:
+            raise CaptureError(f"it returns more than {MOST_SUMS // 2} metrics")
+        return _Sum(self._slots.pop(), 0.0, factor)
 
     def hand_over(self, metrics: MetricsCollector, replays: int) -> None:
         for name, (total, weight) in self._pairs.items():
@@ -192,13 +279,10 @@ class _Sums:
 class _Sum:
     """A sum on the device, or a number that each replay adds."""
 
-    def __init__(self, like: Number, factor: float = 1.0) -> None:
-        self._constant = 0.0 if isinstance(like, Tensor) else float(like)
+    def __init__(self, tensor: Tensor | None, constant: float, factor: float) -> None:
+        self._tensor = tensor
+        self._constant = constant
         self._factor = factor
-        self._tensor: Tensor | None = None
-        if isinstance(like, Tensor):
-            # Not zeroed here, where zeroing would be recorded, but after the recording.
-            self._tensor = torch.empty((), dtype=torch.float64, device=like.device)
 
     def add(self, value: Number) -> None:
         if self._tensor is not None and isinstance(value, Tensor):
@@ -212,16 +296,19 @@ class _Sum:
         return taken
 
 
-def leaves(batch: Any) -> Iterator[Tensor]:
+def leaves(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in a fixed order."""
     if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            yield from leaves(part)
-    elif isinstance(batch, dict):
-        for part in batch.values():
-            yield from leaves(part)
+        return [batch]
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    found = []
+    for part in batch if isinstance(batch, (list, tuple)) else ():
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += leaves(part)
+    return found
 
 
 def signature(batch: Any) -> Any:

@@ -11,7 +11,9 @@ step is restored and everything since is computed again, eagerly.
 
 from __future__ import annotations
 
+import functools
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +27,11 @@ from multi_gpu_training.training.capture import (
     CaptureError,
     CudaGraphs,
     Graphs,
+    found,
     signature,
 )
 from multi_gpu_training.training.guards import Guards, step_guards
-from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy
+from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy, step_bytes
 from multi_gpu_training.training.screening import StepWatch, make_capturable, obstacle
 
 if TYPE_CHECKING:
@@ -40,7 +43,8 @@ MOST_SHAPES = 8
 MOST_MICRO_BATCHES = 32
 FIRST_WINDOW = 16
 LONGEST_WINDOW = 4096
-KEPT_BYTES = 2**28  # of batches that a rewind may need again
+KEPT_BYTES = 2**26  # of batches that a rewind may need again
+LONGEST_RING = 1024
 LARGEST_STATE = 2**30
 CLEARLY_FASTER = 0.8
 WORTH_IT = 0.95
@@ -71,6 +75,7 @@ class StepExecution:
         self._graphs: Graphs | None = None
         self._chains: dict[Any, tuple[list[Any], Chain]] = {}
         self._sightings: dict[Any, int] = {}
+        self._sizes: dict[Any, int] = {}
         self._guards: Guards | None = None
         self._window = Window()
         self._window_limit = FIRST_WINDOW
@@ -80,6 +85,8 @@ class StepExecution:
         self._newest: tuple[list[Any], list[Fed]] = ([], [])  # the newest recorded step
         self._chain: tuple[list[Any], Chain] | None = None
         self._broken = False
+        self._foreign = False
+        self._result: weakref.ref[StepResult] | None = None
         self._outer_stream: torch.cuda.Stream | None = None
 
     @property
@@ -94,7 +101,7 @@ class StepExecution:
         device = self.trainer.placement.device
         if device.type == "cuda" and self.trainer.config.step_execution in ("auto", "graph"):
             self._outer_stream = torch.cuda.current_stream(device)
-            stream = torch.cuda.Stream(device)
+            stream = recording_stream(device)
             stream.wait_stream(self._outer_stream)
             torch.cuda.set_stream(stream)
 
@@ -149,8 +156,8 @@ class StepExecution:
         if share.first:
             self._begin_step()
         key = (signature(batch), share.count, share.window_count, share.last)
-        self._remember(key, batch, samples, share, ours)
-        place = len(self._step) - 1
+        self._keys.append(key)
+        place = len(self._keys) - 1
         if share.first:
             self._chain = self._chains.get(key)
         micro: CapturedMicro | None = None
@@ -165,17 +172,23 @@ class StepExecution:
             self._leave(stale or "a Python value that another rank's step reads changed")
             return trainer.eager_step(batch, samples, share)
         if verdict == 1 or micro is None:
+            self._remember(batch, samples, share, ours)
             return self._run_unrecorded(batch, samples, share)
+        earlier = self._result() if self._result is not None else None
+        if earlier is not None:
+            earlier.keep()  # someone holds it: its numbers are about to be overwritten
         trainer.seed_noise()
         trainer.rates.send()
         micro.replay(batch, samples)
-        loss = micro.mean.clone() if trainer.keep_losses else micro.mean
-        norm = micro.norm
-        if norm is not None and trainer.keep_losses:
-            norm = norm.clone()
+        if micro.ring is not None:
+            self._step.append((micro.ring.newest(), samples, share))
+        else:
+            self._remember(batch, samples, share, ours)
         if share.last:
             self.replayed += 1
-        return trainer.advance(loss, norm, share)
+        result = trainer.advance(micro.mean, micro.norm, share, shared=True)
+        self._result = weakref.ref(result)
+        return result
 
     def _run_unrecorded(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """A micro-batch of another shape, or the rest of a step that has one."""
@@ -192,8 +205,9 @@ class StepExecution:
     ) -> StepResult:
         if share.first:
             self._begin_step()
-        key = (signature(batch), share.count, share.window_count, share.last)
-        self._remember(key, batch, samples, share, ours)
+        self._keys.append((signature(batch), share.count, share.window_count, share.last))
+        self._remember(batch, samples, share, ours)
+        self._foreign = not ours
         if self._guards is None and self._seen:
             self._guards = self._new_guards()  # after a first step, which may set things up
         if self._seen < self._warm_up - 2:
@@ -203,13 +217,17 @@ class StepExecution:
 
     def _after_step(self) -> None:
         if self.mode == "graph":
-            self._window.add(self._step)
+            size = self._sizes.get(self._keys[0])
+            if size is None:
+                size = self._sizes[self._keys[0]] = step_bytes(self._step)
+            self._window.add(self._step, size)
             if self._broken:
                 self._consider_shape()
             else:
                 self._newest = (self._keys, self._step)
             full = len(self._window.steps) >= self._window_limit
-            if self.mode == "graph" and (full or self._window.kept_bytes > KEPT_BYTES):
+            full = full or self._window.kept_bytes > KEPT_BYTES or self._ring_is_full()
+            if full and self.mode == "graph":
                 self.verify()
         elif self._seen >= self._warm_up:
             self._newest = (self._keys, self._step)
@@ -218,14 +236,15 @@ class StepExecution:
             else:
                 self._decide()
 
+    def _ring_is_full(self) -> bool:
+        chain = self._chain[1] if self._chain is not None else []
+        return any(micro.ring is not None and micro.ring.full for micro in chain)
+
     def _begin_step(self) -> None:
         self._step, self._keys = [], []
         self._broken = False
 
-    def _remember(
-        self, key: Any, batch: Any, samples: Tensor | None, share: Share, ours: bool
-    ) -> None:
-        self._keys.append(key)
+    def _remember(self, batch: Any, samples: Tensor | None, share: Share, ours: bool) -> None:
         self._step.append((batch if ours else own_copy(batch), samples, share))
 
     def _parameters(self) -> list[Tensor]:
@@ -251,10 +270,11 @@ class StepExecution:
             problem = "the batch holds objects that are no tensors"
         if problem is None and len(self._step) > MOST_MICRO_BATCHES:
             problem = f"a step has {len(self._step)} micro-batches"
-        if problem is None and self._copies.size() > LARGEST_STATE:
-            problem = f"the state has {self._copies.size() / 2**30:.1f} GB, too much to compare"
         if not self._all_agree(problem is None):
             self._without_graph(problem or "another rank's step cannot be recorded")
+            return
+        if self._copies.size() > LARGEST_STATE:
+            self._too_large()
             return
         problem = self._record()
         if not self._all_agree(problem is None):
@@ -283,7 +303,14 @@ class StepExecution:
         self.reason = ""
         self.say(f"step: one CUDA graph, {recorded * 1e6:,.0f} us instead of {eager * 1e6:,.0f} us")
         self._copies.keep("verified")
+        self._begin_window()
+
+    def _begin_window(self) -> None:
         self._window.begin(self.trainer, self._snapshot())
+        for _, chain in self._chains.values():
+            for micro in chain:
+                if micro.ring is not None:
+                    micro.ring.rewind()
 
     def _gpu_bound(self, recorded: float, eager: float) -> None:
         """The GPU is the limit, not Python: a graph gains little, compiled kernels may."""
@@ -295,7 +322,20 @@ class StepExecution:
         elif recorded <= WORTH_IT * eager:
             self._begin_graph(recorded, eager)
         else:
+            self._copies.drop()
             self._stay_eager("the GPU is the limit, and the run is too short to compile for")
+
+    def _too_large(self) -> None:
+        """Recordings are compared with three copies of the state; compiling needs one."""
+        size = self._copies.size()
+        room = self._all_agree(2 * size <= free_bytes(self.trainer.placement.device))
+        if self.trainer.config.step_execution != "auto" or not room:
+            self._without_graph(f"the state has {size / 2**30:.1f} GB, too much to compare")
+            return
+        self._copies.keep("before")
+        eager = self._all_slowest(self._timed(self._eager_step))
+        self._copies.restore("before")
+        self._gpu_bound(float("inf"), eager)
 
     def _without_graph(self, problem: str) -> None:
         self._copies.drop()
@@ -316,13 +356,22 @@ class StepExecution:
         assert self._graphs is not None
         trainer = self.trainer
         chain: Chain = []
+        kept = 0
+        if self._foreign:
+            kept = min(LONGEST_RING, max(1, KEPT_BYTES // max(1, step_bytes(self._step))))
         trainer.drop_gradients()
         counted = trainer._counted
         try:
             for batch, samples, share in self._step:
                 chain.append(
                     CapturedMicro(
-                        self._graphs, trainer.compute, batch, samples, share, self._parameters()
+                        self._graphs,
+                        trainer.compute,
+                        found(batch),
+                        samples,
+                        share,
+                        self._parameters(),
+                        kept,
                     )
                 )
         except CaptureError as error:
@@ -353,10 +402,12 @@ class StepExecution:
         """The newest recorded step once more, without counting it; the losses."""
         keys, step = self._newest
         chain = self._chains[keys[0]][1]
+        if self._result is not None and (held := self._result()) is not None:
+            held.keep()
         for micro, (batch, samples, _) in zip(chain, step, strict=True):
             self.trainer.seed_noise()
             self.trainer.rates.send()
-            micro.replay(batch, samples)
+            micro.replay(found(batch), samples)
         return torch.stack([micro.mean for micro in chain])
 
     def _eager_step(self) -> Tensor:
@@ -365,7 +416,7 @@ class StepExecution:
         for batch, samples, share in self._newest[1]:
             self.trainer.seed_noise()
             self.trainer.rates.send()
-            result, _ = self.trainer.compute(batch, samples, share)
+            result, _ = self.trainer.compute(found(batch), samples, share)
             losses.append(result.mean.detach())
         return torch.stack(losses)
 
@@ -403,14 +454,14 @@ class StepExecution:
             self._fall_back(difference)
             return
         self._copies.rename("before", "verified")
-        self._window.begin(self.trainer, self._snapshot())
+        self._begin_window()
         self._window_limit = min(LONGEST_WINDOW, 4 * self._window_limit)
 
     def mark(self) -> None:
         """What was verified is the state as it is now: an epoch was closed, metrics were reset."""
         if self.mode == "graph" and not self._window.steps:
             self._copies.keep("verified")
-            self._window.begin(self.trainer, self._snapshot())
+            self._begin_window()
 
     def _newest_apart(self) -> float:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
@@ -449,8 +500,8 @@ class StepExecution:
         if window.restore_more is not None:
             window.restore_more()
         for step in steps:
-            for fed in step:
-                trainer.eager_step(*fed)
+            for batch, samples, share in step:
+                trainer.eager_step(found(batch), samples, share)
             self.redo_after_step()
         self.replayed = max(0, self.replayed - len(steps))
         self._copies.drop()
@@ -535,6 +586,20 @@ class StepExecution:
 
     def _all_slowest(self, seconds: float) -> float:
         return -self.trainer.placement.agree(-int(min(seconds, 1e6) * 1e9)) / 1e9
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses, what torch keeps for itself included."""
+    if device.type != "cuda":
+        return 2**62
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
+
+
+@functools.cache
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream a device for all runs of a process: libraries keep work memory for each."""
+    return torch.cuda.Stream(device)
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from multi_gpu_training.errors import ModelError
 
@@ -91,6 +92,7 @@ class SupervisedLoss:
     def __init__(self, criterion: nn.Module | None = None) -> None:
         self.criterion = criterion
         self.chosen_here = criterion is None
+        self.every_label_counts = False  # then a mean is over samples, and nothing is counted
         self._device: torch.device | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
@@ -103,7 +105,16 @@ class SupervisedLoss:
         if is_classification(output, target):
             hits = (output.detach().argmax(1) == target).sum()
             metrics["accuracy"] = (hits, float(target.numel()))
+        if self.every_label_counts and output.ndim == 2 and not _class_weights(criterion):
+            return Loss(mean, None, metrics)
         return Loss(mean, criterion_weight(criterion, output, target), metrics)
+
+    def look_at(self, dataset: Any) -> None:
+        """See beforehand whether a TensorDataset has a label that does not count."""
+        if type(dataset) is not TensorDataset or dataset.tensors[-1].is_floating_point():
+            return
+        ignored = getattr(self.criterion, "ignore_index", -100)
+        self.every_label_counts = not bool((dataset.tensors[-1] == ignored).any())
 
     def describe(self, batch: Any) -> str:
         """One line that says which loss was chosen and why."""
@@ -138,6 +149,10 @@ class SupervisedLoss:
                 "add labels to the batch, or give loss_fn(model, batch) -> loss"
             )
         return Loss(mean, label_weight(model, batch, output))
+
+
+def _class_weights(criterion: nn.Module) -> bool:
+    return getattr(criterion, "weight", None) is not None
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

@@ -172,6 +172,8 @@ class MultiGPUTrainingManager:
             dataset = shorten(dataset, self._verification.steps, batch)
             val_dataset = shorten(val_dataset, self._verification.steps, batch)
         self.loss_fn = choose_loss(loss_fn)
+        if isinstance(self.loss_fn, SupervisedLoss):
+            self.loss_fn.look_at(dataset)
         self._check_metric(self.loss_fn, eval_fn)
         self.train_loader, self.sizes = training_loader(
             dataset, config, placement, trainer.replicas
@@ -311,7 +313,6 @@ class MultiGPUTrainingManager:
     def _train_on(self, batches: Iterable[Any], total: int | None) -> None:
         trainer, wait = self.trainer, self._log.wait
         step = trainer.step + 1  # the one that an error belongs to
-        trainer.keep_losses = False
         try:
             wait.ask()
             for batch in batches:
@@ -329,7 +330,6 @@ class MultiGPUTrainingManager:
             error.add_note(self._where(step))
             raise
         finally:
-            trainer.keep_losses = True
             self.console.end_bar()
 
     def validate_epoch(self, val_loader: Iterable[Any] | None = None) -> dict[str, float]:

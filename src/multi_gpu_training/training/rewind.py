@@ -13,7 +13,7 @@ from torch import Tensor
 from multi_gpu_training.data.batch import map_tensors
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
-from multi_gpu_training.training.capture import leaves
+from multi_gpu_training.training.capture import KeptBatch, leaves
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
@@ -50,11 +50,7 @@ class StateCopies:
         live = self.tensors()
         kept = self._kept.get(name)
         if kept is None or [(k.shape, k.dtype) for k in kept] != [(t.shape, t.dtype) for t in live]:
-            pinned = bool(live) and live[0].is_cuda
-            kept = [
-                torch.empty_like(t, device="cpu", pin_memory=pinned and t.is_cuda) for t in live
-            ]
-            self._kept[name] = kept
+            kept = self._kept[name] = _host_copies(live)
         for copied, tensor in zip(kept, live, strict=True):
             copied.copy_(tensor, non_blocking=True)
 
@@ -76,6 +72,18 @@ class StateCopies:
 
     def drop(self) -> None:
         self._kept.clear()
+
+
+def _host_copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Room for the tensors in one piece of host memory: pinning many small ones takes long."""
+    sizes = [-(-t.numel() * t.element_size() // 16) * 16 for t in tensors]
+    pinned = any(t.is_cuda for t in tensors)
+    room = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    pieces = room.split(sizes)
+    return [
+        piece[: t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+        for piece, t in zip(pieces, tensors, strict=True)
+    ]
 
 
 def relative(a: Tensor, b: Tensor) -> Tensor:
@@ -131,17 +139,19 @@ class Window:
         self.counters = Counters.of(trainer)
         self.restore_more = restore_more
 
-    def add(self, step: list[Fed]) -> None:
+    def add(self, step: list[Fed], size: int) -> None:
         self.steps.append(step)
-        self.kept_bytes += sum(fed_bytes(batch) for batch, _, _ in step)
+        self.kept_bytes += size
 
 
-def fed_bytes(batch: Any) -> int:
-    if isinstance(batch, ResidentBatch):
-        return 0
-    return sum(tensor.numel() * tensor.element_size() for tensor in leaves(batch))
+def step_bytes(step: list[Fed]) -> int:
+    """Memory that keeping these batches takes."""
+    kept = [batch for batch, _, _ in step if not isinstance(batch, (ResidentBatch, KeptBatch))]
+    return sum(t.numel() * t.element_size() for batch in kept for t in leaves(batch))
 
 
 def own_copy(batch: Any) -> Any:
     """The batch in memory of its own: its giver may fill the old one anew."""
+    if type(batch) is tuple and all(isinstance(part, Tensor) for part in batch):
+        return tuple([part.clone() for part in batch])
     return map_tensors(batch, torch.clone)

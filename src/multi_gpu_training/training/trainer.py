@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import batch_count, share_of, to_device
+from multi_gpu_training.data.batch import attach, batch_count, share_of, to_device
 from multi_gpu_training.data.feeding import Loader
-from multi_gpu_training.data.order import Share, derive_seed
+from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.distributed.batchnorm import (
@@ -46,18 +45,41 @@ from multi_gpu_training.training.verification import Recorder
 Augment = Callable[[Any, SampleRandom], Any]
 
 
-@dataclass(frozen=True)
 class StepResult:
     """What a call of `train_step` did.
 
     loss: mean over this rank's micro-batch; stays on the device until you read it.
+    grad_norm: norm of the gradient before clipping, where it is clipped.
     moved: whether the weights moved, or the micro-batch was only accumulated.
     """
 
-    loss: Tensor
-    step: int
-    moved: bool
-    grad_norm: Tensor | None = None
+    __slots__ = ("__weakref__", "_loss", "_norm", "_shared", "moved", "step")
+
+    def __init__(
+        self, loss: Tensor, step: int, moved: bool, norm: Tensor | None, shared: bool
+    ) -> None:
+        self._loss = loss
+        self._norm = norm
+        self._shared = shared
+        self.step = step
+        self.moved = moved
+
+    @property
+    def loss(self) -> Tensor:
+        self.keep()
+        return self._loss
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        self.keep()
+        return self._norm
+
+    def keep(self) -> None:
+        """Take the numbers out of memory that the next recorded step writes to."""
+        if self._shared:
+            self._shared = False
+            self._loss = self._loss.clone()
+            self._norm = None if self._norm is None else self._norm.clone()
 
     def __getitem__(self, key: str) -> Any:
         return getattr(self, key)
@@ -82,12 +104,12 @@ class MultiGPUTrainer(ABC):
         self.loader: Loader | None = None
         self.augment: Augment | None = None
         self.execution = StepExecution(self)
-        self.keep_losses = True  # each result keeps its own loss, whatever is trained after it
         self._micro = 0
         self._counted: bool | None = None
         self._settled = False
         self._checked = False
         self._stepping = False
+        self._noise_base: int | None = None
         self._epoch_key = EpochKey(placement.device)
         self.recorder: Recorder | None = None
 
@@ -162,9 +184,11 @@ class MultiGPUTrainer(ABC):
         if not self._settled:
             self.settle(opened(batch), share)
             self._settled = True
-        if self.recorder is not None:
-            batch = self.recorder.batch(opened(batch))
         samples = self._samples(batch, share) if self.augment is not None else None
+        if self.recorder is not None:
+            # What is recorded is what the loss function gets: a plain loop can repeat it.
+            batch = self.recorder.batch(attach(self._prepared(batch, samples), share))
+            samples = None
         if self.execution.active:
             return self.execution.run(batch, samples, share, ours)
         return self.eager_step(batch, samples, share)
@@ -196,18 +220,23 @@ class MultiGPUTrainer(ABC):
         norm = self._move_weights(share) if share.last else None
         return result, norm
 
-    def advance(self, loss: Tensor, norm: Tensor | None, share: Share) -> StepResult:
-        """Count a micro-batch that was computed; after the last one of a step, the step."""
+    def advance(
+        self, loss: Tensor, norm: Tensor | None, share: Share, shared: bool = False
+    ) -> StepResult:
+        """Count a micro-batch that was computed; after the last one of a step, the step.
+
+        shared: the next micro-batch writes its loss to the same memory.
+        """
         self._micro += 1
         if not share.last:
-            return StepResult(loss, self.step, moved=False)
+            return StepResult(loss, self.step, False, None, shared)
         self._micro = 0
         self.step += 1
         self.epoch, self.position = share.epoch, share.position + 1
         self.schedule.after_step(self.step)
         if self.recorder is not None and self.step >= self.recorder.request.steps:
             self.recorder.on_done()
-        return StepResult(loss, self.step, moved=True, grad_norm=norm)
+        return StepResult(loss, self.step, True, norm, shared)
 
     def _move_weights(self, share: Share) -> Tensor | None:
         if not self._checked:
@@ -289,7 +318,9 @@ class MultiGPUTrainer(ABC):
     def seed_noise(self) -> None:
         """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history."""
         noise = self.recorder.request.noise if self.recorder is not None else 0
-        seed = derive_seed(self.config.seed, self.step, self._micro, self.placement.dp_rank, noise)
+        if self._noise_base is None or noise:
+            self._noise_base = derive_seed(self.config.seed, self.placement.dp_rank, noise)
+        seed = step_seed(self._noise_base, self.step, self._micro)
         torch.default_generator.manual_seed(seed)
         if self.placement.device.type == "cuda":
             torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)

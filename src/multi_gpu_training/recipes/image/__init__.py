@@ -9,12 +9,12 @@ from __future__ import annotations
 from pydantic import Field
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.recipes.image.augment import Moved
 from multi_gpu_training.recipes.image.data import (
     CLASSES,
     DatasetName,
+    as_dataset,
     load_images,
-    training_set,
-    validation_set,
 )
 from multi_gpu_training.recipes.image.model import Mode, build_model
 from multi_gpu_training.recipes.recipe import Job, Options, Recipe
@@ -35,11 +35,19 @@ def build(config: MultiGPUConfig, options: ImageOptions) -> Job:
     """Model and data of this recipe; the loss is cross entropy, the optimizer AdamW."""
     data = load_images(options.dataset, options.data_dir)
     return Job(
-        model=build_model(options.mode, data.size, CLASSES),
-        dataset=training_set(data, options.augment),
-        val_dataset=validation_set(data),
+        model=build_model(options.mode, data.size, CLASSES, *data.mean_and_spread),
+        dataset=as_dataset(data.train),
+        val_dataset=as_dataset(data.test),
+        augment=Moved(data.shift, data.flip) if options.augment else None,
         hooks=[Say(data.describe(options.augment))],
     )
+
+
+def defaults_for(options: ImageOptions) -> dict[str, float]:
+    """Sixty thousand images train in larger batches than the digits."""
+    if options.data_dir is None:
+        return {}
+    return {"batch_size": 128, "base_batch_size": 128, "learning_rate": 2e-3}
 
 
 class Say(Hook):
@@ -66,4 +74,5 @@ recipe = Recipe(
     },
     options=ImageOptions,
     build=build,
+    defaults_for=defaults_for,
 )

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from multi_gpu_training.errors import ConfigError, DataError
 
@@ -58,7 +57,7 @@ class ImageData:
     @property
     def shift(self) -> int:
         """How many pixels an image may move and still be what it is."""
-        return 2 if min(self.size) >= 16 else 1
+        return 1
 
     @property
     def flip(self) -> bool:
@@ -211,47 +210,6 @@ def read_idx(path: Path, magic: int) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=start).view(shape)
 
 
-def training_set(data: ImageData, augment: bool) -> Dataset[tuple[Tensor, ...]]:
-    """Normalised training images with their labels; with `augment`, moved anew at each look."""
-    images = normalise(data.train.images, data)
-    if not augment:
-        return TensorDataset(images, data.train.labels)
-    return AugmentedImages(images, data.train.labels, data.shift, data.flip)
-
-
-def validation_set(data: ImageData) -> Dataset[tuple[Tensor, ...]]:
-    """Normalised test images with their labels, as they are."""
-    return TensorDataset(normalise(data.test.images, data), data.test.labels)
-
-
-def normalise(images: Tensor, data: ImageData) -> Tensor:
-    """Images as float32 of (count, 1, height, width), as the training part has mean 0, spread 1."""
-    mean, spread = data.mean_and_spread
-    return images.float().sub_(mean).div_(spread).unsqueeze(1)
-
-
-class AugmentedImages(Dataset[tuple[Tensor, ...]]):
-    """Images that are shifted by some pixels and, where that is asked for, mirrored half the time.
-
-    The draws come from torch's global generator, which the loader seeds for each sample: what
-    happens to an image depends on (seed, epoch, sample), not on the rank or worker that loads it.
-    """
-
-    def __init__(self, images: Tensor, labels: Tensor, shift: int, flip: bool) -> None:
-        self.size = images.shape[2:]
-        # Padded once with the background, so that a shift is only a cut.
-        self.padded = F.pad(images, [shift] * 4, value=float(images.min()))
-        self.labels = labels
-        self.places = 2 * shift + 1
-        self.flip = flip
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        down, right, mirror = torch.rand(3).tolist()
-        top, left = int(down * self.places), int(right * self.places)
-        image = self.padded[index, :, top : top + self.size[0], left : left + self.size[1]]
-        if self.flip and mirror < 0.5:
-            image = image.flip(-1)
-        return image, self.labels[index]
+def as_dataset(part: Part) -> TensorDataset:
+    """Images with their labels, as bytes: the model makes numbers of them, the GPU moves them."""
+    return TensorDataset(part.images, part.labels)

@@ -1,0 +1,190 @@
+"""The model: a small one, or one of `transformers` from a config, a folder or the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from multi_gpu_training.errors import ModelError
+
+Task = Literal["causal", "masked", "classification"]
+
+CLASSES = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "classification": "AutoModelForSequenceClassification",
+}
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+
+def transformers() -> Any:
+    """The library, which only this recipe needs."""
+    try:
+        import transformers as library
+    except ImportError:
+        raise ModelError(
+            "the transformer recipe needs the transformers library, which is not installed; run "
+            "pip install 'multi-gpu-training[transformer]'"
+        ) from None
+    return library
+
+
+def small_config(
+    task: Task, size: int, length: int, layers: int, width: int, heads: int, dropout: float
+) -> Any:
+    """A GPT-2 for causal models, a BERT for the others, of the size asked for."""
+    if width % heads:
+        raise ModelError(
+            f"width={width} cannot be divided over heads={heads}; use a multiple of {heads}"
+        )
+    library = transformers()
+    if task == "causal":
+        return library.GPT2Config(
+            vocab_size=size,
+            n_positions=length,
+            n_layer=layers,
+            n_embd=width,
+            n_head=heads,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    return library.BertConfig(
+        vocab_size=size,
+        max_position_embeddings=length,
+        num_hidden_layers=layers,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_attention_heads=heads,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        type_vocab_size=1,
+    )
+
+
+def from_config(task: Task, config: Any) -> Any:
+    """A model with fresh weights, from torch's generator as it stands."""
+    try:
+        return getattr(transformers(), CLASSES[task]).from_config(config, dtype=torch.float32)
+    except ValueError as error:
+        raise ModelError(
+            f"a {config.model_type!r} model cannot do task={task}: {first_line(error)}"
+        ) from None
+
+
+def load_config(name: str) -> Any:
+    """The config of a folder, of a .json file or of a hub name."""
+    return fetch("AutoConfig", "model", name)
+
+
+def load_model(task: Task, name: str, config: Any, new_head: bool = False) -> Any:
+    """The model in `name` with its weights, in float32; fresh weights where only a config is.
+
+    new_head: its head may have another size than the config says; then it is learnt anew.
+    """
+    path = Path(name).expanduser()
+    if path.is_file() or (path.is_dir() and not any(any(path.glob(end)) for end in WEIGHTS)):
+        return from_config(task, config)
+    # By default the weights come in the type they were saved in; training in bf16 alone learns
+    # badly, while mixed precision wants float32 weights.
+    more = {"ignore_mismatched_sizes": True} if new_head else {}
+    return fetch(CLASSES[task], "model", name, config=config, dtype=torch.float32, **more)
+
+
+def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
+    """`kind.from_pretrained(name)` of transformers, with errors that say what to do."""
+    path = Path(name).expanduser()
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ModelError(
+            f"{option}={name!r} is not there; give a folder that save_pretrained has written, or "
+            "a name of the Hugging Face hub"
+        )
+    try:
+        with no_progress_bar():
+            loader = getattr(transformers(), kind)
+            return loader.from_pretrained(str(path) if path.exists() else name, **more)
+    except (OSError, ValueError, KeyError) as error:
+        if path.exists():
+            raise ModelError(
+                f"{option}={name!r} cannot be loaded by {kind}: {first_line(error)}; give a folder "
+                "that save_pretrained has written"
+            ) from None
+        raise ModelError(
+            f"{option}={name!r} is no folder here, and the Hugging Face hub did not give it: "
+            f"{first_line(error)}; check the name and the network, or fetch it where there is one "
+            f"(hf download {name} --local-dir {Path(name).name}) and give the folder"
+        ) from None
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """The console is the run's: no bar of transformers in it."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def check(config: Any, length: int, size: int, longest: int | None = None) -> None:
+    """Raise where the model cannot take the sequences or the vocabulary. `longest`: what its
+    tokenizer says it takes."""
+    problems = []
+    limits = [getattr(config, "max_position_embeddings", None), longest]
+    longest = min((limit for limit in limits if limit is not None), default=length)
+    if length > longest:
+        problems.append(
+            f"sequence_length={length} is longer than the {longest} tokens that this "
+            f"{config.model_type} takes; use at most {longest}"
+        )
+    known = getattr(config, "vocab_size", None)
+    if known is not None and size > known:
+        problems.append(
+            f"the tokenizer has {size:,} words but this {config.model_type} only {known:,}; use "
+            "the tokenizer that belongs to the model"
+        )
+    if getattr(config, "output_router_logits", False):
+        problems.append(
+            "output_router_logits=true adds a loss that this recipe does not; set it to false in "
+            "the model's config, or train with your own loss_fn (see docs/own-model.md)"
+        )
+    if problems:
+        raise ModelError(problems)
+
+
+def set_labels(config: Any, labels: list[str], own: bool) -> None:
+    """Give the head one output a label; with `own`, the model has a head for its labels already."""
+    if not own:
+        config.num_labels = len(labels)
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: number for number, label in enumerate(labels)}
+        return
+    missing = [label for label in labels if label not in label_numbers(config)]
+    if missing:
+        raise ModelError(
+            f"the data has the label {missing[0]!r}, which the model's head does not have (it has "
+            f"{', '.join(map(str, config.id2label.values()))}); correct the labels, or set "
+            "new_head=true to learn a new head"
+        )
+
+
+def label_numbers(config: Any) -> dict[str, int]:
+    """Number of each label, under its name and, where names are only LABEL_0 and so on, as 0."""
+    found = {str(name): number for name, number in config.label2id.items()}
+    if all(name == f"LABEL_{number}" for name, number in found.items()):
+        found |= {str(number): number for number in found.values()}
+    return found
