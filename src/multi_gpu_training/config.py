@@ -145,7 +145,12 @@ class MultiGPUConfig(BaseModel):
     # Keeping
     enable_fault_tolerance: bool = True
     checkpoint_frequency: PositiveInt = Field(1000, description="steps between checkpoints")
-    max_restarts: NaturalInt = Field(0, description="restarts of the ranks after a failure")
+    max_restarts: NaturalInt = Field(
+        3, description="restarts of the ranks after failures, within restart_window_s"
+    )
+    restart_window_s: Annotated[float, Field(gt=0)] = Field(
+        3600.0, description="seconds after which a restart no longer counts"
+    )
     recovery_timeout: Annotated[float, Field(gt=0)] = Field(
         300.0, description="seconds the ranks have to find each other, also after a restart"
     )

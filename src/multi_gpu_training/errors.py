@@ -20,12 +20,14 @@ from collections.abc import Sequence
 
 class MultiGPUError(Exception):
     exit_code = 1
+    restart_helps = True  # whether the ranks may get further when they are started again
 
 
 class ConfigError(MultiGPUError):
     """The request cannot be carried out. `problems` holds all of them, not only the first."""
 
     exit_code = 2
+    restart_helps = False
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
@@ -51,7 +53,7 @@ class RankFailure(MultiGPUError):
 
 
 class CheckpointError(MultiGPUError):
-    pass
+    restart_helps = False
 
 
 class DivergenceError(MultiGPUError):
@@ -59,4 +61,4 @@ class DivergenceError(MultiGPUError):
 
 
 class NonFiniteLossError(MultiGPUError):
-    pass
+    restart_helps = False  # the same steps from the same checkpoint give the same loss

@@ -119,7 +119,16 @@ def run(
         int, Option("--num-gpus", "--num_gpus", help="-1: all; without GPUs, CPU ranks")
     ] = -1,
     share_gpu: Annotated[bool, Option("--share-gpu", "--share_gpu")] = False,
-    max_restarts: Annotated[int, Option("--max-restarts", "--max_restarts")] = 0,
+    max_restarts: Annotated[
+        int | None,
+        Option(
+            "--max-restarts",
+            "--max_restarts",
+            min=0,
+            help="default: what the config of the script allows",
+            show_default=False,
+        ),
+    ] = None,
     nnodes: Annotated[int, Option()] = 1,
     node_rank: Annotated[int, Option("--node-rank", "--node_rank")] = 0,
     master_addr: Annotated[str | None, Option("--master-addr", "--master_addr")] = None,

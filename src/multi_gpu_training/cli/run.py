@@ -13,7 +13,7 @@ def run_script(
     command: Sequence[str],
     num_gpus: int,
     share_gpu: bool,
-    max_restarts: int,
+    max_restarts: int | None,
     hosts: Mapping[str, Any],
 ) -> int:
     """Exit code of the run."""

@@ -6,20 +6,28 @@ import logging
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from multi_gpu_training.distributed.launch import (
-    GRACE_S,
-    LaunchPlan,
-    check_port,
-    first_failure,
-)
+from multi_gpu_training.distributed import whereabouts
+from multi_gpu_training.distributed.diagnosis import first_failure
+from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan, check_port
+from multi_gpu_training.distributed.restarts import Limits, RestartPolicy, Verdict
+from multi_gpu_training.errors import RankFailure
+
+# The agent's own count of restarts has no window: ours decides, and this one never runs out.
+_ENDLESS = 10**6
 
 # Its own account of failures would stand between the user and the failing rank's traceback.
 for name in list(logging.root.manager.loggerDict):
@@ -28,7 +36,8 @@ for name in list(logging.root.manager.loggerDict):
 
 
 class RankAgent(LocalElasticAgent):
-    """Ends the other ranks soon after one has failed; the stock agent waits 30 s for each.
+    """Ends the other ranks soon after one has failed, and starts all of them again where our
+    policy says so; the stock agent waits 30 s for each and counts restarts for ever.
 
     `bystanders` are the local ranks that were well until we ended them; `error_files` is where
     each rank of the last attempt says what went wrong.
@@ -36,6 +45,13 @@ class RankAgent(LocalElasticAgent):
 
     bystanders: frozenset[int] = frozenset()
     error_files: dict[int, str] = {}
+
+    def __init__(self, spec: WorkerSpec, logs: Any, limits: Limits | None) -> None:
+        super().__init__(spec, logs)
+        self._policy = RestartPolicy(limits)
+        self._verdict = Verdict(False, "")
+        self._error: RankFailure | None = None
+        self._begun = False  # whether any attempt has come to its first step
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -57,19 +73,44 @@ class RankAgent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        self._last = result
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._judge(result)
+            if not self._verdict.restart:
+                self._remaining_restarts = 0
         return result
 
+    def _judge(self, result: RunResult) -> None:
+        """Find out what happened and decide what follows; every rank has ended."""
+        self._verdict = Verdict(False, "")
+        if not result.failures:
+            return
+        for file in self.error_files.values():
+            found = whereabouts.of_rank(file)
+            if self._policy.limits is None and found.max_restarts is not None:
+                self._policy.limits = Limits(found.max_restarts, found.restart_window_s)
+        fault, self._error = first_failure(
+            result.failures, self.error_files, self.bystanders, self._begun
+        )
+        self._begun |= any(whereabouts.of_rank(file).begun for file in self.error_files.values())
+        self._verdict = self._policy.judge(fault, time.monotonic())
+
+    def error(self, result: RunResult) -> RankFailure:
+        """What ended the run: why it was given up, then the first failing rank's own words."""
+        if self._error is None:
+            return RankFailure(f"the ranks ended in state {result.state.name} without a reason")
+        if not self._verdict.reason:
+            return self._error
+        error = RankFailure(f"{self._verdict.reason}\n{self._error}")
+        error.exit_code = self._error.exit_code
+        return error
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if self._last.failures:
-            attempt = worker_group.spec.max_restarts - self._remaining_restarts
-            found = first_failure(self._last.failures, self.error_files, self.bystanders)
-            print(found, file=sys.stderr)
-            print(
-                f"restarting every rank ({attempt} of {worker_group.spec.max_restarts})",
-                file=sys.stderr,
-                flush=True,
-            )
+        if self._verdict.restart:
+            print(self._error, file=sys.stderr)
+            print(self._verdict.reason, file=sys.stderr, flush=True)
+            self._stop_workers(worker_group)
+            self._pcontext = None  # once is enough: its process numbers may be given out anew
+            time.sleep(self._verdict.pause_s)
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
@@ -137,7 +178,7 @@ def make_spec(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...], run_id: 
         entrypoint=entrypoint,
         args=args,
         rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
-        max_restarts=plan.max_restarts,
+        max_restarts=_ENDLESS,
         monitor_interval=0.1,
         master_addr=hosts.master_addr or "127.0.0.1" if explicit else None,
         master_port=hosts.master_port or 29500 if explicit else None,

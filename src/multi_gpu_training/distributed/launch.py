@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,15 +9,15 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.distributed.rank_main import install_error_hook
+from multi_gpu_training.distributed.restarts import Limits
 from multi_gpu_training.errors import ConfigError, LaunchError, RankFailure
 
 # Ranks get this long to end by themselves before they are killed; Ctrl-C must end within 5 s.
@@ -73,10 +72,23 @@ class Hosts:
 
 @dataclass(frozen=True)
 class LaunchPlan:
+    """How many ranks, where, and how often they are started again.
+
+    max_restarts None: as often as the config allows that the ranks come with, and never before
+    they have shown one.
+    """
+
     ranks_here: int
     hosts: Hosts = Hosts()
-    max_restarts: int = 0
+    max_restarts: int | None = None
     recovery_timeout: float = 300.0
+    restart_window_s: float = 3600.0
+
+    @property
+    def limits(self) -> Limits | None:
+        if self.max_restarts is not None:
+            return Limits(self.max_restarts, self.restart_window_s)
+        return None if self.hosts.nodes == 1 else Limits(0, self.restart_window_s)
 
 
 def available_gpus() -> int:
@@ -138,7 +150,10 @@ def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) ->
             "the training into a file and use `mgt run FILE`, or call "
             "launch_distributed_training(function, num_gpus=N) with a function of a module"
         )
-    plan = LaunchPlan(here, hosts, config.max_restarts, config.recovery_timeout)
+    limits = Limits.of(config, hosts.nodes)
+    plan = LaunchPlan(
+        here, hosts, limits.restarts, config.recovery_timeout, config.restart_window_s
+    )
     sys.exit(supervise(command, plan))
 
 
@@ -218,7 +233,7 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
     _set_thread_default(plan.ranks_here)
     with tempfile.TemporaryDirectory(prefix="mgt-ranks-") as logs:
         spec = make_spec(plan, entrypoint, args, uuid.uuid4().hex)
-        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs))
+        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs), plan.limits)
         try:
             result = agent.run()
         except (dist.DistError, RendezvousError, TimeoutError) as error:
@@ -237,49 +252,8 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
         finally:
             spec.rdzv_handler.shutdown()
         if result.is_failed():
-            raise first_failure(result.failures, agent.error_files, agent.bystanders)
+            raise agent.error(result)
         return dict(result.return_values)
-
-
-def first_failure(
-    failures: dict[int, Any], error_files: dict[int, str], bystanders: Collection[int]
-) -> RankFailure:
-    """The error of the rank that failed first; the others failed because of it."""
-    reports = []
-    for file in error_files.values():
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            reports.append(json.loads(Path(file).read_text())["mgt"])
-    reported = {report["rank"] for report in reports}
-    silent = {
-        rank: failure
-        for rank, failure in failures.items()
-        if rank not in reported and failure.local_rank not in bystanders
-    }
-    # A rank that was killed could not say so, and took the others with it. Gloo and NCCL abort
-    # by themselves where another rank is gone: that is no first cause.
-    killed = [rank for rank in silent if silent[rank].exitcode != -signal.SIGABRT]
-    if killed or not reports:
-        rank = min(killed or silent or failures)
-        return _silent_failure(rank, failures[rank])
-    first = min(reports, key=lambda report: report["time"])
-    text = first["text"]
-    if not first["friendly"]:
-        text = "\n".join(f"[rank{first['rank']}]: {line}" for line in text.splitlines())
-    error = RankFailure(text)
-    error.exit_code = first["code"]
-    return error
-
-
-def _silent_failure(rank: int, failure: Any) -> RankFailure:
-    signalled = failure.exitcode < 0
-    how = (
-        f"was ended by {failure.signal_name()}"
-        if signalled
-        else f"exited with code {failure.exitcode}"
-    )
-    error = RankFailure(f"[rank{rank}]: rank {rank} on {socket.gethostname()} {how}")
-    error.exit_code = 1 if signalled else failure.exitcode
-    return error
 
 
 def check_port(address: str | None, port: int) -> None:

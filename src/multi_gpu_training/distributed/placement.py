@@ -6,14 +6,19 @@ import atexit
 import json
 import os
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
+from multi_gpu_training.distributed.restarts import Limits
+from multi_gpu_training.distributed.whereabouts import note_limits
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 
@@ -202,9 +207,17 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         return Placement(identity, device, dist.group.WORLD)
     for name, value in _rendezvous_defaults().items():
         os.environ.setdefault(name, value)
+    limits = Limits.of(config)
+    note_limits(limits.restarts, limits.window_s)
+    patience = min(config.timeout, timedelta(seconds=config.recovery_timeout))
     try:
+        store, _, _ = next(
+            rendezvous("env://", identity.rank, identity.world_size, timeout=patience)
+        )
+        store.set_timeout(config.timeout)
         dist.init_process_group(
             backend,
+            store=PrefixStore("default_pg", store),
             rank=identity.rank,
             world_size=identity.world_size,
             timeout=config.timeout,
@@ -214,7 +227,7 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         raise LaunchError(
             f"rank {identity.rank} on {identity.host} could not join {identity.world_size} ranks "
             f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
-            f"{config.timeout.total_seconds():g} s: {error}"
+            f"{patience.total_seconds():g} s: {error}"
         ) from error
     placement = Placement(identity, device, dist.group.WORLD)
     placement._owns_group = True

@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.errors import ConfigError, MultiGPUError
+from multi_gpu_training.distributed import whereabouts
+from multi_gpu_training.errors import ConfigError, LaunchError, MultiGPUError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,11 +55,13 @@ def run_command(command: list[str]) -> None:
 def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     """Call `work`; an error is handed to the launcher, which shows the first one last."""
     die_with_parent(launcher)
+    whereabouts.keep(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     try:
         return work()
     except SystemExit as stop:
         if stop.code not in (None, 0) and "TORCHELASTIC_ERROR_FILE" in os.environ:
-            _report(f"exited with {stop.code}", 1 if isinstance(stop.code, str) else stop.code)
+            code = 1 if isinstance(stop.code, str) else stop.code
+            _report(f"exited with {stop.code}", code, stop)
         raise
     except KeyboardInterrupt:
         end_workers(all_children=True)
@@ -66,10 +69,10 @@ def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     except MultiGPUError as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
         friendly = isinstance(error, ConfigError) or not os.environ.get("MGT_DEBUG")
-        _report(f"{error}{notes}", error.exit_code, friendly=friendly)
+        _report(f"{error}{notes}", error.exit_code, error, friendly)
         raise SystemExit(error.exit_code) from None
-    except BaseException:
-        _report(_own_traceback(), 1)
+    except BaseException as error:
+        _report(_own_traceback(), 1, error)
         raise SystemExit(1) from None
 
 
@@ -122,7 +125,31 @@ def _own_traceback() -> str:
     return "".join(traceback.format_exception(kind, error, trace)).rstrip()
 
 
-def _report(text: str, code: object, friendly: bool = False) -> None:
+def _restart_helps(error: BaseException) -> str:
+    """Whether starting all ranks again may mend this: always, once begun (a mistake in a script
+    shows before its first step), never."""
+    if isinstance(error, MultiGPUError):
+        if not error.restart_helps:
+            return "never"
+        return "always" if isinstance(error, LaunchError) else "once begun"
+    if isinstance(error, SystemExit):
+        return "never" if error.code in (130, 143) else "once begun"  # it was asked to end
+    distributed = sys.modules.get("torch.distributed")
+    if isinstance(error, (ConnectionError, TimeoutError)) or "/gloo/" in str(error):
+        return "always"
+    lost = distributed is not None and isinstance(error, distributed.DistError)
+    return "always" if lost else "once begun"
+
+
+def _kind(error: BaseException) -> str:
+    """The error in one line."""
+    if isinstance(error, SystemExit):
+        return f"exit code {error.code}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _report(text: str, code: object, error: BaseException, friendly: bool = False) -> None:
     rank = os.environ.get("RANK", "0")
     where = f"rank {rank} on {socket.gethostname()}"
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -130,7 +157,7 @@ def _report(text: str, code: object, friendly: bool = False) -> None:
     if not file:
         print(full, file=sys.stderr, flush=True)
         return
-    now = time.time()
+    now, place = time.time(), whereabouts.here()
     record = {
         "message": {
             "message": text,
@@ -142,6 +169,10 @@ def _report(text: str, code: object, friendly: bool = False) -> None:
             "code": code,
             "friendly": friendly,
             "rank": int(rank),
+            "kind": _kind(error),
+            "step": place.step,
+            "begun": place.begun,
+            "restart": _restart_helps(error),
         },
     }
     try:

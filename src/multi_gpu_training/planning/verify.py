@@ -187,7 +187,7 @@ class _Runner:
                 main = [sys.executable, "-m", "multi_gpu_training.distributed.rank_main"]
                 env = {**os.environ, "OMP_NUM_THREADS": "1"}
                 return subprocess.run([*main, *self.command], env=env).returncode
-            return supervise(self.command, LaunchPlan(request.ranks, Hosts()))
+            return supervise(self.command, LaunchPlan(request.ranks, Hosts(), max_restarts=0))
         finally:
             os.environ.pop(VARIABLE)
             if before is not None:

@@ -27,6 +27,7 @@ from multi_gpu_training.distributed.launch import start_ranks_if_needed
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.distributed.replicas import check_replicas
+from multi_gpu_training.distributed.whereabouts import note_step
 from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
 from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
@@ -347,6 +348,7 @@ class MultiGPUTrainingManager:
                 step = trainer.step + 1
                 wait.ask()
         except Exception as error:
+            note_step(step)
             error.add_note(self._where(step))
             raise
         finally:

@@ -31,6 +31,7 @@ from multi_gpu_training.distributed.batchnorm import (
 )
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_same_model
+from multi_gpu_training.distributed.whereabouts import note_step
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.execution import StepExecution
@@ -176,6 +177,7 @@ class MultiGPUTrainer(ABC):
         Batches of the manager's loader know their place. For any other batch, the samples on
         all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
         """
+        note_step(self.step + 1, begun=True)
         share = share_of(batch)
         ours = share is not None
         if share is None:
@@ -392,6 +394,7 @@ class MultiGPUTrainer(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
+        note_step(self.step)
         self.epoch = state["epoch"]
         self.position = state["position"]
         self.precision.scaler.load_state_dict(state["scaler"])

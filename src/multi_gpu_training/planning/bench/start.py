@@ -10,7 +10,7 @@ from multi_gpu_training.distributed.rank_main import die_with_parent
 
 def main() -> int:
     die_with_parent()
-    return supervise(sys.argv[2:], LaunchPlan(int(sys.argv[1]), Hosts()))
+    return supervise(sys.argv[2:], LaunchPlan(int(sys.argv[1]), Hosts(), max_restarts=0))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,217 @@
+"""Ranks that are killed from outside, or fail by themselves: the run goes on, or says why not.
+
+Real processes with the default restart settings; all runs go on beside each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import Program
+
+STEPS = 40
+LONGEST_S = 150
+SLOWEST_RECOVERY_S = 15.0  # on a busy machine; benchmarks/recovery.py measures it on a quiet one
+
+TRAIN = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training.errors import DataError
+
+settings = json.loads(sys.argv[1])
+what, at, pause = (settings.pop(key, None) for key in ("what", "at", "pause"))
+
+
+class Steps(Hook):
+    def on_step_end(self, manager, step):
+        identity = manager.placement.identity
+        with open(f"steps-{identity.rank}.txt", "a") as file:
+            file.write(f"{time.time()} {identity.attempt} {step}\\n")
+        time.sleep(pause or 0)
+        if identity.rank == 1 and step == at:
+            if what == "data":
+                raise DataError("sample 7 has no label; give it one")
+            raise ValueError("a mistake of the user")
+
+
+def attempt():
+    with open("attempts.txt", "a") as file:
+        file.write(os.environ.get("RANK", "launcher") + "\\n")
+
+
+attempt()
+config = MultiGPUConfig(device="cpu", batch_size=4, progress="off", tensorboard=False,
+                        save_dir="runs", run_name="it", checkpoint_frequency=5,
+                        world_size=2, **settings)
+manager = MultiGPUTrainingManager(config)
+if what == "early":
+    raise ValueError("a mistake before the first step")
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
+x = torch.randn(80, 4, generator=torch.Generator().manual_seed(7))
+manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), hooks=[Steps()],
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
+bits = [p.detach().flatten().view(torch.int32).tolist() for p in model.parameters()]
+Path(f"weights-{manager.placement.identity.rank}.json").write_text(json.dumps(bits))
+"""
+
+
+class Run:
+    """`python train.py` with two ranks, in a folder of its own."""
+
+    def __init__(self, folder: Path, launcher: tuple[str, ...] = (), **settings: Any) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "train.py").write_text(TRAIN)
+        # Every epoch is ten steps.
+        command = [*launcher, "train.py", json.dumps({"epochs": STEPS // 10, **settings})]
+        env = {k: os.environ[k] for k in ("PYTHONPATH",) if k in os.environ}
+        self.program = Program(*command, cwd=folder, env=env)
+
+    def steps(self, rank: int = 0) -> list[tuple[float, int, int]]:
+        """When, in which attempt, which step: each step that was made."""
+        file = self.folder / f"steps-{rank}.txt"
+        lines = file.read_text().splitlines() if file.exists() else []
+        rows = [line.split() for line in lines if line.count(" ") == 2]
+        return [(float(when), int(attempt), int(step)) for when, attempt, step in rows]
+
+    def reach(self, step: int, attempt: int = 0) -> Run:
+        self.program.when(
+            lambda: any(row[1] >= attempt and row[2] >= step for row in self.steps()), LONGEST_S
+        )
+        return self
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        direct = psutil.Process(self.program.pid).children()
+        return {int(p.environ()["RANK"]): p for p in direct if "RANK" in p.environ()}
+
+    def kill(self, rank: int) -> float:
+        """`kill -9` from outside; when."""
+        os.kill(self.ranks()[rank].pid, signal.SIGKILL)
+        return time.time()
+
+    @property
+    def weights(self) -> list[Any]:
+        return [json.loads((self.folder / f"weights-{r}.json").read_text()) for r in (0, 1)]
+
+    @property
+    def attempts(self) -> int:
+        return (self.folder / "attempts.txt").read_text().split().count("1")
+
+
+STARTS: dict[str, dict[str, Any]] = {
+    "undisturbed": {},
+    "killed": {"pause": 0.1},
+    "killed under mgt run": {
+        "pause": 0.1,
+        "launcher": ("-m", "multi_gpu_training", "run", "--num-gpus", "2"),
+    },
+    "thrice": {"at": 12},
+    "bad input": {"at": 12, "what": "data"},
+    "early": {"what": "early"},
+    "launcher": {"pause": 0.1},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Run]]:
+    """Runs by name, each started once, when first asked for."""
+    folder = tmp_path_factory.mktemp("restarts")
+    started: dict[str, Run] = {}
+
+    def get(name: str) -> Run:
+        if name not in started:
+            started[name] = Run(folder / name.replace(" ", "-"), **STARTS[name])
+        return started[name]
+
+    try:
+        yield get
+    finally:
+        for run in started.values():
+            run.program.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_S)
+@pytest.mark.parametrize(("name", "victim"), [("killed", 1), ("killed under mgt run", 0)])
+def test_a_killed_rank_is_made_good_by_default_and_to_the_last_bit(
+    runs: Callable[[str], Run], name: str, victim: int
+) -> None:
+    run, undisturbed = runs(name), runs("undisturbed")
+    run.reach(13)
+    survivor = run.ranks()[1 - victim]
+    killed = run.kill(victim)
+    psutil.wait_procs([survivor], timeout=10)
+    noticed = time.time() - killed
+    assert noticed < 2, f"the other rank was ended after {noticed:.2f} s only"
+    run.reach(1, attempt=1)
+    again = next(when for when, attempt, _ in run.steps() if attempt == 1) - killed
+    print(f"{name}: others ended after {noticed:.2f} s, training again after {again:.2f} s")
+    assert again < SLOWEST_RECOVERY_S
+    assert run.program.end_of_run(LONGEST_S) == 0, run.program
+    assert undisturbed.program.end_of_run(LONGEST_S) == 0, undisturbed.program
+    assert run.weights == undisturbed.weights
+    steps = run.steps()
+    first = next(step for _, attempt, step in steps if attempt == 1)
+    last = max(step for _, attempt, step in steps if attempt == 0)
+    assert first >= last - 2 * 5, "more was repeated than since the last checkpoint"
+    assert f"rank {victim}" in run.program.err and "SIGKILL" in run.program.err
+    assert "restarting every rank from the newest checkpoint (1 of 3" in run.program.err
+    assert run.program.nothing_left(within_s=1), run.program.alive()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_S)
+def test_the_same_fault_three_times_stops_with_a_diagnosis(runs: Callable[[str], Run]) -> None:
+    run = runs("thrice")
+    assert run.program.end_of_run(LONGEST_S) == 1, run.program
+    said = run.program.err
+    assert "rank 1 failed three times at step 12 with ValueError: a mistake of the user" in said
+    assert run.attempts == 3
+    assert "step 12" in said.rstrip().splitlines()[-1], "the traceback comes last"
+    assert run.program.nothing_left(within_s=1), run.program.alive()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_S)
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("bad input", 2, "sample 7 has no label"),
+        ("early", 1, "ValueError: a mistake before the first step"),
+    ],
+)
+def test_what_a_restart_cannot_mend_is_not_restarted(
+    runs: Callable[[str], Run], name: str, code: int, says: str
+) -> None:
+    run = runs(name)
+    assert run.program.end_of_run(LONGEST_S) == code, run.program
+    assert says in run.program.err and "restarting" not in run.program.err
+    assert run.attempts == 1
+    assert run.program.nothing_left(within_s=1), run.program.alive()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_S)
+def test_a_killed_launcher_leaves_no_rank_and_its_run_can_be_resumed(
+    runs: Callable[[str], Run],
+) -> None:
+    run = runs("launcher").reach(7)
+    run.program.send(signal.SIGKILL)
+    assert run.program.nothing_left(within_s=3), run.program.alive()
