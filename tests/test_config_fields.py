@@ -20,6 +20,7 @@ SHOWN_IN = {
         "backend": "test_backend_is_what_the_ranks_talk_through",
         "timeout": "test_rank_joins_by_hand_and_timeout_ends_a_wait",
         "max_restarts": "test_max_restarts_outlives_a_rank_that_is_killed",
+        "restart_window_s": "test_restart_window_s_forgets_older_restarts",
         "recovery_timeout": "test_recovery_timeout_ends_the_search_for_other_machines",
     },
     "test_fields_feeding": {

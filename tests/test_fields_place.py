@@ -223,7 +223,7 @@ from tiny import line, points, quiet, sgd
 from multi_gpu_training import Hook, MultiGPUTrainingManager
 
 settings = json.loads(sys.argv[1])
-dies_at = settings.pop("dies_at", None)
+dies_at = settings.pop("dies_at", [])  # a step for each attempt
 
 
 class Steps(Hook):
@@ -232,7 +232,7 @@ class Steps(Hook):
 
     def on_step_end(self, manager, step):
         identity = manager.placement.identity
-        if step == dies_at and identity.rank == 1 and identity.attempt == 0:
+        if dies_at[identity.attempt :][:1] == [step] and identity.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         self.steps.append(step)
 
@@ -267,7 +267,9 @@ TWO = {"world_size": 2, "rank": 0, "local_rank": 0}
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, list[dict[str, Any]]]:
     saving = {"enable_fault_tolerance": True, "checkpoint_frequency": 1}
     folder = tmp_path_factory.mktemp("restarted")
-    return run_script(folder, **TWO, **saving, dies_at=3, max_restarts=1)
+    # Any restart is out of so short a window before the next.
+    limits = {"max_restarts": 1, "restart_window_s": 0.01}
+    return run_script(folder, **TWO, **saving, **limits, dies_at=[3, 5])
 
 
 @pytest.mark.slow
@@ -281,16 +283,22 @@ def test_world_size_starts_that_many_ranks(restarted: Any) -> None:
 def test_max_restarts_outlives_a_rank_that_is_killed(restarted: Any, tmp_path: Path) -> None:
     code, said, facts = restarted
     assert code == 0, said
-    assert [(f["attempt"], f["steps"][-1]) for f in facts] == [(1, 8), (1, 8)]
-    code, said, facts = run_script(tmp_path, **TWO, dies_at=0)
+    assert [(f["attempt"], f["steps"][-1]) for f in facts] == [(2, 8), (2, 8)]
+    code, said, facts = run_script(tmp_path, **TWO, dies_at=[0], max_restarts=0)
     assert code == 1 and facts == []
     assert "rank 1" in said and "SIGKILL" in said
 
 
 @pytest.mark.slow
 def test_max_restarts_goes_on_where_the_run_was(restarted: Any) -> None:
-    # Killed after step 3 moved the weights and before it was saved.
-    assert [f["steps"] for f in restarted[2]] == [[3, 4, 5, 6, 7, 8]] * 2
+    # Killed after step 5 moved the weights and before it was saved.
+    assert [f["steps"] for f in restarted[2]] == [[5, 6, 7, 8]] * 2
+
+
+@pytest.mark.slow
+def test_restart_window_s_forgets_older_restarts(restarted: Any) -> None:
+    code, said, _ = restarted
+    assert code == 0 and said.count("(1 of 1 within 0.01 s)") == 2, said
 
 
 def wait_for_others(port: int, seconds: float, pipe: Connection) -> None:

@@ -1,15 +1,18 @@
 """Ranks that are killed from outside, or fail by themselves: the run goes on, or says why not.
 
-Real processes with the default restart settings; all runs go on beside each other.
+Real processes with the default restart settings.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,20 @@ import psutil
 import pytest
 from processes import Program
 
-STEPS = 40
+STEPS = 30
 LONGEST_S = 150
 SLOWEST_RECOVERY_S = 15.0  # on a busy machine; benchmarks/recovery.py measures it on a quiet one
 
 TRAIN = """
-import json, os, signal, sys, time
+import json, os, sys, time
 from pathlib import Path
+
+settings = json.loads(sys.argv[1])
+what, at, pause = (settings.pop(key, None) for key in ("what", "at", "pause"))
+with open("attempts.txt", "a") as file:
+    file.write(os.environ.get("RANK", "launcher") + "\\n")
+if what == "early" and "RANK" in os.environ:
+    raise ValueError("a mistake before the first step")
 
 import torch
 from torch import nn
@@ -31,9 +41,6 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import DataError
-
-settings = json.loads(sys.argv[1])
-what, at, pause = (settings.pop(key, None) for key in ("what", "at", "pause"))
 
 
 class Steps(Hook):
@@ -48,18 +55,10 @@ class Steps(Hook):
             raise ValueError("a mistake of the user")
 
 
-def attempt():
-    with open("attempts.txt", "a") as file:
-        file.write(os.environ.get("RANK", "launcher") + "\\n")
-
-
-attempt()
 config = MultiGPUConfig(device="cpu", batch_size=4, progress="off", tensorboard=False,
                         save_dir="runs", run_name="it", checkpoint_frequency=5,
                         world_size=2, **settings)
 manager = MultiGPUTrainingManager(config)
-if what == "early":
-    raise ValueError("a mistake before the first step")
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
 x = torch.randn(80, 4, generator=torch.Generator().manual_seed(7))
@@ -73,13 +72,18 @@ Path(f"weights-{manager.placement.identity.rank}.json").write_text(json.dumps(bi
 class Run:
     """`python train.py` with two ranks, in a folder of its own."""
 
-    def __init__(self, folder: Path, launcher: tuple[str, ...] = (), **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        launcher: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
         self.folder = folder
         folder.mkdir()
         (folder / "train.py").write_text(TRAIN)
         # Every epoch is ten steps.
         command = [*launcher, "train.py", json.dumps({"epochs": STEPS // 10, **settings})]
-        env = {k: os.environ[k] for k in ("PYTHONPATH",) if k in os.environ}
         self.program = Program(*command, cwd=folder, env=env)
 
     def steps(self, rank: int = 0) -> list[tuple[float, int, int]]:
@@ -116,28 +120,32 @@ class Run:
 STARTS: dict[str, dict[str, Any]] = {
     "undisturbed": {},
     "killed": {"pause": 0.1},
-    "killed under mgt run": {
-        "pause": 0.1,
-        "launcher": ("-m", "multi_gpu_training", "run", "--num-gpus", "2"),
-    },
     "thrice": {"at": 12},
     "bad input": {"at": 12, "what": "data"},
     "early": {"what": "early"},
-    "launcher": {"pause": 0.1},
+    "launcher": {
+        "pause": 0.1,
+        "launcher": ("-m", "multi_gpu_training", "run", "--num-gpus", "2"),
+    },
 }
 
 
+def free_port() -> str:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 @pytest.fixture(scope="module")
-def runs(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str], Run]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Run]]:
     """Runs by name, each started once, when first asked for."""
     folder = tmp_path_factory.mktemp("restarts")
     started: dict[str, Run] = {}
 
     def get(name: str) -> Run:
         if name not in started:
-            started[name] = Run(folder / name.replace(" ", "-"), **STARTS[name])
+            env = {"MASTER_PORT": free_port()} if name == "launcher" else {}
+            started[name] = Run(folder / name.replace(" ", "-"), env=env, **STARTS[name])
         return started[name]
 
     try:
@@ -147,14 +155,8 @@ def runs(
             run.program.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(LONGEST_S)
-@pytest.mark.parametrize(("name", "victim"), [("killed", 1), ("killed under mgt run", 0)])
-def test_a_killed_rank_is_made_good_by_default_and_to_the_last_bit(
-    runs: Callable[[str], Run], name: str, victim: int
-) -> None:
-    run, undisturbed = runs(name), runs("undisturbed")
-    run.reach(13)
+def kill_and_wait(run: Run, victim: int) -> None:
+    """Kill a rank in the midst of training; the others are ended and all train again in time."""
     survivor = run.ranks()[1 - victim]
     killed = run.kill(victim)
     psutil.wait_procs([survivor], timeout=10)
@@ -162,16 +164,27 @@ def test_a_killed_rank_is_made_good_by_default_and_to_the_last_bit(
     assert noticed < 2, f"the other rank was ended after {noticed:.2f} s only"
     run.reach(1, attempt=1)
     again = next(when for when, attempt, _ in run.steps() if attempt == 1) - killed
-    print(f"{name}: others ended after {noticed:.2f} s, training again after {again:.2f} s")
+    print(f"the other rank ended after {noticed:.2f} s, training again after {again:.2f} s")
     assert again < SLOWEST_RECOVERY_S
-    assert run.program.end_of_run(LONGEST_S) == 0, run.program
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_S)
+def test_a_killed_rank_is_made_good_by_default_and_to_the_last_bit(
+    runs: Callable[[str], Run],
+) -> None:
+    undisturbed = runs("undisturbed")
     assert undisturbed.program.end_of_run(LONGEST_S) == 0, undisturbed.program
+    run = runs("killed").reach(13)
+    kill_and_wait(run, victim=1)
+    assert run.program.end_of_run(LONGEST_S) == 0, run.program
     assert run.weights == undisturbed.weights
     steps = run.steps()
     first = next(step for _, attempt, step in steps if attempt == 1)
     last = max(step for _, attempt, step in steps if attempt == 0)
-    assert first >= last - 2 * 5, "more was repeated than since the last checkpoint"
-    assert f"rank {victim}" in run.program.err and "SIGKILL" in run.program.err
+    # A checkpoint every five steps; the newest may not have been on the disk yet.
+    assert last - 2 * 5 <= first <= last + 1
+    assert re.search(r"rank 1 on \S+, step \d+ was ended by SIGKILL", run.program.err)
     assert "restarting every rank from the newest checkpoint (1 of 3" in run.program.err
     assert run.program.nothing_left(within_s=1), run.program.alive()
 
@@ -209,9 +222,12 @@ def test_what_a_restart_cannot_mend_is_not_restarted(
 
 @pytest.mark.slow
 @pytest.mark.timeout(LONGEST_S)
-def test_a_killed_launcher_leaves_no_rank_and_its_run_can_be_resumed(
+def test_a_launcher_killed_after_a_restart_leaves_no_rank(
     runs: Callable[[str], Run],
 ) -> None:
+    # Started by `mgt run`, which learns from the ranks that the run may be restarted, and on a
+    # port of the user's choice, which must be free for the second attempt too.
     run = runs("launcher").reach(7)
+    kill_and_wait(run, victim=0)
     run.program.send(signal.SIGKILL)
     assert run.program.nothing_left(within_s=3), run.program.alive()
