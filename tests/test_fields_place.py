@@ -103,6 +103,8 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Any:
             placement.place(config)
         return {**asked, "device": str(chosen)}
 
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(placement, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setattr(placement.dist, "init_process_group", init)
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)

@@ -177,7 +177,10 @@ def _report(text: str, code: object, error: BaseException, friendly: bool = Fals
     }
     try:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(json.dumps(record))
+        # Whole or not at all: the launcher, which may end us now, fails on half a report.
+        draft = Path(f"{file}.draft")
+        draft.write_text(json.dumps(record))
+        draft.replace(file)
     except OSError:
         print(full, file=sys.stderr, flush=True)
 
