@@ -274,6 +274,7 @@ class MultiGPUTrainingManager:
         own loop, call it on every rank."""
         try:
             if sys.exception() is None:
+                self.trainer.execution.verify()  # the weights of a loop of one's own, too
                 self.fault_tolerance.saver.settle()
             else:  # the other ranks may be anywhere
                 self.fault_tolerance.saver.drain()
@@ -282,13 +283,13 @@ class MultiGPUTrainingManager:
                 hook.on_run_end(self)
             summary(self)
             self._close()
-            self.trainer.execution.leave_stream()
 
     def _close(self) -> None:
         self.curves.close()
         self.fault_tolerance.saver.close()
         self.events.close()
         self.run.close()
+        self.trainer.execution.leave_stream()
 
     @property
     def should_stop(self) -> bool:
