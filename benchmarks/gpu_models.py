@@ -33,7 +33,7 @@ def cnn() -> nn.Module:
     """The image recipe's."""
     from multi_gpu_training.recipes.image.model import cnn as of_the_recipe
 
-    return of_the_recipe(10)
+    return of_the_recipe((28, 28), 10)
 
 
 def normalised(convolutions: bool) -> nn.Module:

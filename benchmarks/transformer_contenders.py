@@ -186,6 +186,10 @@ def lightning(task: Task, clock: Clock, compiled: bool = False) -> Any:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=RATE, weight_decay=0.0, fused=True)
 
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            # Lightning's own gradient_clip_val refuses fused optimizers.
+            torch.nn.utils.clip_grad_norm_(self.parameters(), CLIP)
+
     class Steps(Callback):
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             clock.step()
@@ -195,7 +199,6 @@ def lightning(task: Task, clock: Clock, compiled: bool = False) -> Any:
         devices=1,
         precision="bf16-mixed" if gpu else "32-true",
         max_steps=task.total,
-        gradient_clip_val=CLIP,
         log_every_n_steps=LOG_EVERY,
         logger=CSVLogger(task.folder, name=clock.name),
         enable_checkpointing=False,

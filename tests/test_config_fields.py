@@ -37,6 +37,15 @@ SHOWN_IN = {
         "balance": "test_balance_gives_a_slow_rank_less",
         "share_weights": "test_share_weights_say_how_much_each_rank_computes",
     },
+    "test_fields_speed": {
+        "step_execution": "test_step_execution_eager_never_records",
+        "fast_defaults": "test_fast_defaults_turn_everything_on_and_off",
+        "channels_last": "test_channels_last_lays_out_the_weights_and_learns_the_same",
+        "fused_optimizer": "test_fused_optimizer_is_one_kernel_where_it_was_left_open",
+        "cudnn_benchmark": "test_cudnn_benchmark_is_on_unless_results_must_repeat",
+        "data_on_gpu": "test_data_on_gpu_says_where_a_dataset_lives",
+        "gpu_data_gb": "test_gpu_data_gb_bounds_the_memory_for_data",
+    },
     "test_fields_arithmetic": {
         "use_mixed_precision": "test_use_mixed_precision_computes_in_16_bits",
         "mixed_precision_dtype": "test_mixed_precision_dtype_fp16_scales_the_loss",

@@ -17,6 +17,7 @@ from multi_gpu_training.config_file import (
     merge,
     read_config_file,
     read_override,
+    ready_configs,
     schema,
     split,
 )
@@ -246,15 +247,16 @@ def test_a_missing_file_says_what_was_looked_for_and_where(tmp_path: Path, write
     message = problem(read_config_file, str(tmp_path / "nowhere"))
     assert "nowhere' not found" in message
     assert f"looked for {tmp_path / 'nowhere.yaml'}" in message
-    assert "ready configs development, large_model, production" in message
+    assert f"ready configs {', '.join(ready_configs())}" in message
+    assert {"base_config", "development", "multi_gpu", "production"} <= set(ready_configs())
     assert "give the path of a YAML file" in message
     assert "did you mean 'production'?" in problem(read_config_file, "prodution")
     assert "is a folder; give the path" in problem(read_config_file, str(tmp_path))
 
-    path = write(own="defaults: [base_config]")
+    path = write(own="defaults: [common]")
     message = problem(read_config_file, path)
-    assert message.startswith(f"{path}: `defaults` names 'base_config', not found")
-    assert f"looked for {tmp_path / 'base_config.yaml'}" in message
+    assert message.startswith(f"{path}: `defaults` names 'common', not found")
+    assert f"looked for {tmp_path / 'common.yaml'}" in message
     assert "create it, or take it out" in message
 
 

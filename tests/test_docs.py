@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from multi_gpu_training.cli.app import app
 from multi_gpu_training.cli.train import extra_settings
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.config_file import flatten, split
+from multi_gpu_training.config_file import flatten, read_config_file, ready_configs, split
 from multi_gpu_training.recipes import RECIPES
 from multi_gpu_training.recipes.recipe import find_recipe
 
@@ -177,10 +177,15 @@ def test_command_has_flags_that_exist(page: str, command: str) -> None:
     context = group.commands[name].make_context(name, arguments)  # type: ignore[attr-defined]
     if name == "run" or str(context.params.get("target")).endswith(".py"):
         return  # what is left over belongs to the script
-    target = str(context.params.get("target"))
-    recipe = find_recipe(target if target in RECIPES else "image")
     left_over = dict(extra_settings(list(context.args)))
-    split(flatten(left_over), recipe.options.model_fields)
+    split(flatten(left_over), options_of(str(context.params.get("target"))))
+
+
+def options_of(target: str) -> list[str]:
+    """Options of the recipe that a command names, by its name or through a ready config."""
+    if target in ready_configs():
+        target = read_config_file(target).get("recipe", "image")
+    return list(find_recipe(target if target in RECIPES else "image").options.model_fields)
 
 
 def test_every_setting_is_documented_with_its_default() -> None:

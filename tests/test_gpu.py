@@ -73,6 +73,8 @@ def train(
         "enable_fault_tolerance": False,
         "share_gpu": True,
         "device": "cuda",
+        "fast_defaults": False,  # compared to the last digits of float32
+        "step_execution": "eager",
         **settings,
     }
     manager = MultiGPUTrainingManager(MultiGPUConfig(**settings))

@@ -20,6 +20,7 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.loader import Feeding, ShareLoader
 from multi_gpu_training.data.order import (
     BatchSamplerBatches,
+    FormsBatches,
     GlobalBatchSource,
     SamplerBatches,
     ShuffledBatches,
@@ -78,7 +79,7 @@ def training_loader(
     # A DataLoader's batch size is what its author runs on one GPU, like batch_size.
     use_its_size = brought is not None and "batch_size" not in config.model_fields_set
     sizes = batch_sizes(config, replicas, brought.batch_size if use_its_size and brought else None)
-    feeding = _feeding(brought, config, placement, sizes.micro)
+    feeding = _feeding(brought, dataset, config, placement, sizes.micro)
     if isinstance(dataset, IterableDataset):
         steps = config.steps_per_epoch
         return StreamLoader(dataset, sizes.global_batch, feeding, steps), sizes
@@ -89,7 +90,8 @@ def training_loader(
             f"{type(dataset).__name__} has {samples} samples, and an epoch is one pass over them: "
             "drop it, or set max_steps"
         )
-    return _sized_loader(dataset, _source(brought, samples, config, sizes), feeding, config), sizes
+    source = _source(brought, dataset, samples, config, sizes)
+    return _sized_loader(dataset, source, feeding, config), sizes
 
 
 def validation_loader(
@@ -99,7 +101,7 @@ def validation_loader(
     brought = data if isinstance(data, DataLoader) else None
     dataset = _dataset(data)
     size = sizes.per_rank * sizes.ranks
-    feeding = _feeding(brought, config, placement, size, evaluating=True)
+    feeding = _feeding(brought, dataset, config, placement, size, evaluating=True)
     if isinstance(dataset, IterableDataset):
         return StreamLoader(dataset, size, feeding)
     source = ShuffledBatches(_length(dataset, "validation"), size, shuffle=False)
@@ -120,9 +122,15 @@ def _sized_loader(
 
 
 def _source(
-    brought: DataLoader[Any] | None, samples: int, config: MultiGPUConfig, sizes: BatchSizes
+    brought: DataLoader[Any] | None,
+    dataset: Any,
+    samples: int,
+    config: MultiGPUConfig,
+    sizes: BatchSizes,
 ) -> GlobalBatchSource:
     total = sizes.global_batch
+    if brought is None and isinstance(dataset, FormsBatches):
+        return dataset.global_batches(total)
     if brought is None:
         return ShuffledBatches(samples, total, config.shuffle)
     if brought.batch_sampler is not None and type(brought.batch_sampler) is not BatchSampler:
@@ -139,6 +147,7 @@ def _source(
 
 def _feeding(
     brought: DataLoader[Any] | None,
+    dataset: Any,
     config: MultiGPUConfig,
     placement: Placement,
     micro_size: int,
@@ -156,7 +165,11 @@ def _feeding(
         rank=placement.dp_rank,
         ranks=placement.dp_size,
         device=placement.device,
-        collate=brought.collate_fn if brought is not None else torch_collate,
+        collate=(
+            brought.collate_fn
+            if brought is not None
+            else getattr(dataset, "collate", torch_collate)
+        ),
         num_workers=workers,
         pin_memory=config.pin_memory and placement.device.type == "cuda",
         prefetch_factor=(setting("prefetch_factor") or 2) if workers else None,

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,19 @@ class GlobalBatchSource(Protocol):
 
     def __len__(self) -> int:
         """Batches in an epoch."""
+        ...
+
+
+@runtime_checkable
+class FormsBatches(Protocol):
+    """A dataset that says itself which of its samples meet in a step: by length, by source.
+
+    It may have `collate(samples) -> batch` as well, and `subset(indices)` for a shorter one of
+    its kind.
+    """
+
+    def global_batches(self, batch_size: int) -> GlobalBatchSource:
+        """Batches of about `batch_size` samples over all ranks."""
         ...
 
 

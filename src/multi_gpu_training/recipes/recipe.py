@@ -49,14 +49,21 @@ class Recipe:
 
     `defaults` are the MultiGPUConfig fields that it sets where the user does not, `defaults_for`
     those that depend on the recipe's own options. `build` makes the job; it is called on every
-    rank, with torch's generators seeded alike.
+    rank, with torch's generators seeded alike. A training that `fit` does not describe, because
+    it makes its own data, brings `run` instead: its own loop around `manager.setup_training` and
+    `manager.trainer.train_step`.
     """
 
     name: str
     defaults: Mapping[str, Any]
     options: type[Options]
-    build: Callable[[MultiGPUConfig, Any], Job]
+    build: Callable[[MultiGPUConfig, Any], Job] | None = None
+    run: Callable[[MultiGPUTrainingManager, Any], FitResult] | None = None
     defaults_for: Callable[[Any], Mapping[str, Any]] = lambda options: {}
+
+    def __post_init__(self) -> None:
+        if (self.build is None) == (self.run is None):
+            raise ConfigError(f"recipe {self.name!r} needs either `build` or `run`")
 
     def config(self, given: Mapping[str, Any], options: Options | None = None) -> MultiGPUConfig:
         chosen = self.defaults_for(options if options is not None else self.options())
@@ -77,6 +84,9 @@ class Recipe:
         manager.recipe_options = options.model_dump()
         seed_everything(config.seed)
         torch.manual_seed(config.seed)
+        if self.run is not None:
+            return self.run(manager, options)
+        assert self.build is not None
         job = self.build(config, options)
         return manager.fit(
             job.model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multi_gpu_training.data.order import FormsBatches
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.reliability.integrity import read_manifest
@@ -35,6 +36,9 @@ def keep_place(manager: MultiGPUTrainingManager, checkpoint: Path) -> None:
     size, loader = manager.sizes.global_batch, manager.train_loader
     if saved is None or saved == size:
         return
+    if isinstance(getattr(loader, "dataset", None), FormsBatches):
+        _begin_next_epoch(manager, saved, size)
+        return
     seen = manager.trainer.position * saved
     samples = getattr(getattr(loader, "source", None), "samples", None)
     if samples is not None and loader.steps is not None and seen >= samples:
@@ -46,6 +50,18 @@ def keep_place(manager: MultiGPUTrainingManager, checkpoint: Path) -> None:
             f"global_batch_size={saved}, as it was, or from a checkpoint at the end of an epoch"
         )
     manager.trainer.position = seen // size
+
+
+def _begin_next_epoch(manager: MultiGPUTrainingManager, saved: int, size: int) -> None:
+    """Where batches of another size are other batches, only the end of an epoch is a place that
+    both have."""
+    if manager.progress.epochs_done <= manager.trainer.epoch:
+        raise ConfigError(
+            f"the checkpoint stands at step {manager.trainer.position} of an epoch of batches of "
+            f"{saved}; with global_batch_size={size} this dataset forms other batches: go on with "
+            f"global_batch_size={saved}, or from a checkpoint at the end of an epoch"
+        )
+    manager.trainer.position = manager.train_loader.steps or 0
 
 
 class EpochSums:

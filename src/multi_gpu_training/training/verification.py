@@ -124,7 +124,11 @@ def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
         return dataset
     wanted = (steps - 2) * global_batch + max(1, global_batch // 3)
     samples = len(dataset)  # type: ignore[arg-type]
-    return dataset if samples <= wanted else Subset(dataset, range(wanted))
+    if samples <= wanted:
+        return dataset
+    # A dataset that forms its own batches must still do so.
+    subset = getattr(dataset, "subset", None)
+    return subset(range(wanted)) if callable(subset) else Subset(dataset, range(wanted))
 
 
 @dataclass

@@ -1,0 +1,205 @@
+"""Daily prices: read from CSV files and checked, or generated."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multi_gpu_training.errors import DataError
+
+Prices = NDArray[np.float64]
+
+COLUMNS = ("open", "high", "low", "close", "volume")
+SYMBOL_COLUMNS = ("ticker", "symbol", "tic")
+# The longest closing of the New York exchange since 1933 made a step of seven days, in 2001.
+LONGEST_STEP_DAYS = 10
+
+
+@dataclass(frozen=True)
+class Market:
+    """Prices of some assets on the same days; arrays are (days, assets)."""
+
+    source: str
+    days: list[str]
+    symbols: list[str]
+    high: Prices
+    low: Prices
+    close: Prices
+    limits: str = ""  # which assets end the common period, where there are several
+
+    def describe(self) -> str:
+        return (
+            f"{self.source}: {len(self.symbols)} assets, {len(self.days)} days "
+            f"from {self.days[0]} to {self.days[-1]}{self.limits}"
+        )
+
+
+def read_market(path: str, symbols: Sequence[str] | None = None) -> Market:
+    """Prices of a CSV file, or of all CSV files in a folder, on their common period.
+
+    Columns Date, Open, High, Low, Close, Volume, in any order and case. A column Ticker holds
+    several assets in one file; otherwise the file's name names its asset. With a column
+    Adj Close all prices are adjusted by it, for splits and dividends.
+    """
+    place = Path(path)
+    files = sorted([*place.glob("*.csv"), *place.glob("*.csv.gz")]) if place.is_dir() else [place]
+    if not files or not files[0].exists():
+        raise DataError(
+            f"data_dir={path}: no such CSV file, nor a folder with *.csv or *.csv.gz in it"
+        )
+    series: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for file in files:
+        for symbol, day, row in _rows(file):
+            days = series.setdefault(symbol, {})
+            if days and day <= next(reversed(days)):
+                last = next(reversed(days))
+                what = "twice" if day == last else f"after {last}"
+                raise DataError(f"{file.name}: {symbol} has {day} {what}; sort the rows by date")
+            days[day] = row
+    if not series:
+        raise DataError(f"data_dir={path}: no row of prices in {len(files)} file(s)")
+    return _common(path, _chosen(series, symbols, path))
+
+
+def _chosen(series: dict[str, Any], symbols: Sequence[str] | None, path: str) -> dict[str, Any]:
+    if symbols is None:
+        return series
+    missing = [symbol for symbol in symbols if symbol not in series]
+    if missing:
+        raise DataError(f"symbols={','.join(missing)} not in {path}; it has {', '.join(series)}")
+    return {symbol: series[symbol] for symbol in symbols}
+
+
+def _common(path: str, series: dict[str, dict[str, tuple[float, float, float]]]) -> Market:
+    """The period that all assets cover; a day that only some of them have is an error."""
+    first = max(next(iter(days)) for days in series.values())
+    last = min(next(reversed(days)) for days in series.values())
+    period = sorted({d for days in series.values() for d in days if first <= d <= last})
+    if not period:
+        raise DataError(
+            f"{path}: the assets have no day in common (the latest begins {first}, the earliest "
+            f"ends {last}); choose some with symbols=A,B"
+        )
+    for symbol, days in series.items():
+        absent = [day for day in period if day not in days]
+        if absent:
+            raise DataError(
+                f"{path}: {symbol} lacks {len(absent)} days that others have, {absent[0]} first; "
+                f"fill the gap, or leave it out with symbols="
+            )
+    for before, after in pairwise(period):
+        step = (date.fromisoformat(after) - date.fromisoformat(before)).days
+        if step > LONGEST_STEP_DAYS:
+            raise DataError(
+                f"{path}: nothing between {before} and {after}, a gap of {step} days; fill it, or "
+                "give the part before or after it"
+            )
+    rows = np.array([[days[day] for days in series.values()] for day in period])
+    high, low, close = (np.ascontiguousarray(rows[:, :, i]) for i in range(3))
+    return Market(path, period, list(series), high, low, close, _limits(series))
+
+
+def _limits(series: dict[str, Any]) -> str:
+    """Who makes the common period as short as it is."""
+    if len({(next(iter(days)), next(reversed(days))) for days in series.values()}) < 2:
+        return ""
+    latest = max(series, key=lambda symbol: next(iter(series[symbol])))
+    earliest = min(series, key=lambda symbol: next(reversed(series[symbol])))
+    return f" ({latest} begins last, {earliest} ends first)"
+
+
+def _rows(file: Path) -> Iterator[tuple[str, str, tuple[float, float, float]]]:
+    """(symbol, day, (high, low, close)) of each line, checked."""
+    opener: Any = gzip.open if file.suffix == ".gz" else open
+    with opener(file, "rt", newline="", encoding="utf-8-sig") as lines:
+        reader = csv.reader(lines)
+        header = [name.strip().lower().replace("_", " ") for name in next(reader, [])]
+        missing = [name for name in ("date", *COLUMNS) if name not in header]
+        if missing:
+            raise DataError(
+                f"{file.name} has no column {', '.join(missing)}; the first line must name Date, "
+                f"Open, High, Low, Close and Volume (found: {', '.join(header) or 'nothing'})"
+            )
+        symbol_at = next((header.index(n) for n in SYMBOL_COLUMNS if n in header), None)
+        adjusted_at = header.index("adj close") if "adj close" in header else None
+        name = file.name.removesuffix(".gz").removesuffix(".csv")
+        for line in reader:
+            if not line:
+                continue
+            where = f"{file.name}, line {reader.line_num}"
+            if len(line) != len(header):
+                raise DataError(f"{where}: {len(line)} values for {len(header)} columns")
+            symbol = name if symbol_at is None else line[symbol_at].strip()
+            values = [_number(line[header.index(c)], c, where) for c in COLUMNS]
+            factor = 1.0
+            if adjusted_at is not None:
+                factor = _number(line[adjusted_at], "adj close", where) / values[3]
+            yield symbol, _day(line[header.index("date")], where), _checked(values, factor, where)
+
+
+def _checked(values: list[float], factor: float, where: str) -> tuple[float, float, float]:
+    _, high, low, close, _ = values
+    if high < low:
+        raise DataError(f"{where}: high {high:g} is below low {low:g}")
+    return high * factor, low * factor, close * factor
+
+
+def _number(text: str, column: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value < 0 or (value == 0 and column != "volume"):
+        raise DataError(
+            f"{where}: {column} is {text.strip() or 'empty'!r}; every price must be a number "
+            "above 0: fill or remove the row"
+        )
+    return value
+
+
+def _day(text: str, where: str) -> str:
+    try:
+        return date.fromisoformat(text.strip()[:10]).isoformat()
+    except ValueError:
+        raise DataError(f"{where}: {text!r} is no date like 2013-02-28") from None
+
+
+def generate_market(assets: int, days: int, seed: int) -> Market:
+    """A market of our own making: no prices of the world.
+
+    All assets share a factor, and each follows trends that last for weeks, so that there is
+    something to find for who looks back.
+    """
+    random = np.random.default_rng(seed)
+    trend = np.zeros((days, assets))
+    for day in range(1, days):
+        turns = random.random(assets) < 1 / 40
+        fresh = random.normal(0.0003, 0.004, assets)
+        trend[day] = np.where(turns, fresh, trend[day - 1])
+    factor = random.normal(0.0001, 0.008, (days, 1))
+    own = random.normal(0, 0.012, (days, assets))
+    close = 50 * np.exp(random.uniform(-0.7, 0.7, assets) + np.cumsum(trend + factor + own, 0))
+    spread = np.abs(random.normal(0, 0.006, (2, days, assets)))
+    return Market(
+        source=f"generated market (seed {seed})",
+        days=[f"day {day}" for day in range(days)],
+        symbols=[f"ASSET{number}" for number in range(assets)],
+        high=close * (1 + spread[0]),
+        low=close * (1 - spread[1]),
+        close=close,
+    )
+
+
+def split_symbols(text: str | None) -> list[str] | None:
+    names: Iterable[str] = (text or "").split(",")
+    return [name.strip() for name in names if name.strip()] or None

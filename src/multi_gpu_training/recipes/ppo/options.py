@@ -1,0 +1,140 @@
+"""Settings of the PPO recipe, beside those of every run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from multi_gpu_training.recipes.recipe import Options
+
+# Fields of MultiGPUConfig where the user sets none.
+CONFIG_DEFAULTS: dict[str, Any] = {
+    "batch_size": 128,
+    "epochs": 4,
+    "learning_rate": 3e-4,
+    "max_grad_norm": 0.5,
+    # Sequences are cut where episodes end, so that steps differ in shape.
+    "step_execution": "eager",
+    # A rollout is computed in float32; so is what it is compared with.
+    "use_mixed_precision": False,
+    "best_metric": "return",
+    "log_every": 1,
+}
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+_OF_TRADING = (
+    "data_dir",
+    "symbols",
+    "assets",
+    "market_days",
+    "episode_days",
+    "test_fraction",
+    "initial_balance",
+    "trading_cost",
+    "max_shares",
+    "turbulence_quantile",
+)
+
+
+class PPOOptions(Options):
+    """`batch_size` counts environments: each brings its whole rollout to a step. `epochs` are
+    the passes over a rollout."""
+
+    env: str = Field(default="trading", description="trading, or the id of a Gymnasium environment")
+    hide: list[int] = Field(default=[], description="observations the agent does not see, like 1,3")
+    num_envs: PositiveInt = Field(default=500, description="environments over all ranks")
+    rollout_steps: PositiveInt | None = Field(
+        default=None,
+        description="steps of an environment between updates; None: episode_days, or 128",
+    )
+    num_episodes: PositiveInt = Field(
+        default=5000, description="episodes to train on, over all ranks"
+    )
+    total_steps: PositiveInt | None = Field(
+        default=None, description="environment steps to train on, instead of num_episodes"
+    )
+    eval_episodes: PositiveInt = Field(
+        default=20, description="episodes of the evaluation (Gymnasium)"
+    )
+    eval_steps: PositiveInt = Field(
+        default=10_000, description="steps after which an episode of the evaluation is cut off"
+    )
+
+    normalise: bool | None = Field(
+        default=None,
+        description="bring observations and rewards to spread 1; None: where env is not trading",
+    )
+    window: PositiveInt | None = Field(
+        default=None, description="observations the feature LSTM sees; None: 30 trading, else 1"
+    )
+    features: PositiveInt = 128
+    hidden: PositiveInt = 512
+
+    gamma: Fraction = 0.99
+    gae_lambda: Fraction = 0.95
+    clip_range: Annotated[float, Field(gt=0)] = 0.2
+    value_clip: Annotated[float, Field(gt=0)] | None = None
+    value_coef: Annotated[float, Field(ge=0)] = 0.5
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    target_kl: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="a pass with a mean KL above 1.5 times this ends the update"
+    )
+    advantages: Literal["rollout", "minibatch", "none"] = Field(
+        default="rollout", description="over what advantages are normalised, always over all ranks"
+    )
+    decay: Literal["none", "linear"] = Field(
+        default="none", description="linear: learning rate and clip range fall to 0 over the run"
+    )
+
+    data_dir: str | None = Field(
+        default=None, description="CSV file or folder; None: a generated market"
+    )
+    symbols: str | None = Field(
+        default=None, description="assets to trade, like AAPL,IBM; None: all"
+    )
+    assets: PositiveInt = Field(default=30, description="assets of the generated market")
+    market_days: PositiveInt = Field(default=2520, description="days of the generated market")
+    episode_days: PositiveInt = 252
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.2, description="the last part of the days, for the test alone"
+    )
+    initial_balance: Annotated[float, Field(gt=0)] = 1_000_000.0
+    trading_cost: Annotated[float, Field(ge=0, lt=1)] = 0.001
+    max_shares: PositiveInt = Field(default=100, description="shares of an asset traded in a day")
+    turbulence_quantile: Fraction = Field(
+        default=0.99,
+        description="days more turbulent than this part of the training days: sell all",
+    )
+
+    @field_validator("hide", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [part for part in value.split(",") if part.strip()]
+        return [value] if isinstance(value, int) else value
+
+    def without_effect(self) -> list[str]:
+        """Options that were changed and mean nothing for this environment."""
+        idle = list(_OF_TRADING)
+        if self.trades:
+            idle = ["hide", "eval_episodes", "eval_steps"]
+            idle += ["symbols"] if self.data_dir is None else ["assets", "market_days"]
+        plain = type(self)()
+        return [name for name in idle if getattr(self, name) != getattr(plain, name)]
+
+    @property
+    def trades(self) -> bool:
+        return self.env == "trading"
+
+    @property
+    def normalises(self) -> bool:
+        return not self.trades if self.normalise is None else self.normalise
+
+    @property
+    def steps(self) -> int:
+        return self.rollout_steps or (self.episode_days if self.trades else 128)
+
+    @property
+    def observed(self) -> int:
+        return self.window or (30 if self.trades else 1)

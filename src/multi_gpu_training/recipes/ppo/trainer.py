@@ -1,0 +1,266 @@
+"""CLSTM-PPO on all ranks: collect a rollout, update the policy on it, and again.
+
+initialize                 environments, policy, and the place of an earlier run
+while there is more to do:
+    collect                every rank steps the environments that it holds
+    update                 passes of minibatches over the environments of all ranks
+    report, save
+evaluate
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.data.order import cut, derive_seed
+from multi_gpu_training.distributed.replicas import check_replicas
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.recipes.ppo.environment import gather_environments, take_environments
+from multi_gpu_training.recipes.ppo.evaluation import evaluate
+from multi_gpu_training.recipes.ppo.loss import PPOLoss
+from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
+from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
+from multi_gpu_training.recipes.ppo.progress import Decay, PPOProgress
+from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout
+from multi_gpu_training.recipes.ppo.update import Update
+from multi_gpu_training.recipes.ppo.worlds import World, build_world
+from multi_gpu_training.training.hooks import Hook
+from multi_gpu_training.training.manager import MultiGPUTrainingManager
+from multi_gpu_training.training.progress import FitResult
+from multi_gpu_training.training.verification import requested
+
+# What the seed of a run is combined with, so that its uses have nothing in common.
+_ENVIRONMENTS, _NOISE, _ORDER = 1, 2, 3
+
+
+class DistributedCLSTMPPOTrainer:
+    """PPO with a CLSTM policy; what it computes does not depend on the number of ranks.
+
+    trainer = DistributedCLSTMPPOTrainer(options=PPOOptions(env="CartPole-v1", hide=[1, 3]))
+    trainer.initialize()
+    result = trainer.train()
+    """
+
+    def __init__(
+        self,
+        config: MultiGPUConfig | None = None,
+        options: PPOOptions | None = None,
+        manager: MultiGPUTrainingManager | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        self.hooks = hooks
+        self.options = options or PPOOptions()
+        if manager is None:
+            config = config or MultiGPUConfig(**CONFIG_DEFAULTS, recipe="ppo")
+            check_config(config)
+            manager = MultiGPUTrainingManager(config)
+            manager.recipe_options = self.options.model_dump()
+        else:
+            check_config(manager.config)
+        self.manager = manager
+        self.config = manager.config
+        for name in ("step_execution", "use_mixed_precision"):
+            if name not in self.config.model_fields_set:
+                setattr(self.config, name, CONFIG_DEFAULTS[name])
+        self.placement = manager.placement
+        self.verifying = requested() is not None
+        if self.verifying:
+            self._shorten()
+        self.progress = PPOProgress(self.options.num_envs)
+        self.world: World
+        self.collector: Collector
+        self.update: Update
+
+    def _shorten(self) -> None:
+        """For `mgt verify`: a small rollout, which every rank collects whole, so that all of them
+        share out one and the same; uneven minibatches."""
+        few = min(self.options.num_envs, 10)
+        short = min(self.options.steps, 24)
+        self.options = self.options.model_copy(update={"num_envs": few, "rollout_steps": short})
+        self.config.global_batch_size = min(few, 4)
+
+    # Setting up
+
+    def initialize(self) -> None:
+        """Make environments and policy; with `resume`, go on where the run stood."""
+        options, placement = self.options, self.placement
+        total, ranks = options.num_envs, placement.dp_size
+        if total < ranks:
+            raise ConfigError(
+                f"num_envs={total} is smaller than world_size={ranks}; use at least {ranks} "
+                "environments, or fewer ranks"
+            )
+        self.held = range(*cut(total, ranks, placement.dp_rank))
+        self.stepped = range(total) if self.verifying else self.held
+        seed = derive_seed(self.config.seed, _ENVIRONMENTS)
+        self.world = build_world(options, self.stepped, self.config.seed, seed, placement.device)
+        environments = self.world.environments
+        torch.manual_seed(self.config.seed)
+        policy = CLSTMPolicy(
+            environments.observation_size,
+            environments.actions,
+            options.observed,
+            options.features,
+            options.hidden,
+        )
+        model, _, _ = self.manager.setup_training(
+            policy,
+            range(total),  # type: ignore[arg-type]
+            loss_fn=PPOLoss(options.value_coef, options.entropy_coef, options.value_clip),
+            optimizer=lambda parameters: torch.optim.Adam(
+                parameters, lr=self.config.learning_rate, eps=1e-5, fused=True
+            ),
+            scheduler=lambda optimizer: Decay(optimizer, self._decay),
+            hooks=self.hooks,
+            states={"ppo": self.progress},
+        )
+        assert isinstance(model, CLSTMPolicy)
+        self.policy = model
+        order = derive_seed(self.config.seed, _ORDER)
+        self.update = Update(
+            self.manager, options, self.progress, self.held, order, endless=self.verifying
+        )
+        self.collector = Collector(environments, model, options.normalises, options.gamma)
+        if self.progress.environments is not None:
+            self.collector.load(take_environments(self.progress.environments, self.stepped))
+            self.collector.reward_scale = self.progress.apply_measures(model)
+        self.manager.console.line(self._describe())
+
+    def _describe(self) -> str:
+        options = self.options
+        aim = f"{options.num_episodes:,} episodes"
+        if options.total_steps is not None:
+            aim = f"{options.total_steps:,} steps"
+        return (
+            f"environments: {options.num_envs} of {self.world.description}\n"
+            f"rollouts: {options.steps} steps of each, {self.config.epochs} passes of "
+            f"{self.update.minibatches} minibatches over them, until {aim}"
+        )
+
+    # The loop
+
+    def train(self) -> FitResult:
+        """Train until enough episodes or steps are done, evaluate, and say what came out."""
+        if not hasattr(self, "collector"):
+            self.initialize()
+        try:
+            while self._rest() > 0 and not self.manager.should_stop:
+                started = time.perf_counter()
+                rollout, finished = self._collect()
+                collected = time.perf_counter()
+                metrics = self.update(rollout, self.options.clip_range * self._decay())
+                self._finish_iteration(metrics, finished, started, collected)
+            self._evaluate()
+        finally:
+            self.manager.finish()
+            self.world.environments.close()
+        return self.manager.result()
+
+    def _rest(self) -> float:
+        """The part of the run that is still to do: 1 at the beginning, 0 when it is done."""
+        done, options = self.progress, self.options
+        if options.total_steps is not None:
+            return max(0.0, 1 - done.env_steps / options.total_steps)
+        return max(0.0, 1 - done.episodes / options.num_episodes)
+
+    def _decay(self) -> float:
+        """What learning rate and clip range are multiplied by."""
+        return self._rest() if self.options.decay == "linear" else 1.0
+
+    def _collect(self) -> tuple[Rollout, Finished]:
+        options = self.options
+        seed = derive_seed(self.config.seed, _NOISE, self.progress.iteration)
+        noise = self.policy.actions.noise(options.steps, options.num_envs, seed)
+        noise = noise[:, self.stepped.start : self.stepped.stop]
+        rollout, finished = self.collector.collect(options.steps, noise)
+        if self.verifying:
+            rollout = rollout.take(slice(self.held.start, self.held.stop))
+        return rollout, finished
+
+    # After an update
+
+    def _finish_iteration(
+        self, metrics: dict[str, float], finished: Finished, started: float, collected: float
+    ) -> None:
+        manager, progress = self.manager, self.progress
+        manager.check_finite(metrics)
+        found = [e for part in self.placement.gather_json(finished.episodes()) for e in part]
+        episodes = [(earned, length) for _, _, earned, length in sorted(found)]
+        steps = self.options.num_envs * self.options.steps
+        progress.add(steps, episodes)
+        measured = self.collector.measured.items()
+        progress.measure({name: self.placement.sum(sums) for name, sums in measured})
+        self.collector.reward_scale = progress.apply_measures(self.policy)
+        now = time.perf_counter()
+        metrics = {
+            "return": progress.mean_return,
+            "episode_length": progress.mean_length,
+            **metrics,
+            "learning_rate": float(manager.trainer.optimizer.param_groups[0]["lr"]),
+            "steps_per_s": steps / (now - started),
+            "collect_s": collected - started,
+            "update_s": now - collected,
+        }
+        step = manager.trainer.step
+        better = manager.progress.finish_epoch(metrics, None)
+        counts = {"env_steps": progress.env_steps, "episodes": progress.episodes}
+        manager.logger.record(
+            "epoch", epoch=progress.iteration - 1, step=step, train={**metrics, **counts}, val=None
+        )
+        manager.curves.write("train", {**metrics, **counts}, progress.env_steps)
+        progress.say(manager.console, metrics, last=self._rest() <= 0)
+        every = self.config.consistency_check_every
+        if every and progress.passed(step, every, "checked"):
+            check_replicas(manager.model, self.placement, step)
+        for hook in manager.hooks:
+            hook.on_epoch_end(manager, progress.iteration - 1, metrics)
+        if self.config.enable_fault_tolerance and (
+            progress.passed(step, self.config.checkpoint_frequency, "saved") or self._rest() <= 0
+        ):
+            self._save_checkpoint(better)
+
+    def _save_checkpoint(self, best: bool) -> None:
+        """Everything by environment, so that any number of ranks can go on."""
+        total, ranks = self.options.num_envs, self.placement.dp_size
+        held = [stop - start for start, stop in (cut(total, ranks, r) for r in range(ranks))]
+        state = self.collector.state_by_environment()
+        self.progress.environments = gather_environments(state, self.placement, held)
+        self.manager.save_checkpoint(best)
+
+    def _evaluate(self) -> None:
+        manager = self.manager
+        if not manager.progress.history:
+            return
+        metrics, lines = evaluate(
+            self.policy, self.world, self.options, self.config.seed, self.placement
+        )
+        for line in lines:
+            manager.console.line(line)
+        manager.progress.history[-1]["val"] = metrics
+        manager.logger.record("evaluation", step=manager.trainer.step, **metrics)
+        manager.curves.write("evaluation", metrics, self.progress.env_steps)
+
+
+def check_config(config: MultiGPUConfig) -> None:
+    """Settings that mean nothing here are errors, not silence."""
+    problems = []
+    if config.training_mode is TrainingMode.DATA_PARALLEL:
+        problems.append("training_mode=data_parallel: PPO runs as ddp or single")
+    if config.schedule != "constant" or config.warmup_steps or config.warmup_epochs:
+        problems.append("schedule and warm-up count steps; PPO has decay=linear, by progress")
+    if config.static_graph or config.find_unused_parameters:
+        problems.append(
+            "PPO uses every parameter in every step; drop static_graph and find_unused_parameters"
+        )
+    if config.step_execution in ("graph", "compile"):
+        problems.append(
+            f"step_execution={config.step_execution}: PPO's steps differ in shape; use eager"
+        )
+    if config.num_workers:
+        problems.append(f"num_workers={config.num_workers}: PPO loads no data; drop it")
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,120 @@
+"""Sound files as 16-bit mono samples of one rate."""
+
+from __future__ import annotations
+
+import math
+import wave
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from multi_gpu_training.errors import DataError
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a sound file says about itself."""
+
+    rate: int
+    channels: int
+    samples: int
+
+    def samples_at(self, rate: int) -> int:
+        """Samples after resampling to `rate`."""
+        return -(-self.samples * rate // self.rate)
+
+
+def read_header(path: Path) -> Header:
+    """Rate, channels and length of a sound file, without its samples."""
+    plain = _read_plain_wav(path, samples=False)
+    if plain is not None:
+        return plain[0]
+    soundfile = _soundfile(path)
+    try:
+        info = soundfile.info(str(path))
+    except RuntimeError as error:  # libsndfile's errors are subclasses of it
+        raise no_audio(path, error) from None
+    return Header(int(info.samplerate), int(info.channels), int(info.frames))
+
+
+def read_sound(path: Path, rate: int) -> Tensor:
+    """The whole file as int16 of (samples,), channels averaged, at `rate` samples a second."""
+    plain = _read_plain_wav(path, samples=True)
+    if plain is not None:
+        header, values = plain
+        found = header.rate
+    else:
+        soundfile = _soundfile(path)
+        try:
+            values, found = soundfile.read(str(path), dtype="int16", always_2d=True)
+        except RuntimeError as error:
+            raise no_audio(path, error) from None
+    sound = torch.from_numpy(np.array(values, dtype=np.int16))
+    if sound.shape[1] == 1 and found == rate:
+        return sound[:, 0]
+    mono = sound.float().mean(1)
+    if found != rate:
+        mono = resample(mono, int(found), rate)
+    return mono.round().clamp(-32768, 32767).to(torch.int16)
+
+
+def _read_plain_wav(path: Path, samples: bool) -> tuple[Header, Any] | None:
+    """A WAV of 16-bit samples needs no library; None for everything else."""
+    if path.suffix.lower() != ".wav":
+        return None
+    try:
+        with wave.open(str(path)) as file:
+            header = Header(file.getframerate(), file.getnchannels(), file.getnframes())
+            if file.getsampwidth() != 2:
+                return None
+            raw = file.readframes(header.samples) if samples else b""
+    except (wave.Error, EOFError):
+        return None
+    except OSError as error:
+        raise no_audio(path, error) from None
+    return header, np.frombuffer(raw, dtype="<i2").reshape(-1, header.channels)
+
+
+def _soundfile(path: Path) -> Any:
+    try:
+        import soundfile
+    except ImportError:
+        raise DataError(
+            f"{path} is no WAV of 16-bit samples; other formats are read by soundfile, which is "
+            "not installed: run pip install 'multi-gpu-training[speech]'"
+        ) from None
+    return soundfile
+
+
+def no_audio(path: Path, error: Exception) -> DataError:
+    reason = str(error).splitlines()[0].rstrip(".")
+    return DataError(f"{path} is no audio that can be read ({reason}); fetch it again or remove it")
+
+
+def resample(sound: Tensor, found: int, wanted: int) -> Tensor:
+    """(samples,) at another rate, through a low-pass filter that keeps both rates honest."""
+    common = math.gcd(found, wanted)
+    up, down = wanted // common, found // common
+    kernels, reach = _resampling_kernels(up, down)
+    padded = F.pad(sound.view(1, 1, -1).float(), (reach, reach + down))
+    phases = F.conv1d(padded, kernels, stride=down)  # one output phase a kernel
+    return phases[0].T.reshape(-1)[: -(-len(sound) * up // down)]
+
+
+@lru_cache(maxsize=16)
+def _resampling_kernels(up: int, down: int, zeros: int = 12) -> tuple[Tensor, int]:
+    """A windowed sinc for each of the `up` places that an output sample can have."""
+    cutoff = 0.97 * min(1.0, up / down)
+    reach = math.ceil(zeros / cutoff)
+    at = torch.arange(-reach, reach + down + 1, dtype=torch.float64)
+    phase = torch.arange(up, dtype=torch.float64)[:, None] * down / up
+    distance = (at - phase) * cutoff
+    window = torch.cos(distance.clamp(-zeros, zeros) * math.pi / (2 * zeros)).square()
+    kernels = torch.sinc(distance) * window * cutoff
+    return kernels.float().unsqueeze(1), reach
