@@ -140,7 +140,7 @@ def train_slowed(folder: Path, rank_times: list[int], settings: dict[str, Any]) 
         "shares": manager.balance.weights,
         "metrics": result.metrics,
         "sizes": sizes,
-        "event": next(event for event in events if event["event"] == "shares"),
+        "event": next((event for event in events if event["event"] == "shares"), None),
     }
 
 
@@ -166,6 +166,24 @@ def test_a_slow_rank_gets_less_and_the_result_stays(tmp_path: Path) -> None:
             assert ours["metrics"][name] == pytest.approx(value, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"share_weights": [20, 1]},  # of the last, short batch the second rank gets nothing
+        {"balance": "measured", "static_graph": True, "gradient_accumulation_steps": 2},
+        {"balance": "measured", "find_unused_parameters": True},
+    ],
+    ids=["empty-share", "static-graph", "unused"],
+)
+def test_unequal_shares_learn_what_one_rank_learns(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    accumulation = {"gradient_accumulation_steps": settings.get("gradient_accumulation_steps", 1)}
+    alone = run_ranks(1, train_slowed, tmp_path / "a", [1], accumulation)[0]
+    for ours in run_ranks(2, train_slowed, tmp_path / "b", [1, 12], settings):
+        assert apart(ours["weights"], alone["weights"]) <= LIMIT
+
+
 def test_measuring_leaves_no_trace(tmp_path: Path) -> None:
     """Equal ranks that are measured end with the bits of ranks that never were."""
     plain = run_ranks(2, train_traced, tmp_path / "a", "equal")
@@ -174,6 +192,10 @@ def test_measuring_leaves_no_trace(tmp_path: Path) -> None:
         assert ours["probed"] and not others["probed"]
         for name, value in others["weights"].items():
             assert torch.equal(ours["weights"][name], value), name
+
+
+def noisy(batch: list[Tensor], random: Any) -> list[Tensor]:
+    return [batch[0] + random.uniform(4), batch[1]]
 
 
 def train_traced(folder: Path, balance: str) -> dict[str, Any]:
@@ -192,10 +214,12 @@ def train_traced(folder: Path, balance: str) -> dict[str, Any]:
             calls.append(len(batch[0]))
             return F.cross_entropy(model(batch[0]), batch[1])
 
-        manager.fit(model, labelled(64), loss_fn=loss_fn)
+        manager.fit(model, labelled(64), loss_fn=loss_fn, augment=noisy)
     finally:
         module.UNEQUAL = before
     assert manager.balance.weights is None
+    rows = (manager.run.path / "events" / f"rank-{manager.placement.dp_rank}.jsonl").read_text()
+    assert balance == "equal" or "measured: ranks are about even" in rows
     return {"probed": len(calls) > 2 * 4, "weights": dict(model.state_dict())}
 
 

@@ -164,6 +164,7 @@ class Balance:
             equal = (1,) * ranks
             start = proportional(micro, self.weights or equal)
             counts, found = search(lambda sizes: self._all_measure(probe, sizes), start)
+            probe.clean()
         except DataError as error:
             manager.logger.warning(f"shares stay as they are: {error}")
             self._use(manager, self.weights, f"not measured: {error}")

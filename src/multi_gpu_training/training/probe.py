@@ -54,7 +54,6 @@ class Probe:
         self.size = share.count
         self.micro = share.window_count
         self.cuttable = batch_count(batch) == self.size
-        self._share = share
         self._parameters = [p for p in trainer.model.parameters() if p.requires_grad]
 
     def measure(self, count: int) -> Measured:
@@ -93,7 +92,7 @@ class Probe:
             return True
         except torch.OutOfMemoryError:
             pass
-        self._clean()  # outside of the handler: the error holds on to the memory
+        self.clean()  # outside of the handler: the error holds on to the memory
         return False
 
     def _measured(self, count: int) -> Measured:
@@ -115,14 +114,13 @@ class Probe:
         return Measured(count, seconds * factor, limit)
 
     def _resized(self, count: int) -> tuple[Any, torch.Tensor | None]:
-        trainer = self.trainer
-        samples = None
-        if trainer.augment is not None:
-            samples = trainer._samples(self.batch, self._share)
-        if count == self.size or not self.cuttable:
-            return self.batch, samples
-        batch = resized(self.batch, self.size, count)
-        return batch, None if samples is None else resized(samples, self.size, count)
+        """The batch with `count` samples, and numbers for the randomness of augmentations."""
+        whole = count == self.size or not self.cuttable
+        batch = self.batch if whole else resized(self.batch, self.size, count)
+        if self.trainer.augment is None:
+            return batch, None
+        held = count if self.cuttable else self.size
+        return batch, torch.arange(held, device=self.trainer.placement.device)
 
     def _pass(self, batch: Any, samples: torch.Tensor | None, count: int) -> None:
         trainer = self.trainer
@@ -147,7 +145,8 @@ class Probe:
             free -= 2 * sum(p.numel() * p.element_size() for p in self._parameters)
         return int(max(0.0, free) / max(bytes_a_sample, 1.0))
 
-    def _clean(self) -> None:
+    def clean(self) -> None:
+        """Give back the memory that passes took and nobody needs any more."""
         gc.collect()
         if self.trainer.placement.device.type == "cuda":
             torch.cuda.empty_cache()
