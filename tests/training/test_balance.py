@@ -231,7 +231,9 @@ class StopAt(Hook):
             raise InterruptedError
 
 
-def train_and_resume(folder: Path, name: str, stop: int | None, **settings: Any) -> Any:
+def train_and_resume(
+    folder: Path, name: str, stop: int | None, loss_fn: Any = squares, **settings: Any
+) -> Any:
     manager = manager_for(
         folder,
         run_name=name,
@@ -244,27 +246,36 @@ def train_and_resume(folder: Path, name: str, stop: int | None, **settings: Any)
     model = line()
     hooks = [StopAt(stop)] if stop else []
     try:
-        manager.fit(model, points(60), loss_fn=squares, optimizer=sgd, hooks=hooks)
+        manager.fit(model, points(60), loss_fn=loss_fn, optimizer=sgd, hooks=hooks)
     except InterruptedError:
         manager.fault_tolerance.saver.wait()
         return None
     return manager.balance.weights, {n: v.clone() for n, v in model.state_dict().items()}
 
 
-def unequal(folder: Path, how: str) -> Any:
-    """A run with given shares; or stopped, then resumed by a config that asks for none."""
-    if how == "whole":
-        return train_and_resume(folder, how, None, share_weights=[3.0, 1.0])
-    train_and_resume(folder, how, 3, share_weights=[3.0, 1.0])
-    return train_and_resume(folder, how, None, resume="auto", balance="measured")
+def measured_twice(folder: Path) -> Any:
+    """A run with measured shares; and from its third step on again, with the other rank slow."""
+
+    def loss_fn(slow_rank: int) -> Any:
+        slow = int(os.environ["RANK"]) == slow_rank
+
+        def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+            time.sleep((4e-3 if slow else 1e-3) * len(batch[0]))
+            return squares(model, batch)
+
+        return loss
+
+    settings = {"balance": "measured", "keep_last": 20}
+    whole = train_and_resume(folder, "whole", None, loss_fn(1), **settings)
+    third = folder / "custom" / "whole" / "checkpoints" / "step-00000003"
+    again = train_and_resume(folder, "again", None, loss_fn(0), resume=str(third), **settings)
+    return whole, again
 
 
 def test_a_resumed_run_repeats_its_shares_bit_for_bit(tmp_path: Path) -> None:
-    whole = run_ranks(2, unequal, tmp_path, "whole")
-    resumed = run_ranks(2, unequal, tmp_path, "stopped")
-    for (shares, ours), (_, others) in zip(resumed, whole, strict=True):
-        assert shares == (750, 250)
-        assert all(torch.equal(ours[name], others[name]) for name in others)
+    for (shares, whole), (repeated, again) in run_ranks(2, measured_twice, tmp_path):
+        assert repeated == shares and shares[0] > shares[1]
+        assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
 def shares_of_resumed(folder: Path, run: str, settings: dict[str, Any]) -> Any:
