@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from tiny import line, manager_for, points, sgd, squares
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from multi_gpu_training import Hook
+from multi_gpu_training import Hook, MultiGPUConfig
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.loader import Feeding, ShareLoader
 from multi_gpu_training.data.order import ShuffledBatches, cut
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.training import measurement, verification
 from multi_gpu_training.training.balance import Counts, allot, search
 from multi_gpu_training.training.probe import Measured, first_batch
 
@@ -352,6 +354,22 @@ def test_weights_for_another_number_of_ranks_are_refused(tmp_path: Path) -> None
         manager_for(tmp_path, share_weights=[1, 0])
     with pytest.raises(ConfigError, match="are for 2 ranks, but there are 1"):
         manager_for(tmp_path, share_weights=[1, 2]).fit(line(), points(), loss_fn=squares)
+
+
+def test_verify_and_bench_keep_weights_only_where_they_fit() -> None:
+    config = MultiGPUConfig(share_weights=[2, 1])
+    fits = verification.Request("out", 2, 5, "cpu", False)
+    assert verification.adapt(config, fits).share_weights == [2, 1]
+    alone = verification.adapt(config, replace(fits, ranks=1))
+    assert (alone.share_weights, alone.balance) == (None, "equal")
+    ddp = measurement.Request("out", "distributed_data_parallel", 2, 5)
+    assert measurement.adapt(config, ddp).share_weights == [2, 1]
+    for request in (replace(ddp, ranks=1), replace(ddp, mode="data_parallel")):
+        assert measurement.adapt(config, request).share_weights is None
+    measured = MultiGPUConfig(balance="measured")
+    assert measurement.adapt(measured, ddp).balance == "measured"
+    assert measurement.adapt(measured, replace(ddp, mode="single")).balance == "auto"
+    assert verification.adapt(measured, fits).balance == "equal"
 
 
 # Every way of feeding
