@@ -119,7 +119,8 @@ class CapturedMicro:
             self.ring.rewind()
         self.mean = result.mean
         self.counted = result.weight is not None
-        self.grads = [parameter.grad for parameter in parameters]
+        # After the last micro-batch of a step nobody needs them: their memory is the recording's.
+        self.grads = [] if share.last else [parameter.grad for parameter in parameters]
 
     def replay(self, batch: Any, samples: Tensor | None) -> None:
         """Compute this batch; it must have the signature of the one that was recorded."""

@@ -64,7 +64,8 @@ class StateCopies:
         worst = []
         for tensor, copied in zip(self.tensors(), self._kept[name], strict=True):
             if tensor.numel():
-                worst.append(relative(tensor, copied.to(tensor.device, non_blocking=True)))
+                mine = copied.to(tensor.device, non_blocking=True, copy=True)
+                worst.append(relative(tensor, mine))
         return float(torch.stack(worst).max()) if worst else 0.0
 
     def rename(self, old: str, new: str) -> None:
@@ -87,10 +88,15 @@ def _host_copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def relative(a: Tensor, b: Tensor) -> Tensor:
-    """||a - b|| / ||a||; NaN in the same place counts as equal."""
+    """||a - b|| / ||a||, where `b` is overwritten. NaN in the same place counts as equal; NaN in
+    one of them alone as far apart as can be."""
     kind = torch.float64 if a.dtype == torch.float64 else torch.float32
-    a, b = a.to(kind).nan_to_num(), b.to(kind).nan_to_num()
-    apart: Tensor = (a - b).norm().double() / a.norm().double().clamp(min=1e-30)
+    a = a.to(kind)
+    both = a.isnan() & b.isnan()
+    b = b.to(kind).sub_(a)  # in place: comparing must not cost memory
+    b.masked_fill_(both, 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    size = a.square().nansum(dtype=torch.float64).sqrt()
+    apart: Tensor = b.norm().double() / size.clamp(min=1e-30)
     return apart
 
 
