@@ -37,6 +37,7 @@ from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.reliability.saving import Save
+from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
 from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
@@ -106,6 +107,7 @@ class MultiGPUTrainingManager:
         self.logger = StructuredLogger(self.console, EventFile(None))
         self.trainer = TRAINERS[self.config.training_mode](self.config, self.placement)
         self.progress = Progress(self.config)
+        self.balance = Balance(self.config, self.placement)
         self.hooks: list[Hook] = []
         self.recipe_options: dict[str, Any] = {}
         self.train_loader: Loader
@@ -153,6 +155,7 @@ class MultiGPUTrainingManager:
                 self.fault_tolerance.resume(checkpoint)
                 keep_place(self, checkpoint)
                 self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+            self.balance.settle(self)
         except BaseException:
             self._close()
             raise
@@ -322,6 +325,8 @@ class MultiGPUTrainingManager:
         loader = self.train_loader if train_loader is self.train_loader else None
         if loader is not None and loader.epoch != epoch:
             loader.seek(epoch)
+        if loader is not None:
+            self.balance.renew(self)
         total = loader.steps if loader is not None else None
         self.console.start_bar(f"Epoch {epoch + 1}/{self.config.epochs}", total)
         self.model.train()
@@ -491,6 +496,7 @@ class MultiGPUTrainingManager:
         )
         self.fault_tolerance.saver.on_saved = self._checkpoint_is_safe
         self.fault_tolerance.register("progress", self.progress)
+        self.fault_tolerance.register("shares", self.balance)
         self.fault_tolerance.register(
             "epoch_metrics", EpochSums(self._epoch_metrics, self.trainer.metrics), "per_rank"
         )
