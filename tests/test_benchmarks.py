@@ -104,3 +104,16 @@ def test_the_contenders_train_a_cnn_too(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert task.model()(x).shape == (2, 10) and y.shape == (2,)
     assert len(task.ticks) == 1
     assert "overhead" not in sys.modules
+
+
+def test_a_slowed_net_learns_what_a_fast_one_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    import balance
+
+    batch = list(balance.images(4).tensors)
+    grads = []
+    for times in (1, 3):
+        model = balance.Net(4, times, wait_s=0.0)
+        balance.loss_fn(model, batch).backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))

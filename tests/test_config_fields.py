@@ -35,6 +35,8 @@ SHOWN_IN = {
         "prefetch_factor": "test_prefetch_factor_says_how_many_batches_are_read_ahead",
         "persistent_workers": "test_persistent_workers_stay_from_epoch_to_epoch",
         "shuffle": "test_shuffle_mixes_the_samples_anew_each_epoch",
+        "balance": "test_balance_gives_a_slow_rank_less",
+        "share_weights": "test_share_weights_say_how_much_each_rank_computes",
     },
     "test_fields_speed": {
         "step_execution": "test_step_execution_eager_never_records",

@@ -256,3 +256,30 @@ def test_pin_memory_pins_what_is_copied_to_the_gpu(tmp_path: Path, wanted: bool)
     manager = manager_for(tmp_path, training_mode="single", device="cuda", pin_memory=wanted)
     manager.fit(line(), loader, loss_fn=loss_fn, optimizer=sgd)
     assert pinned == [wanted] * 4
+
+
+def train_unequal(folder: Path, settings: dict[str, Any]) -> list[int]:
+    """Sizes of the shares of a run in which rank 1 takes four times as long a sample."""
+    sizes: list[int] = []
+    manager = manager_for(folder, batch_size=8, **settings)
+    sample_s = (1e-3, 4e-3)[manager.placement.dp_rank]
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        sizes.append(len(batch[0]))
+        time.sleep(sample_s * len(batch[0]))
+        return squares(model, batch)
+
+    manager.fit(line(), points(32), loss_fn=loss_fn, optimizer=sgd)
+    return sizes[-2:]
+
+
+def test_balance_gives_a_slow_rank_less(tmp_path: Path) -> None:
+    for settings in ({}, {"balance": "equal"}):  # auto: ranks without GPUs are taken as equal
+        assert run_ranks(2, train_unequal, tmp_path, settings) == [[8, 8], [8, 8]]
+    fast, slow = run_ranks(2, train_unequal, tmp_path, {"balance": "measured"})
+    assert fast[0] > 2 * slow[0] and fast[0] + slow[0] == 16
+
+
+def test_share_weights_say_how_much_each_rank_computes(tmp_path: Path) -> None:
+    given = {"share_weights": [3, 1]}
+    assert run_ranks(2, train_unequal, tmp_path, given) == [[12, 12], [4, 4]]

@@ -193,3 +193,47 @@ def pinned(folder: Path, pin: bool) -> bool:
 def test_pin_memory_pins_batches(tmp_path: Path) -> None:
     assert run_ranks(1, pinned, tmp_path, True)[0]
     assert not run_ranks(1, pinned, tmp_path, False)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"share_weights": [3, 1], "sync_bn": True},
+        {"share_weights": [3, 1], "sync_bn": True, "fast_defaults": True, "data_on_gpu": True},
+        {"balance": "measured", "sync_bn": True},
+    ],
+    ids=["given", "on-the-gpu", "measured"],
+)
+def test_unequal_shares_on_a_gpu_learn_what_one_rank_learns(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    exact = {"use_mixed_precision": False, "allow_tf32": False, "channels_last": False}
+    same = {"global_batch_size": 48, **exact}
+    net = {"batchnorm": True}
+    reference = run_ranks(1, train, tmp_path, same, net)[0]
+    for ours in run_ranks(2, train, tmp_path, {**same, **settings}, net):
+        assert apart(ours, reference) <= 1e-5
+
+
+def probed(folder: Path) -> Any:
+    from multi_gpu_training.training.probe import Probe, first_batch
+
+    settings = {"save_dir": str(folder), "progress": "off", "tensorboard": False}
+    manager = MultiGPUTrainingManager(MultiGPUConfig(**settings, device="cuda", share_gpu=True))
+    manager.setup_training(cnn(batchnorm=True), data(), optimizer=adamw)
+    before = {name: value.clone() for name, value in manager.model.state_dict().items()}
+    generator = torch.cuda.get_rng_state()
+    probe = Probe(manager.trainer, first_batch(manager.train_loader))
+    small, large = probe.measure(8), probe.measure(64)
+    after = manager.model.state_dict()
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    same = same and torch.equal(generator, torch.cuda.get_rng_state())
+    manager.finish()
+    return small, large, same
+
+
+def test_a_gpu_is_measured_with_its_memory_and_without_a_trace(tmp_path: Path) -> None:
+    for small, large, same in run_ranks(2, probed, tmp_path):
+        assert same and small.seconds > 0
+        assert (small.count, large.count) == (8, 64)
+        assert small.limit > 8 and large.limit > 64

@@ -67,6 +67,15 @@ class MultiGPUConfig(BaseModel):
         None, description="length of an epoch over a stream that has none"
     )
 
+    balance: Literal["auto", "equal", "measured", "dynamic"] = Field(
+        "auto",
+        description="shares of a batch: equal, by measured speed and memory, the same anew each "
+        "epoch; auto: measured where ranks have different GPUs",
+    )
+    share_weights: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
+        None, min_length=1, description="how large each rank's share is beside the others'"
+    )
+
     # Speed
     step_execution: Literal["auto", "graph", "compile", "eager"] = Field(
         "auto", description="run a step as one CUDA graph, compiled, or operation by operation"
@@ -215,6 +224,19 @@ class MultiGPUConfig(BaseModel):
             )
         if not distributed and self.sync_bn and mode is TrainingMode.DATA_PARALLEL:
             yield "sync_bn=true needs distributed_data_parallel; DataParallel cannot do it"
+        if not distributed and (self.share_weights or self.balance in ("measured", "dynamic")):
+            asked = "share_weights" if self.share_weights else f"balance={self.balance}"
+            yield f"{asked} needs distributed_data_parallel; {mode.value} is one process"
+        if self.share_weights and self.balance != "auto":
+            yield (
+                f"share_weights={self.share_weights} and balance={self.balance} both say how "
+                "batches are shared out; give one"
+            )
+        if self.share_weights and self.world_size not in (None, len(self.share_weights)):
+            yield (
+                f"share_weights={self.share_weights} are for {len(self.share_weights)} ranks, but "
+                f"world_size={self.world_size}; give one a rank, or drop them"
+            )
         if mode is TrainingMode.SINGLE and self.device_ids and len(self.device_ids) > 1:
             yield f"training_mode=single uses one GPU; device_ids={self.device_ids} names several"
         if self.device == "cpu" and self.device_ids:

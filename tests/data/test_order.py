@@ -14,6 +14,7 @@ from multi_gpu_training.data.order import (
     SamplerBatches,
     ShuffledBatches,
     cut,
+    proportional,
     shares,
 )
 
@@ -25,6 +26,43 @@ def test_shares_cover_everything_and_differ_by_one_at_most(count: int, parts: in
     assert [i for start, stop in pieces for i in range(start, stop)] == list(range(count))
     sizes = [stop - start for start, stop in pieces]
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 17, 48, 1001])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_equal_weights_cut_as_no_weights_do(count: int, parts: int) -> None:
+    for part in range(parts):
+        assert cut(count, parts, part, (5,) * parts) == cut(count, parts, part)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 17, 48, 1001])
+@pytest.mark.parametrize("weights", [(2, 1), (1, 999), (43, 21), (7, 1, 1, 7), (1, 2, 3, 4, 5)])
+def test_weighted_shares_cover_everything_and_follow_the_weights(
+    count: int, weights: tuple[int, ...]
+) -> None:
+    pieces = [cut(count, len(weights), part, weights) for part in range(len(weights))]
+    assert [i for start, stop in pieces for i in range(start, stop)] == list(range(count))
+    for (start, stop), weight in zip(pieces, weights, strict=True):
+        assert abs((stop - start) - count * weight / sum(weights)) < 1
+
+
+def test_a_share_of_the_size_of_its_weights_is_exactly_them() -> None:
+    assert proportional(64, (43, 21)) == (43, 21)
+    assert proportional(128, (43, 21)) == (86, 42)
+    assert proportional(0, (43, 21)) == (0, 0)
+
+
+@pytest.mark.parametrize("weights", [None, (3, 1, 2)])
+@pytest.mark.parametrize("micro", [48, 16, 7])
+def test_weights_change_whose_a_sample_is_and_nothing_else(
+    micro: int, weights: tuple[int, ...] | None
+) -> None:
+    source = ShuffledBatches(101, 48)
+    alone = list(shares(source, micro, 3, 2, 0, 1))
+    parts = [list(shares(source, micro, 3, 2, rank, 3, weights=weights)) for rank in range(3)]
+    for one, together in zip(alone, zip(*parts, strict=True), strict=True):
+        assert one.indices == tuple(i for share in together for i in share.indices)
+        assert {share.window_count for share in together} == {one.window_count}
 
 
 @pytest.mark.parametrize("micro", [48, 16, 7])

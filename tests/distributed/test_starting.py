@@ -35,9 +35,20 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
 from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+
+
+class Points(Dataset):
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.x[index].sum(0, keepdim=True)
 
 
 class Noting(Hook):
@@ -64,7 +75,7 @@ def train(out, settings, fail_at=0, pause=0.0):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(22, 4, generator=torch.Generator().manual_seed(7))
     manager.fit(
-        model, TensorDataset(x, x.sum(1, keepdim=True)),
+        model, Points(x),
         hooks=[Noting(out, rank, fail_at, pause)],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )

@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 class Feeding:
     """How a loader of one rank works; the same on every rank but for `rank` and `device`.
 
+    weights: how large each rank's share is beside the others', in whole numbers; None: equal.
     evaluating: empty shares are left out, and every pass is the same, whatever the epoch.
     """
 
@@ -41,6 +42,7 @@ class Feeding:
     seed: int
     rank: int = 0
     ranks: int = 1
+    weights: tuple[int, ...] | None = None
     device: torch.device = CPU
     collate: Collate = torch_collate
     num_workers: int = 0
@@ -89,6 +91,10 @@ class ShareLoader:
     def seek(self, epoch: int, start: int = 0) -> None:
         self.epoch, self.start = epoch, start
 
+    def share_out(self, **how: Any) -> None:
+        """Cut batches otherwise from the next pass on: other `weights`, or another `rank`."""
+        self.feeding = replace(self.feeding, **how)
+
     def plan(self) -> Iterator[Share]:
         feeding = self.feeding
         found = shares(
@@ -99,6 +105,7 @@ class ShareLoader:
             feeding.rank,
             feeding.ranks,
             self.start,
+            feeding.weights,
         )
         return (share for share in found if share.count) if feeding.evaluating else found
 

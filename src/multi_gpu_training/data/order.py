@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -80,11 +81,32 @@ def step_seed(base: int, step: int, micro_batch: int) -> int:
     return (value ^ (value >> 27)) >> 1
 
 
-def cut(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Start and stop of `part` when `count` things are shared over `parts`, none left over."""
-    small, extra = divmod(count, parts)
-    start = part * small + min(part, extra)
-    return start, start + small + (part < extra)
+def cut(count: int, parts: int, part: int, weights: Sequence[int] | None = None) -> tuple[int, int]:
+    """Start and stop of `part` when `count` things are shared over `parts`, none left over.
+
+    Equal parts, or parts in proportion to `weights`, whole numbers of which there are `parts`.
+    """
+    if weights is None:
+        small, extra = divmod(count, parts)
+        start = part * small + min(part, extra)
+        return start, start + small + (part < extra)
+    sizes = proportional(count, tuple(weights))
+    start = sum(sizes[:part])
+    return start, start + sizes[part]
+
+
+@lru_cache(maxsize=1024)
+def proportional(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes of parts that follow `weights`: rounded down, and what is left goes to the largest
+    remainders, the first of equal ones. Whole numbers only, so that every machine says the same.
+    """
+    total = sum(weights)
+    sizes = [count * weight // total for weight in weights]
+    remainders = [count * weight % total for weight in weights]
+    order = sorted(range(len(weights)), key=lambda part: (-remainders[part], part))
+    for part in order[: count - sum(sizes)]:
+        sizes[part] += 1
+    return tuple(sizes)
 
 
 class ShuffledBatches:
@@ -147,11 +169,13 @@ def shares(
     rank: int,
     ranks: int,
     start: int = 0,
+    weights: Sequence[int] | None = None,
 ) -> Iterator[Share]:
     """The micro-batches of `rank`, from step `start` of the epoch on.
 
     `micro_size` is the size of a micro-batch over all ranks. Every rank gets the same number of
-    micro-batches; one whose part is empty still takes part, with count 0.
+    micro-batches; one whose part is empty still takes part, with count 0. With `weights` the
+    parts follow them instead of being equal.
     """
     for position, batch in enumerate(source.batches(seed, epoch)):
         if position < start:
@@ -159,7 +183,7 @@ def shares(
         chunks = max(1, -(-len(batch) // micro_size))
         for chunk in range(chunks):
             part = batch[chunk * micro_size : (chunk + 1) * micro_size]
-            begin, end = cut(len(part), ranks, rank)
+            begin, end = cut(len(part), ranks, rank, weights)
             yield Share(
                 epoch=epoch,
                 position=position,

@@ -74,7 +74,7 @@ class ResidentLoader(ShareLoader):
             for chunk in range(chunks):
                 first = chunk * feeding.micro_size
                 count = min(feeding.micro_size, len(batch) - first)
-                begin, end = cut(count, feeding.ranks, feeding.rank)
+                begin, end = cut(count, feeding.ranks, feeding.rank, feeding.weights)
                 mine.extend(batch[first + begin : first + end])
                 micros.append((position, chunk, end - begin, len(batch), chunk == chunks - 1))
         order = torch.tensor(mine, dtype=torch.int64)

@@ -48,6 +48,12 @@ class StreamLoader:
     def seek(self, epoch: int, start: int = 0) -> None:
         self.epoch, self.start = epoch, start
 
+    def share_out(self, **how: Any) -> None:
+        """Cut batches otherwise from the next pass on: other `weights`, or another `rank`.
+        The stream is read anew up to where it stands."""
+        self.feeding = replace(self.feeding, **how)
+        self._live = None
+
     def __iter__(self) -> Iterator[Any]:
         if self._live is None or self._live_at != (self.epoch, self.start):
             self._live = iter(self._windows())
@@ -143,7 +149,7 @@ class _Windows(IterableDataset[Any]):
         for chunk in range(chunks):
             first = chunk * feeding.micro_size
             part = window[first : first + feeding.micro_size]
-            begin, end = cut(len(part), feeding.ranks, feeding.rank)
+            begin, end = cut(len(part), feeding.ranks, feeding.rank, feeding.weights)
             share = Share(
                 epoch=epoch,
                 position=position,

@@ -385,18 +385,25 @@ class StepExecution:
     def _consider_shape(self) -> None:
         """A step of another shape was seen; the second time it is recorded as well."""
         key = self._keys[0]
+        recorded = key in self._chains  # here, while another rank may still lack its own
         sightings = self._sightings[key] = self._sightings.get(key, 0) + 1
-        wanted = sightings >= 2 and key not in self._chains and len(self._chains) < MOST_SHAPES
-        if self.trainer.placement.agree(int(wanted or key in self._chains)) == 0 or not wanted:
+        wanted = sightings >= 2 and len(self._chains) < MOST_SHAPES
+        if not self._all_agree(wanted or recorded):
             return
-        problem = self._record()
+        # A failed recording spoils the random numbers of those before it: compare them first.
+        self.verify()
+        if self.mode != "graph":
+            return
+        problem = None if recorded else self._record()
         if not self._all_agree(problem is None):
-            # A failed recording spoils the random numbers of those before it.
-            self.verify()
             self._without_graph(problem or "another rank could not record its step")
             return
         self._newest = (self._keys, self._step)
-        self.verify()
+        difference = self._newest_apart()
+        if not self._all_agree(difference <= self._tolerance):
+            self._without_graph(f"a step of another shape differs by {difference:.1g} as a graph")
+            return
+        self.mark()
 
     def _replay_step(self) -> Tensor:
         """The newest recorded step once more, without counting it; the losses."""

@@ -38,6 +38,7 @@ from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.reliability.saving import Save
+from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
 from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
@@ -107,6 +108,7 @@ class MultiGPUTrainingManager:
         self.logger = StructuredLogger(self.console, EventFile(None))
         self.trainer = TRAINERS[self.config.training_mode](self.config, self.placement)
         self.progress = Progress(self.config)
+        self.balance = Balance(self.config, self.placement)
         self.hooks: list[Hook] = []
         self.recipe_options: dict[str, Any] = {}
         self.train_loader: Loader
@@ -154,6 +156,7 @@ class MultiGPUTrainingManager:
                 self.fault_tolerance.resume(checkpoint)
                 keep_place(self, checkpoint)
                 self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+            self.balance.settle(self)
         except BaseException:
             self._close()
             raise
@@ -275,6 +278,7 @@ class MultiGPUTrainingManager:
         own loop, call it on every rank."""
         try:
             if sys.exception() is None:
+                self.trainer.execution.verify()  # the weights of a loop of one's own, too
                 self.fault_tolerance.saver.settle()
             else:  # the other ranks may be anywhere
                 self.fault_tolerance.saver.drain()
@@ -283,13 +287,13 @@ class MultiGPUTrainingManager:
                 hook.on_run_end(self)
             summary(self)
             self._close()
-            self.trainer.execution.leave_stream()
 
     def _close(self) -> None:
         self.curves.close()
         self.fault_tolerance.saver.close()
         self.events.close()
         self.run.close()
+        self.trainer.execution.leave_stream()
 
     @property
     def should_stop(self) -> bool:
@@ -322,6 +326,8 @@ class MultiGPUTrainingManager:
         loader = self.train_loader if train_loader is self.train_loader else None
         if loader is not None and loader.epoch != epoch:
             loader.seek(epoch)
+        if loader is not None:
+            self.balance.renew(self)
         total = loader.steps if loader is not None else None
         self.console.start_bar(f"Epoch {epoch + 1}/{self.config.epochs}", total)
         self.model.train()
@@ -492,6 +498,7 @@ class MultiGPUTrainingManager:
         )
         self.fault_tolerance.saver.on_saved = self._checkpoint_is_safe
         self.fault_tolerance.register("progress", self.progress)
+        self.fault_tolerance.register("shares", self.balance)
         self.fault_tolerance.register(
             "epoch_metrics", EpochSums(self._epoch_metrics, self.trainer.metrics), "per_rank"
         )

@@ -105,6 +105,10 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "save_dir": str(Path(request.out) / "runs"),
         "max_restarts": 0,
     }
+    if mode is not TrainingMode.DISTRIBUTED_DATA_PARALLEL:
+        given["balance"] = "auto"
+    if len(given.get("share_weights") or ()) != given["world_size"]:
+        given.pop("share_weights", None)  # of another number of ranks
     if mode is TrainingMode.DATA_PARALLEL:
         given["sync_bn"] = False  # which DataParallel cannot do
     if request.silent:

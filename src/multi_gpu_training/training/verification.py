@@ -99,6 +99,10 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "max_restarts": 0,
     }
     given.pop("batch_size", None)
+    weights = given.pop("share_weights", None)
+    given["balance"] = "equal"
+    if weights and len(weights) == request.ranks:
+        given |= {"share_weights": weights, "balance": "auto"}
     if request.sync_bn is not None:
         given["sync_bn"] = request.sync_bn
     return MultiGPUConfig(**given)

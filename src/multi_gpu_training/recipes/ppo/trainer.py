@@ -61,6 +61,7 @@ class DistributedCLSTMPPOTrainer:
             manager.recipe_options = self.options.model_dump()
         else:
             check_config(manager.config)
+            manager.config.balance = "equal"  # its data are no samples to be measured
         self.manager = manager
         self.config = manager.config
         for name in ("step_execution", "use_mixed_precision"):
@@ -262,5 +263,7 @@ def check_config(config: MultiGPUConfig) -> None:
         )
     if config.num_workers:
         problems.append(f"num_workers={config.num_workers}: PPO loads no data; drop it")
+    if config.share_weights or config.balance in ("measured", "dynamic"):
+        problems.append("balance and share_weights: PPO's ranks have equally many environments")
     if problems:
         raise ConfigError(problems)
