@@ -114,7 +114,9 @@ class Run:
 
     @property
     def attempts(self) -> int:
-        return (self.folder / "attempts.txt").read_text().split().count("1")
+        # A rank may be ended before it has written its line.
+        lines = (self.folder / "attempts.txt").read_text().split()
+        return max(lines.count("0"), lines.count("1"))
 
 
 STARTS: dict[str, dict[str, Any]] = {
