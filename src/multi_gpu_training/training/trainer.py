@@ -104,6 +104,7 @@ class MultiGPUTrainer(ABC):
         self.model: nn.Module
         self.loader: Loader | None = None
         self.augment: Augment | None = None
+        self.after_move: Callable[[], Any] = lambda: None  # after each step, on every rank
         self.execution = StepExecution(self)
         self._micro = 0
         self._counted: bool | None = None
@@ -192,8 +193,12 @@ class MultiGPUTrainer(ABC):
                 batch, samples = attach(self._prepared(batch, samples), share), None
             batch = self.recorder.batch(opened(batch))
         if self.execution.active:
-            return self.execution.run(batch, samples, share, ours)
-        return self.eager_step(batch, samples, share)
+            result = self.execution.run(batch, samples, share, ours)
+        else:
+            result = self.eager_step(batch, samples, share)
+        if result.moved:
+            self.after_move()
+        return result
 
     def eager_step(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """One micro-batch, operation by operation."""

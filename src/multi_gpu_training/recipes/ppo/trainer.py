@@ -155,7 +155,8 @@ class DistributedCLSTMPPOTrainer:
                 collected = time.perf_counter()
                 metrics = self.update(rollout, self.options.clip_range * self._decay())
                 self._finish_iteration(metrics, finished, started, collected)
-            self._evaluate()
+            if not self.manager.control.reached:
+                self._evaluate()
         finally:
             self.manager.finish()
             self.world.environments.close()
@@ -220,7 +221,9 @@ class DistributedCLSTMPPOTrainer:
         for hook in manager.hooks:
             hook.on_epoch_end(manager, progress.iteration - 1, metrics)
         if self.config.enable_fault_tolerance and (
-            progress.passed(step, self.config.checkpoint_frequency, "saved") or self._rest() <= 0
+            progress.passed(step, self.config.checkpoint_frequency, "saved")
+            or self._rest() <= 0
+            or manager.control.reached
         ):
             self._save_checkpoint(better)
 
