@@ -84,9 +84,6 @@ SHOWN_IN = {
         "fp16_compression": "test_gradients_are_sent_in_half_the_bytes",
         "consistency_check_every": "test_consistency_check_every_finds_a_weight_that_differs",
     },
-    "faults.test_signals": {
-        "grace_s": "test_ctrl_c_twice_stops_now_and_grace_s_bounds_the_wait",
-    },
     "test_fields_keeping": {
         "enable_fault_tolerance": "test_enable_fault_tolerance_saves_or_does_not",
         "checkpoint_frequency": "test_checkpoint_frequency_counts_steps",

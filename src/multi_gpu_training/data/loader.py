@@ -189,8 +189,8 @@ class WorkerStart:
 
     def __call__(self, worker: int) -> None:
         die_with_parent()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self.then is not None:
             self.then(worker)
 

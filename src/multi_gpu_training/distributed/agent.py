@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -18,12 +17,10 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from multi_gpu_training.distributed import whereabouts
-from multi_gpu_training.distributed.control import declared_grace
 from multi_gpu_training.distributed.diagnosis import first_failure
 from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan, check_port
 from multi_gpu_training.distributed.restarts import Limits, RestartPolicy, Verdict
@@ -38,17 +35,12 @@ for name in list(logging.root.manager.loggerDict):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-# How ranks end that were asked to: after SIGTERM, after Ctrl-C, or because they were done.
-STOPPED = {143: signal.SIGTERM, 130: signal.SIGINT}
-
-
 class RankAgent(LocalElasticAgent):
     """Ends the other ranks soon after one has failed, and starts all of them again where our
     policy says so; the stock agent waits 30 s for each and counts restarts for ever.
 
     `bystanders` are the local ranks that were well until we ended them; `error_files` is where
-    each rank of the last attempt says what went wrong. A signal is passed on to the ranks, which
-    then have the time they have declared; ranks that ended because of one are not restarted.
+    each rank of the last attempt says what went wrong.
     """
 
     bystanders: frozenset[int] = frozenset()
@@ -77,19 +69,10 @@ class RankAgent(LocalElasticAgent):
             stock(death_sig, GRACE_S)
 
         context.close = close  # type: ignore[method-assign]
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, _raise)  # the others are caught by PyTorch's agent
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
-        codes = {
-            failure.exitcode
-            for failure in result.failures.values()
-            if failure.local_rank not in self.bystanders
-        }
-        if codes and codes <= STOPPED.keys():
-            _raise(STOPPED[min(codes)])  # the ranks were asked to end, past this launcher
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._judge(result)
             if not self._verdict.restart:
@@ -131,39 +114,10 @@ class RankAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        self._end(signal.SIGTERM)
+        self._shutdown(signal.SIGTERM)
 
     # Its arguments changed between torch 2.11 and 2.13.
     def _shutdown(self, death_sig: signal.Signals | None = None, *_: Any, **__: Any) -> None:
-        if death_sig is not None and death_sig != signal.SIGQUIT and self._pcontext is not None:
-            death_sig = self._ask(death_sig)
-        self._end(death_sig)
-
-    def _ask(self, number: signal.Signals) -> signal.Signals:
-        """Let the ranks save and end, in the time they have declared; what to end the rest with."""
-        assert self._pcontext is not None
-        pids = list(self._pcontext.pids().values())
-        grace_s = max(map(declared_grace, self.error_files.values()), default=0.0)
-        deadline = time.monotonic() + GRACE_S + grace_s
-        came = [number]
-        caught = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-        before = {n: signal.signal(n, lambda n, _: came.append(signal.Signals(n))) for n in caught}
-        passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        try:
-            for pid in pids:
-                if _is_alive(pid):
-                    os.kill(pid, passed_on)  # not to its children: it needs them to save
-            while time.monotonic() < deadline and came.count(signal.SIGINT) < 2:
-                ended = [_exit_code(pid) for pid in pids if not _is_alive(pid)]
-                if len(ended) == len(pids) or not STOPPED.keys() | {0} >= set(ended):
-                    return passed_on
-                time.sleep(0.05)
-            return signal.SIGKILL
-        finally:
-            for n, handler in before.items():
-                signal.signal(n, handler)
-
-    def _end(self, death_sig: signal.Signals | None) -> None:
         if self._pcontext is None:
             return
         self._pcontext.close(death_sig, GRACE_S)
@@ -181,22 +135,6 @@ def _is_alive(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
         return False
-
-
-def _exit_code(pid: int) -> int:
-    """Of a child that has ended; it is left to be waited for. Negative for a signal."""
-    try:
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0  # waited for already
-    if info is None:
-        return 0
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-
-
-def _raise(number: int, _frame: Any = None) -> None:
-    caught = signal.Signals(number)
-    raise SignalException(f"{caught.name} for the run", sigval=caught)
 
 
 def make_spec(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...], run_id: str) -> WorkerSpec:

@@ -248,9 +248,7 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
         except SignalException as caught:
             if caught.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            # Slurm's SIGUSR1 asks for the same as SIGTERM.
-            usual = caught.sigval == signal.SIGUSR1
-            raise _Signalled(signal.SIGTERM if usual else int(caught.sigval)) from None
+            raise _Signalled(int(caught.sigval)) from None
         finally:
             spec.rdzv_handler.shutdown()
         if result.is_failed():

@@ -23,7 +23,6 @@ from multi_gpu_training.data.feeding import (
     validation_loader,
 )
 from multi_gpu_training.data.resident import ResidentLoader
-from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.launch import start_ranks_if_needed
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
@@ -54,13 +53,6 @@ from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.recompute import use_recompute
 from multi_gpu_training.training.resuming import EpochSums, find_checkpoint, keep_place
-from multi_gpu_training.training.stopping import (
-    end_control,
-    save_stop,
-    start_control,
-    stop,
-    until_stop,
-)
 from multi_gpu_training.training.trainer import (
     Augment,
     MultiGPUTrainer,
@@ -124,8 +116,6 @@ class MultiGPUTrainingManager:
         self.run: RunFolder
         self.sizes: BatchSizes
         self.fault_tolerance: FaultToleranceManager
-        self.control: Control
-        self.saved_step: int | None = None
         self.evaluated = MetricsCollector()  # this rank's part of the last evaluation
         self._epoch_metrics = MetricsCollector()
         self._epoch_is_whole = True
@@ -176,7 +166,6 @@ class MultiGPUTrainingManager:
         if self._measured is not None:
             measure(self, self._measured)
         self._start_execution()
-        self.control = start_control(self)
         for hook in self.hooks:
             hook.on_run_start(self)
         return self.model, self.train_loader, self.val_loader
@@ -286,14 +275,10 @@ class MultiGPUTrainingManager:
 
     def finish(self) -> None:
         """End the run: its last checkpoint, summary, curves, hooks. `fit` calls it; after your
-        own loop, call it on every rank. After a signal it saves what your loop has not, and exits
-        (docs/checkpoints.md, Signals)."""
-        self.control.leave()
+        own loop, call it on every rank."""
         try:
             if sys.exception() is None:
                 self.trainer.execution.verify()  # the weights of a loop of one's own, too
-                if self.control.reached:
-                    save_stop(self)
                 self.fault_tolerance.saver.settle()
             else:  # the other ranks may be anywhere
                 self.fault_tolerance.saver.drain()
@@ -302,7 +287,6 @@ class MultiGPUTrainingManager:
                 hook.on_run_end(self)
             summary(self)
             self._close()
-            end_control(self)
 
     def _close(self) -> None:
         self.curves.close()
@@ -313,10 +297,7 @@ class MultiGPUTrainingManager:
 
     @property
     def should_stop(self) -> bool:
-        """True once max_steps is reached, early stopping has seen enough, or a signal asked for the
-        end and all ranks are at the step that they agreed on."""
-        if hasattr(self, "control") and self.control.reached:
-            return True
+        """True once max_steps is reached or early stopping has seen enough."""
         if self.config.max_steps is not None and self.trainer.step >= self.config.max_steps:
             return True
         return self.progress.exhausted
@@ -399,17 +380,14 @@ class MultiGPUTrainingManager:
         if self.config.broadcast_buffers:
             self.placement.broadcast_tensors(self.model.buffers())
         recorder = self.trainer.recorder
-        batches = until_stop(loader, self.control)
         collected = evaluate(
             self.model,
-            batches if recorder is None else map(recorder.cast, batches),
+            loader if recorder is None else map(recorder.cast, loader),
             self.loss_fn,
             self.eval_fn,
             self.trainer.precision,
             self.placement.device,
         )
-        if self.control.cross():
-            stop(self)
         self.evaluated = collected
         return collected.compute(self.placement)
 
@@ -424,9 +402,7 @@ class MultiGPUTrainingManager:
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
         if score is not None:
             facts["score"] = score
-        path = self.fault_tolerance.save(facts, best, wait)
-        self.saved_step = self.trainer.step
-        return path
+        return self.fault_tolerance.save(facts, best, wait)
 
     def _checkpoint_is_safe(self, save: Save) -> None:
         """On rank 0, between steps: the files of an earlier `save_checkpoint` are on the disk."""
@@ -446,13 +422,11 @@ class MultiGPUTrainingManager:
         for hook in self.hooks:
             hook.on_step_end(self, step)
         self.console.tick(self.trainer.position)
-        saving = self.fault_tolerance.due(step) or self.control.reached
+        saving = self.fault_tolerance.due(step)
         self._log.after_step(result, saving)  # finds a NaN before it is saved
         every = self.config.consistency_check_every
         if every and step % every == 0:
             check_replicas(self.model, self.placement, step)
-        if self.control.reached:
-            stop(self)
         if saving:
             self.save_checkpoint(wait=False)
         return self.config.max_steps is not None and step >= self.config.max_steps
@@ -473,6 +447,8 @@ class MultiGPUTrainingManager:
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
         self.check_finite(metrics)
+        if self._epoch_is_whole:
+            self._epoch_metrics.reset()
         if self.config.consistency_check_every:
             check_replicas(self.model, self.placement, self.trainer.step)
         if self.val_loader is None:
@@ -487,7 +463,6 @@ class MultiGPUTrainingManager:
         whole = self._epoch_is_whole
         better = self.progress.finish_epoch(train, val, whole)
         if whole:
-            self._epoch_metrics.reset()  # not before: a run may stop in the validation
             self.trainer.schedule.after_epoch(val or train)
         self.console.line(epoch_line(epoch, self.config.epochs, train, val))
         self.logger.record("epoch", epoch=epoch, step=self.trainer.step, train=train, val=val)

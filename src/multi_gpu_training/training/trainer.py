@@ -104,7 +104,6 @@ class MultiGPUTrainer(ABC):
         self.model: nn.Module
         self.loader: Loader | None = None
         self.augment: Augment | None = None
-        self.after_move: Callable[[], Any] = lambda: None  # after each step, on every rank
         self.execution = StepExecution(self)
         self._micro = 0
         self._counted: bool | None = None
@@ -193,12 +192,8 @@ class MultiGPUTrainer(ABC):
                 batch, samples = attach(self._prepared(batch, samples), share), None
             batch = self.recorder.batch(opened(batch))
         if self.execution.active:
-            result = self.execution.run(batch, samples, share, ours)
-        else:
-            result = self.eager_step(batch, samples, share)
-        if result.moved:
-            self.after_move()
-        return result
+            return self.execution.run(batch, samples, share, ours)
+        return self.eager_step(batch, samples, share)
 
     def eager_step(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """One micro-batch, operation by operation."""

@@ -155,8 +155,7 @@ class DistributedCLSTMPPOTrainer:
                 collected = time.perf_counter()
                 metrics = self.update(rollout, self.options.clip_range * self._decay())
                 self._finish_iteration(metrics, finished, started, collected)
-            if not self.manager.control.reached:
-                self._evaluate()
+            self._evaluate()
         finally:
             self.manager.finish()
             self.world.environments.close()
@@ -221,9 +220,7 @@ class DistributedCLSTMPPOTrainer:
         for hook in manager.hooks:
             hook.on_epoch_end(manager, progress.iteration - 1, metrics)
         if self.config.enable_fault_tolerance and (
-            progress.passed(step, self.config.checkpoint_frequency, "saved")
-            or self._rest() <= 0
-            or manager.control.reached
+            progress.passed(step, self.config.checkpoint_frequency, "saved") or self._rest() <= 0
         ):
             self._save_checkpoint(better)
 
