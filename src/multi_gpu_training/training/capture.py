@@ -95,7 +95,6 @@ class CapturedMicro:
         parameters: list[Tensor],
         kept: int = 0,
     ) -> None:
-        self.share = share
         self.replays = 0
         self._inputs: list[Tensor] = []
         self._resident = isinstance(batch, ResidentBatch)
@@ -118,7 +117,6 @@ class CapturedMicro:
         if self.ring is not None:
             self.ring.rewind()
         self.mean = result.mean
-        self.counted = result.weight is not None
         # After the last micro-batch of a step nobody needs them: their memory is the recording's.
         self.grads = [] if share.last else [parameter.grad for parameter in parameters]
 
