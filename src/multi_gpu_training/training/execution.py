@@ -24,13 +24,13 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.capture import (
     CapturedMicro,
-    CaptureError,
     CudaGraphs,
     Graphs,
     found,
     signature,
 )
 from multi_gpu_training.training.guards import Guards, step_guards
+from multi_gpu_training.training.recordings import KEPT_BYTES, Chain, Recordings
 from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy, step_bytes
 from multi_gpu_training.training.screening import StepWatch, make_capturable, obstacle
 
@@ -43,14 +43,10 @@ MOST_SHAPES = 8
 MOST_MICRO_BATCHES = 32
 FIRST_WINDOW = 16
 LONGEST_WINDOW = 4096
-KEPT_BYTES = 2**26  # of batches that a rewind may need again
-LONGEST_RING = 1024
 LARGEST_STATE = 2**30
 CLEARLY_FASTER = 0.8
 WORTH_IT = 0.95
 COMPILE_PAYS_AFTER_S = 15.0
-
-Chain = list[CapturedMicro]
 
 
 class StepExecution:
@@ -72,8 +68,7 @@ class StepExecution:
         self.steps_left: Callable[[], int | None] = lambda: None
         self.snapshot_more: Callable[[], Callable[[], None]] | None = None
         self.redo_after_step: Callable[[], None] = lambda: None
-        self._graphs: Graphs | None = None
-        self._chains: dict[Any, tuple[list[Any], Chain]] = {}
+        self._recordings = Recordings(trainer)
         self._sightings: dict[Any, int] = {}
         self._sizes: dict[Any, int] = {}
         self._guards: Guards | None = None
@@ -82,11 +77,9 @@ class StepExecution:
         self._tolerance = 0.0
         self._step: list[Fed] = []
         self._keys: list[Any] = []
-        self._newest: tuple[list[Any], list[Fed]] = ([], [])  # the newest recorded step
-        self._chain: tuple[list[Any], Chain] | None = None
+        self._chain: Chain | None = None
         self._broken = False
         self._foreign = False
-        self._result: weakref.ref[StepResult] | None = None
         self._outer_stream: torch.cuda.Stream | None = None
 
     @property
@@ -131,7 +124,7 @@ class StepExecution:
                 self.active = True
                 return
             graphs = CudaGraphs(trainer.placement.device)
-        self._graphs = graphs
+        self._recordings.graphs = graphs
         make_capturable(trainer.optimizer)
         trainer.rates.use_tensors()
         self.active = True
@@ -159,12 +152,10 @@ class StepExecution:
         self._keys.append(key)
         place = len(self._keys) - 1
         if share.first:
-            self._chain = self._chains.get(key)
+            self._chain = self._recordings.find(key)
         micro: CapturedMicro | None = None
         if self._chain is not None and not self._broken:
-            keys, chain = self._chain
-            if place < len(keys) and keys[place] == key:
-                micro = chain[place]
+            micro = self._chain.at(place, key)
         stale = self._stale() if share.first else None
         verdict = 0 if stale is not None else 1 if micro is None else 2
         verdict = trainer.placement.agree(verdict)
@@ -174,9 +165,7 @@ class StepExecution:
         if verdict == 1 or micro is None:
             self._remember(batch, samples, share, ours)
             return self._run_unrecorded(batch, samples, share)
-        earlier = self._result() if self._result is not None else None
-        if earlier is not None:
-            earlier.keep()  # someone holds it: its numbers are about to be overwritten
+        self._recordings.keep_result()
         trainer.seed_noise()
         trainer.rates.send()
         micro.replay(batch, samples)
@@ -187,16 +176,14 @@ class StepExecution:
         if share.last:
             self.replayed += 1
         result = trainer.advance(micro.mean, micro.norm, share, shared=True)
-        self._result = weakref.ref(result)
+        self._recordings.result = weakref.ref(result)
         return result
 
     def _run_unrecorded(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """A micro-batch of another shape, or the rest of a step that has one."""
         place = len(self._step) - 1
         if place and not self._broken and self._chain is not None:
-            before = self._chain[1][place - 1]
-            for parameter, grad in zip(self._parameters(), before.grads, strict=True):
-                parameter.grad = grad
+            self._recordings.give_gradients(self._chain.micros[place - 1])
         self._broken = True
         return self.trainer.eager_step(batch, samples, share)
 
@@ -224,21 +211,18 @@ class StepExecution:
             if self._broken:
                 self._consider_shape()
             else:
-                self._newest = (self._keys, self._step)
+                self._recordings.newest = (self._keys, self._step)
             full = len(self._window.steps) >= self._window_limit
-            full = full or self._window.kept_bytes > KEPT_BYTES or self._ring_is_full()
+            full = full or self._window.kept_bytes > KEPT_BYTES
+            full = full or (self._chain is not None and self._chain.is_full)
             if full and self.mode == "graph":
                 self.verify()
         elif self._seen >= self._warm_up:
-            self._newest = (self._keys, self._step)
-            if self._graphs is None:
+            self._recordings.newest = (self._keys, self._step)
+            if self._recordings.graphs is None:
                 self._compile("step_execution=compile")
             else:
                 self._decide()
-
-    def _ring_is_full(self) -> bool:
-        chain = self._chain[1] if self._chain is not None else []
-        return any(micro.ring is not None and micro.ring.full for micro in chain)
 
     def _begin_step(self) -> None:
         self._step, self._keys = [], []
@@ -246,9 +230,6 @@ class StepExecution:
 
     def _remember(self, batch: Any, samples: Tensor | None, share: Share, ours: bool) -> None:
         self._step.append((batch if ours else own_copy(batch), samples, share))
-
-    def _parameters(self) -> list[Tensor]:
-        return [*self.trainer._parameters, self.trainer.step_module.tally]
 
     def _new_guards(self) -> Guards:
         trainer = self.trainer
@@ -276,7 +257,7 @@ class StepExecution:
         if self._copies.size() > LARGEST_STATE:
             self._too_large()
             return
-        problem = self._record()
+        problem = self._recordings.record(self._keys, self._step, self._foreign)
         if not self._all_agree(problem is None):
             self._without_graph(problem or "another rank could not record its step")
             return
@@ -289,10 +270,10 @@ class StepExecution:
                 f"two eager ones by {again:.1g}"
             )
             return
-        eager = self._all_slowest(self._timed(self._eager_step))
-        recorded = self._all_slowest(self._timed(self._replay_step))
+        eager = self._all_slowest(self._timed(self._recordings.eager_step))
+        recorded = self._all_slowest(self._timed(self._recordings.replay_step))
         self._copies.restore("before")
-        self._forget_sums()
+        self._recordings.forget()
         if trainer.config.step_execution == "auto" and recorded > CLEARLY_FASTER * eager:
             self._gpu_bound(recorded, eager)
             return
@@ -307,10 +288,7 @@ class StepExecution:
 
     def _begin_window(self) -> None:
         self._window.begin(self.trainer, self._snapshot())
-        for _, chain in self._chains.values():
-            for micro in chain:
-                if micro.ring is not None:
-                    micro.ring.rewind()
+        self._recordings.rewind_rings()
 
     def _gpu_bound(self, recorded: float, eager: float) -> None:
         """The GPU is the limit, not Python: a graph gains little, compiled kernels may."""
@@ -333,7 +311,7 @@ class StepExecution:
             self._without_graph(f"the state has {size / 2**30:.1f} GB, too much to compare")
             return
         self._copies.keep("before")
-        eager = self._all_slowest(self._timed(self._eager_step))
+        eager = self._all_slowest(self._timed(self._recordings.eager_step))
         self._copies.restore("before")
         self._gpu_bound(float("inf"), eager)
 
@@ -349,97 +327,46 @@ class StepExecution:
         if not quiet:
             self.say(f"step: eager, {problem}")
 
-    # Recording
-
-    def _record(self) -> str | None:
-        """Record the step that was just trained; None, or why it cannot be."""
-        assert self._graphs is not None
-        trainer = self.trainer
-        chain: Chain = []
-        kept = 0
-        if self._foreign:
-            kept = min(LONGEST_RING, max(1, KEPT_BYTES // max(1, step_bytes(self._step))))
-        trainer.drop_gradients()
-        counted = trainer._counted
-        try:
-            for batch, samples, share in self._step:
-                chain.append(
-                    CapturedMicro(
-                        self._graphs,
-                        trainer.compute,
-                        found(batch),
-                        samples,
-                        share,
-                        self._parameters(),
-                        kept,
-                    )
-                )
-        except CaptureError as error:
-            return f"it cannot be recorded: {error}"
-        finally:
-            trainer.drop_gradients()
-            trainer._counted = counted
-        self._chains[self._keys[0]] = (list(self._keys), chain)
-        return None
+    # Other shapes
 
     def _consider_shape(self) -> None:
         """A step of another shape was seen; the second time it is recorded as well."""
         key = self._keys[0]
-        recorded = key in self._chains  # here, while another rank may still lack its own
+        recorded = key in self._recordings.chains  # here, while another rank may still lack its own
         sightings = self._sightings[key] = self._sightings.get(key, 0) + 1
-        wanted = sightings >= 2 and len(self._chains) < MOST_SHAPES
+        wanted = sightings >= 2 and len(self._recordings.chains) < MOST_SHAPES
         if not self._all_agree(wanted or recorded):
             return
         # A failed recording spoils the random numbers of those before it: compare them first.
         self.verify()
         if self.mode != "graph":
             return
-        problem = None if recorded else self._record()
+        problem = (
+            None if recorded else self._recordings.record(self._keys, self._step, self._foreign)
+        )
         if not self._all_agree(problem is None):
             self._without_graph(problem or "another rank could not record its step")
             return
-        self._newest = (self._keys, self._step)
+        self._recordings.newest = (self._keys, self._step)
         difference = self._newest_apart()
         if not self._all_agree(difference <= self._tolerance):
             self._without_graph(f"a step of another shape differs by {difference:.1g} as a graph")
             return
         self.mark()
 
-    def _replay_step(self) -> Tensor:
-        """The newest recorded step once more, without counting it; the losses."""
-        keys, step = self._newest
-        chain = self._chains[keys[0]][1]
-        if self._result is not None and (held := self._result()) is not None:
-            held.keep()
-        for micro, (batch, samples, _) in zip(chain, step, strict=True):
-            self.trainer.seed_noise()
-            self.trainer.rates.send()
-            micro.replay(found(batch), samples)
-        return torch.stack([micro.mean for micro in chain])
-
-    def _eager_step(self) -> Tensor:
-        """The same step operation by operation, without counting it; the losses."""
-        losses = []
-        for batch, samples, share in self._newest[1]:
-            self.trainer.seed_noise()
-            self.trainer.rates.send()
-            result, _ = self.trainer.compute(found(batch), samples, share)
-            losses.append(result.mean.detach())
-        return torch.stack(losses)
-
     # Comparing
 
     def _compare_twice(self) -> tuple[float, float]:
         """How far two eager steps from one state are apart, and how far the recorded step is
         from them. Leaves the state where it was."""
-        losses = self._eager_step()
+        losses = self._recordings.eager_step()
         self._copies.keep("eager")
         self._copies.restore("before")
-        again = self._difference(losses, self._eager_step())
+        again = self._difference(losses, self._recordings.eager_step())
         self._copies.restore("before")
-        difference = self._difference(losses, self._replay_step())
+        difference = self._difference(losses, self._recordings.replay_step())
         self._copies.restore("before")
-        self._forget_sums()
+        self._recordings.forget()
         return again, difference
 
     def _difference(self, losses: Tensor, others: Tensor) -> float:
@@ -474,12 +401,12 @@ class StepExecution:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
         self.collect(self.trainer.metrics)
         self._copies.keep("before")
-        losses = self._eager_step()
+        losses = self._recordings.eager_step()
         self._copies.keep("eager")
         self._copies.restore("before")
-        difference = self._difference(losses, self._replay_step())
+        difference = self._difference(losses, self._recordings.replay_step())
         self._copies.restore("before")
-        self._forget_sums()
+        self._recordings.forget()
         return difference
 
     def _leave(self, problem: str) -> None:
@@ -526,22 +453,22 @@ class StepExecution:
         """Compile model and loss; keep it where it is faster and says the same."""
         trainer = self.trainer
         module = trainer.step_module
-        self._graphs = None
+        self._recordings.graphs = None
         problem = None
         seconds = float("inf")
         copies = self._copies
         copies.keep("before")
         self.say("step: compiling, which can take a minute")
         try:
-            expected = self._eager_step()
+            expected = self._recordings.eager_step()
             copies.restore("before")
             module.compiled = torch.compile(module.loss_fn)
-            off = _apart(expected, self._eager_step())
+            off = _apart(expected, self._recordings.eager_step())
             # Compiled code draws other noise than eager code: then there is nothing to compare.
             if off > 0.02 and not self._watch.draws_noise:
                 problem = f"compiled, the loss is {off:.1g} off"
-            self._eager_step()
-            seconds = self._timed(self._eager_step)
+            self._recordings.eager_step()
+            seconds = self._timed(self._recordings.eager_step)
         except Exception as error:  # whatever the compiler raises, training goes on without it
             problem = f"it does not compile: {str(error).strip().splitlines()[0][:160]}"
         copies.restore("before")
@@ -560,20 +487,12 @@ class StepExecution:
     # Small parts
 
     def collect(self, metrics: MetricsCollector) -> None:
-        """Hand the sums of captured steps over."""
-        for _, chain in self._chains.values():
-            for micro in chain:
-                micro.collect(metrics)
-
-    def _forget_sums(self) -> None:
-        for _, chain in self._chains.values():
-            for micro in chain:
-                micro.forget()
+        """Hand the sums of recorded steps over."""
+        self._recordings.collect(metrics)
 
     def _drop_graphs(self) -> None:
         self.collect(self.trainer.metrics)
-        self._chains.clear()
-        self._graphs = None
+        self._recordings.drop()
         self._window = Window()
 
     def _timed(self, work: Callable[[], Any], times: int = 3) -> float:
