@@ -1,0 +1,69 @@
+"""What was measured of one training step on one device: all that a forecast starts from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that DDP sends together. `ready_s` counts from the start of the backward that
+    exchanges them."""
+
+    size_bytes: int
+    ready_s: float
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """The most memory that a step took with this many samples in a micro-batch."""
+
+    per_rank_batch: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """One optimizer step of one rank. Times are of one micro-batch, the optimizer's of the step;
+    `step_times_s` are whole steps, one after the other, from which stragglers are drawn."""
+
+    name: str
+    device: str
+    per_rank_batch: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    buckets: tuple[Bucket, ...]
+    step_times_s: tuple[float, ...]
+    accumulation: int = 1
+    dataset_samples: int | None = None
+    # Samples a second that this machine loads with so many workers for one rank.
+    loader_rates: dict[int, float] = field(default_factory=dict)
+    loader_workers: int = 0
+    # Data on the GPU is never waited for.
+    data_on_device: bool = False
+    memory: tuple[MemoryPoint, ...] = ()
+    memory_total_bytes: int | None = None
+    parameter_bytes: int = 0
+    power_w: float | None = None
+    precision: str = "fp32"
+    execution: str = "eager"
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(bucket.size_bytes for bucket in self.buckets)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> StepProfile:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        raw["buckets"] = tuple(Bucket(**item) for item in raw["buckets"])
+        raw["memory"] = tuple(MemoryPoint(**item) for item in raw["memory"])
+        raw["step_times_s"] = tuple(raw["step_times_s"])
+        raw["loader_rates"] = {int(k): float(v) for k, v in raw["loader_rates"].items()}
+        return StepProfile(**raw)
