@@ -172,6 +172,43 @@ def verify(
 
 
 @app.command(context_settings={**EXTRA, **NAMES})
+def check(
+    ctx: typer.Context,
+    target: Annotated[str | None, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = None,
+    device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
+    num_gpus: Annotated[
+        int, Option(help="-1: all; without GPUs, CPU ranks", rich_help_panel=PLACE)
+    ] = -1,
+    save_dir: Annotated[str, Option(help="where runs will be kept")] = "runs",
+    timeout: Annotated[float, Option(help="seconds that anything may hang")] = 60.0,
+    as_json: Annotated[bool, Option("--json", help="for programs")] = False,
+    save_curve: Annotated[
+        str | None, Option(help="all-reduce times as CSV, for `mgt estimate --curve`")
+    ] = None,
+    nnodes: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+    node_rank: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+    master_addr: Annotated[str | None, Option(rich_help_panel=HOSTS)] = None,
+    master_port: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+) -> None:
+    """Check this machine before training: software, GPUs, links, disk, network, real ranks.
+
+    With a recipe, config or script also its memory, largest batch, time, and a ready command.
+    Ends with 1 if anything fails. On several machines start it on each, or with torchrun.
+    """
+    from multi_gpu_training.cli.check import Flags, check
+
+    hosts = {
+        "nodes": nnodes,
+        "node_rank": node_rank,
+        "master_addr": master_addr,
+        "master_port": master_port,
+    }
+    command = [target, *ctx.args] if target is not None else []
+    flags = Flags(command, device, num_gpus, save_dir, timeout, as_json, save_curve, hosts)
+    raise typer.Exit(check(flags))
+
+
+@app.command(context_settings={**EXTRA, **NAMES})
 def bench(
     ctx: typer.Context,
     target: Annotated[str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = "image",

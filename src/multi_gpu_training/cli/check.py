@@ -1,0 +1,100 @@
+"""`mgt check`: is this machine, or every machine of a job, ready to train."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from multi_gpu_training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from multi_gpu_training.planning.check.checkup import Checkup
+    from multi_gpu_training.planning.check.findings import Finding, Report
+    from multi_gpu_training.planning.check.printing import Printer
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line said; `command` is a recipe, config or script with its words."""
+
+    command: list[str]
+    device: str = "auto"
+    num_gpus: int = -1
+    save_dir: str = "runs"
+    timeout_s: float = 60.0
+    as_json: bool = False
+    curve: str | None = None
+    hosts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check(flags: Flags) -> int:
+    """0 if nothing fails, else 1."""
+    _validate(flags)
+    from multi_gpu_training.planning.check.checkup import Checkup, Options
+    from multi_gpu_training.planning.check.findings import Report
+    from multi_gpu_training.planning.check.printing import Printer
+
+    printer = Printer(Console(highlight=False))
+    report = Report()
+    options = Options(
+        flags.device, flags.num_gpus, Path(flags.save_dir), flags.timeout_s, flags.hosts
+    )
+    checkup = Checkup(options, report, os.environ)
+    if checkup.first == 0 and not flags.as_json:
+        report.heard = printer.show
+    try:
+        checkup.run()
+        if checkup.first == 0:
+            report.add(_curve(flags, checkup))
+        if checkup.speaks:
+            _show(flags, report, printer)
+        return checkup.finish()
+    except BaseException:
+        checkup.abort()
+        raise
+
+
+def _curve(flags: Flags, checkup: Checkup) -> list[Finding]:
+    """The measured all-reduce times as a file, where it was asked for."""
+    from multi_gpu_training.planning.check import exchange
+
+    if flags.curve is None:
+        return []
+    path = Path(flags.curve)
+    remedy = "mend the lines above, then run it again"
+    if checkup.team is None or not checkup.report.curve or checkup.team.ranks == 1:
+        return [exchange.GROUP.fail("curve", f"{path} is not written: none was measured", remedy)]
+    try:
+        exchange.save_curve(path, checkup.report.curve, checkup.team, checkup.hardware)
+    except OSError as error:
+        text = f"{path} cannot be written: {error.strerror}"
+        return [exchange.GROUP.fail("curve", text, "choose another --save-curve")]
+    return [exchange.GROUP.passed("curve", f"{path}: for `mgt estimate --curve`")]
+
+
+def _show(flags: Flags, report: Report, printer: Printer) -> None:
+    if flags.as_json:
+        print(json.dumps(report.plain(), indent=1), flush=True)
+        return
+    if not printer.begun:
+        for finding in report.findings:
+            printer.show(finding)
+    printer.summary(report)
+
+
+def _validate(flags: Flags) -> None:
+    problems = []
+    if flags.timeout_s <= 0:
+        problems.append(f"--timeout {flags.timeout_s:g}: give seconds, more than 0")
+    if flags.device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {flags.device}: use auto, cpu or cuda")
+    if flags.num_gpus == 0 or flags.num_gpus < -1:
+        problems.append(f"--num-gpus {flags.num_gpus}: use -1 for all, or a number from 1 on")
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,304 @@
+"""All checks in order, on one machine or on every machine of a job."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from multi_gpu_training.distributed.identity import Identity, from_environment
+from multi_gpu_training.distributed.launch import Hosts
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.planning.check import (
+    devices,
+    disk,
+    exchange,
+    links,
+    machine,
+    network,
+    software,
+)
+from multi_gpu_training.planning.check.devices import Gpu
+from multi_gpu_training.planning.check.findings import Finding, Group, Level, Report
+from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.rates import network_gbps
+from multi_gpu_training.planning.check.team import Watched
+
+CPU_RANKS = 2
+# A launcher ends all ranks when one fails: rank 0 must have printed by then.
+LINGER_S = 5.0
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `mgt check` was asked. `hosts` are the flags of several machines."""
+
+    device: str = "auto"
+    num_gpus: int = -1
+    save_dir: Path = Path("runs")
+    timeout_s: float = 60.0
+    hosts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Checkup:
+    """The checks of this process; under a launcher one of many, of which rank 0 prints.
+
+    After `run`, `report` holds the findings and `speaks` says whether this process shall show
+    them. `finish` lets the others know the outcome and ends every process.
+    """
+
+    def __init__(self, options: Options, report: Report, env: Mapping[str, str]) -> None:
+        self.options = options
+        self.report = report
+        self.env = env
+        self.gpus: list[Gpu] = []
+        self.ports: dict[int, links.Port] = {}
+        self.members: list[Watched] = []
+        self.team: exchange.Team | None = None
+        self.identity, self.hosts, self._problems = _place(options, env)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody but this process looks at this machine and prints."""
+        return self.identity is None
+
+    @property
+    def looks(self) -> bool:
+        """Whether this process looks at its machine: one of them does."""
+        return self.identity is None or self.identity.local_rank == 0
+
+    @property
+    def speaks(self) -> bool:
+        """Rank 0 prints for all; another machine only where rank 0 did not hear it."""
+        if self.first == 0:
+            return True
+        heard = bool(self.members) and bool(self.members[0].told("all_came"))
+        return self.looks and not heard
+
+    @property
+    def ranks_here(self) -> int:
+        if self.identity is not None:
+            return self.identity.local_world_size
+        if self.options.num_gpus > 0:
+            return self.options.num_gpus
+        return max(len(self.gpus), CPU_RANKS)
+
+    @property
+    def ranks(self) -> int:
+        if self.identity is not None:
+            return self.identity.world_size
+        return self.ranks_here * self.hosts.nodes
+
+    @property
+    def nodes(self) -> int:
+        if self.identity is not None:
+            return max(1, -(-self.identity.world_size // self.identity.local_world_size))
+        return self.hosts.nodes
+
+    @property
+    def first(self) -> int:
+        """The first of the ranks that this process starts."""
+        if self.identity is not None:
+            return self.identity.rank
+        return self.hosts.node_rank * self.ranks_here
+
+    def run(self) -> None:
+        nvml = Nvml()
+        found = software.look(nvml, self.env)
+        if self.options.device != "cpu":
+            self.gpus = devices.look(nvml)
+            self.ports = links.look(nvml, self.gpus)
+        if self.looks:
+            self.report.add(software.judge(found, self.options.device))
+            self.report.add(devices.judge(self.gpus))
+            self.report.add(self._machine())
+            self.report.add([*self._problems, *network.judge(self._meeting(), self.env)])
+            if self.gpus:
+                limit = self.options.timeout_s
+                copies = links.measure(self._used_gpus(), limit)
+                self.report.add(links.judge(copies, self.ports, limit))
+        self.report.add(self._together(found))
+
+    def finish(self) -> int:
+        """The exit code: rank 0's for all that hear it. Call it when all is printed."""
+        limit = min(10.0, self.options.timeout_s)
+        code = self.report.exit_code
+        exchange.close(self.members, code if self.first == 0 else None, limit)
+        told = self.members[0].last("verdict") if self.members else None
+        if told is None and code and self.first != 0 and not self.speaks:
+            time.sleep(LINGER_S)
+        return max(told or 0, code)
+
+    def abort(self) -> None:
+        for member in self.members:
+            member.kill()
+
+    @property
+    def hardware(self) -> str:
+        """What the ranks ran on, for the head of a curve."""
+        if not self.gpus:
+            return "CPU"
+        names = " + ".join(sorted({gpu.name for gpu in self._used_gpus()}))
+        if self.team is not None and self.team.backend == "gloo":
+            return f"{names} shared, through host memory"
+        return f"{names}, {self.ports[self.gpus[0].index].describe()}"
+
+    def _machine(self) -> Iterator[Finding]:
+        yield from machine.judge(machine.look(self.env), self.ranks_here, len(self.gpus))
+        limit = self.options.timeout_s
+        program = disk.measure(self.options.save_dir, limit)
+        yield from disk.judge(program, self.options.save_dir, limit)
+
+    def _meeting(self) -> network.Meeting:
+        address, port = self.hosts.master_addr, self.hosts.master_port
+        several = self.nodes > 1
+        if (self.identity is not None or several) and port is None:
+            port = network.DEFAULT_PORT
+        return network.Meeting(
+            address,
+            port,
+            here=self.first == 0,
+            held=self.env.get(AGENT_STORE) == "True" and self.identity is not None,
+            several=several,
+        )
+
+    def _used_gpus(self) -> Sequence[Gpu]:
+        return self.gpus[: self.ranks_here] if self.ranks_here < len(self.gpus) else self.gpus
+
+    def _together(self, found: software.Software) -> Iterator[Finding]:
+        """Real ranks: those of this process, with those of the others."""
+        blocked = [f for f in self.report.findings if f.level is Level.FAIL and _blocks(f)]
+        together = self.identity is not None or self.nodes > 1
+        if together and blocked:
+            yield exchange.GROUP.fail(
+                "meeting", "the ranks were not started", f"first mend: {blocked[0].topic}"
+            )
+            return
+        self.team = team = self._team(together)
+        self.members = exchange.run(team, self._facts(found))
+        first = self.members[0]
+        if self.first == 0:
+            yield from self._others(first, found)
+        link = self._link_gbps(team)
+        for finding in exchange.judge(team, self.members, link):
+            self.report.curve = finding.facts.get("curve", self.report.curve)
+            yield finding
+        if team.backend == "gloo" and self.gpus and not together:
+            yield exchange.GROUP.passed(
+                "one GPU", "two ranks shared it over gloo: right, and no measure of speed"
+            )
+
+    def _team(self, together: bool) -> exchange.Team:
+        here = 1 if self.identity is not None else self.ranks_here
+        local = self.identity.local_rank if self.identity is not None else 0
+        if self.gpus:
+            names = [f"cuda:{(local + i) % len(self.gpus)}" for i in range(here)]
+        else:
+            names = ["cpu"] * here
+        direct = bool(self.gpus) and self.ranks_here <= len(self.gpus)
+        meeting = self._meeting()
+        return exchange.Team(
+            first=self.first,
+            here=here,
+            ranks=self.ranks,
+            nodes=self.nodes,
+            address=(meeting.address or "127.0.0.1") if together else "127.0.0.1",
+            port=(meeting.port or network.DEFAULT_PORT) if together else network.free_port(),
+            devices=names,
+            backend="nccl" if direct else "gloo",
+            limit_s=self.options.timeout_s,
+            hosted_elsewhere=meeting.held,
+            run_id=f"{self.identity.attempt}" if self.identity is not None else "0",
+        )
+
+    def _facts(self, found: software.Software) -> dict[str, object]:
+        """What rank 0 is told about this machine."""
+        if not self.looks:
+            return {}
+        return {
+            "findings": [finding.plain() for finding in self.report.findings],
+            "torch": found.torch,
+            "nccl": found.nccl,
+            "gpus": [gpu.name for gpu in self.gpus],
+        }
+
+    def _others(self, first: Watched, mine: software.Software) -> Iterator[Finding]:
+        """What other machines found: their trouble, and a line for what is in order."""
+        for hello in first.told("hello"):
+            facts = hello["facts"]
+            if hello["hello"] == 0 or not facts:
+                continue
+            host = hello["host"]
+            if host == socket.gethostname():
+                host += f" (rank {hello['hello']})"
+            found = [Finding.from_plain(raw) for raw in facts["findings"]]
+            bad = [one for one in found if one.level is not Level.PASS]
+            self.report.add(bad, host)
+            yield from _versions(host, facts, mine)
+            there = ", ".join(facts["gpus"]) or "no GPU"
+            group = Group("Ranks")
+            yield group.passed(host, f"{len(found) - len(bad)} lines pass there; {there}")
+
+    def _link_gbps(self, team: exchange.Team) -> float | None:
+        """What the slowest link of a ring should give; None where nobody knows."""
+        if team.backend != "nccl" or team.ranks == 1:
+            return None
+        ports = [self.ports[gpu.index] for gpu in self._used_gpus()]
+        inside: list[float | None] = [port.nvlink_gbps for port in ports]
+        if None in inside:
+            inside = [port.pcie_gbps for port in ports]
+        if team.nodes > 1:
+            inside.append(network_gbps(Path("/sys/class")))
+        if None in inside or not inside:
+            return None
+        return min(value for value in inside if value is not None)
+
+
+def _blocks(finding: Finding) -> bool:
+    """Whether ranks on several machines cannot even meet."""
+    return finding.group == network.GROUP.name and finding.topic.split()[0] in (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "port",
+        "launcher",
+    )
+
+
+def _versions(host: str, facts: Mapping[str, Any], mine: software.Software) -> Iterator[Finding]:
+    for name in ("torch", "nccl"):
+        if facts[name] != getattr(mine, name):
+            yield exchange.GROUP.fail(
+                host,
+                f"it has {name} {facts[name]}, this machine {getattr(mine, name)}",
+                f"install the same {name} on every machine",
+            )
+
+
+def _place(
+    options: Options, env: Mapping[str, str]
+) -> tuple[Identity | None, Hosts, list[Finding]]:
+    """Who this process is and where it meets others; what is wrong with that as findings."""
+    problems = []
+    identity = None
+    with suppress(ConfigError):  # network.launcher_variables names it
+        identity = from_environment(env)
+    if identity is not None and identity.rank >= identity.world_size:
+        identity = None
+    try:
+        hosts = Hosts.from_environment(**options.hosts)
+    except ConfigError as error:
+        flags = dict(options.hosts)
+        if any(value is not None for value in flags.values()) and not os.environ.get("MASTER_PORT"):
+            raise  # a wrong flag, not a finding
+        problems = [
+            network.GROUP.fail("MASTER_PORT", problem, "export MASTER_PORT=29500, or unset it")
+            for problem in error.problems
+        ]
+        hosts = Hosts()
+    return identity, hosts, problems

@@ -1,0 +1,191 @@
+"""Each GPU: memory, clocks, throttling, and who else uses it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from multi_gpu_training.planning.check.findings import Finding, Group
+from multi_gpu_training.planning.check.nvml import Nvml
+
+GROUP = Group("GPUs")
+FREE_SHARE = 0.9
+HOT_C = 85
+# What slows a GPU down, by its bit in the driver's mask.
+SLOWED_BY = {
+    0x08: "hardware slowdown",
+    0x20: "heat",
+    0x40: "heat, by hardware",
+    0x80: "external power brake",
+}
+POWER_CAP = 0x04
+EXCLUSIVE, PROHIBITED = 3, 2
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible GPU; None where the driver does not say."""
+
+    index: int
+    name: str
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+    bf16: bool
+    clock_mhz: int | None = None
+    max_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    slowed: int | None = None
+    compute_mode: int | None = None
+    uncorrected_errors: int | None = None
+    mig: bool = False
+    others: Sequence[str] = field(default_factory=list)
+    unsupported: Sequence[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"GPU {self.index}"
+
+
+def look(nvml: Nvml) -> list[Gpu]:
+    from multi_gpu_training.planning.gpus import get_gpu_info
+
+    return [_describe(nvml, info) for info in get_gpu_info()]
+
+
+def _describe(nvml: Nvml, info: dict[str, Any]) -> Gpu:
+    handle = nvml.by_uuid(info["uuid"])
+    clock = nvml.constant("NVML_CLOCK_SM")
+    errors = (
+        nvml.constant("NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
+        nvml.constant("NVML_VOLATILE_ECC"),
+    )
+    slowed = nvml.number("nvmlDeviceGetCurrentClocksEventReasons", handle)
+    if slowed is None:  # its name before driver 535
+        slowed = nvml.number("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+    mig = nvml.ask("nvmlDeviceGetMigMode", handle)
+    asked = {
+        "clock_mhz": nvml.number("nvmlDeviceGetClockInfo", handle, clock),
+        "max_clock_mhz": nvml.number("nvmlDeviceGetMaxClockInfo", handle, clock),
+        "temperature_c": nvml.number(
+            "nvmlDeviceGetTemperature", handle, nvml.constant("NVML_TEMPERATURE_GPU")
+        ),
+        "slowed": slowed,
+        "compute_mode": nvml.number("nvmlDeviceGetComputeMode", handle),
+        "uncorrected_errors": nvml.number("nvmlDeviceGetTotalEccErrors", handle, *errors),
+    }
+    return Gpu(
+        index=info["index"],
+        name=info["name"],
+        uuid=info["uuid"],
+        total_bytes=int(info["total_memory_gb"] * 2**30),
+        free_bytes=int(info["free_memory_gb"] * 2**30),
+        bf16=info["bf16"],
+        mig=bool(mig and mig[0] == 1),
+        others=_others(nvml, handle),
+        unsupported=[name for name, value in asked.items() if value is None],
+        **asked,
+    )
+
+
+def _others(nvml: Nvml, handle: Any) -> list[str]:
+    """Processes on this GPU beside this one, as people know them."""
+    found = nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or []
+    names = []
+    for process in found:
+        pid = getattr(process, "pid", None)
+        if pid is None or pid == os.getpid():
+            continue
+        used = getattr(process, "usedGpuMemory", None)
+        size = f", {used / 2**30:.1f} GB" if isinstance(used, int) and used < 2**50 else ""
+        names.append(f"{pid} ({_name_of(pid)}{size})")
+    return names
+
+
+def _name_of(pid: int) -> str:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return f"{process.username()}: {process.name()}"
+    except (psutil.Error, KeyError, OSError):
+        return "of another container or user"
+
+
+def judge(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    for gpu in gpus:
+        yield _whole(gpu)
+        yield from _state(gpu)
+    kinds = sorted({gpu.name for gpu in gpus})
+    if len(kinds) > 1:
+        listed = "; ".join(
+            f"{', '.join(str(gpu.index) for gpu in gpus if gpu.name == kind)}: {kind}"
+            for kind in kinds
+        )
+        yield GROUP.warn(
+            "mixed GPUs",
+            f"{len(kinds)} kinds of GPU ({listed})",
+            "shares of a batch follow measured speed (balance=auto, docs/unequal-gpus.md); "
+            "--gpu-ids takes one kind alone",
+            kinds=kinds,
+        )
+
+
+def _whole(gpu: Gpu) -> Finding:
+    """Memory and clocks: the line that every GPU has."""
+    free = gpu.free_bytes / 2**30
+    text = f"{gpu.name}, {free:.1f} of {gpu.total_bytes / 2**30:.1f} GB free"
+    if gpu.clock_mhz is not None and gpu.max_clock_mhz is not None:
+        text += f", clock {gpu.clock_mhz} of {gpu.max_clock_mhz} MHz"
+    if gpu.temperature_c is not None:
+        text += f", {gpu.temperature_c} C"
+    if gpu.unsupported:
+        text += f" (not said by the driver: {', '.join(gpu.unsupported)})"
+    facts = {"uuid": gpu.uuid, "free_bytes": gpu.free_bytes, "total_bytes": gpu.total_bytes}
+    if gpu.free_bytes < FREE_SHARE * gpu.total_bytes:
+        who = f"; used by process {', '.join(gpu.others)}" if gpu.others else ""
+        return GROUP.warn(
+            gpu.label,
+            text + who,
+            "end what uses it (`nvidia-smi` lists processes), or leave it out with --gpu-ids",
+            **facts,
+        )
+    return GROUP.passed(gpu.label, text, **facts)
+
+
+def _state(gpu: Gpu) -> Iterator[Finding]:
+    slowed = [name for bit, name in SLOWED_BY.items() if (gpu.slowed or 0) & bit]
+    if slowed:
+        yield GROUP.warn(
+            gpu.label,
+            f"its clock is held down by {', '.join(slowed)}",
+            "look at cooling and power supply: nvidia-smi -q -d PERFORMANCE",
+        )
+    if gpu.temperature_c is not None and gpu.temperature_c >= HOT_C:
+        yield GROUP.warn(gpu.label, f"it has {gpu.temperature_c} C", "look at its cooling")
+    if gpu.others and gpu.free_bytes >= FREE_SHARE * gpu.total_bytes:
+        yield GROUP.warn(
+            gpu.label,
+            f"others use it: process {', '.join(gpu.others)}",
+            "steps will wait for them; end them, or leave this GPU out with --gpu-ids",
+        )
+    if gpu.compute_mode in (EXCLUSIVE, PROHIBITED):
+        mode = "exclusive process" if gpu.compute_mode == EXCLUSIVE else "prohibited"
+        level = GROUP.fail if gpu.compute_mode == PROHIBITED else GROUP.warn
+        yield level(
+            gpu.label, f"its compute mode is {mode}", f"sudo nvidia-smi -i {gpu.uuid} -c DEFAULT"
+        )
+    if gpu.uncorrected_errors:
+        yield GROUP.fail(
+            gpu.label,
+            f"{gpu.uncorrected_errors} uncorrected memory errors since it was started",
+            f"reset it (sudo nvidia-smi -r -i {gpu.uuid}); if they come back, replace the card",
+        )
+    if gpu.mig:
+        yield GROUP.warn(
+            gpu.label,
+            "it is cut into parts (MIG), which cannot exchange gradients over NCCL",
+            f"sudo nvidia-smi -i {gpu.uuid} -mig 0, or train on one part",
+        )

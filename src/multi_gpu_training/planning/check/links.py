@@ -1,0 +1,191 @@
+"""What the links between GPUs should give, and what copies over them gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from multi_gpu_training.planning.check.devices import Gpu
+from multi_gpu_training.planning.check.findings import Finding, Group
+from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.team import Watched, watch
+
+GROUP = Group("Links")
+# GB/s in one direction: of an NVLink by its version, of a PCIe lane by its generation.
+NVLINK_GBPS = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+PCIE_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+MOST_NVLINKS = 18
+# Real copies get 75 to 90 % of these figures; less than this share needs a reason.
+ENOUGH = 0.5
+COPIED_BYTES = 256 * 2**20
+NO_P2P = (
+    "look at `nvidia-smi topo -m`; virtualisation and PCIe access control (ACS, IOMMU) stop "
+    "direct copies. If training hangs: export NCCL_P2P_DISABLE=1"
+)
+
+
+@dataclass(frozen=True)
+class Port:
+    """How one GPU is connected; None or 0 where the driver does not say."""
+
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    pcie_width_now: int | None = None
+    nvlinks: int = 0
+    nvlink_version: int | None = None
+
+    @property
+    def nvlink_gbps(self) -> float | None:
+        per_link = NVLINK_GBPS.get(self.nvlink_version or 0)
+        return self.nvlinks * per_link if self.nvlinks and per_link else None
+
+    @property
+    def pcie_gbps(self) -> float | None:
+        lane = PCIE_LANE_GBPS.get(self.pcie_generation or 0)
+        width = self.pcie_width_now or self.pcie_width
+        return lane * width if lane and width else None
+
+    def describe(self) -> str:
+        if self.nvlink_gbps:
+            return f"{self.nvlinks} NVLinks of version {self.nvlink_version}"
+        if self.pcie_gbps:
+            width = self.pcie_width_now or self.pcie_width
+            return f"PCIe {self.pcie_generation}.0 x{width}"
+        return "a link that the driver does not name"
+
+
+def look(nvml: Nvml, gpus: Sequence[Gpu]) -> dict[int, Port]:
+    return {gpu.index: _port(nvml, nvml.by_uuid(gpu.uuid)) for gpu in gpus}
+
+
+def _port(nvml: Nvml, handle: Any) -> Port:
+    on = nvml.constant("NVML_FEATURE_ENABLED")
+    active = [
+        link
+        for link in range(MOST_NVLINKS)
+        if on is not None and nvml.number("nvmlDeviceGetNvLinkState", handle, link) == on
+    ]
+    version = nvml.number("nvmlDeviceGetNvLinkVersion", handle, active[0]) if active else None
+    return Port(
+        # An idle GPU turns its generation down, so that the largest counts; lanes it keeps.
+        pcie_generation=nvml.number("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+        pcie_width=nvml.number("nvmlDeviceGetMaxPcieLinkWidth", handle),
+        pcie_width_now=nvml.number("nvmlDeviceGetCurrPcieLinkWidth", handle),
+        nvlinks=len(active),
+        nvlink_version=version,
+    )
+
+
+def expected_gbps(one: Port, other: Port, direct: bool) -> float | None:
+    """What a copy between two GPUs should reach at most; None where nobody knows."""
+    if direct and one.nvlink_gbps and other.nvlink_gbps:
+        return min(one.nvlink_gbps, other.nvlink_gbps)
+    lanes = [port.pcie_gbps for port in (one, other)]
+    if None in lanes:
+        return None
+    slower = min(lane for lane in lanes if lane is not None)
+    # Without direct access each byte goes into host memory and out again.
+    return slower if direct else slower / 2
+
+
+def measure(gpus: Sequence[Gpu], limit_s: float) -> Watched:
+    """Copies between host and GPUs and between all pairs, in a process of its own."""
+    request = {"gpus": [gpu.index for gpu in gpus], "bytes": COPIED_BYTES, "limit_s": limit_s}
+    program = Watched("multi_gpu_training.planning.check.copies", request)
+    try:
+        watch([program], limit_s)
+    finally:
+        program.kill()
+    return program
+
+
+def judge(program: Watched, ports: Mapping[int, Port], limit_s: float) -> Iterator[Finding]:
+    for index, port in ports.items():
+        if port.pcie_width and port.pcie_width_now and port.pcie_width_now < port.pcie_width:
+            yield GROUP.warn(
+                f"GPU {index}",
+                f"PCIe gives it {port.pcie_width_now} lanes of {port.pcie_width}",
+                "put the card into a wider slot, or look at risers and BIOS settings",
+            )
+    for line in program.told("host"):
+        yield _host_copy(line, ports.get(line["host"], Port()))
+    pairs = program.told("pair")
+    yield from _pairs(pairs, ports)
+    if program.timed_out:
+        yield GROUP.fail(
+            str(program.last("at") or "copies"),
+            f"the copy did not end within {limit_s:g} s: it hangs",
+            f"direct copies between these GPUs are broken; {NO_P2P}",
+        )
+    elif program.process.returncode:
+        yield GROUP.fail(
+            str(program.last("at") or "copies"),
+            f"the copy failed: {program.complaint()}",
+            "run `nvidia-smi`, then `dmesg | grep -i xid`; restart the machine if a GPU is lost",
+        )
+
+
+def _host_copy(line: Mapping[str, Any], port: Port) -> Finding:
+    topic = f"host - GPU {line['host']}"
+    speed = min(line["to_gbps"], line["from_gbps"])
+    text = f"{line['to_gbps']:.1f} GB/s to it, {line['from_gbps']:.1f} GB/s back"
+    if not line["right"]:
+        return _wrong(topic, text)
+    wanted = port.pcie_gbps
+    if wanted is None:
+        return GROUP.passed(topic, f"{text}; the driver does not say what the link gives", **line)
+    text += f"; {PCIE_NAME.format(port=port)} gives at most {wanted:.0f}"
+    if speed < ENOUGH * wanted:
+        return GROUP.warn(
+            topic,
+            text,
+            "is the machine busy? else look at PCIe settings and NUMA placement",
+            **line,
+        )
+    return GROUP.passed(topic, text, **line)
+
+
+PCIE_NAME = "PCIe {port.pcie_generation}.0 x{port.pcie_width_now}"
+
+
+def _pairs(lines: Sequence[Mapping[str, Any]], ports: Mapping[int, Port]) -> Iterator[Finding]:
+    """One line for each bad pair, and one for all the good ones."""
+    good: list[Mapping[str, Any]] = []
+    wanted = None
+    for line in lines:
+        one, other = line["pair"]
+        topic = f"GPU {one} - GPU {other}"
+        ends = ports.get(one, Port()), ports.get(other, Port())
+        wanted = expected_gbps(*ends, direct=line["direct"])
+        text = f"{line['gbps']:.1f} GB/s"
+        if not line["direct"]:
+            text += ", through host memory: no direct access"
+        if not line["right"]:
+            yield _wrong(topic, text)
+        elif not line["direct"]:
+            yield GROUP.warn(topic, text, NO_P2P, **line)
+        elif wanted is not None and line["gbps"] < ENOUGH * wanted:
+            yield GROUP.warn(
+                topic,
+                f"{text}; {ends[0].describe()} should give up to {wanted:.0f}",
+                "look at `nvidia-smi topo -m` and `nvidia-smi nvlink -s`; is another process "
+                "using these GPUs?",
+                **line,
+            )
+        else:
+            good.append(line)
+    if good:
+        speeds = [line["gbps"] for line in good]
+        text = f"{len(good)} copies right, {min(speeds):.0f} to {max(speeds):.0f} GB/s"
+        if wanted is not None:
+            text += f"; up to {wanted:.0f} expected"
+        yield GROUP.passed("GPU - GPU", text, pairs=[dict(line) for line in good])
+
+
+def _wrong(topic: str, text: str) -> Finding:
+    return GROUP.fail(
+        topic,
+        f"what arrived is not what was sent ({text})",
+        f"do not train like this: results would be wrong. {NO_P2P}",
+    )

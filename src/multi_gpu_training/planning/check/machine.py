@@ -1,0 +1,253 @@
+"""The host: shared memory, open files, cores, memory, threads."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from multi_gpu_training.planning.check.findings import Finding, Group
+
+GROUP = Group("Machine")
+MIB, GIB = 2**20, 2**30
+SHM = Path("/dev/shm")
+# Docker gives 64 MiB, with which loader workers die of "Bus error" and NCCL of its buffers.
+SHM_LEAST, SHM_ENOUGH = 64 * MIB, GIB
+FILES_LEAST, FILES_ENOUGH = 256, 1024
+# A rank with torch takes 0.3 GiB before it has a model, with CUDA some GiB.
+MEMORY_LEAST, MEMORY_ENOUGH = GIB // 2, 2 * GIB
+MOST_WORKERS = 8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process may use. `quota_cores` is what a container allows, None without limit."""
+
+    shm_bytes: int | None
+    shm_free_bytes: int | None
+    open_files: int
+    open_files_hard: int
+    cores: int
+    quota_cores: float | None
+    memory_free_bytes: int
+    memory_limit: str
+    address_space_bytes: int | None
+    omp: str | None
+
+    @property
+    def usable_cores(self) -> float:
+        return min(self.cores, self.quota_cores or self.cores)
+
+
+def look(env: Mapping[str, str]) -> Machine:
+    total = free = None
+    try:
+        stat = os.statvfs(SHM)
+        total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    except OSError:
+        pass
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    memory, limit = _memory()
+    return Machine(
+        shm_bytes=total,
+        shm_free_bytes=free,
+        open_files=_finite(soft),
+        open_files_hard=_finite(hard),
+        cores=len(os.sched_getaffinity(0)),
+        quota_cores=cgroup_cores(_cgroup()),
+        memory_free_bytes=memory,
+        memory_limit=limit,
+        address_space_bytes=None if space == resource.RLIM_INFINITY else space,
+        omp=env.get("OMP_NUM_THREADS"),
+    )
+
+
+def _finite(value: int) -> int:
+    return 2**31 if value == resource.RLIM_INFINITY else value
+
+
+def _cgroup() -> list[Path]:
+    """The control groups that this process is in, from its own up (version 2)."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return [root]
+    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    folder = root / own.lstrip("/")
+    return [folder, *(p for p in folder.parents if p == root or root in p.parents)]
+
+
+def cgroup_cores(groups: list[Path]) -> float | None:
+    found = []
+    for group in groups:
+        words = _words(group / "cpu.max")
+        if len(words) == 2 and words[0] != "max":
+            found.append(int(words[0]) / int(words[1]))
+    return min(found) if found else None
+
+
+def cgroup_memory(groups: list[Path]) -> int | None:
+    """Bytes that are left under the tightest limit."""
+    found = []
+    for group in groups:
+        limit, used = _words(group / "memory.max"), _words(group / "memory.current")
+        if limit and used and limit[0] != "max":
+            found.append(max(0, int(limit[0]) - int(used[0])))
+    return min(found) if found else None
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+def _memory() -> tuple[int, str]:
+    """Bytes of memory that are left, and who sets the limit."""
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    left = cgroup_memory(_cgroup())
+    if left is not None and left < available:
+        return left, "the container's limit"
+    return available, "the machine"
+
+
+def judge(found: Machine, ranks: int, gpus: int) -> Iterator[Finding]:
+    """`ranks` train on this machine, on `gpus` GPUs."""
+    yield _shared_memory(found)
+    yield _open_files(found)
+    yield _cores(found, ranks)
+    yield _free_memory(found, ranks, gpus)
+    yield _threads(found, ranks)
+
+
+def _shared_memory(found: Machine) -> Finding:
+    if found.shm_free_bytes is None or found.shm_bytes is None:
+        return GROUP.fail(
+            "/dev/shm",
+            "there is none: loader workers and NCCL hand data over in it",
+            "mount -t tmpfs -o size=8g tmpfs /dev/shm",
+        )
+    free = found.shm_free_bytes
+    text = f"{_size(free)} free of {_size(found.shm_bytes)}"
+    remedy = (
+        "docker run --shm-size=8g (or --ipc=host); else mount -o remount,size=8g /dev/shm; "
+        "without loader workers (num_workers=0) CPU training needs little of it"
+    )
+    if found.shm_bytes > SHM_ENOUGH > free:
+        remedy = f"remove what fills it: ls -lhS /dev/shm; or {remedy}"
+    if free <= SHM_LEAST:
+        return GROUP.fail(
+            "/dev/shm",
+            f"{text}: loader workers die there of 'Bus error', NCCL of its buffers",
+            remedy,
+            free_bytes=free,
+        )
+    if free < SHM_ENOUGH:
+        return GROUP.warn(
+            "/dev/shm",
+            f"{text}: large batches from loader workers may not fit",
+            remedy,
+            free_bytes=free,
+        )
+    return GROUP.passed("/dev/shm", text, free_bytes=free)
+
+
+def _open_files(found: Machine) -> Finding:
+    text = f"{found.open_files} open files allowed (ulimit -n)"
+    remedy = f"ulimit -n {min(found.open_files_hard, 65536)}"
+    if found.open_files_hard < FILES_ENOUGH:
+        remedy += (
+            f"; the hard limit is {found.open_files_hard}: raise it in /etc/security/limits.conf"
+        )
+    if found.open_files < FILES_LEAST:
+        return GROUP.fail("open files", f"{text}: ranks and their loader workers need more", remedy)
+    if found.open_files < FILES_ENOUGH:
+        return GROUP.warn("open files", f"{text}: many loader workers need more", remedy)
+    return GROUP.passed("open files", text, limit=found.open_files)
+
+
+def workers_for(cores: float, ranks: int) -> int:
+    """Loader workers a rank: the cores that its own main thread leaves."""
+    return max(0, min(MOST_WORKERS, int(cores / ranks) - 1))
+
+
+def _cores(found: Machine, ranks: int) -> Finding:
+    usable = found.usable_cores
+    text = f"{usable:g} cores for {ranks} ranks"
+    if found.quota_cores is not None and found.quota_cores < found.cores:
+        text += f" (the container may use {found.quota_cores:g} of {found.cores})"
+    workers = workers_for(usable, ranks)
+    facts = {"cores": usable, "workers_per_rank": workers}
+    if usable < ranks:
+        return GROUP.warn(
+            "cores",
+            f"{text}: ranks wait for each other",
+            f"use {max(1, int(usable))} ranks",
+            **facts,
+        )
+    if workers == 0:
+        return GROUP.warn(
+            "cores",
+            f"{text}: none left for loader workers",
+            "num_workers=0, or fewer ranks; more cores where data is decoded while training",
+            **facts,
+        )
+    return GROUP.passed("cores", f"{text}: up to {workers} loader workers a rank", **facts)
+
+
+def _free_memory(found: Machine, ranks: int, gpus: int) -> Finding:
+    free = found.memory_free_bytes
+    need = ranks * (MEMORY_ENOUGH * 2 if gpus else MEMORY_ENOUGH)
+    text = f"{_size(free)} of host memory free for {ranks} ranks"
+    if found.memory_limit != "the machine":
+        text += f", by {found.memory_limit}"
+    space = found.address_space_bytes
+    if space is not None and space < (2**46 if gpus else 8 * GIB):
+        return (GROUP.fail if gpus or space < 2 * GIB else GROUP.warn)(
+            "memory",
+            f"a process may have {_size(space)} of addresses (ulimit -v): "
+            + ("CUDA needs all of them" if gpus else "torch alone takes several GB"),
+            "ulimit -v unlimited",
+        )
+    remedy = "end other programs, use fewer ranks, or fewer loader workers"
+    if free < ranks * MEMORY_LEAST:
+        return GROUP.fail(
+            "memory", f"{text}: each takes {_size(MEMORY_LEAST)} at least", remedy, free_bytes=free
+        )
+    if free < need:
+        return GROUP.warn(
+            "memory", f"{text}: a rank often takes {_size(need // ranks)}", remedy, free_bytes=free
+        )
+    return GROUP.passed("memory", text, free_bytes=free)
+
+
+def _threads(found: Machine, ranks: int) -> Finding:
+    """OMP_NUM_THREADS: threads of a rank on the CPU."""
+    share = max(1, int(found.usable_cores / ranks))
+    if found.omp is None:
+        return GROUP.passed(
+            "OMP threads", f"OMP_NUM_THREADS is not set: mgt gives each rank {share}"
+        )
+    text = f"OMP_NUM_THREADS={found.omp}"
+    parts = [part.strip() for part in found.omp.split(",")]
+    remedy = f"export OMP_NUM_THREADS={share}, or unset it"
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        return GROUP.fail("OMP threads", f"{text} is no number of threads: it is ignored", remedy)
+    if int(parts[0]) * ranks > found.usable_cores and int(parts[0]) > 1:
+        return GROUP.warn(
+            "OMP threads",
+            f"{text} for each of {ranks} ranks is more than {found.usable_cores:g} cores",
+            remedy,
+        )
+    return GROUP.passed("OMP threads", f"{text} for each of {ranks} ranks")
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GB" if count >= GIB else f"{count / MIB:.0f} MB"

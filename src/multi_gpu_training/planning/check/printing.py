@@ -1,0 +1,61 @@
+"""The report in a terminal: a line for each finding, with what to do below it."""
+
+from __future__ import annotations
+
+import textwrap
+
+from rich.console import Console
+from rich.text import Text
+
+from multi_gpu_training.planning.check.findings import Finding, Level, Report
+
+STYLES = {Level.PASS: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
+INDENT = 7  # of what stands beside pass, warn, fail
+TOPIC_WIDTH = 16
+
+
+class Printer:
+    """Shows findings as they come, under the heading of their group."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._group = ""
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._group)
+
+    def show(self, finding: Finding) -> None:
+        if finding.group != self._group:
+            self.console.print(Text(f"\n{finding.group}" if self._group else finding.group, "bold"))
+            self._group = finding.group
+        topic = f"{finding.topic} on {finding.host}" if finding.host else finding.topic
+        lines = self._wrap(f"{topic.ljust(TOPIC_WIDTH)} {finding.text}")
+        if finding.remedy:
+            lines += self._wrap(f"{' ' * TOPIC_WIDTH} -> {finding.remedy}")
+        level = Text(f"  {finding.level.value} ", STYLES[finding.level])
+        self.console.print(level + Text(lines[0]), soft_wrap=True)
+        for line in lines[1:]:
+            self.console.print(Text(" " * INDENT + line), soft_wrap=True)
+
+    def _wrap(self, text: str) -> list[str]:
+        """Lines for the space beside the level; what follows the first stands under the text."""
+        return textwrap.wrap(
+            text,
+            max(40, self.console.width - INDENT),
+            subsequent_indent=" " * (TOPIC_WIDTH + 1),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+    def summary(self, report: Report) -> None:
+        counts = ", ".join(f"{report.count(level)} {level.value}" for level in Level)
+        failed = [f.topic for f in report.findings if f.level is Level.FAIL]
+        if failed:
+            names = ", ".join(dict.fromkeys(failed))
+            text = Text(f"\n{counts}. Not ready to train: {names}", STYLES[Level.FAIL])
+        elif report.count(Level.WARN):
+            text = Text(f"\n{counts}. Ready to train; look at the warnings.", STYLES[Level.WARN])
+        else:
+            text = Text(f"\n{counts}. Ready to train.", STYLES[Level.PASS])
+        self.console.print(text)
