@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from multi_gpu_training.cli.bench import command_of
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,12 +53,35 @@ def check(flags: Flags) -> int:
         checkup.run()
         if checkup.first == 0:
             report.add(_curve(flags, checkup))
+        tables = _fit(flags, checkup, printer) if flags.command and checkup.first == 0 else None
         if checkup.speaks:
             _show(flags, report, printer)
+        if tables is not None and not flags.as_json:
+            tables()
         return checkup.finish()
     except BaseException:
         checkup.abort()
         raise
+
+
+def _fit(flags: Flags, checkup: Checkup, printer: Printer) -> Callable[[], None] | None:
+    """Measure the recipe or script; what then prints its tables, or nothing to print."""
+    from multi_gpu_training.planning.check import advice, fit
+
+    try:
+        found = checkup.fit(command_of(flags.command, "check"))
+    except OSError as error:
+        where = f"{error.strerror} ({error.filename})"
+        remedy = "make room there, or set TMPDIR to a folder with room"
+        checkup.report.add([fit.GROUP.fail("training", f"it cannot be tried: {where}", remedy)])
+        return None
+    if found is None:
+        return None
+    best = advice.chosen_speed(found)
+    workers = checkup.workers(best.ranks)
+    chosen = advice.recommend(found, flags.command, workers, checkup.ranks_here)
+    checkup.report.advice = advice.plain(found, chosen)
+    return lambda: printer.advice(found, chosen)
 
 
 def _curve(flags: Flags, checkup: Checkup) -> list[Finding]:
@@ -90,6 +114,8 @@ def _show(flags: Flags, report: Report, printer: Printer) -> None:
 
 def _validate(flags: Flags) -> None:
     problems = []
+    if flags.command:
+        _look_at(flags.command)
     if flags.timeout_s <= 0:
         problems.append(f"--timeout {flags.timeout_s:g}: give seconds, more than 0")
     if flags.device not in ("auto", "cpu", "cuda"):
@@ -98,3 +124,11 @@ def _validate(flags: Flags) -> None:
         problems.append(f"--num-gpus {flags.num_gpus}: use -1 for all, or a number from 1 on")
     if problems:
         raise ConfigError(problems)
+
+
+def _look_at(command: list[str]) -> None:
+    """A recipe, config or script that is not there, or words that it does not know: say so now."""
+    from multi_gpu_training.cli import train
+
+    if command_of(command, "check")[0] == "-m":
+        train.resolve(train.Flags(command[0], None, {}, {}, command[1:]))

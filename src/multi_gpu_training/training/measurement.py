@@ -21,6 +21,7 @@ from torch import Tensor
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import batch_count, share_of
 from multi_gpu_training.data.order import ShuffledBatches
+from multi_gpu_training.training.footprint import note_asked, note_footprint
 from multi_gpu_training.training.hooks import Hook
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Request:
     settings: fields of MultiGPUConfig that this case changes.
     silent: gradients stay on their rank, which shows what exchanging them costs.
     every: steps between two readings of the clock, for steps so short that reading it counts.
+    footprint: count what the first step keeps in memory.
     """
 
     out: str
@@ -57,6 +59,7 @@ class Request:
     silent: bool = False
     every: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    footprint: bool = False
 
     def save(self) -> str:
         path = Path(self.out) / "request.json"
@@ -83,6 +86,8 @@ SYNONYMS = {
 def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
     """The user's config, placed as the case asks; nothing is saved or resumed."""
     mode = TrainingMode(request.mode)
+    if request.footprint:
+        note_asked(config, request.out)
     given = {name: getattr(config, name) for name in config.model_fields_set}
     given |= {
         "training_mode": mode,
@@ -261,6 +266,8 @@ class Meter(Hook):
 
 def measure(manager: MultiGPUTrainingManager, request: Request) -> None:
     """Measure this training; after the requested steps the process ends."""
+    if request.footprint:
+        note_footprint(manager, request.out)
     meter = Meter(manager, request)
     source = getattr(manager.train_loader, "source", None)
     if type(source) is ShuffledBatches:

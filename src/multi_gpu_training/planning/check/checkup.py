@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,15 @@ from multi_gpu_training.planning.check import (
 )
 from multi_gpu_training.planning.check.devices import Gpu
 from multi_gpu_training.planning.check.findings import Finding, Group, Level, Report
+from multi_gpu_training.planning.check.fit import (
+    CPU_STEPS,
+    CPU_WARMUP,
+    GPU_STEPS,
+    Fit,
+    FitRunner,
+    Fitting,
+)
+from multi_gpu_training.planning.check.fit import judge as judge_fit
 from multi_gpu_training.planning.check.nvml import Nvml
 from multi_gpu_training.planning.check.rates import network_gbps
 from multi_gpu_training.planning.check.team import Watched
@@ -32,6 +42,14 @@ from multi_gpu_training.planning.check.team import Watched
 CPU_RANKS = 2
 # A launcher ends all ranks when one fails: rank 0 must have printed by then.
 LINGER_S = 5.0
+# A case of a training starts several processes and takes dozens of steps.
+LONGER_TO_TRAIN = 5
+RANK_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "SLURM_PROCID"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
+}
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
@@ -124,6 +142,39 @@ class Checkup:
                 copies = links.measure(self._used_gpus(), limit)
                 self.report.add(links.judge(copies, self.ports, limit))
         self.report.add(self._together(found))
+
+    def fit(self, command: Sequence[str]) -> Fit | None:
+        """Measure `command` (a script, or `-m module` with its words) on this machine."""
+        for name in [name for name in os.environ if name in RANK_VARIABLES]:
+            del os.environ[name]  # what is started now are ranks of its own
+        gpus = self._used_gpus()
+        here = machine.look(self.env)
+        free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
+        ranks = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
+        with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
+            runner = FitRunner(
+                command,
+                Path(folder),
+                GPU_STEPS if gpus else CPU_STEPS,
+                None if gpus else CPU_WARMUP,
+                "auto" if gpus else "cpu",
+                LONGER_TO_TRAIN * self.options.timeout_s,
+                ranks_at_hand=ranks,
+            )
+            share = free if gpus else free // ranks
+            fitting = Fitting(runner, ranks, gpus, share, lambda one: self.report.add([one]))
+            found = fitting.measure()
+        if found is not None:
+            self.report.add(judge_fit(found, self._disk_free()))
+        return found
+
+    def workers(self, ranks: int) -> int:
+        """Loader workers that the cores here allow a rank."""
+        return machine.workers_for(machine.look(self.env).usable_cores, ranks)
+
+    def _disk_free(self) -> int | None:
+        found = [f.facts.get("free_bytes") for f in self.report.findings if f.topic == "disk"]
+        return found[0] if found else None
 
     def finish(self) -> int:
         """The exit code: rank 0's for all that hear it. Call it when all is printed."""

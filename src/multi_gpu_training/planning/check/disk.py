@@ -38,49 +38,50 @@ def measure(folder: Path, limit_s: float) -> Watched:
 
 
 def judge(program: Watched, folder: Path, limit_s: float) -> Iterator[Finding]:
-    topic = f"disk of {folder}"
     remedy = "choose another --save-dir"
     problem = program.last("problem")
     free = program.last("free_bytes")
     if program.timed_out:
         yield GROUP.fail(
-            topic, f"writing there did not end within {limit_s:g} s: the disk hangs", remedy
+            "disk", f"{folder}: writing did not end within {limit_s:g} s: the disk hangs", remedy
         )
     elif problem is not None:
         number, text = problem
         if number in FULL:
             left = f"{(free or 0) / MIB:.0f} MB free"
             remedy = f"free some space, or {remedy}"
-            yield GROUP.fail(topic, f"it is full: {text} ({left})", remedy, free_bytes=free)
+            yield GROUP.fail(
+                "disk", f"{folder}: it is full, {left}: {text}", remedy, free_bytes=free
+            )
         elif number == errno.EROFS:
             remedy = f"{remedy}, or mount it writable: mount -o remount,rw"
-            yield GROUP.fail(topic, f"it is read-only: {text}", remedy)
+            yield GROUP.fail("disk", f"{folder}: it is read-only: {text}", remedy)
         else:
-            yield GROUP.fail(topic, f"checkpoints cannot be written: {text}", remedy)
+            yield GROUP.fail("disk", f"{folder}: checkpoints cannot be written: {text}", remedy)
     elif program.last("bytes_s") is None:
-        yield GROUP.fail(topic, f"it could not be tried: {program.complaint()}", remedy)
+        yield GROUP.fail("disk", f"{folder}: it could not be tried: {program.complaint()}", remedy)
     else:
-        yield _speed(topic, program.last("bytes_s"), free, remedy)
+        yield _speed(folder, program.last("bytes_s"), free, remedy)
 
 
-def _speed(topic: str, speed: float, free: int, remedy: str) -> Finding:
-    text = f"{speed / 1e6:,.0f} MB/s, {free / GIB:,.1f} GB free"
+def _speed(folder: Path, speed: float, free: int, remedy: str) -> Finding:
+    text = f"{folder}: {speed / 1e6:,.0f} MB/s, {free / GIB:,.1f} GB free"
     facts = {"free_bytes": free, "bytes_per_s": speed}
     if free < SPACE_ENOUGH:
         return GROUP.warn(
-            topic,
+            "disk",
             f"{text}: a few checkpoints of a large model fill it",
             f"free some space, keep fewer (keep_last=1), or {remedy}",
             **facts,
         )
     if speed < SLOW_BYTES_S:
         return GROUP.warn(
-            topic,
+            "disk",
             f"{text}: training will wait for checkpoints",
             f"save less often (checkpoint_frequency), or {remedy}",
             **facts,
         )
-    return GROUP.passed(topic, text, **facts)
+    return GROUP.passed("disk", text, **facts)
 
 
 def try_folder(folder: Path, count: int, voice: Voice) -> None:

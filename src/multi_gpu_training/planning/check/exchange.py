@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from multi_gpu_training.distributed.trial import ABSENT, Request
+from multi_gpu_training.planning.check import network
 from multi_gpu_training.planning.check.findings import Finding, Group
 from multi_gpu_training.planning.check.team import Watched, watch
 
@@ -181,11 +182,20 @@ def _not_met(team: Team, rank: int, complaint: str) -> Finding:
             f"rank 0 cannot open {place}: {complaint}",
             "choose another MASTER_PORT, and for MASTER_ADDR an address of this machine",
         )
+    answer = network.answer(team.address, team.port)
+    if answer == "":
+        return GROUP.fail(
+            "meeting",
+            f"a program answers at {place}, but not as rank 0 of a training: {complaint}",
+            f"choose another MASTER_PORT on every machine, or end that program (on its machine: "
+            f"ss -ltnp 'sport = :{team.port}')",
+        )
     return GROUP.fail(
         "meeting",
-        f"rank {rank} did not find rank 0 at {place} within {team.limit_s:g} s: {complaint}",
-        f"is rank 0 started? does another program answer on this port (on that machine: ss -ltnp "
-        f"'sport = :{team.port}')? does a firewall stand between?",
+        f"rank {rank} did not find rank 0 at {place} within {team.limit_s:g} s (--timeout): "
+        f"{answer}",
+        "start rank 0 at the same time, with the same MASTER_PORT; its firewall must let "
+        f"{team.port}/tcp in",
     )
 
 
@@ -207,9 +217,7 @@ def _hang(team: Team, members: Sequence[Watched], peers: dict[int, dict[str, str
     at = {team.first + number: member.stage for number, member in enumerate(members)}
     at |= {rank: str(peer.get("at", "meet")) for rank, peer in peers.items() if rank not in at}
     if members[0].stage == "meet" and not members[0].last("met"):
-        return _not_met(
-            team, team.first, "something may answer there that is no rank of a training"
-        )
+        return _not_met(team, team.first, f"no greeting within {team.limit_s:g} s")
     earliest = min(stages.index(stage) for stage in at.values())
     behind = sorted(rank for rank, stage in at.items() if stages.index(stage) == earliest)
     who = f"rank {', '.join(map(str, behind))}"

@@ -17,7 +17,7 @@ GROUP = Group("Network")
 DEFAULT_PORT = 29500
 RESOLVE_S = 5.0
 CONNECT_S = 5.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+REFUSED = "nothing listens there"
 
 
 @dataclass(frozen=True)
@@ -122,32 +122,31 @@ def _address(meeting: Meeting) -> Iterator[Finding]:
     address = meeting.address
     if address is None:
         return
-    topic = f"MASTER_ADDR {address}"
+    topic = "MASTER_ADDR"
     found = resolve(address)
     if isinstance(found, str):
         yield GROUP.fail(
             topic,
-            f"it does not resolve: {found}",
+            f"{address} does not resolve: {found}",
             "set MASTER_ADDR to the IP address of the first machine, or add the name to /etc/hosts "
             "on every machine",
         )
         return
-    if meeting.several and all(one.startswith("127.") or one == "::1" for one in found):
-        level = GROUP.warn if meeting.here else GROUP.fail
-        yield level(
-            topic,
-            f"it is {found[0]}, which every machine takes for itself",
-            "set MASTER_ADDR to an address that the other machines reach",
-        )
-        return
+    text = address if found == [address] else f"{address} is {', '.join(found[:3])}"
     if meeting.here and not _is_mine(found):
         yield GROUP.fail(
             topic,
-            f"it is {', '.join(found[:3])}, which is not this machine, where rank 0 runs",
+            f"{text}, which is not this machine, where rank 0 runs",
             "set MASTER_ADDR to this machine's address, or start rank 0 there",
         )
-        return
-    yield GROUP.passed(topic, f"it is {', '.join(found[:3])}")
+    elif meeting.several and all(one.startswith("127.") or one == "::1" for one in found):
+        yield GROUP.warn(
+            topic,
+            f"{text}, which every machine takes for itself",
+            "set MASTER_ADDR to an address that the other machines reach",
+        )
+    else:
+        yield GROUP.passed(topic, text)
 
 
 def _is_mine(addresses: list[str]) -> bool:
@@ -240,21 +239,33 @@ def _holder(port: int) -> str:
 
 def _remote_port(address: str, port: int) -> Iterator[Finding]:
     """Whether the machine of rank 0 can be reached; its port opens when rank 0 starts."""
-    topic = f"{address}:{port}"
+    topic, place = "MASTER_PORT", f"{address}:{port}"
     if isinstance(resolve(address), str):
         return  # said already
-    try:
-        with closing(socket.create_connection((address, port), CONNECT_S)):
-            yield GROUP.passed(topic, "it answers")
-    except ConnectionRefusedError:
-        yield GROUP.passed(topic, "the machine answers; rank 0 has not opened its port yet")
-    except OSError as error:
-        reason = f"no answer within {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error
+    problem = answer(address, port)
+    if not problem:
+        yield GROUP.passed(topic, f"{place} answers")
+    elif problem == REFUSED:
+        yield GROUP.passed(topic, f"{address} answers; rank 0 has not opened {port} yet")
+    else:
         yield GROUP.fail(
             topic,
-            f"it cannot be reached: {reason}",
+            f"{place} cannot be reached: {problem}",
             f"is that machine up, and does its firewall let {port}/tcp in? nc -vz {address} {port}",
         )
+
+
+def answer(address: str, port: int) -> str:
+    """Why nothing answers there; empty where something does."""
+    try:
+        with closing(socket.create_connection((address, port), CONNECT_S)):
+            return ""
+    except ConnectionRefusedError:
+        return REFUSED
+    except TimeoutError:
+        return f"no answer within {CONNECT_S:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def free_port() -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import textwrap
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from multi_gpu_training.planning.check.advice import Recommendation, memory_rows, time_rows
 from multi_gpu_training.planning.check.findings import Finding, Level, Report
+from multi_gpu_training.planning.check.fit import Fit
 
 STYLES = {Level.PASS: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 INDENT = 7  # of what stands beside pass, warn, fail
@@ -59,3 +63,43 @@ class Printer:
         else:
             text = Text(f"\n{counts}. Ready to train.", STYLES[Level.PASS])
         self.console.print(text)
+
+    def advice(self, fit: Fit, advice: Recommendation) -> None:
+        """The tables and the command that `mgt check RECIPE` ends with."""
+        memory = _table(f"Memory of one {fit.unit}, {fit.batch} samples", "part", "bytes", "share")
+        for row in memory_rows(fit):
+            memory.add_row(*row)
+        titles = ("", "step", "samples/s", "speed-up", "epoch", "training")
+        time = _table("Time (steps alone, measured here)", *titles)
+        for cells in time_rows(fit):
+            time.add_row(*cells)
+        for table in (memory, time):
+            self.console.print()
+            self.console.print(table)
+        how = f"{advice.ranks} {fit.unit}{'s' if advice.ranks > 1 else ''}"
+        self.console.print(Text("\nRecommended", "bold"))
+        together = advice.batch_size * advice.ranks
+        each = f"{advice.batch_size} samples" + (
+            f" each, {together} together" if advice.ranks > 1 else ""
+        )
+        self.say(
+            f"{advice.mode}, {how}, {each}, {advice.num_workers} loader workers, {advice.precision}"
+        )
+        for reason in advice.reasons:
+            self.say(f"- {reason}")
+        self.console.print()
+        self.console.print(Text(f"  {advice.command}", "bold"), soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        indent = "  " if not text.startswith("- ") else "    "
+        for line in textwrap.wrap(
+            text, self.console.width, initial_indent="  ", subsequent_indent=indent
+        ):
+            self.console.print(Text(line), soft_wrap=True)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
