@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.distributed.identity import Identity, from_environment
 from multi_gpu_training.distributed.launch import Hosts
@@ -26,18 +26,12 @@ from multi_gpu_training.planning.check import (
 )
 from multi_gpu_training.planning.check.devices import Gpu
 from multi_gpu_training.planning.check.findings import Finding, Group, Level, Report
-from multi_gpu_training.planning.check.fit import (
-    CPU_STEPS,
-    CPU_WARMUP,
-    GPU_STEPS,
-    Fit,
-    FitRunner,
-    Fitting,
-)
-from multi_gpu_training.planning.check.fit import judge as judge_fit
 from multi_gpu_training.planning.check.nvml import Nvml
 from multi_gpu_training.planning.check.rates import network_gbps
 from multi_gpu_training.planning.check.team import Watched
+
+if TYPE_CHECKING:
+    from multi_gpu_training.planning.check.fit import Fit
 
 CPU_RANKS = 2
 # A launcher ends all ranks when one fails: rank 0 must have printed by then.
@@ -127,6 +121,12 @@ class Checkup:
         return self.hosts.node_rank * self.ranks_here
 
     def run(self) -> None:
+        if self.looks:
+            here = machine.look(self.env)
+            if here.memory_free_bytes < machine.TOO_LITTLE:
+                # Whatever comes next would be killed, this process first.
+                self.report.add([machine.free_memory(here, 1, 0)])
+                return
         nvml = Nvml()
         found = software.look(nvml, self.env)
         if self.options.device != "cpu":
@@ -145,6 +145,8 @@ class Checkup:
 
     def fit(self, command: Sequence[str]) -> Fit | None:
         """Measure `command` (a script, or `-m module` with its words) on this machine."""
+        from multi_gpu_training.planning.check import fit
+
         for name in [name for name in os.environ if name in RANK_VARIABLES]:
             del os.environ[name]  # what is started now are ranks of its own
         gpus = self._used_gpus()
@@ -152,20 +154,20 @@ class Checkup:
         free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
         ranks = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
         with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
-            runner = FitRunner(
+            runner = fit.FitRunner(
                 command,
                 Path(folder),
-                GPU_STEPS if gpus else CPU_STEPS,
-                None if gpus else CPU_WARMUP,
+                fit.GPU_STEPS if gpus else fit.CPU_STEPS,
+                None if gpus else fit.CPU_WARMUP,
                 "auto" if gpus else "cpu",
                 LONGER_TO_TRAIN * self.options.timeout_s,
                 ranks_at_hand=ranks,
             )
             share = free if gpus else free // ranks
-            fitting = Fitting(runner, ranks, gpus, share, lambda one: self.report.add([one]))
+            fitting = fit.Fitting(runner, ranks, gpus, share, lambda one: self.report.add([one]))
             found = fitting.measure()
         if found is not None:
-            self.report.add(judge_fit(found, self._disk_free()))
+            self.report.add(fit.judge(found, self._disk_free()))
         return found
 
     def workers(self, ranks: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from multi_gpu_training.planning.check import container
 from multi_gpu_training.planning.check.findings import Finding, Group
 
 GROUP = Group("Machine")
@@ -16,6 +17,8 @@ SHM = Path("/dev/shm")
 # Docker gives 64 MiB, with which loader workers die of "Bus error" and NCCL of its buffers.
 SHM_LEAST, SHM_ENOUGH = 64 * MIB, GIB
 FILES_LEAST, FILES_ENOUGH = 256, 1024
+# Importing torch takes so much.
+TOO_LITTLE = 384 * MIB
 # A rank with torch takes 0.3 GiB before it has a model, with CUDA some GiB.
 MEMORY_LEAST, MEMORY_ENOUGH = GIB // 2, 2 * GIB
 MOST_WORKERS = 8
@@ -57,7 +60,7 @@ def look(env: Mapping[str, str]) -> Machine:
         open_files=_finite(soft),
         open_files_hard=_finite(hard),
         cores=len(os.sched_getaffinity(0)),
-        quota_cores=cgroup_cores(_cgroup()),
+        quota_cores=container.cores_allowed(),
         memory_free_bytes=memory,
         memory_limit=limit,
         address_space_bytes=None if space == resource.RLIM_INFINITY else space,
@@ -69,50 +72,12 @@ def _finite(value: int) -> int:
     return 2**31 if value == resource.RLIM_INFINITY else value
 
 
-def _cgroup() -> list[Path]:
-    """The control groups that this process is in, from its own up (version 2)."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return [root]
-    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
-    folder = root / own.lstrip("/")
-    return [folder, *(p for p in folder.parents if p == root or root in p.parents)]
-
-
-def cgroup_cores(groups: list[Path]) -> float | None:
-    found = []
-    for group in groups:
-        words = _words(group / "cpu.max")
-        if len(words) == 2 and words[0] != "max":
-            found.append(int(words[0]) / int(words[1]))
-    return min(found) if found else None
-
-
-def cgroup_memory(groups: list[Path]) -> int | None:
-    """Bytes that are left under the tightest limit."""
-    found = []
-    for group in groups:
-        limit, used = _words(group / "memory.max"), _words(group / "memory.current")
-        if limit and used and limit[0] != "max":
-            found.append(max(0, int(limit[0]) - int(used[0])))
-    return min(found) if found else None
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
-
-
 def _memory() -> tuple[int, str]:
     """Bytes of memory that are left, and who sets the limit."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    left = cgroup_memory(_cgroup())
+    left = container.memory_left()
     if left is not None and left < available:
         return left, "the container's limit"
     return available, "the machine"
@@ -123,7 +88,7 @@ def judge(found: Machine, ranks: int, gpus: int) -> Iterator[Finding]:
     yield _shared_memory(found)
     yield _open_files(found)
     yield _cores(found, ranks)
-    yield _free_memory(found, ranks, gpus)
+    yield free_memory(found, ranks, gpus)
     yield _threads(found, ranks)
 
 
@@ -163,8 +128,9 @@ def _open_files(found: Machine) -> Finding:
     text = f"{found.open_files} open files allowed (ulimit -n)"
     remedy = f"ulimit -n {min(found.open_files_hard, 65536)}"
     if found.open_files_hard < FILES_ENOUGH:
-        remedy += (
-            f"; the hard limit is {found.open_files_hard}: raise it in /etc/security/limits.conf"
+        remedy = (
+            f"the hard limit is {found.open_files_hard} too: as root ulimit -n 65536, for good in "
+            "/etc/security/limits.conf; docker run --ulimit nofile=65536"
         )
     if found.open_files < FILES_LEAST:
         return GROUP.fail("open files", f"{text}: ranks and their loader workers need more", remedy)
@@ -180,7 +146,7 @@ def workers_for(cores: float, ranks: int) -> int:
 
 def _cores(found: Machine, ranks: int) -> Finding:
     usable = found.usable_cores
-    text = f"{usable:g} cores for {ranks} ranks"
+    text = f"{usable:g} cores for {_ranks(ranks)}"
     if found.quota_cores is not None and found.quota_cores < found.cores:
         text += f" (the container may use {found.quota_cores:g} of {found.cores})"
     workers = workers_for(usable, ranks)
@@ -199,13 +165,13 @@ def _cores(found: Machine, ranks: int) -> Finding:
             "num_workers=0, or fewer ranks; more cores where data is decoded while training",
             **facts,
         )
-    return GROUP.passed("cores", f"{text}: up to {workers} loader workers a rank", **facts)
+    return GROUP.passed("cores", f"{text}: loader workers a rank: up to {workers}", **facts)
 
 
-def _free_memory(found: Machine, ranks: int, gpus: int) -> Finding:
+def free_memory(found: Machine, ranks: int, gpus: int) -> Finding:
     free = found.memory_free_bytes
     need = ranks * (MEMORY_ENOUGH * 2 if gpus else MEMORY_ENOUGH)
-    text = f"{_size(free)} of host memory free for {ranks} ranks"
+    text = f"{_size(free)} of host memory free for {_ranks(ranks)}"
     if found.memory_limit != "the machine":
         text += f", by {found.memory_limit}"
     space = found.address_space_bytes
@@ -217,6 +183,8 @@ def _free_memory(found: Machine, ranks: int, gpus: int) -> Finding:
             "ulimit -v unlimited",
         )
     remedy = "end other programs, use fewer ranks, or fewer loader workers"
+    if found.memory_limit != "the machine":
+        remedy += "; or raise that limit (docker run --memory, srun --mem)"
     if free < ranks * MEMORY_LEAST:
         return GROUP.fail(
             "memory", f"{text}: each takes {_size(MEMORY_LEAST)} at least", remedy, free_bytes=free
@@ -246,7 +214,11 @@ def _threads(found: Machine, ranks: int) -> Finding:
             f"{text} for each of {ranks} ranks is more than {found.usable_cores:g} cores",
             remedy,
         )
-    return GROUP.passed("OMP threads", f"{text} for each of {ranks} ranks")
+    return GROUP.passed("OMP threads", f"{text} for each of {_ranks(ranks)}")
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _size(count: float) -> str:

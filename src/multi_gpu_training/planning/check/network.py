@@ -35,7 +35,7 @@ class Meeting:
 def judge(meeting: Meeting, env: Mapping[str, str]) -> Iterator[Finding]:
     yield from launcher_variables(env)
     yield from interfaces(env, _interface_names())
-    yield hostname()
+    yield hostname(meeting.several)
     yield from _address(meeting)
     yield from _ports(meeting)
 
@@ -105,7 +105,7 @@ def resolve(name: str, limit_s: float = RESOLVE_S) -> list[str] | str:
     return found[0] if found else f"no answer within {limit_s:g} s"
 
 
-def hostname() -> Finding:
+def hostname(several: bool = False) -> Finding:
     name = socket.gethostname()
     found = resolve(name)
     if isinstance(found, str):
@@ -115,7 +115,19 @@ def hostname() -> Finding:
             f"add it to /etc/hosts: echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts; with several "
             "machines, its real address",
         )
-    return GROUP.passed("hostname", f"{name} is {', '.join(found[:3])}")
+    text = f"{name} is {', '.join(found[:3])}"
+    if several and _only_here(found):
+        return GROUP.warn(
+            "hostname",
+            f"{text}: gloo gives this address to the other machines, which cannot reach it",
+            "put this machine's real address into /etc/hosts, or set GLOO_SOCKET_IFNAME to its "
+            "network card",
+        )
+    return GROUP.passed("hostname", text)
+
+
+def _only_here(addresses: list[str]) -> bool:
+    return all(one.startswith("127.") or one == "::1" for one in addresses)
 
 
 def _address(meeting: Meeting) -> Iterator[Finding]:
@@ -139,7 +151,7 @@ def _address(meeting: Meeting) -> Iterator[Finding]:
             f"{text}, which is not this machine, where rank 0 runs",
             "set MASTER_ADDR to this machine's address, or start rank 0 there",
         )
-    elif meeting.several and all(one.startswith("127.") or one == "::1" for one in found):
+    elif meeting.several and _only_here(found):
         yield GROUP.warn(
             topic,
             f"{text}, which every machine takes for itself",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import textwrap
+from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from multi_gpu_training.planning.check.advice import Recommendation, memory_rows, time_rows
 from multi_gpu_training.planning.check.findings import Finding, Level, Report
-from multi_gpu_training.planning.check.fit import Fit
+
+if TYPE_CHECKING:
+    from multi_gpu_training.planning.check.advice import Recommendation
+    from multi_gpu_training.planning.check.fit import Fit
 
 STYLES = {Level.PASS: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 INDENT = 7  # of what stands beside pass, warn, fail
@@ -33,8 +36,8 @@ class Printer:
         if finding.group != self._group:
             self.console.print(Text(f"\n{finding.group}" if self._group else finding.group, "bold"))
             self._group = finding.group
-        topic = f"{finding.topic} on {finding.host}" if finding.host else finding.topic
-        lines = self._wrap(f"{topic.ljust(TOPIC_WIDTH)} {finding.text}")
+        text = f"{finding.host}: {finding.text}" if finding.host else finding.text
+        lines = self._wrap(f"{finding.topic.ljust(TOPIC_WIDTH)} {text}")
         if finding.remedy:
             lines += self._wrap(f"{' ' * TOPIC_WIDTH} -> {finding.remedy}")
         level = Text(f"  {finding.level.value} ", STYLES[finding.level])
@@ -55,17 +58,19 @@ class Printer:
     def summary(self, report: Report) -> None:
         counts = ", ".join(f"{report.count(level)} {level.value}" for level in Level)
         failed = [f.topic for f in report.findings if f.level is Level.FAIL]
+        level, text = Level.PASS, "Ready to train."
         if failed:
-            names = ", ".join(dict.fromkeys(failed))
-            text = Text(f"\n{counts}. Not ready to train: {names}", STYLES[Level.FAIL])
+            level, text = Level.FAIL, f"Not ready to train: {', '.join(dict.fromkeys(failed))}"
         elif report.count(Level.WARN):
-            text = Text(f"\n{counts}. Ready to train; look at the warnings.", STYLES[Level.WARN])
-        else:
-            text = Text(f"\n{counts}. Ready to train.", STYLES[Level.PASS])
-        self.console.print(text)
+            level, text = Level.WARN, "Ready to train; look at the warnings."
+        self.console.print()
+        for line in textwrap.wrap(f"{counts}. {text}", self.console.width):
+            self.console.print(Text(line, STYLES[level]), soft_wrap=True)
 
     def advice(self, fit: Fit, advice: Recommendation) -> None:
         """The tables and the command that `mgt check RECIPE` ends with."""
+        from multi_gpu_training.planning.check.advice import memory_rows, time_rows
+
         memory = _table(f"Memory of one {fit.unit}, {fit.batch} samples", "part", "bytes", "share")
         for row in memory_rows(fit):
             memory.add_row(*row)
