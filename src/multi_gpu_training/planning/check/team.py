@@ -17,6 +17,8 @@ from typing import Any
 
 GRACE_S = 3.0  # a program's own limit is the same: let it be the first to speak
 POLL_S = 0.05
+# Importing torch from a slow disk, on a busy machine, is no hang.
+START_S = 60.0
 
 
 class Watched:
@@ -70,6 +72,9 @@ class Watched:
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
+    def patience_s(self, limit_s: float) -> float:
+        return max(limit_s, START_S) if self.stage == "start" else limit_s + GRACE_S
+
     def last(self, key: str) -> Any:
         """The newest value that it said under this name."""
         return next((line[key] for line in reversed(self.lines) if key in line), None)
@@ -120,7 +125,7 @@ def watch(team: Sequence[Watched], limit_s: float, until: str = "end") -> None:
             failed_at = failed_at or time.monotonic()
             if time.monotonic() > failed_at + GRACE_S:
                 return
-        late = [one for one in busy if one.silent_s > limit_s + GRACE_S]
+        late = [one for one in busy if one.silent_s > one.patience_s(limit_s)]
         if late:
             for one in late:
                 one.timed_out = True
