@@ -47,13 +47,13 @@ if __name__ == "__main__":
 """
 
 
-def test_this_machine_is_checked_and_measured(tmp_path: Path) -> None:
+def test_this_machine_is_checked_and_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     words = ("check", "--device", "cpu", "--json", "--save-curve", "curve.csv")
-    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    with Program("-m", "multi_gpu_training", *words, cwd=tmp_path, env=env) as program:
-        code = program.end_of_run(LIMIT_S)
-        report = json.loads(program.out)
-        assert program.nothing_left()
+    said = mgt_here(monkeypatch, capsys, *words)
+    code, report = said.code, json.loads(said.out)
     assert report["ready"] == (code == 0)
     topics = {raw["topic"]: raw for raw in report["findings"]}
     assert set(topics) >= {
@@ -175,6 +175,24 @@ def test_a_recipe_ends_with_a_command_that_is_ready(
     plain = json.loads(mgt("image", "--json").out)
     assert plain["advice"]["recommendation"]["ranks"] == 2
     assert plain["advice"]["times"][1]["samples_per_s"] == pytest.approx(64 / 0.012)
+
+
+@pytest.mark.gpu
+def test_a_machine_with_gpus_is_checked_and_a_recipe_measured(tmp_path: Path) -> None:
+    words = ("check", "image", "--json", "--save-curve", "curve.csv")
+    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    with Program("-m", "multi_gpu_training", *words, cwd=tmp_path, env=env) as program:
+        program.end_of_run(LIMIT_S)
+        report = json.loads(program.out)
+        assert program.nothing_left(), program
+    topics = {raw["topic"]: raw for raw in report["findings"]}
+    for name in ("driver", "NCCL", "GPU 0", "host - GPU 0", "all-reduce", "training step"):
+        assert topics[name]["level"] != "fail", topics[name]
+    assert topics["host - GPU 0"]["facts"]["right"]
+    memory = report["advice"]["memory"]
+    assert memory["together"] == sum(memory.values()) - memory["together"]
+    assert memory["parameters"] > 0 and memory["activations"] > 0
+    assert report["advice"]["largest_batch_tried"]
 
 
 @pytest.mark.parametrize(

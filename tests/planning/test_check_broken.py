@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from processes import Program
 
-from multi_gpu_training.planning.check import disk, exchange, network
+from multi_gpu_training.planning.check import disk, exchange, network, ranks
 from multi_gpu_training.planning.check.checkup import Checkup, Options
-from multi_gpu_training.planning.check.exchange import Team
 from multi_gpu_training.planning.check.findings import Finding, Level, Report
+from multi_gpu_training.planning.check.ranks import Team
 from multi_gpu_training.planning.check.team import Watched, watch
 
 GRACE_S = 60  # for a busy machine; what counts is that each ends by itself
@@ -164,8 +164,8 @@ def team(first: int, port: int, limit_s: float) -> Team:
 
 
 def tried(ours: Team) -> dict[str, Finding]:
-    members = exchange.run(ours, {})
-    exchange.close(members)
+    members = ranks.try_out(ours, {})
+    ranks.dismiss(members)
     return fails(list(exchange.judge(ours, members)))
 
 
@@ -197,8 +197,8 @@ def test_a_peer_that_comes_and_hangs_is_named() -> None:
     thread.join()
     assert time.monotonic() - begun < ours.limit_s + GRACE_S
     (one,) = found.values()
-    # Either the group's own limit or ours ends it.
-    assert "joining the group" in one.text or "rank 1" in one.text
+    assert one.facts["behind"] == [1] and "a hang: rank 1 (process 1 on node-2)" in one.text
+    assert "within" not in one.text and "for 4 s (--timeout)" in one.text
 
 
 def test_a_peer_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

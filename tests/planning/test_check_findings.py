@@ -24,13 +24,13 @@ from multi_gpu_training.planning.check import (
     software,
 )
 from multi_gpu_training.planning.check.devices import Gpu
-from multi_gpu_training.planning.check.exchange import Team
 from multi_gpu_training.planning.check.findings import Finding, Level, Report
 from multi_gpu_training.planning.check.fit import Fit, Speed
 from multi_gpu_training.planning.check.footprint import Breakdown, growth_of, rounded
 from multi_gpu_training.planning.check.links import Port, expected_gbps
 from multi_gpu_training.planning.check.nvml import Nvml
 from multi_gpu_training.planning.check.printing import Printer
+from multi_gpu_training.planning.check.ranks import Team
 from multi_gpu_training.planning.check.rates import network_gbps
 from multi_gpu_training.planning.check.software import Software, nvidia_devices, runs_on
 from multi_gpu_training.planning.check.team import Watched
@@ -72,6 +72,7 @@ def said(**lines: Any) -> Watched:
     program = Watched.__new__(Watched)
     program.lines = lines.pop("lines", [])
     program.timed_out = lines.pop("timed_out", False)
+    program.killed = False
     code = lines.pop("code", 0)
     program.process = SimpleNamespace(returncode=code, poll=lambda: code)  # type: ignore[assignment]
     program._errors = [lines.pop("errors", "").encode()]
@@ -215,7 +216,7 @@ def test_a_driver_that_answers_nothing_stops_no_check(monkeypatch: pytest.Monkey
         "free_memory_gb": 9.5,
         "bf16": True,
     }
-    gpu = devices._describe(nvml, info)
+    gpu = devices._describe(nvml, info, [])
     assert "clock_mhz" in gpu.unsupported and gpu.others == []
     assert not bad(devices.judge([gpu]))
     assert nvml.uuids() == [] and nvml.driver_cuda() is None
@@ -245,7 +246,7 @@ def test_slow_wrong_and_hanging_copies_are_findings() -> None:
     through = only(links.judge(said(lines=[{**good, "direct": False}]), ports, 9))
     assert "through host memory" in through.text
     lines = [{"stage": "copy", "at": "GPU 0 - GPU 1"}]
-    hang = only(links.judge(said(lines=lines, timed_out=True, code=-9), ports, 9))
+    hang = only(links.judge(said(lines=lines, timed_out=True, code=None), ports, 9))
     assert hang.topic == "GPU 0 - GPU 1" and "within 9 s: it hangs" in hang.text
     assert "NCCL_P2P_DISABLE=1" in hang.remedy
     lost = only(links.judge(said(lines=lines, code=1, errors="CUDA error: 999\n"), ports, 9))
@@ -380,6 +381,11 @@ def test_a_failure_elsewhere_is_told_by_rank_0() -> None:
     lines = [{"stage": "values"}, {"peer": 5, "error": "RuntimeError: no memory"}]
     found = only(exchange.judge(TEAM, [said(lines=lines, timed_out=True, code=None)]))
     assert found.topic == "rank 5" and "no memory" in found.text
+    gone = said(lines=[{"stage": "values"}, {"error": "Connection closed by peer"}], code=1)
+    cause = said(lines=[{"stage": "values"}, {"error": "CUDA out of memory"}], code=1)
+    first = only(exchange.judge(TEAM, [gone, cause]))
+    assert first.topic == "rank 1" and "CUDA out of memory" in first.text
+    assert "look at its machine" in only(exchange.judge(TEAM, [gone])).remedy
     killed = only(exchange.judge(TEAM, [said(lines=[{"stage": "join"}], code=-9)]))
     assert "killed, by the system where its memory was full" in killed.text
 

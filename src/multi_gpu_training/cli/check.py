@@ -47,13 +47,13 @@ def check(flags: Flags) -> int:
         flags.device, flags.num_gpus, Path(flags.save_dir), flags.timeout_s, flags.hosts
     )
     checkup = Checkup(options, report, os.environ)
-    if checkup.first == 0 and not flags.as_json:
+    if checkup.main and not flags.as_json:
         report.heard = printer.show
     try:
         checkup.run()
-        if checkup.first == 0:
+        if checkup.main:
             report.add(_curve(flags, checkup))
-        tables = _fit(flags, checkup, printer) if flags.command and checkup.first == 0 else None
+        tables = _fit(flags, checkup, printer) if flags.command and checkup.main else None
         if checkup.speaks:
             _show(flags, report, printer)
         if tables is not None and not flags.as_json:

@@ -7,14 +7,10 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multi_gpu_training.distributed.identity import Identity, from_environment
-from multi_gpu_training.distributed.launch import Hosts
-from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.planning.check import (
     devices,
     disk,
@@ -25,15 +21,16 @@ from multi_gpu_training.planning.check import (
     software,
 )
 from multi_gpu_training.planning.check.devices import Gpu
-from multi_gpu_training.planning.check.findings import Finding, Group, Level, Report
+from multi_gpu_training.planning.check.findings import Finding, Level, Report
 from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.ranks import Team, dismiss, try_out
 from multi_gpu_training.planning.check.rates import network_gbps
+from multi_gpu_training.planning.check.standing import stand
 from multi_gpu_training.planning.check.team import Watched
 
 if TYPE_CHECKING:
     from multi_gpu_training.planning.check.fit import Fit
 
-CPU_RANKS = 2
 # A launcher ends all ranks when one fails: rank 0 must have printed by then.
 LINGER_S = 5.0
 # A case of a training starts several processes and takes dozens of steps.
@@ -44,7 +41,6 @@ RANK_VARIABLES = {
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
     *("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE"),
 }
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclass(frozen=True)
@@ -72,56 +68,26 @@ class Checkup:
         self.gpus: list[Gpu] = []
         self.ports: dict[int, links.Port] = {}
         self.members: list[Watched] = []
-        self.team: exchange.Team | None = None
-        self.identity, self.hosts, self._problems = _place(options, env)
+        self.team: Team | None = None
+        self.gpu_count = 0
+        self.standing, self._problems = stand(options.hosts, options.num_gpus, env)
 
     @property
-    def alone(self) -> bool:
-        """Whether nobody but this process looks at this machine and prints."""
-        return self.identity is None
-
-    @property
-    def looks(self) -> bool:
-        """Whether this process looks at its machine: one of them does."""
-        return self.identity is None or self.identity.local_rank == 0
+    def main(self) -> bool:
+        return self.standing.main
 
     @property
     def speaks(self) -> bool:
         """Rank 0 prints for all; another machine only where rank 0 did not hear it."""
-        if self.first == 0:
-            return True
         heard = bool(self.members) and bool(self.members[0].told("all_came"))
-        return self.looks and not heard
+        return self.main or (self.standing.looks and not heard)
 
     @property
     def ranks_here(self) -> int:
-        if self.identity is not None:
-            return self.identity.local_world_size
-        if self.options.num_gpus > 0:
-            return self.options.num_gpus
-        return max(len(self.gpus), CPU_RANKS)
-
-    @property
-    def ranks(self) -> int:
-        if self.identity is not None:
-            return self.identity.world_size
-        return self.ranks_here * self.hosts.nodes
-
-    @property
-    def nodes(self) -> int:
-        if self.identity is not None:
-            return max(1, -(-self.identity.world_size // self.identity.local_world_size))
-        return self.hosts.nodes
-
-    @property
-    def first(self) -> int:
-        """The first of the ranks that this process starts."""
-        if self.identity is not None:
-            return self.identity.rank
-        return self.hosts.node_rank * self.ranks_here
+        return self.standing.ranks_here(self.gpu_count)
 
     def run(self) -> None:
-        if self.looks:
+        if self.standing.looks:
             here = machine.look(self.env)
             if here.memory_free_bytes < machine.TOO_LITTLE:
                 # Whatever comes next would be killed, this process first.
@@ -130,18 +96,27 @@ class Checkup:
         nvml = Nvml()
         found = software.look(nvml, self.env)
         if self.options.device != "cpu":
-            self.gpus = devices.look(nvml)
-            self.ports = links.look(nvml, self.gpus)
-        if self.looks:
-            self.report.add(software.judge(found, self.options.device))
-            self.report.add(devices.judge(self.gpus))
-            self.report.add(self._machine())
-            self.report.add([*self._problems, *network.judge(self._meeting(), self.env)])
-            if self.gpus:
-                limit = self.options.timeout_s
-                copies = links.measure(self._used_gpus(), limit)
-                self.report.add(links.judge(copies, self.ports, limit))
+            self.gpu_count = found.visible
+        if self.standing.looks:
+            self._look(nvml, found)
         self.report.add(self._together(found))
+
+    def _look(self, nvml: Nvml, found: software.Software) -> None:
+        """At this machine; one process of each does so."""
+        limit = self.options.timeout_s
+        self.report.add(software.judge(found, self.options.device))
+        if self.gpu_count:
+            program = devices.measure(limit)
+            self.gpus = devices.found_by(program)
+            self.gpu_count = len(self.gpus)
+            self.ports = links.look(nvml, self.gpus)
+            self.report.add(devices.trouble(program, limit))
+            self.report.add(devices.judge(self.gpus, self.options.num_gpus))
+        self.report.add(self._machine())
+        self.report.add([*self._problems, *network.judge(self.standing.meeting(), self.env)])
+        if self.gpus:
+            copies = links.measure(self._used_gpus(), limit)
+            self.report.add(links.judge(copies, self.ports, limit))
 
     def fit(self, command: Sequence[str]) -> Fit | None:
         """Measure `command` (a script, or `-m module` with its words) on this machine."""
@@ -152,7 +127,7 @@ class Checkup:
         gpus = self._used_gpus()
         here = machine.look(self.env)
         free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
-        ranks = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
+        count = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
         with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
             runner = fit.FitRunner(
                 command,
@@ -161,10 +136,10 @@ class Checkup:
                 None if gpus else fit.CPU_WARMUP,
                 "auto" if gpus else "cpu",
                 LONGER_TO_TRAIN * self.options.timeout_s,
-                ranks_at_hand=ranks,
+                ranks_at_hand=count,
             )
-            share = free if gpus else free // ranks
-            fitting = fit.Fitting(runner, ranks, gpus, share, lambda one: self.report.add([one]))
+            share = free if gpus else free // count
+            fitting = fit.Fitting(runner, count, gpus, share, lambda one: self.report.add([one]))
             found = fitting.measure()
         if found is not None:
             self.report.add(fit.judge(found, self._disk_free()))
@@ -182,9 +157,9 @@ class Checkup:
         """The exit code: rank 0's for all that hear it. Call it when all is printed."""
         limit = min(10.0, self.options.timeout_s)
         code = self.report.exit_code
-        exchange.close(self.members, code if self.first == 0 else None, limit)
+        dismiss(self.members, code if self.main else None, limit)
         told = self.members[0].last("verdict") if self.members else None
-        if told is None and code and self.first != 0 and not self.speaks:
+        if told is None and code and not self.speaks:
             time.sleep(LINGER_S)
         return max(told or 0, code)
 
@@ -208,36 +183,22 @@ class Checkup:
         program = disk.measure(self.options.save_dir, limit)
         yield from disk.judge(program, self.options.save_dir, limit)
 
-    def _meeting(self) -> network.Meeting:
-        address, port = self.hosts.master_addr, self.hosts.master_port
-        several = self.nodes > 1
-        if (self.identity is not None or several) and port is None:
-            port = network.DEFAULT_PORT
-        return network.Meeting(
-            address,
-            port,
-            here=self.first == 0,
-            held=self.env.get(AGENT_STORE) == "True" and self.identity is not None,
-            several=several,
-        )
-
     def _used_gpus(self) -> Sequence[Gpu]:
         return self.gpus[: self.ranks_here] if self.ranks_here < len(self.gpus) else self.gpus
 
     def _together(self, found: software.Software) -> Iterator[Finding]:
         """Real ranks: those of this process, with those of the others."""
         blocked = [f for f in self.report.findings if f.level is Level.FAIL and _blocks(f)]
-        together = self.identity is not None or self.nodes > 1
+        together = self.standing.together
         if together and blocked:
             yield exchange.GROUP.fail(
                 "meeting", "the ranks were not started", f"first mend: {blocked[0].topic}"
             )
             return
-        self.team = team = self._team(together)
-        self.members = exchange.run(team, self._facts(found))
-        first = self.members[0]
-        if self.first == 0:
-            yield from self._others(first, found)
+        self.team = team = self.standing.team(self.gpu_count, self.options.timeout_s)
+        self.members = try_out(team, self._facts(found))
+        if self.main:
+            yield from self._others(self.members[0], found)
         link = self._link_gbps(team)
         for finding in exchange.judge(team, self.members, link):
             self.report.curve = finding.facts.get("curve", self.report.curve)
@@ -247,32 +208,9 @@ class Checkup:
                 "one GPU", "two ranks shared it over gloo: right, and no measure of speed"
             )
 
-    def _team(self, together: bool) -> exchange.Team:
-        here = 1 if self.identity is not None else self.ranks_here
-        local = self.identity.local_rank if self.identity is not None else 0
-        if self.gpus:
-            names = [f"cuda:{(local + i) % len(self.gpus)}" for i in range(here)]
-        else:
-            names = ["cpu"] * here
-        direct = bool(self.gpus) and self.ranks_here <= len(self.gpus)
-        meeting = self._meeting()
-        return exchange.Team(
-            first=self.first,
-            here=here,
-            ranks=self.ranks,
-            nodes=self.nodes,
-            address=(meeting.address or "127.0.0.1") if together else "127.0.0.1",
-            port=(meeting.port or network.DEFAULT_PORT) if together else network.free_port(),
-            devices=names,
-            backend="nccl" if direct else "gloo",
-            limit_s=self.options.timeout_s,
-            hosted_elsewhere=meeting.held,
-            run_id=f"{self.identity.attempt}" if self.identity is not None else "0",
-        )
-
     def _facts(self, found: software.Software) -> dict[str, object]:
         """What rank 0 is told about this machine."""
-        if not self.looks:
+        if not self.standing.looks:
             return {}
         return {
             "findings": [finding.plain() for finding in self.report.findings],
@@ -295,12 +233,11 @@ class Checkup:
             self.report.add(bad, host)
             yield from _versions(host, facts, mine)
             there = ", ".join(facts["gpus"]) or "no GPU"
-            group = Group("Ranks")
-            yield group.passed(host, f"{len(found) - len(bad)} lines pass there; {there}")
+            yield exchange.GROUP.passed(host, f"{len(found) - len(bad)} lines pass there; {there}")
 
-    def _link_gbps(self, team: exchange.Team) -> float | None:
+    def _link_gbps(self, team: Team) -> float | None:
         """What the slowest link of a ring should give; None where nobody knows."""
-        if team.backend != "nccl" or team.ranks == 1:
+        if team.backend != "nccl" or team.ranks == 1 or not self.gpus:
             return None
         ports = [self.ports[gpu.index] for gpu in self._used_gpus()]
         inside: list[float | None] = [port.nvlink_gbps for port in ports]
@@ -331,27 +268,3 @@ def _versions(host: str, facts: Mapping[str, Any], mine: software.Software) -> I
                 f"it has {name} {facts[name]}, this machine {getattr(mine, name)}",
                 f"install the same {name} on every machine",
             )
-
-
-def _place(
-    options: Options, env: Mapping[str, str]
-) -> tuple[Identity | None, Hosts, list[Finding]]:
-    """Who this process is and where it meets others; what is wrong with that as findings."""
-    problems = []
-    identity = None
-    with suppress(ConfigError):  # network.launcher_variables names it
-        identity = from_environment(env)
-    if identity is not None and identity.rank >= identity.world_size:
-        identity = None
-    try:
-        hosts = Hosts.from_environment(**options.hosts)
-    except ConfigError as error:
-        flags = dict(options.hosts)
-        if any(value is not None for value in flags.values()) and not os.environ.get("MASTER_PORT"):
-            raise  # a wrong flag, not a finding
-        problems = [
-            network.GROUP.fail("MASTER_PORT", problem, "export MASTER_PORT=29500, or unset it")
-            for problem in error.problems
-        ]
-        hosts = Hosts()
-    return identity, hosts, problems

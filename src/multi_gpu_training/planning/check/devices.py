@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from multi_gpu_training.distributed.rank_main import die_with_parent
+from multi_gpu_training.distributed.trial import Voice
 from multi_gpu_training.planning.check.findings import Finding, Group
 from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.team import Watched, watch
 
 GROUP = Group("GPUs")
 FREE_SHARE = 0.9
@@ -49,13 +54,39 @@ class Gpu:
         return f"GPU {self.index}"
 
 
-def look(nvml: Nvml) -> list[Gpu]:
+def measure(limit_s: float) -> Watched:
+    """Look at the GPUs in a process of its own: asking CUDA takes memory on each of them until the
+    process ends, and a broken driver may not answer."""
+    program = Watched("multi_gpu_training.planning.check.devices", {})
+    try:
+        watch([program], limit_s)
+    finally:
+        program.kill()
+    return program
+
+
+def found_by(program: Watched) -> list[Gpu]:
+    return [Gpu(**line["gpu"]) for line in program.told("gpu")]
+
+
+def trouble(program: Watched, limit_s: float) -> Iterator[Finding]:
+    remedy = "run `nvidia-smi`, then `dmesg | grep -i xid`; restart the machine if it hangs too"
+    if program.timed_out:
+        yield GROUP.fail("GPUs", f"CUDA does not answer within {limit_s:g} s", remedy)
+    elif program.code:
+        yield GROUP.fail("GPUs", f"they cannot be asked: {program.complaint()}", remedy)
+
+
+def look(nvml: Nvml) -> Iterator[Gpu]:
+    """Who uses each GPU is asked first: afterwards this very process does."""
+    users = {uuid: _others(nvml, nvml.by_uuid(uuid)) for uuid in nvml.uuids()}
     from multi_gpu_training.planning.gpus import get_gpu_info
 
-    return [_describe(nvml, info) for info in get_gpu_info()]
+    for info in get_gpu_info():
+        yield _describe(nvml, info, users.get(info["uuid"], []))
 
 
-def _describe(nvml: Nvml, info: dict[str, Any]) -> Gpu:
+def _describe(nvml: Nvml, info: dict[str, Any], others: Sequence[str]) -> Gpu:
     handle = nvml.by_uuid(info["uuid"])
     clock = nvml.constant("NVML_CLOCK_SM")
     errors = (
@@ -84,7 +115,7 @@ def _describe(nvml: Nvml, info: dict[str, Any]) -> Gpu:
         free_bytes=int(info["free_memory_gb"] * 2**30),
         bf16=info["bf16"],
         mig=bool(mig and mig[0] == 1),
-        others=_others(nvml, handle),
+        others=others,
         unsupported=[name for name, value in asked.items() if value is None],
         **asked,
     )
@@ -96,7 +127,7 @@ def _others(nvml: Nvml, handle: Any) -> list[str]:
     names = []
     for process in found:
         pid = getattr(process, "pid", None)
-        if pid is None or pid == os.getpid():
+        if pid is None:
             continue
         used = getattr(process, "usedGpuMemory", None)
         size = f", {used / 2**30:.1f} GB" if isinstance(used, int) and used < 2**50 else ""
@@ -114,7 +145,11 @@ def _name_of(pid: int) -> str:
         return "of another container or user"
 
 
-def judge(gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def judge(gpus: Sequence[Gpu], asked: int = -1) -> Iterator[Finding]:
+    """`asked`: how many shall be used; -1 is all."""
+    if asked > len(gpus) > 0:
+        text = f"--num-gpus {asked} asked for, {len(gpus)} are there"
+        yield GROUP.fail("GPUs", text, f"use at most {len(gpus)}")
     for gpu in gpus:
         yield _whole(gpu)
         yield from _state(gpu)
@@ -189,3 +224,22 @@ def _state(gpu: Gpu) -> Iterator[Finding]:
             "it is cut into parts (MIG), which cannot exchange gradients over NCCL",
             f"sudo nvidia-smi -i {gpu.uuid} -mig 0, or train on one part",
         )
+
+
+def main() -> None:
+    die_with_parent()
+    voice = Voice()
+    json.loads(sys.stdin.readline())
+    voice.say(stage="start")
+    try:
+        for gpu in look(Nvml()):
+            voice.say(stage="look", gpu=asdict(gpu))
+        voice.say(stage="end")
+    except Exception as error:
+        voice.say(error=f"{type(error).__name__}: {error}")
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

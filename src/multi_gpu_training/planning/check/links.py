@@ -118,7 +118,7 @@ def judge(program: Watched, ports: Mapping[int, Port], limit_s: float) -> Iterat
             f"the copy did not end within {limit_s:g} s: it hangs",
             f"direct copies between these GPUs are broken; {NO_P2P}",
         )
-    elif program.process.returncode:
+    elif program.code:
         yield GROUP.fail(
             str(program.last("at") or "copies"),
             f"the copy failed: {program.complaint()}",

@@ -27,6 +27,7 @@ class Watched:
     def __init__(self, module: str, request: Any, env: Mapping[str, str] | None = None) -> None:
         self.lines: list[dict[str, Any]] = []
         self.timed_out = False
+        self.killed = False
         self._heard_at = time.monotonic()
         self._errors: list[bytes] = []
         self.process = subprocess.Popen(
@@ -69,6 +70,11 @@ class Watched:
         return self.process.poll() is not None
 
     @property
+    def code(self) -> int | None:
+        """How it ended by itself; None while it runs, and where we ended it."""
+        return None if self.killed else self.process.poll()
+
+    @property
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
@@ -95,7 +101,7 @@ class Watched:
         said = self.last("error")
         if said:
             return str(said).strip().splitlines()[0][:300]
-        code = self.process.returncode
+        code = self.code
         if code in (-9, 137):
             return "it was killed, by the system where its memory was full"
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
@@ -103,6 +109,7 @@ class Watched:
 
     def kill(self) -> None:
         if not self.ended:
+            self.killed = True
             self.process.kill()
         self.process.wait()
         for reader in self._readers:
@@ -121,7 +128,7 @@ def watch(team: Sequence[Watched], limit_s: float, until: str = "end") -> None:
         busy = [one for one in team if not one.ended and one.stage != until]
         if not busy:
             return
-        if any(one.ended and one.process.returncode for one in team):
+        if any(one.code for one in team):
             failed_at = failed_at or time.monotonic()
             if time.monotonic() > failed_at + GRACE_S:
                 return
