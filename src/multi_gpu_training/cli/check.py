@@ -69,7 +69,8 @@ def _fit(flags: Flags, checkup: Checkup, printer: Printer) -> Callable[[], None]
     from multi_gpu_training.planning.check import advice, fit
 
     try:
-        found = checkup.fit(command_of(flags.command, "check"))
+        say = (lambda text: None) if flags.as_json else printer.note
+        found = checkup.fit(command_of(flags.command, "check"), say)
     except OSError as error:
         where = f"{error.strerror} ({error.filename})"
         remedy = "make room there, or set TMPDIR to a folder with room"

@@ -96,12 +96,14 @@ class Trial:
         others = range(1, request.world_size)
         with suppress(Exception):  # who does not hear it judges by what it saw itself
             if request.rank == 0:
-                self.store.set("verdict", _line_of_input(request.limit_s) or "1")
-                self._wait([f"bye/{rank}" for rank in others], min(5.0, request.limit_s))
+                line = _line_of_input(request.limit_s)
+                if line:
+                    self.store.set("verdict", line)
+                    self._wait([f"bye/{rank}" for rank in others], min(5.0, request.limit_s))
             else:
-                self._wait(["verdict"], request.limit_s)
-                self.voice.say(verdict=int(self.store.get("verdict")))
-                self.store.set(f"bye/{request.rank}", "1")
+                if not self._wait(["verdict"], request.limit_s):
+                    self.voice.say(verdict=int(self.store.get("verdict")))
+                    self.store.set(f"bye/{request.rank}", "1")
 
     # Meeting
 

@@ -6,8 +6,8 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from multi_gpu_training.planning.check import (
     devices,
     disk,
     exchange,
+    failure,
     links,
     machine,
     network,
@@ -118,10 +119,16 @@ class Checkup:
             copies = links.measure(self._used_gpus(), limit)
             self.report.add(links.judge(copies, self.ports, limit))
 
-    def fit(self, command: Sequence[str]) -> Fit | None:
-        """Measure `command` (a script, or `-m module` with its words) on this machine."""
+    def fit(self, command: Sequence[str], say: Callable[[str], None]) -> Fit | None:
+        """Measure `command` (a script, or `-m module` with its words) on this machine; `say` hears
+        of each case when it is done."""
         from multi_gpu_training.planning.check import fit
 
+        if self.standing.together and self.report.exit_code:
+            remedy = "mend the lines above, or run it on one machine alone"
+            self.report.add([fit.GROUP.fail("training", "it was not tried", remedy)])
+            return None
+        self._let_go()  # what is measured now shall have the GPUs to itself
         for name in [name for name in os.environ if name in RANK_VARIABLES]:
             del os.environ[name]  # what is started now are ranks of its own
         gpus = self._used_gpus()
@@ -137,6 +144,7 @@ class Checkup:
                 "auto" if gpus else "cpu",
                 LONGER_TO_TRAIN * self.options.timeout_s,
                 ranks_at_hand=count,
+                say=say,
             )
             share = free if gpus else free // count
             fitting = fit.Fitting(runner, count, gpus, share, lambda one: self.report.add([one]))
@@ -155,13 +163,17 @@ class Checkup:
 
     def finish(self) -> int:
         """The exit code: rank 0's for all that hear it. Call it when all is printed."""
-        limit = min(10.0, self.options.timeout_s)
         code = self.report.exit_code
-        dismiss(self.members, code if self.main else None, limit)
+        self._let_go()
         told = self.members[0].last("verdict") if self.members else None
         if told is None and code and not self.speaks:
             time.sleep(LINGER_S)
         return max(told or 0, code)
+
+    def _let_go(self) -> None:
+        """Hand the verdict out or wait for it, and end the ranks."""
+        verdict = self.report.exit_code if self.main else None
+        dismiss(self.members, verdict, min(10.0, self.options.timeout_s))
 
     def abort(self) -> None:
         for member in self.members:
@@ -203,17 +215,29 @@ class Checkup:
         for finding in exchange.judge(team, self.members, link):
             self.report.curve = finding.facts.get("curve", self.report.curve)
             yield finding
-        if team.backend == "gloo" and self.gpus and not together:
+        if len(self.gpus) == 1 and not together:
             yield exchange.GROUP.passed(
                 "one GPU", "two ranks shared it over gloo: right, and no measure of speed"
             )
+            yield self._nccl_alone(team)
+
+    def _nccl_alone(self, shared: Team) -> Finding:
+        """NCCL takes no two ranks on one GPU; one rank shows at least that it works."""
+        port, names = network.free_port(), ["cuda:0"]
+        team = replace(shared, here=1, ranks=1, port=port, devices=names, backend="nccl")
+        members = try_out(team, {})
+        try:
+            problem = failure.find(team, members)
+        finally:
+            dismiss(members)
+        return problem or exchange.GROUP.passed("NCCL", "it starts and sums on this GPU")
 
     def _facts(self, found: software.Software) -> dict[str, object]:
         """What rank 0 is told about this machine."""
         if not self.standing.looks:
             return {}
         return {
-            "findings": [finding.plain() for finding in self.report.findings],
+            "findings": [replace(one, facts={}).plain() for one in self.report.findings],
             "torch": found.torch,
             "nccl": found.nccl,
             "gpus": [gpu.name for gpu in self.gpus],

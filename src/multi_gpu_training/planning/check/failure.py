@@ -47,7 +47,7 @@ def find(team: Team, members: Sequence[Watched]) -> Finding | None:
     for number, member in enumerate(members):
         if member.code:
             rank = team.first + number
-            if member.stage == "meet" and not member.last("all_came"):
+            if member.stage == "meet" and not member.last("met"):
                 return _not_met(team, rank, member.complaint())
             failures.append(_Failure(rank, member.complaint(), member.stage))
     if failures:

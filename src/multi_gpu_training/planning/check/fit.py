@@ -233,6 +233,8 @@ def _broken(found: Measurement) -> Finding:
     remedy = "mend this first; `mgt train` or `mgt run` shows the whole message"
     if found.out_of_memory:
         remedy = "a smaller batch: --batch-size"
+    elif found.error.startswith("not done after"):
+        remedy = "a longer --timeout: a case may take five times as long"
     reason = "out of memory" if found.out_of_memory else found.error
     return GROUP.fail(found.case.name, f"it did not train: {reason}", remedy)
 

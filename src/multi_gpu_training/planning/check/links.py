@@ -46,12 +46,15 @@ class Port:
         width = self.pcie_width_now or self.pcie_width
         return lane * width if lane and width else None
 
+    @property
+    def pcie_name(self) -> str:
+        return f"PCIe {self.pcie_generation}.0 x{self.pcie_width_now or self.pcie_width}"
+
     def describe(self) -> str:
         if self.nvlink_gbps:
             return f"{self.nvlinks} NVLinks of version {self.nvlink_version}"
         if self.pcie_gbps:
-            width = self.pcie_width_now or self.pcie_width
-            return f"PCIe {self.pcie_generation}.0 x{width}"
+            return self.pcie_name
         return "a link that the driver does not name"
 
 
@@ -135,7 +138,7 @@ def _host_copy(line: Mapping[str, Any], port: Port) -> Finding:
     wanted = port.pcie_gbps
     if wanted is None:
         return GROUP.passed(topic, f"{text}; the driver does not say what the link gives", **line)
-    text += f"; {PCIE_NAME.format(port=port)} gives at most {wanted:.0f}"
+    text += f"; {port.pcie_name} gives at most {wanted:.0f}"
     if speed < ENOUGH * wanted:
         return GROUP.warn(
             topic,
@@ -144,9 +147,6 @@ def _host_copy(line: Mapping[str, Any], port: Port) -> Finding:
             **line,
         )
     return GROUP.passed(topic, text, **line)
-
-
-PCIE_NAME = "PCIe {port.pcie_generation}.0 x{port.pcie_width_now}"
 
 
 def _pairs(lines: Sequence[Mapping[str, Any]], ports: Mapping[int, Port]) -> Iterator[Finding]:

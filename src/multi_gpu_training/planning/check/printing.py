@@ -45,6 +45,10 @@ class Printer:
         for line in lines[1:]:
             self.console.print(Text(" " * INDENT + line), soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """A word about what goes on, under the last line."""
+        self.console.print(Text(f"       {text}", "dim"), soft_wrap=True)
+
     def _wrap(self, text: str) -> list[str]:
         """Lines for the space beside the level; what follows the first stands under the text."""
         return textwrap.wrap(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from multi_gpu_training.distributed.trial import Request
 from multi_gpu_training.planning.check.team import Watched, watch
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SIZES = [4**n * 1024 for n in range(1, 8)] + [2**25]  # 4 KiB to 32 MiB
 GPU_SIZES = [2**n for n in range(12, 29)]  # 4 KiB to 256 MiB
 
@@ -36,7 +37,7 @@ class Team:
     def start(self, facts: dict[str, object]) -> list[Watched]:
         """Real rank processes. The first of each machine carries its findings to rank 0."""
         env = {key: value for key, value in os.environ.items() if key != "MGT_BENCH"}
-        if self.nodes == 1 and self.address == "127.0.0.1":
+        if self.address in LOOPBACK:
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if not any(device.startswith("cuda") for device in self.devices):
             env["OMP_NUM_THREADS"] = "1"
