@@ -134,10 +134,10 @@ def complaint(text: str, code: int) -> str:
     start = text.find("This run cannot start:")
     if code == 2 and start >= 0:
         return text[start:].strip()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.removeprefix("[rank0]: ").strip() for line in text.splitlines() if line.strip()]
     # The place of an error comes after it, in brackets.
     said = [line for line in lines if not line.startswith("(")]
-    return said[-1].removeprefix("[rank0]: ") if said else f"ended with code {code}"
+    return said[-1] if said else f"ended with code {code}"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

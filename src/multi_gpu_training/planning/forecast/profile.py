@@ -23,6 +23,10 @@ class MemoryPoint:
 
     per_rank_batch: int
     peak_bytes: int
+    # What torch's allocator took from the device for it: holes and rounding included.
+    reserved_bytes: int | None = None
+    # The most until the weights moved, in a step that was not recorded.
+    backward_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class StepProfile:
     data_on_device: bool = False
     memory: tuple[MemoryPoint, ...] = ()
     memory_total_bytes: int | None = None
+    # Taken from the device by others than torch's allocator: CUDA itself, NCCL, other programs.
+    memory_outside_bytes: int = 0
     parameter_bytes: int = 0
     power_w: float | None = None
     precision: str = "fp32"
