@@ -131,6 +131,7 @@ def _plain_exchange(config: MultiGPUConfig, request: Request) -> dict[str, Any]:
         "epochs": config.epochs if "epochs" in named else None,
         "per_rank_batch": batch_sizes(config, 1).per_rank,
         "max_steps": config.max_steps,
+        "keeps_global_batch": config.global_batch_size is not None,
         "compressed": config.compress_gradients,
         "sync_bn": config.sync_bn,
     }

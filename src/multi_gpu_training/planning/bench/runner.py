@@ -126,7 +126,7 @@ class Runner:
             reason = "was killed: by the system, where its memory was full"
         else:
             reason = complaint(text, code)
-        return Measurement(case, out_of_memory=full, error=reason)
+        return Measurement(case, out_of_memory=full, error=reason, ended=code == 0)
 
 
 def complaint(text: str, code: int) -> str:

@@ -25,11 +25,10 @@ class EstimateError(MultiGPUError):
 
 @dataclass(frozen=True)
 class Measured:
-    """The profile, how long the training is where the config says so, and what to tell the user."""
+    """The profile, how the config wants it scaled, and what to tell the user."""
 
     profile: StepProfile
-    epochs: float | None = None
-    steps: int | None = None
+    scaling: str = "weak"
     notes: tuple[str, ...] = ()
 
 
@@ -62,6 +61,8 @@ def measure(runner: ProfileRunner, name: str) -> Measured:
         step_times_s=tuple(facts["step_times_s"]),
         accumulation=facts["accumulation"],
         dataset_samples=facts["dataset_samples"],
+        epochs=facts["epochs"],
+        max_steps=facts["max_steps"],
         loader_rates={int(key): rate for key, rate in facts["loader_rates"].items()},
         loader_workers=facts["loader_workers"],
         data_on_device=facts["data_on_device"],
@@ -74,7 +75,8 @@ def measure(runner: ProfileRunner, name: str) -> Measured:
         execution=_execution(facts),
     )
     notes += _notes(facts)
-    return Measured(profile, facts["epochs"], facts["max_steps"], tuple(notes))
+    scaling = "strong" if facts["keeps_global_batch"] else "weak"
+    return Measured(profile, scaling, tuple(notes))
 
 
 def _first_that_fits(runner: ProfileRunner) -> tuple[Measurement, list[str]]:
@@ -105,15 +107,23 @@ def _first_that_fits(runner: ProfileRunner) -> tuple[Measurement, list[str]]:
 
 
 def _why(found: Measurement, runner: Runner) -> str:
+    """Why nothing is known, in terms of what the user gave."""
+    what, here = " ".join(runner.command), runner.folder / f"{runner.count:03d}"
     if found.ok:
-        return f"the steps of {' '.join(runner.command)} could not be taken apart: {_tail(runner)}"
-    return f"{' '.join(runner.command)}: {found.error}"
-
-
-def _tail(runner: Runner) -> str:
-    log = runner.folder / f"{runner.count:03d}" / "output.txt"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+        lines = (here / "output.txt").read_text(errors="replace").split("\n")
+        said = [line for line in lines if line.strip()] or ["it said nothing"]
+        return f"the steps of {what} could not be taken apart: {said[-1]}"
+    if not found.ended:
+        return f"{what}: {found.error}"
+    if not (here / "asked.json").exists():
+        return (
+            f"{what} ended without a MultiGPUTrainingManager, so that there was nothing to measure; "
+            "train with manager.fit, manager.train_epoch or manager.trainer.train_step"
+        )
+    return (
+        f"{what} ended before one step was trained through the manager; train with manager.fit, "
+        "manager.train_epoch or manager.trainer.train_step"
+    )
 
 
 def _asked_batch(runner: Runner) -> int | None:

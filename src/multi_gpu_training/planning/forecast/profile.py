@@ -44,6 +44,9 @@ class StepProfile:
     step_times_s: tuple[float, ...]
     accumulation: int = 1
     dataset_samples: int | None = None
+    # How long the training is, where its config says so.
+    epochs: float | None = None
+    max_steps: int | None = None
     # Samples a second that this machine loads with so many workers for one rank.
     loader_rates: dict[int, float] = field(default_factory=dict)
     loader_workers: int = 0

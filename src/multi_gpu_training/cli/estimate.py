@@ -1,0 +1,298 @@
+"""`mgt estimate`: measure one GPU, forecast many, and say what they cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from multi_gpu_training.cli.bench import command_of, numbers, show
+from multi_gpu_training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from multi_gpu_training.planning.estimate.measuring import Measured
+    from multi_gpu_training.planning.estimate.outcome import Outcome
+    from multi_gpu_training.planning.forecast.interconnect import Interconnect
+    from multi_gpu_training.planning.forecast.profile import StepProfile
+    from multi_gpu_training.planning.forecast.result import Price
+
+MOST_GPUS = 1024
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What the command line said; None where it said nothing."""
+
+    command: list[str]
+    gpus: str | None = None
+    interconnect: str | None = None
+    curve: str | None = None
+    gpus_per_node: int = 8
+    scaling: str | None = None
+    epochs: float | None = None
+    price: float | None = None
+    price_per: str = "gpu"
+    price_source: str | None = None
+    price_date: str | None = None
+    catalog: str | None = None
+    accelerator: str | None = None
+    instance: str | None = None
+    region: str | None = None
+    spot: bool = False
+    electricity: float | None = None
+    profile: str | None = None
+    steps: int = 50
+    warmup: int | None = None
+    device: str = "auto"
+    timeout_s: float = 600.0
+    as_json: bool = False
+    out: str | None = None
+
+
+def estimate(flags: Flags) -> int:
+    """0 once the forecast is written."""
+    check(flags)
+    link, price = interconnect(flags), price_of(flags)
+    console = Console(highlight=False, soft_wrap=True, stderr=flags.as_json)
+    if flags.profile is None:
+        found = measured_here(flags, console)
+    else:
+        found = from_file(flags.profile)
+    outcome = forecast(flags, found, link, price)
+    files = outcome.save(Path(flags.out or default_folder(flags)))
+    if flags.as_json:
+        print(json.dumps(outcome.as_dict(), indent=1))
+    else:
+        say(outcome, console, asked_for_many=link is not None)
+    console.print(f"written: {', '.join(map(str, files))}", markup=False)
+    return 0
+
+
+def measured_here(flags: Flags, console: Console) -> Measured:
+    from multi_gpu_training.distributed.identity import from_environment
+    from multi_gpu_training.planning.estimate.measuring import ProfileRunner, measure
+
+    if from_environment() is not None:
+        raise ConfigError("mgt estimate starts a rank itself; start it without torchrun or srun")
+    command = command_of(flags.command)
+    with tempfile.TemporaryDirectory(prefix="mgt-estimate-") as scratch:
+        runner = ProfileRunner(
+            command,
+            Path(scratch),
+            flags.steps,
+            flags.warmup,
+            flags.device,
+            flags.timeout_s,
+            say=lambda text: console.print(f"  {text}", markup=False),
+        )
+        if flags.device == "cuda" and not runner.gpus:
+            raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why")
+        return measure(runner, name_of(flags.command))
+
+
+def from_file(path: str) -> Measured:
+    """What an earlier `mgt estimate` measured: its profile.json, or the folder it is in."""
+    from multi_gpu_training.planning.estimate.measuring import Measured
+    from multi_gpu_training.planning.forecast.profile import StepProfile
+
+    file = Path(path) / "profile.json" if Path(path).is_dir() else Path(path)
+    try:
+        return Measured(StepProfile.load(file))
+    except OSError as error:
+        raise ConfigError(f"--profile {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--profile {path} is no profile ({type(error).__name__}: {error}); give the "
+            "profile.json that `mgt estimate` writes"
+        ) from None
+
+
+def forecast(
+    flags: Flags, found: Measured, link: Interconnect | None, price: Price | None
+) -> Outcome:
+    from multi_gpu_training.planning.estimate.outcome import Outcome
+    from multi_gpu_training.planning.forecast import Interconnect, predict
+
+    profile, notes = found.profile, list(found.notes)
+    samples, length = training_length(flags, profile, notes)
+    if flags.electricity is not None and profile.power_w is None:
+        notes.append(
+            "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so there "
+            "is no cost of electricity"
+        )
+    if link is None:
+        link = Interconnect("one GPU", "nothing is exchanged", ())
+    result = predict(
+        profile,
+        link,
+        gpus_of(flags),
+        gpus_per_node=flags.gpus_per_node,
+        scaling="strong" if (flags.scaling or found.scaling) == "strong" else "weak",
+        samples=samples,
+        price=price,
+        electricity_per_kwh=flags.electricity if profile.power_w is not None else None,
+    )
+    return Outcome(profile, result, length, tuple(flags.command), tuple(notes))
+
+
+def training_length(
+    flags: Flags, profile: StepProfile, notes: list[str]
+) -> tuple[float | None, str]:
+    """Samples of the whole training, and the words for it."""
+    each = profile.per_rank_batch * profile.accumulation
+    if flags.epochs is None and profile.max_steps is not None:
+        notes.append(
+            f"max_steps={profile.max_steps} ends the training; its length is what one GPU sees then"
+        )
+        return float(profile.max_steps * each), f"{profile.max_steps} steps of one GPU"
+    if profile.dataset_samples is None:
+        if flags.epochs is not None:
+            notes.append(
+                f"--epochs {flags.epochs:g}: the data are a stream, whose length nobody knows"
+            )
+        return None, ""
+    epochs = flags.epochs or profile.epochs
+    if epochs is None:
+        notes.append("the number of epochs is not known: times are for one (--epochs)")
+        epochs = 1
+    return epochs * profile.dataset_samples, f"{epochs:g} epoch{'s' if epochs != 1 else ''}"
+
+
+def say(outcome: Outcome, console: Console, asked_for_many: bool) -> None:
+    from multi_gpu_training.planning.estimate.outcome import measured_lines
+
+    console.print("measured", markup=False)
+    for line in measured_lines(outcome.profile):
+        console.print(f"  {line}", markup=False)
+    console.print()
+    show(outcome.report(), console)
+    if not asked_for_many:
+        console.print()
+        console.print(
+            "For more than one GPU say what connects them: --interconnect NAME, or --curve FILE "
+            "with times of your own. There are",
+            markup=False,
+        )
+        console.print(listing(), markup=False)
+
+
+def listing() -> str:
+    """The named interconnects, one a line."""
+    from multi_gpu_training.planning.forecast import named_interconnects
+
+    known = named_interconnects()
+    wide = max(len(link.name) for link in known)
+    return "\n".join(f"  {link.name:{wide}}  {link.about}" for link in known)
+
+
+# From flags to what they mean
+
+
+def gpus_of(flags: Flags) -> list[int]:
+    if flags.gpus is not None:
+        return sorted(set(numbers("--gpus", flags.gpus)))
+    if flags.interconnect is None and flags.curve is None:
+        return [1]
+    return [2**power for power in range(int(math.log2(MOST_GPUS)) + 1)]
+
+
+def interconnect(flags: Flags) -> Interconnect | None:
+    """None where one GPU is all that is asked for; several without one are refused."""
+    from multi_gpu_training.planning.forecast import measured, named
+
+    if flags.curve is not None:
+        return measured(Path(flags.curve))
+    if flags.interconnect is not None:
+        return named(flags.interconnect)
+    many = [count for count in gpus_of(flags) if count > 1]
+    if many:
+        raise ConfigError(
+            f"--gpus {flags.gpus}: how fast {many[0]} GPUs exchange gradients depends on what "
+            "connects them, and that is not guessed; give --interconnect NAME or --curve FILE. "
+            f"There are\n{listing()}"
+        )
+    return None
+
+
+def price_of(flags: Flags) -> Price | None:
+    from multi_gpu_training.planning.forecast import (
+        price_from_catalog,
+        price_per_gpu,
+        price_per_node,
+    )
+
+    if flags.catalog is not None:
+        return price_from_catalog(
+            Path(flags.catalog),
+            flags.accelerator or "",
+            region=flags.region,
+            spot=flags.spot,
+        )
+    if flags.price is None:
+        return None
+    source = flags.price_source or "given with --price"
+    if flags.price_per == "node":
+        return price_per_node(
+            flags.price, flags.gpus_per_node, source=source, date=flags.price_date
+        )
+    return price_per_gpu(flags.price, source=source, date=flags.price_date)
+
+
+def name_of(command: Sequence[str]) -> str:
+    """`image --mode cnn` or `train.py`: what the forecast is of."""
+    return " ".join([Path(command[0]).name, *command[1:]])
+
+
+def default_folder(flags: Flags) -> Path:
+    return Path("runs/estimate") / f"{Path(flags.command[0]).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def check(flags: Flags) -> None:
+    """Raise one ConfigError with everything that is wrong with the flags."""
+    problems = []
+    if flags.interconnect is not None and flags.curve is not None:
+        problems.append("--interconnect and --curve both say what connects the GPUs; give one")
+    if flags.scaling not in (None, "strong", "weak"):
+        problems.append(f"--scaling {flags.scaling}: use strong or weak")
+    if flags.price_per not in ("gpu", "node"):
+        problems.append(f"--price-per {flags.price_per}: use gpu or node")
+    if flags.price is not None and flags.catalog is not None:
+        problems.append("--price and --catalog both say what a GPU costs; give one")
+    if flags.catalog is None and (
+        flags.accelerator or flags.instance or flags.region or flags.spot
+    ):
+        problems.append("--accelerator, --instance, --region and --spot choose from a --catalog")
+    if flags.catalog is not None and not (flags.accelerator or flags.instance):
+        problems.append("--catalog needs --accelerator (like H100) or --instance to choose a row")
+    if flags.price is None and (flags.price_per == "node" or flags.price_source):
+        problems.append("--price-per and --price-source describe a --price; add it")
+    for name, value in (
+        ("--price", flags.price),
+        ("--electricity", flags.electricity),
+        ("--epochs", flags.epochs),
+        ("--timeout", flags.timeout_s),
+    ):
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            problems.append(f"{name} {value:g}: give a number above 0")
+    for name, count, least in (
+        ("--steps", flags.steps, 2),
+        ("--warmup", flags.warmup, 1),
+        ("--gpus-per-node", flags.gpus_per_node, 1),
+    ):
+        if count is not None and count < least:
+            problems.append(f"{name} {count}: use at least {least}")
+    if flags.device not in ("auto", "cpu", "cuda"):
+        problems.append(f"--device {flags.device}: use auto, cpu or cuda")
+    try:
+        gpus_of(flags)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)

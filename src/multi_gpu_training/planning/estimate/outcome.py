@@ -1,0 +1,255 @@
+"""A forecast as rows: the table with guide 002's columns, JSON, and `forecast.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from multi_gpu_training.planning.bench.case import percentile
+from multi_gpu_training.planning.bench.report import (
+    Column,
+    Report,
+    Row,
+    machine,
+    memory,
+    milliseconds,
+    number,
+    ratio,
+    share,
+)
+from multi_gpu_training.planning.estimate.memory import MemoryForecast, available_bytes
+from multi_gpu_training.planning.forecast.profile import StepProfile
+from multi_gpu_training.planning.forecast.result import Forecast
+from multi_gpu_training.planning.forecast.result import Row as ForecastRow
+
+SCHEMA = 1
+DOES_NOT_FIT = "memory: does not fit"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured and what was forecast from it. `length` says how much training `time`
+    and `cost` are for; `command` is what was measured."""
+
+    profile: StepProfile
+    forecast: Forecast
+    length: str = ""
+    command: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    rows: list[Row] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", [self._row(row) for row in self.forecast.rows])
+
+    def _row(self, row: ForecastRow) -> Row:
+        """A forecast's row with guide 002's names, memory, and whether it fits."""
+        found: Row = asdict(row)
+        taken = MemoryForecast.of(self.profile.memory)
+        room = available_bytes(self.profile)
+        known = taken is not None and (taken.grows or row.per_rank_batch in _sizes(self.profile))
+        found |= {
+            "theoretical_speedup": float(row.gpus),
+            "actual_speedup": row.speedup,
+            "peak_bytes": taken.peak(row.per_rank_batch) if taken is not None and known else None,
+            "fits": taken.fits(row.per_rank_batch, room) if taken and room and known else None,
+        }
+        if found["fits"] is False:
+            found["limit"] = DOES_NOT_FIT
+        return found
+
+    # As a table
+
+    def report(self) -> Report:
+        forecast = self.forecast
+        title = f"{self.profile.name} on {self.profile.device}"
+        if any(row.gpus > 1 for row in forecast.rows):
+            title += f", {forecast.interconnect}, {forecast.scaling} scaling"
+        return Report("estimate", title, self._columns(), self.rows, notes=self._notes())
+
+    def _columns(self) -> list[Column]:
+        columns = [
+            Column("GPUs", lambda row: number(row["gpus"])),
+            Column("theoretical", lambda row: ratio(row["theoretical_speedup"])),
+            Column("actual", lambda row: ratio(row["actual_speedup"])),
+            Column("efficiency", lambda row: share(row["efficiency"])),
+        ]
+        if self.length:
+            columns.append(Column(f"time ({self.length})", lambda row: duration(row["training_s"])))
+            columns.append(Column("GPU-hours", lambda row: hours(row["gpu_hours"])))
+        if any(row["cost"] is not None for row in self.rows):
+            columns.append(Column("cost", lambda row: money(row["cost"], self._currency)))
+        if any(row["electricity_cost"] is not None for row in self.rows):
+            columns.append(Column("electricity", lambda row: money(row["electricity_cost"], "")))
+        columns += [
+            Column("samples/s", lambda row: number(row["samples_per_s"])),
+            Column("step", lambda row: milliseconds(row["step_s"])),
+            Column(f"{self.forecast.band_level:.0%} band", _band),
+            Column("exposed communication", _exposed),
+            Column("batch/GPU", lambda row: number(row["per_rank_batch"])),
+            Column("memory/GPU", lambda row: memory(row["peak_bytes"])),
+            Column("limit", lambda row: str(row["limit"])),
+        ]
+        return columns
+
+    @property
+    def _currency(self) -> str:
+        return self.forecast.price.currency if self.forecast.price is not None else ""
+
+    def _notes(self) -> list[str]:
+        forecast, found = self.forecast, []
+        if any(row.gpus > 1 for row in forecast.rows):
+            found.append(f"all-reduce times: {forecast.interconnect_source}")
+            found.append(f"band: {forecast.band_meaning}")
+            rises = forecast.cost_rises_from
+            most = max(row.gpus for row in forecast.rows)
+            found.append(
+                f"from {rises} GPUs on a sample costs 10 % more GPU time than on one"
+                if rises is not None
+                else f"up to {most} GPUs a sample never costs 10 % more GPU time than on one"
+            )
+        price = forecast.price
+        if price is not None:
+            together = price.gpus_billed_together
+            found.append(
+                f"price: {price.per_gpu_hour:g} {price.currency} per GPU and hour"
+                + (f", {together} GPUs paid together" if together > 1 else "")
+                + f"; {price.source}, {price.date}"
+            )
+        else:
+            found.append("no price was given (--price, --catalog): GPU-hours only")
+        return [*found, *forecast.notes, *self.notes]
+
+    # As files
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `forecast.json` holds: `gpus` by number, for a later run to be compared with."""
+        forecast = self.forecast.to_json()
+        return {
+            "schema": SCHEMA,
+            "kind": "forecast",
+            "command": list(self.command),
+            "length": self.length or None,
+            "gpus": {str(row["gpus"]): _comparable(row) for row in self.rows},
+            **{key: value for key, value in forecast.items() if key != "rows"},
+            "notes": self._notes(),
+            "largest_batch": largest_batch(self.profile),
+            "profile": asdict(self.profile),
+            "machine": machine(),
+        }
+
+    def save(self, folder: Path) -> list[Path]:
+        """profile.json, forecast.json, estimate.md and estimate.png in `folder`."""
+        from multi_gpu_training.planning.estimate.picture import draw
+
+        folder.mkdir(parents=True, exist_ok=True)
+        names = ("profile.json", "forecast.json", "estimate.md", "estimate.png")
+        profile, forecast, text, picture = (folder / name for name in names)
+        self.profile.save(profile)
+        forecast.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        report = self.report()
+        lines = "\n".join(f"- {line}" for line in measured_lines(self.profile))
+        text.write_text(f"# {report.title}\n\n{report.markdown()}\n## Measured\n\n{lines}\n")
+        return [profile, forecast, text, draw(self, picture)]
+
+
+def _comparable(row: Row) -> dict[str, Any]:
+    """The keys that `mgt report` reads, and everything else. low and high bound the step."""
+    return {
+        "step_time_s": row["step_s"],
+        "samples_per_s": row["samples_per_s"],
+        "low": row["low_step_s"],
+        "high": row["high_step_s"],
+        **{key: value for key, value in row.items() if key not in ("gpus", "samples_per_s")},
+    }
+
+
+def _sizes(profile: StepProfile) -> set[int]:
+    return {point.per_rank_batch for point in profile.memory}
+
+
+def largest_batch(profile: StepProfile) -> int | None:
+    """Samples per GPU that fit without doubt; None where that is not known."""
+    taken, room = MemoryForecast.of(profile.memory), available_bytes(profile)
+    return taken.largest_batch(room) if taken is not None and room is not None else None
+
+
+def measured_lines(profile: StepProfile) -> list[str]:
+    """What was measured, in sentences."""
+    times = profile.step_times_s
+    low, middle, high = (percentile(times, p) for p in (10, 50, 90))
+    rate = profile.per_rank_batch * profile.accumulation / median(times)
+    lines = [
+        f"{profile.device}, {profile.precision}: batch {profile.per_rank_batch}"
+        + (f" x {profile.accumulation} micro-batches" if profile.accumulation > 1 else "")
+        + f", step {milliseconds(middle)} (10 % - 90 %: {milliseconds(low)} - "
+        f"{milliseconds(high)}), {number(rate)} samples/s, run as {profile.execution}",
+        f"forward {milliseconds(profile.forward_s)}, backward {milliseconds(profile.backward_s)}, "
+        f"optimizer {milliseconds(profile.optimizer_s)}",
+        f"{len(profile.buckets)} buckets of gradients, {size(profile.gradient_bytes)}: "
+        + ", ".join(
+            f"{size(bucket.size_bytes)} after {milliseconds(bucket.ready_s)}"
+            for bucket in profile.buckets[:6]
+        )
+        + (" ..." if len(profile.buckets) > 6 else ""),
+    ]
+    if profile.data_on_device:
+        lines.append("the data lie on the GPU: nothing is loaded")
+    elif profile.loader_rates:
+        rates = ", ".join(
+            f"{workers}: {number(found)}" for workers, found in sorted(profile.loader_rates.items())
+        )
+        lines.append(f"samples/s that are read, by workers: {rates}")
+    if profile.memory:
+        points = ", ".join(f"{p.per_rank_batch}: {memory(p.peak_bytes)}" for p in profile.memory)
+        fitting = largest_batch(profile)
+        lines.append(
+            f"peak memory by batch: {points}"
+            + (f"; up to {number(fitting)} fit" if fitting is not None else "")
+        )
+    if profile.power_w is not None:
+        lines.append(f"{profile.power_w:.0f} W while training")
+    return lines
+
+
+# How values are shown
+
+
+def size(count: float) -> str:
+    return f"{count / 2**20:.1f} MB" if count >= 2**20 else f"{count / 2**10:.0f} kB"
+
+
+def duration(seconds: float | None) -> str:
+    """As guide 002 shows it: `10.2 minutes`."""
+    if seconds is None:
+        return "-"
+    for unit, length in (("days", 86400 * 2), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / {'days': 86400, 'hours': 3600, 'minutes': 60}[unit]:.1f} {unit}"
+    return f"{seconds:.1f} seconds"
+
+
+def hours(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def money(value: float | None, currency: str) -> str:
+    if value is None:
+        return "-"
+    sign = {"USD": "$", "EUR": "€", "": ""}.get(currency, f"{currency} ")
+    return f"{sign}{value:,.2f}" if value >= 0.005 or value == 0 else f"{sign}{value:.2g}"
+
+
+def _band(row: Row) -> str:
+    return f"{milliseconds(row['low_step_s'])} - {milliseconds(row['high_step_s'])}"
+
+
+def _exposed(row: Row) -> str:
+    if row["gpus"] == 1:
+        return "-"
+    waits = row["exposed_communication_s"]
+    return f"{milliseconds(waits)} ({waits / row['step_s']:.0%})"
