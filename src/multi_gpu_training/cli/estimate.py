@@ -64,7 +64,10 @@ def estimate(flags: Flags) -> int:
     if flags.profile is None:
         found = measured_here(flags, console)
     else:
-        found = from_file(flags.profile)
+        from multi_gpu_training.planning.estimate.measuring import Measured
+        from multi_gpu_training.planning.estimate.speedup import load_profile
+
+        found = Measured(load_profile(flags.profile))
     outcome = forecast(flags, found, link, price)
     files = outcome.save(Path(flags.out or default_folder(flags)))
     if flags.as_json:
@@ -97,28 +100,12 @@ def measured_here(flags: Flags, console: Console) -> Measured:
         return measure(runner, name_of(flags.command))
 
 
-def from_file(path: str) -> Measured:
-    """What an earlier `mgt estimate` measured: its profile.json, or the folder it is in."""
-    from multi_gpu_training.planning.estimate.measuring import Measured
-    from multi_gpu_training.planning.forecast.profile import StepProfile
-
-    file = Path(path) / "profile.json" if Path(path).is_dir() else Path(path)
-    try:
-        return Measured(StepProfile.load(file))
-    except OSError as error:
-        raise ConfigError(f"--profile {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"--profile {path} is no profile ({type(error).__name__}: {error}); give the "
-            "profile.json that `mgt estimate` writes"
-        ) from None
-
-
 def forecast(
     flags: Flags, found: Measured, link: Interconnect | None, price: Price | None
 ) -> Outcome:
     from multi_gpu_training.planning.estimate.outcome import Outcome
-    from multi_gpu_training.planning.forecast import Interconnect, predict
+    from multi_gpu_training.planning.estimate.speedup import ONE_GPU
+    from multi_gpu_training.planning.forecast import predict
 
     profile, notes = found.profile, list(found.notes)
     samples, length = training_length(flags, profile, notes)
@@ -127,11 +114,9 @@ def forecast(
             "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so there "
             "is no cost of electricity"
         )
-    if link is None:
-        link = Interconnect("one GPU", "nothing is exchanged", ())
     result = predict(
         profile,
-        link,
+        link or ONE_GPU,
         gpus_of(flags),
         gpus_per_node=flags.gpus_per_node,
         scaling="strong" if (flags.scaling or found.scaling) == "strong" else "weak",

@@ -100,6 +100,7 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "max_steps": None,
         "lr_scaling": "none",
         "resume": None,
+        "forecast": None,
         "run_name": None,
         "early_stopping_patience": None,
         "enable_fault_tolerance": False,

@@ -117,7 +117,7 @@ def _why(found: Measurement, runner: Runner) -> str:
         return f"{what}: {found.error}"
     if not (here / "asked.json").exists():
         return (
-            f"{what} ended without a MultiGPUTrainingManager, so that there was nothing to measure; "
+            f"{what} ended without a MultiGPUTrainingManager, so that nothing was measured; "
             "train with manager.fit, manager.train_epoch or manager.trainer.train_step"
         )
     return (
