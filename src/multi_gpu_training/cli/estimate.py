@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def estimate(flags: Flags) -> int:
 
         found = Measured(load_profile(flags.profile))
     outcome = forecast(flags, found, link, price)
-    files = outcome.save(Path(flags.out or default_folder(flags)))
+    files = outcome.save(Path(flags.out or default_folder(found.profile.name)))
     if flags.as_json:
         print(json.dumps(outcome.as_dict(), indent=1))
     else:
@@ -109,22 +110,52 @@ def forecast(
 
     profile, notes = found.profile, list(found.notes)
     samples, length = training_length(flags, profile, notes)
+    if profile.device == "CPU" and link is not None:
+        notes.append("measured on a CPU: this is a forecast for CPU ranks, not for GPUs")
     if flags.electricity is not None and profile.power_w is None:
         notes.append(
             "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so there "
             "is no cost of electricity"
         )
+    strong = (flags.scaling or found.scaling) == "strong"
     result = predict(
         profile,
         link or ONE_GPU,
-        gpus_of(flags),
+        possible(flags, link, profile, strong, notes),
         gpus_per_node=flags.gpus_per_node,
-        scaling="strong" if (flags.scaling or found.scaling) == "strong" else "weak",
+        scaling="strong" if strong else "weak",
         samples=samples,
         price=price,
         electricity_per_kwh=flags.electricity if profile.power_w is not None else None,
+        images=profile.images,
     )
-    return Outcome(profile, result, length, tuple(flags.command), tuple(notes))
+    return Outcome(profile, result, length, tuple(notes))
+
+
+def possible(
+    flags: Flags,
+    link: Interconnect | None,
+    profile: StepProfile,
+    strong: bool,
+    notes: list[str],
+) -> list[int]:
+    """The numbers of GPUs to forecast: those asked for, or all that can be."""
+    if flags.gpus is not None or link is None:
+        return gpus_of(flags)
+    known = []
+    for count in gpus_of(flags):
+        try:
+            link.allreduce_s(1.0, count, math.ceil(count / flags.gpus_per_node))
+            known.append(count)
+        except ConfigError as error:
+            refusal = error.problems[0]
+    if len(known) < len(gpus_of(flags)):
+        notes.append(f"other numbers of GPUs: {refusal}")
+    whole = profile.per_rank_batch * profile.accumulation
+    if strong and whole < known[-1]:
+        notes.append(f"strong scaling of a batch of {whole} ends at {whole} GPUs")
+        known = [count for count in known if count <= whole]
+    return known
 
 
 def training_length(
@@ -216,7 +247,8 @@ def price_of(flags: Flags) -> Price | None:
     if flags.catalog is not None:
         return price_from_catalog(
             Path(flags.catalog),
-            flags.accelerator or "",
+            flags.accelerator,
+            instance=flags.instance,
             region=flags.region,
             spot=flags.spot,
         )
@@ -235,8 +267,9 @@ def name_of(command: Sequence[str]) -> str:
     return " ".join([Path(command[0]).name, *command[1:]])
 
 
-def default_folder(flags: Flags) -> Path:
-    return Path("runs/estimate") / f"{Path(flags.command[0]).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+def default_folder(name: str) -> Path:
+    word = re.sub(r"[^A-Za-z0-9]+", "-", Path(name.split()[0]).stem).strip("-") or "training"
+    return Path("runs/estimate") / f"{word}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def check(flags: Flags) -> None:

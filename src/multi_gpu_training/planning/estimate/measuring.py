@@ -70,6 +70,7 @@ def measure(runner: ProfileRunner, name: str) -> Measured:
         memory_total_bytes=facts["total_bytes"] or None,
         memory_outside_bytes=facts["outside_bytes"],
         parameter_bytes=facts["parameter_bytes"],
+        images=facts["images"],
         power_w=facts["power_w"],
         precision=facts["precision"],
         execution=_execution(facts),

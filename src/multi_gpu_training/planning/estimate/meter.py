@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 30.0  # for the warm-up, and for the measured steps: slow ones need fewer
 LEAST_WARM_UP = {"cuda": 16, "cpu": 3}
 LEAST_STEPS = 8
+PICTURES = (torch.nn.Conv2d, torch.nn.Conv3d)  # of a model about images or videos
 UNLIMITED = 1_000_000  # epochs, in `measurement.adapt`
 
 
@@ -126,6 +127,7 @@ class ProfileMeter(Meter):
             "epochs": epochs,
             **{key: self.asked[key] for key in ("max_steps", "sync_bn", "keeps_global_batch")},
             "norms": sum(isinstance(module, _BatchNorm) for module in model.modules()),
+            "images": any(isinstance(module, PICTURES) for module in model.modules()),
             "dataset_samples": self.dataset_samples,
             "parameter_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
             "loader_workers": self.manager.train_loader.feeding.num_workers,

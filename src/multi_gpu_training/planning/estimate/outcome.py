@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,6 @@ from multi_gpu_training.planning.bench.report import (
     memory,
     milliseconds,
     number,
-    ratio,
     share,
 )
 from multi_gpu_training.planning.estimate.memory import MemoryForecast, available_bytes
@@ -31,13 +31,12 @@ DOES_NOT_FIT = "memory: does not fit"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was measured and what was forecast from it. `length` says how much training `time`
-    and `cost` are for; `command` is what was measured."""
+    """What was measured and what was forecast from it. `length` says how much training time and
+    cost are for."""
 
     profile: StepProfile
     forecast: Forecast
     length: str = ""
-    command: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     rows: list[Row] = field(init=False)
 
@@ -72,8 +71,8 @@ class Outcome:
     def _columns(self) -> list[Column]:
         columns = [
             Column("GPUs", lambda row: number(row["gpus"])),
-            Column("theoretical", lambda row: ratio(row["theoretical_speedup"])),
-            Column("actual", lambda row: ratio(row["actual_speedup"])),
+            Column("theoretical", lambda row: times(row["theoretical_speedup"])),
+            Column("actual", lambda row: times(row["actual_speedup"])),
             Column("efficiency", lambda row: share(row["efficiency"])),
         ]
         if self.length:
@@ -110,16 +109,11 @@ class Outcome:
                 if rises is not None
                 else f"up to {most} GPUs a sample never costs 10 % more GPU time than on one"
             )
-        price = forecast.price
-        if price is not None:
-            together = price.gpus_billed_together
-            found.append(
-                f"price: {price.per_gpu_hour:g} {price.currency} per GPU and hour"
-                + (f", {together} GPUs paid together" if together > 1 else "")
-                + f"; {price.source}, {price.date}"
-            )
-        else:
+        together = forecast.price.gpus_billed_together if forecast.price is not None else 1
+        if forecast.price is None:
             found.append("no price was given (--price, --catalog): GPU-hours only")
+        elif together > 1:
+            found.append(f"{together} GPUs are paid together, used or not")
         return [*found, *forecast.notes, *self.notes]
 
     # As files
@@ -130,7 +124,7 @@ class Outcome:
         return {
             "schema": SCHEMA,
             "kind": "forecast",
-            "command": list(self.command),
+            "date": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             "length": self.length or None,
             "gpus": {str(row["gpus"]): _comparable(row) for row in self.rows},
             **{key: value for key, value in forecast.items() if key != "rows"},
@@ -188,7 +182,8 @@ def measured_lines(profile: StepProfile) -> list[str]:
         f"{milliseconds(high)}), {number(rate)} samples/s, run as {profile.execution}",
         f"forward {milliseconds(profile.forward_s)}, backward {milliseconds(profile.backward_s)}, "
         f"optimizer {milliseconds(profile.optimizer_s)}",
-        f"{len(profile.buckets)} buckets of gradients, {size(profile.gradient_bytes)}: "
+        f"{len(profile.buckets)} bucket{'s' if len(profile.buckets) != 1 else ''} of gradients, "
+        f"{size(profile.gradient_bytes)}: "
         + ", ".join(
             f"{size(bucket.size_bytes)} after {milliseconds(bucket.ready_s)}"
             for bucket in profile.buckets[:6]
@@ -221,14 +216,22 @@ def size(count: float) -> str:
     return f"{count / 2**20:.1f} MB" if count >= 2**20 else f"{count / 2**10:.0f} kB"
 
 
+def times(value: float) -> str:
+    """As guide 002 shows it: `1.9x`."""
+    return f"{value:.2f}x" if value < 10 and value != round(value) else f"{value:,.1f}x"
+
+
 def duration(seconds: float | None) -> str:
     """As guide 002 shows it: `10.2 minutes`."""
     if seconds is None:
         return "-"
-    for unit, length in (("days", 86400 * 2), ("hours", 3600), ("minutes", 60)):
-        if seconds >= length:
-            return f"{seconds / {'days': 86400, 'hours': 3600, 'minutes': 60}[unit]:.1f} {unit}"
-    return f"{seconds:.1f} seconds"
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:,.1f} days"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} hours"
+    if seconds >= 60:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds:.1f} seconds" if seconds >= 1 else f"{seconds:.2g} seconds"
 
 
 def hours(value: float | None) -> str:

@@ -90,7 +90,8 @@ def _outcome(
         gpus_per_node=gpus_per_node,
         scaling="strong" if scaling == "strong" else "weak",
         epochs=epochs if known else None,
-        price=price_per_gpu(price) if isinstance(price, int | float) else price,
+        price=price_per_gpu(price, source="price") if isinstance(price, int | float) else price,
+        images=found.images,
     )
     return Outcome(found, result, f"{epochs:g} epochs" if known else "")
 

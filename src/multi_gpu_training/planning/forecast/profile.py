@@ -57,6 +57,8 @@ class StepProfile:
     # Taken from the device by others than torch's allocator: CUDA itself, NCCL, other programs.
     memory_outside_bytes: int = 0
     parameter_bytes: int = 0
+    # Whether the data are images or videos.
+    images: bool | None = None
     power_w: float | None = None
     precision: str = "fp32"
     execution: str = "eager"
