@@ -163,6 +163,13 @@ def test_a_loop_of_ones_own_is_measured_with_what_it_has(estimated: Any) -> None
     assert profile.epochs is None
 
 
+def test_a_static_graph_and_separate_gradients_have_buckets_too(estimated: Any) -> None:
+    profile = estimated(
+        fit(settings="static_graph=True, use_gradient_as_bucket_view=False")
+    ).profile
+    assert profile.gradient_bytes == GRADIENTS + 4
+
+
 def test_compressed_gradients_count_half_and_synchronised_norms_are_named(estimated: Any) -> None:
     settings = "fp16_compression=True, sync_bn=True, global_batch_size=16, max_steps=50"
     found = estimated(fit(settings=settings))

@@ -16,11 +16,11 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from multi_gpu_training.data.batch import attach, batch_count, head, share_of
+from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.planning.estimate.anatomy import Anatomy
 from multi_gpu_training.planning.estimate.loading import loader_rates, on_device
 from multi_gpu_training.planning.estimate.power import watts_while
 from multi_gpu_training.training.measurement import Meter, Request
-from multi_gpu_training.training.trainer import opened
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
@@ -176,6 +176,10 @@ class ProfileMeter(Meter):
             backward = torch.cuda.max_memory_allocated(self.device)
 
         anatomy.after_backward = note
+        # Other shapes would be compiled anew, which takes a minute; as it was written the loss
+        # keeps no less.
+        module = self.manager.trainer.step_module
+        module.compiled = module.loss_fn
         try:
             for size in (whole, whole // 2, whole // 4):
                 self.finished = [_first(batch, max(1, size)) for batch in kept]
@@ -208,11 +212,13 @@ class ProfileMeter(Meter):
 def _first(batch: Any, count: int) -> Any:
     """The first `count` samples, as a batch of our loader if it was one."""
     share = share_of(batch)
-    cut = head(opened(batch), count)
     if share is None:
-        return cut
+        return head(batch, count)
     size = min(count, share.count)
-    return attach(cut, replace(share, indices=share.indices[:size], count=size))
+    smaller = replace(share, indices=share.indices[:size], count=size)
+    if isinstance(batch, ResidentBatch):
+        return ResidentBatch(batch.index[:size], batch.tensors, smaller)
+    return attach(head(batch, count), smaller)
 
 
 def _outside(device: torch.device) -> int:
