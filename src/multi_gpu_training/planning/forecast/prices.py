@@ -36,7 +36,7 @@ def price_from_catalog(
     region: str | None = None,
     spot: bool = False,
 ) -> Price:
-    """The cheapest matching offer of a SkyPilot catalog CSV, by GPU; its file's date is the price's.
+    """The cheapest matching offer of a SkyPilot catalog CSV, by GPU, of its file's date.
 
     `gpus` wants instances with exactly so many, which are then paid whole."""
     if not path.is_file():
