@@ -70,8 +70,8 @@ class Points:
     @staticmethod
     def of(rows: list[Row]) -> Points:
         counts = Counter(row["model"] for row in rows)
-        # A model with 150 points says more than one with 3, but not fifty times as much.
-        weights = np.array([counts[row["model"]] ** -0.5 for row in rows])
+        # A model with 150 points says more than one with 3, but not fifty times: 2.7 times.
+        weights = np.array([counts[row["model"]] ** -0.75 for row in rows])
         return Points(
             rows,
             np.array([published.kind_of(row).terms for row in rows]),
@@ -176,18 +176,22 @@ def cross_validated(points: Points, key: Callable[[Row], str]) -> Score:
     """PyTorch points, each predicted and given a band without its own group."""
     groups = np.array([key(row) for row in points.rows])
     predicted = left_out(points, groups)
-    low, high = np.ones(len(groups)), np.ones(len(groups))
+    bands = np.ones((len(groups), 2))
     for group in np.unique(groups):
         inside = groups == group
-        ends = bounds(points[~inside], predicted[~inside])
-        width = FLOOR - np.log(predicted[inside])
-        low[inside] = np.maximum(0.0, predicted[inside] + ends[0] * width)
-        high[inside] = predicted[inside] + ends[1] * width
+        bands[inside] = banded(predicted[inside], bounds(points[~inside], predicted[~inside]))
     chosen = points.pytorch
-    return scored(points.efficiency[chosen], predicted[chosen], low[chosen], high[chosen])
+    return scored(points.efficiency[chosen], predicted[chosen], bands[chosen])
 
 
-def scored(actual: Array, predicted: Array, low: Array, high: Array) -> Score:
+def banded(predicted: Array, ends: tuple[float, float]) -> Array:
+    """Low and high of each, as the product computes them."""
+    fit = Fit((), FLOOR, ends[0], ends[1], LEVEL)
+    return np.array([fit.band(each) for each in predicted])
+
+
+def scored(actual: Array, predicted: Array, bands: Array) -> Score:
+    low, high = bands.T
     error, linear = np.abs(predicted - actual), np.abs(1 - actual)
     # Half a unit of the last digit that tables print.
     inside = (actual >= low - 5e-5) & (actual <= high + 5e-5)
@@ -230,14 +234,13 @@ def score_points(rows: Sequence[Row]) -> dict[str, Score]:
             continue
         ends = np.array([published.predict_efficiency(row) for row in chosen])
         actual = np.array([float(row["efficiency"]) for row in chosen])
-        result[name] = scored(actual, ends[:, 0], ends[:, 1], ends[:, 2])
+        result[name] = scored(actual, ends[:, 0], ends[:, 1:])
     return result
 
 
 def subsets(points: Points, predicted: Array, ends: tuple[float, float]) -> list[str]:
     """Leave-one-model-out again, by kind of point."""
-    fit = Fit((), FLOOR, ends[0], ends[1], LEVEL)
-    band = np.array([fit.band(p) for p in predicted])
+    bands = banded(predicted, ends)
     kinds: dict[str, Callable[[Row], bool]] = {
         "2-4 GPUs": lambda row: int(row["gpus"]) <= 4,
         "8 GPUs": lambda row: int(row["gpus"]) == 8,
@@ -253,9 +256,7 @@ def subsets(points: Points, predicted: Array, ends: tuple[float, float]) -> list
     lines = []
     for name, test in kinds.items():
         chosen = points.pytorch & np.array([test(row) for row in points.rows])
-        score = scored(
-            points.efficiency[chosen], predicted[chosen], band[chosen, 0], band[chosen, 1]
-        )
+        score = scored(points.efficiency[chosen], predicted[chosen], bands[chosen])
         lines.append(score.line(name))
     return lines
 

@@ -177,16 +177,16 @@ def row_for(question: Question, gpus: int) -> Row:
         question.global_batch if question.scaling == "strong" else gpus * batch * accumulation
     )
     busy = explained + unexplained
-    waiting = max(0.0, _input_s(question, batch * accumulation, gpus) - busy)
-    step = busy + waiting
-    alone = _alone_per_s(question)
-    efficiency = global_batch / step / gpus / alone
-    low, high = _band(question, gpus, efficiency)
+    loading = _input_s(question, batch * accumulation, gpus)
+    step = max(busy, loading)
+    fastest, slowest = (max(each, loading) for each in _band(question, gpus, compute, busy))
+    alone = _alone_per_s(question) * gpus
+    unshared = compute - global_batch / gpus * _computing_s(question)
     losses: dict[Limit, float] = {
         "communication": sent.exposed_s,
         "stragglers": straggler,
-        "input pipeline": waiting,
-        "batch": min(small_batch, unexplained),
+        "input pipeline": step - busy,
+        "batch": unshared + min(small_batch, unexplained),
         "unexplained": unexplained - min(small_batch, unexplained),
     }
     worst = max(losses, key=lambda name: losses[name])
@@ -197,20 +197,20 @@ def row_for(question: Question, gpus: int) -> Row:
         accumulation=accumulation,
         global_batch=global_batch,
         step_s=step,
-        low_step_s=global_batch / (high * gpus * alone),
-        high_step_s=global_batch / (low * gpus * alone),
+        low_step_s=fastest,
+        high_step_s=slowest,
         samples_per_s=global_batch / step,
-        low_samples_per_s=low * gpus * alone,
-        high_samples_per_s=high * gpus * alone,
-        speedup=efficiency * gpus,
-        efficiency=efficiency,
-        low_efficiency=low,
-        high_efficiency=high,
+        low_samples_per_s=global_batch / slowest,
+        high_samples_per_s=global_batch / fastest,
+        speedup=global_batch / step / alone * gpus,
+        efficiency=global_batch / step / alone,
+        low_efficiency=global_batch / slowest / alone,
+        high_efficiency=global_batch / fastest / alone,
         compute_s=compute,
         communication_s=sent.communication_s,
         exposed_communication_s=sent.exposed_s,
         straggler_s=straggler,
-        input_wait_s=waiting,
+        input_wait_s=step - busy,
         unexplained_s=unexplained,
         limit=worst if losses[worst] > NOTICED * step else "nothing",
         extrapolated=question.interconnect.extrapolated(gpus, nodes),
@@ -255,20 +255,25 @@ def _input_s(question: Question, samples: int, gpus: int) -> float:
     return samples / min(rates) if rates else 0.0
 
 
+def _computing_s(question: Question) -> float:
+    """Seconds a sample of one GPU with the profile's own batch, were data always there."""
+    profile = question.profile
+    step = Phases.of(profile, profile.per_rank_batch).step_s(profile.accumulation)
+    return step / (profile.per_rank_batch * profile.accumulation)
+
+
 def _alone_per_s(question: Question) -> float:
     """Samples a second of one GPU with the profile's own batch: what efficiency is measured by."""
-    profile = question.profile
-    samples = profile.per_rank_batch * profile.accumulation
-    step = Phases.of(profile, profile.per_rank_batch).step_s(profile.accumulation)
-    return samples / max(step, _input_s(question, samples, 1))
+    return 1 / max(_computing_s(question), _input_s(question, 1, 1))
 
 
-def _band(question: Question, gpus: int, efficiency: float) -> tuple[float, float]:
+def _band(question: Question, gpus: int, compute: float, busy: float) -> tuple[float, float]:
+    """The step at its best and at its worst. What one GPU computes was measured; the band is
+    about what is lost on top."""
     if gpus < 2 or not question.residual:
-        return efficiency, efficiency
-    low, high = published.shipped().band(min(efficiency, 1.0))
-    # Half of what is expected is the worst that the band may say of a time: below lies no data.
-    return max(low, efficiency / 2), max(high, efficiency)
+        return busy, busy
+    low, high = published.shipped().band(compute / busy)
+    return compute / high, compute / low
 
 
 def _loader_rate(profile: StepProfile, workers: int | None) -> float | None:

@@ -37,7 +37,7 @@ def price_from_catalog(
     region: str | None = None,
     spot: bool = False,
 ) -> Price:
-    """The cheapest matching offer of a SkyPilot catalog CSV, by GPU; its file's date is the price's.
+    """The cheapest matching offer of a SkyPilot catalog CSV, by GPU, of its file's date.
 
     `accelerator` is a GPU's name (H100), `instance` an instance type; `gpus` wants instances with
     exactly so many. An instance is paid whole."""
