@@ -14,6 +14,7 @@ from processes import Program, Said, mgt_here
 
 import multi_gpu_training
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.planning.estimate import picture
 from multi_gpu_training.planning.estimate.outcome import duration, money
 from multi_gpu_training.planning.forecast.profile import Bucket, MemoryPoint, StepProfile
 
@@ -49,10 +50,14 @@ from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
 
 if __name__ == "__main__":
     x = torch.randn(64, 8)
-    manager = MultiGPUTrainingManager(MultiGPUConfig(device="cpu", batch_size=8, world_size=2))
+    manager = MultiGPUTrainingManager(MultiGPUConfig(device="cpu", batch_size=1, world_size=2))
     manager.fit(nn.Linear(8, 2), TensorDataset(x, (x[:, 0] > 0).long()), epochs=3)
 """
 Mgt = Callable[..., Said]
+
+
+def no_picture(outcome: object, path: Path) -> Path:
+    return path
 
 
 @pytest.fixture
@@ -61,6 +66,8 @@ def mgt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     PROFILE.save(tmp_path / "profile.json")
 
     def call(*words: object) -> Said:
+        if "--price" not in words:  # one picture is enough to see that it is drawn
+            monkeypatch.setattr(picture, "draw", no_picture)
         given = [*words, *([] if "--profile" in words else ["--profile", "profile.json"])]
         return mgt_here(monkeypatch, capsys, "estimate", *given, "--out", "out")
 
@@ -262,6 +269,6 @@ def test_a_script_is_measured_from_the_command_line(tmp_path: Path) -> None:
         assert program.end_of_run(240) == 0, program
         assert "this is a forecast for CPU ranks" in program.out
         profile = StepProfile.load(tmp_path / "out/profile.json")
-        assert (profile.per_rank_batch, profile.epochs) == (8, 3)
-        assert profile.gradient_bytes == 4 * 18 + 4 and len(profile.memory) == 2
+        assert (profile.per_rank_batch, profile.epochs) == (1, 3)
+        assert profile.gradient_bytes == 4 * 18 + 4 and len(profile.memory) == 1
         assert not list(tmp_path.glob("runs"))  # nothing of the training is left

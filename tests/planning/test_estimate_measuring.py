@@ -72,6 +72,36 @@ for step in range(14):
 trainer.finish()
 """
 
+STREAM = """
+LIMIT = 100
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for number in range(1000):
+            yield {"x": torch.randn(5 + number % 3, 16), "y": number % 4}
+
+
+def together(samples):
+    wide = max(len(sample["x"]) for sample in samples)
+    padded = [nn.functional.pad(s["x"], (0, 0, 0, wide - len(s["x"]))) for s in samples]
+    return {"x": torch.stack(padded), "y": torch.tensor([s["y"] for s in samples])}
+
+
+def mean_over_time(model, batch):
+    return nn.functional.cross_entropy(model.layers[3:](batch["x"].mean(1) @ weight), batch["y"])
+
+
+weight = torch.randn(16, 300)
+net = Net()
+net.layers[:2].requires_grad_(False)
+data = torch.utils.data.DataLoader(Stream(), batch_size=6, collate_fn=together)
+trainer = manager(training_mode="single", max_grad_norm=1.0)
+_, loader, _ = trainer.setup_training(net, data, loss_fn=mean_over_time)
+for epoch in range(3):
+    trainer.train_epoch(loader, epoch)
+"""
+
 
 def run_in_rank(script: str, request: str) -> tuple[int, str]:
     """The script in a rank of the pool, in a group of one, as `mgt estimate` starts it."""
@@ -161,6 +191,13 @@ def test_a_loop_of_ones_own_is_measured_with_what_it_has(estimated: Any) -> None
     assert [point.per_rank_batch for point in profile.memory] == [10]
     assert any("one batch size only" in note for note in found.notes)
     assert profile.epochs is None
+
+
+def test_a_stream_of_dicts_has_no_length_and_no_rates(estimated: Any) -> None:
+    profile = estimated(STREAM).profile
+    assert profile.per_rank_batch == 6
+    assert profile.dataset_samples is None and profile.loader_rates == {}
+    assert profile.gradient_bytes == 4 * (301 * 300 + 301 * 4) + 4  # the rest is frozen
 
 
 def test_a_static_graph_and_separate_gradients_have_buckets_too(estimated: Any) -> None:
