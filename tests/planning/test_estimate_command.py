@@ -191,7 +191,10 @@ def test_the_length_of_the_training_is_what_was_asked_for(mgt: Mgt, tmp_path: Pa
     assert written()["gpus"]["1"]["training_s"] == pytest.approx(10, rel=0.01)
     replace(PROFILE, dataset_samples=None).save(tmp_path / "stream.json")
     said = mgt("--profile", "stream.json", "--epochs", 3)
-    assert written()["length"] is None and "the data are a stream" in said.out
+    assert written()["length"] is None and "there is no time and no cost; --samples" in said.out
+    mgt("--profile", "stream.json", "--samples", "6400")
+    assert written()["length"] == "6,400 samples"
+    assert written()["gpus"]["1"]["training_s"] == pytest.approx(10, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +209,7 @@ def test_the_length_of_the_training_is_what_was_asked_for(mgt: Mgt, tmp_path: Pa
         (("--price-per", "hour"), "--price-per hour: use gpu or node"),
         (("--spot",), "choose from a --catalog"),
         (("--price", "3", "--catalog", "x.csv", "--instance", "a"), "both say what a GPU costs"),
+        (("--epochs", "2", "--samples", "5"), "both say how long the training is"),
         (("--scaling", "huge"), "--scaling huge: use strong or weak"),
         (("--profile", "nothing.json"), "profile nothing.json: No such file"),
         (("--profile", "wrong.json"), "is no profile"),

@@ -102,6 +102,18 @@ for epoch in range(3):
     trainer.train_epoch(loader, epoch)
 """
 
+ROLLOUTS = """
+LIMIT = 100
+from multi_gpu_training.data.batch import attach
+from multi_gpu_training.data.order import Share
+
+trainer = manager(batch_size=12)
+trainer.setup_training(Net(), TensorDataset(x, y))
+for step in range(20):
+    share = Share(0, step, tuple(range(12)), 12, 12, True, True, step)
+    trainer.trainer.train_step(attach([x[:12], y[:12]], share))
+"""
+
 
 def run_in_rank(script: str, request: str) -> tuple[int, str]:
     """The script in a rank of the pool, in a group of one, as `mgt estimate` starts it."""
@@ -198,6 +210,13 @@ def test_a_stream_of_dicts_has_no_length_and_no_rates(estimated: Any) -> None:
     assert profile.per_rank_batch == 6
     assert profile.dataset_samples is None and profile.loader_rates == {}
     assert profile.gradient_bytes == 4 * (301 * 300 + 301 * 4) + 4  # the rest is frozen
+
+
+def test_batches_that_are_only_placed_like_the_loaders_have_no_epochs(estimated: Any) -> None:
+    """As rollouts of an agent: the dataset is a number of environments."""
+    profile = estimated(ROLLOUTS).profile
+    assert profile.per_rank_batch == 12
+    assert profile.dataset_samples is None and profile.loader_rates == {}
 
 
 def test_a_static_graph_and_separate_gradients_have_buckets_too(estimated: Any) -> None:

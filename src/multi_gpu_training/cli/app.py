@@ -244,6 +244,7 @@ def estimate(
         Option(help="weak: same batch per GPU; strong: same global batch", rich_help_panel=PLACE),
     ] = None,
     epochs: Annotated[float | None, Option(help="length of the training")] = None,
+    samples: Annotated[float | None, Option(help="the same, in samples")] = None,
     price: Annotated[float | None, Option(help="of a GPU and hour", rich_help_panel=PRICES)] = None,
     price_per: Annotated[str, Option(help="gpu or node", rich_help_panel=PRICES)] = "gpu",
     price_source: Annotated[
@@ -292,6 +293,7 @@ def estimate(
         gpus_per_node,
         scaling,
         epochs,
+        samples,
         price,
         price_per,
         price_source,

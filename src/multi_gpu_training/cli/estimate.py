@@ -38,6 +38,7 @@ class Flags:
     gpus_per_node: int = 8
     scaling: str | None = None
     epochs: float | None = None
+    samples: float | None = None
     price: float | None = None
     price_per: str = "gpu"
     price_source: str | None = None
@@ -162,17 +163,19 @@ def training_length(
     flags: Flags, profile: StepProfile, notes: list[str]
 ) -> tuple[float | None, str]:
     """Samples of the whole training, and the words for it."""
-    each = profile.per_rank_batch * profile.accumulation
+    if flags.samples is not None:
+        return flags.samples, f"{flags.samples:,.0f} samples"
     if flags.epochs is None and profile.max_steps is not None:
         notes.append(
             f"max_steps={profile.max_steps} ends the training; its length is what one GPU sees then"
         )
-        return float(profile.max_steps * each), f"{profile.max_steps} steps of one GPU"
+        seen = profile.max_steps * profile.per_rank_batch * profile.accumulation
+        return float(seen), f"{profile.max_steps} steps of one GPU"
     if profile.dataset_samples is None:
-        if flags.epochs is not None:
-            notes.append(
-                f"--epochs {flags.epochs:g}: the data are a stream, whose length nobody knows"
-            )
+        notes.append(
+            "how many samples an epoch has is not known here, so that there is no time and no "
+            "cost; --samples says how many the whole training has"
+        )
         return None, ""
     epochs = flags.epochs or profile.epochs
     if epochs is None:
@@ -277,6 +280,8 @@ def check(flags: Flags) -> None:
     problems = []
     if flags.interconnect is not None and flags.curve is not None:
         problems.append("--interconnect and --curve both say what connects the GPUs; give one")
+    if flags.epochs is not None and flags.samples is not None:
+        problems.append("--epochs and --samples both say how long the training is; give one")
     if flags.scaling not in (None, "strong", "weak"):
         problems.append(f"--scaling {flags.scaling}: use strong or weak")
     if flags.price_per not in ("gpu", "node"):
@@ -295,6 +300,7 @@ def check(flags: Flags) -> None:
         ("--price", flags.price),
         ("--electricity", flags.electricity),
         ("--epochs", flags.epochs),
+        ("--samples", flags.samples),
         ("--timeout", flags.timeout_s),
     ):
         if value is not None and not (value > 0 and math.isfinite(value)):

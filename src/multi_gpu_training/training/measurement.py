@@ -147,8 +147,10 @@ class Repeated(ShuffledBatches):
     def __init__(self, inner: ShuffledBatches, steps: int) -> None:
         super().__init__(steps * inner.batch_size, inner.batch_size, inner.shuffle)
         self.inner = inner
+        self.read = False
 
     def _order(self, seed: int, epoch: int) -> Tensor:
+        self.read = True
         parts: list[Tensor] = []
         for number in count(epoch):
             parts.append(self.inner._order(seed, number))

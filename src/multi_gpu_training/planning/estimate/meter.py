@@ -20,7 +20,7 @@ from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.planning.estimate.anatomy import Anatomy
 from multi_gpu_training.planning.estimate.loading import loader_rates, on_device
 from multi_gpu_training.planning.estimate.power import watts_while
-from multi_gpu_training.training.measurement import Meter, Request
+from multi_gpu_training.training.measurement import Meter, Repeated, Request
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
@@ -113,9 +113,16 @@ class ProfileMeter(Meter):
         record["memory_by_batch"] = self._memory_by_batch(anatomy)
         record["profiled"] = True
         self._save(record)
-        if not self.own_batches:
+        if self.reads_loader:
             self._loader_rates(record)
         raise SystemExit(0)
+
+    @property
+    def reads_loader(self) -> bool:
+        """Whether batches come from the manager's loader, and not from a collector of rollouts or
+        the like, for which the dataset is only a number."""
+        source = getattr(self.manager.train_loader, "source", None)
+        return not self.own_batches and (not isinstance(source, Repeated) or source.read)
 
     def _facts(self) -> dict[str, Any]:
         config, model = self.manager.config, self.manager.model
@@ -128,7 +135,9 @@ class ProfileMeter(Meter):
             **{key: self.asked[key] for key in ("max_steps", "sync_bn", "keeps_global_batch")},
             "norms": sum(isinstance(module, _BatchNorm) for module in model.modules()),
             "images": any(isinstance(module, PICTURES) for module in model.modules()),
-            "dataset_samples": self.dataset_samples,
+            "dataset_samples": (
+                self.dataset_samples if self.reads_loader or self.own_batches else None
+            ),
             "parameter_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
             "loader_workers": self.manager.train_loader.feeding.num_workers,
             "data_on_device": on_device(self.manager.train_loader),
