@@ -36,6 +36,7 @@ def no_process_is_left() -> Iterator[None]:
         and child.status() != psutil.STATUS_ZOMBIE
         and "forkserver" not in " ".join(child.cmdline())
         and "resource_tracker" not in " ".join(child.cmdline())
+        and "compile_worker" not in " ".join(child.cmdline())  # torch.compile's own pool
     ]
     assert not left, f"processes left behind: {left}"
 

@@ -207,5 +207,5 @@ def test_compiled_steps_learn_what_eager_steps_learn(tmp_path: Path) -> None:
     sgd = lambda p: torch.optim.SGD(p, lr=0.05)  # noqa: E731
     expected, _ = train(tmp_path, "eager", optimizer=sgd)
     weights, manager = train(tmp_path, "compile", optimizer=sgd)
-    assert manager.trainer.execution.mode == "compile"
+    assert manager.trainer.execution.mode == "compile", manager.trainer.execution.reason
     assert apart(expected, weights) <= 1e-4  # fused kernels add in another order
