@@ -140,6 +140,7 @@ class DeviceClock:
         self._stream = torch.cuda.Stream()
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._cycles_per_s = self._calibrate()
+        self._sent: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
 
     def _calibrate(self) -> float:
         cycles = 50_000_000
@@ -166,7 +167,9 @@ class DeviceClock:
         self._stream.wait_stream(torch.cuda.current_stream())
         future: Any = torch.futures.Future(devices=[self._device])
         with torch.cuda.stream(self._stream):
+            first = self.mark()
             torch.cuda._sleep(int(seconds * self._cycles_per_s))
+            self._sent.append((seconds, first, self.mark()))
             future.set_result(tensor)  # done for those who wait when the side stream is there
         return future
 
@@ -177,6 +180,12 @@ class DeviceClock:
 
     def finish(self) -> None:
         torch.cuda.synchronize()
+        if self._sent:
+            # The kernel counts cycles, and the clock of a GPU changes with its load.
+            asked = sum(seconds for seconds, _, _ in self._sent)
+            took = sum(self.between(first, second) for _, first, second in self._sent)
+            self._cycles_per_s *= asked / took
+            self._sent.clear()
 
     def close(self) -> None:
         torch.cuda.synchronize()
@@ -272,7 +281,8 @@ def run_case(name: str, model: Model, bucket_mb: int, network: str, options: Any
         net.register_comm_hook(None, lambda state, bucket: hook.exchange(bucket))
         batch = torch.randn(*model.shape, device=device)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9)
-        for _ in range(options.warm):  # DDP puts its buckets together anew after the first step
+        for number in range(options.warm):  # DDP makes its buckets anew after the first step
+            hook.sending = number % 2 == 1
             one_step(net, batch, optimizer, hook)
         profile, sent = [], []
         for number in range(options.steps):
@@ -364,7 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=21, help="measured, with and without network")
-    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="tiny models, three steps")
     parser.add_argument("--out", type=Path, help="the table, as Markdown; JSON goes beside it")
     options = parser.parse_args()
