@@ -13,6 +13,7 @@ from multi_gpu_training.errors import ConfigError
 from .interconnect import Interconnect
 from .profile import Bucket, StepProfile
 from .result import Price, Scaling
+from .timeline import step_s
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ class Phases:
         )
 
     def step_s(self, accumulation: int) -> float:
-        return accumulation * (self.forward_s + self.backward_s) + self.optimizer_s + self.rest_s
+        """Without exchange."""
+        alone = step_s(self.forward_s, self.backward_s, self.optimizer_s, 0.0, accumulation)
+        return alone + self.rest_s
 
 
 def loader_rate(profile: StepProfile, workers: int | None) -> float | None:
