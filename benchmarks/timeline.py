@@ -6,8 +6,9 @@ Three models, three bucket sizes, two networks. Each case is DDP on one rank wit
 hook. In every other step the hook only records when each bucket is ready; that is the profile. In
 the others it returns a future that is done when the bucket has been sent: one channel, one
 bucket after the other, each as long as the all-reduce table of the network says. Backward goes on
-meanwhile, as with a real network. Compared are the medians of the measured steps with what
-`forecast.timeline` makes of the profile.
+meanwhile, as with a real network. Two steps that follow each other make a pair: what
+`forecast.timeline` makes of the one is compared with the other, and the case's error is that of the
+median over the pairs, so that a machine that others slow down slows down both.
 
 With `--device cuda` the channel is a side stream on which a kernel waits, and the clock is the
 device's; with `--device cpu` it is a thread that sleeps. `--quick` tries the script.
@@ -74,9 +75,9 @@ class Model:
 
 MODELS = {
     "cpu": {
-        "mlp": Model(mlp, 1024, (96, 1024)),
-        "cnn": Model(cnn, 48, (4, 3, 32, 32)),
-        "transformer": Model(transformer, 320, (2, 48, 320)),
+        "mlp": Model(mlp, 1024, (64, 1024)),
+        "cnn": Model(cnn, 64, (2, 3, 24, 24)),
+        "transformer": Model(transformer, 320, (2, 32, 320)),
     },
     "cuda": {
         "mlp": Model(mlp, 4096, (2048, 4096)),
@@ -139,6 +140,7 @@ class DeviceClock:
         self._stream = torch.cuda.Stream()
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._cycles_per_s = self._calibrate()
+        self._sent: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
 
     def _calibrate(self) -> float:
         cycles = 50_000_000
@@ -165,7 +167,9 @@ class DeviceClock:
         self._stream.wait_stream(torch.cuda.current_stream())
         future: Any = torch.futures.Future(devices=[self._device])
         with torch.cuda.stream(self._stream):
+            first = self.mark()
             torch.cuda._sleep(int(seconds * self._cycles_per_s))
+            self._sent.append((seconds, first, self.mark()))
             future.set_result(tensor)  # done for those who wait when the side stream is there
         return future
 
@@ -176,6 +180,12 @@ class DeviceClock:
 
     def finish(self) -> None:
         torch.cuda.synchronize()
+        if self._sent:
+            # The kernel counts cycles, and the clock of a GPU changes with its load.
+            asked = sum(seconds for seconds, _, _ in self._sent)
+            took = sum(self.between(first, second) for _, first, second in self._sent)
+            self._cycles_per_s *= asked / took
+            self._sent.clear()
 
     def close(self) -> None:
         torch.cuda.synchronize()
@@ -225,10 +235,15 @@ class Case:
     exposed_s: float
     predicted_s: float
     measured_s: float
+    # Medians over pairs of steps: predicted over measured, and the same for communication that
+    # costs nothing and for communication that is not hidden at all.
+    ratio: float
+    free_ratio: float
+    added_ratio: float
 
     @property
     def error(self) -> float:
-        return abs(self.predicted_s / self.measured_s - 1)
+        return abs(self.ratio - 1)
 
 
 def one_step(net: nn.Module, batch: Tensor, optimizer: Any, hook: Hook) -> Step:
@@ -266,14 +281,18 @@ def run_case(name: str, model: Model, bucket_mb: int, network: str, options: Any
         net.register_comm_hook(None, lambda state, bucket: hook.exchange(bucket))
         batch = torch.randn(*model.shape, device=device)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-6, momentum=0.9)
-        for _ in range(options.warm):  # DDP puts its buckets together anew after the first step
+        for number in range(options.warm):  # DDP makes its buckets anew after the first step
+            hook.sending = number % 2 == 1
             one_step(net, batch, optimizer, hook)
         profile, sent = [], []
-        for _ in range(options.steps):
-            hook.sending = False
-            profile.append(one_step(net, batch, optimizer, hook))
-            hook.sending = True
-            sent.append(one_step(net, batch, optimizer, hook).whole_s)
+        for number in range(options.steps):
+            for sending in (False, True) if number % 2 else (True, False):
+                hook.sending = sending
+                step = one_step(net, batch, optimizer, hook)
+                if sending:
+                    sent.append(step.whole_s)
+                else:
+                    profile.append(step)
     finally:
         clock.close()
     return compared(name, bucket_mb, network, profile, sent)
@@ -282,26 +301,37 @@ def run_case(name: str, model: Model, bucket_mb: int, network: str, options: Any
 def compared(
     name: str, bucket_mb: int, network: str, profile: list[Step], sent: list[float]
 ) -> Case:
-    """The profile's medians through the timeline, beside the median of what was measured."""
-    sizes = [size for size, _ in profile[0].ready]
-    ready = [median(step.ready[i][1] for step in profile) for i in range(len(sizes))]
-    buckets = [Bucket(size, at) for size, at in zip(sizes, ready, strict=True)]
-    forward = median(step.forward_s for step in profile)
-    backward = median(step.backward_s for step in profile)
-    optimizer = median(step.optimizer_s for step in profile)
+    """Each profiled step through the timeline, beside the step next to it on the network."""
     interconnect = named(network)
-    line = exchange(buckets, backward, lambda size: interconnect.allreduce_s(size, GPUS, NODES))
+    lines = [
+        exchange(
+            [Bucket(size, at) for size, at in step.ready],
+            step.backward_s,
+            lambda size: interconnect.allreduce_s(size, GPUS, NODES),
+        )
+        for step in profile
+    ]
+    predicted = [
+        step_s(step.forward_s, step.backward_s, step.optimizer_s, line.exposed_s)
+        for step, line in zip(profile, lines, strict=True)
+    ]
     return Case(
         name,
         bucket_mb,
         network,
-        len(buckets),
-        sum(sizes) / 2**20,
-        forward + backward + optimizer,
-        line.communication_s,
-        line.exposed_s,
-        step_s(forward, backward, optimizer, line.exposed_s),
+        len(profile[0].ready),
+        sum(size for size, _ in profile[0].ready) / 2**20,
+        median(step.whole_s for step in profile),
+        lines[0].communication_s,
+        median(line.exposed_s for line in lines),
+        median(predicted),
         median(sent),
+        median(mine / theirs for mine, theirs in zip(predicted, sent, strict=True)),
+        median(step.whole_s / theirs for step, theirs in zip(profile, sent, strict=True)),
+        median(
+            (step.whole_s + lines[0].communication_s) / theirs
+            for step, theirs in zip(profile, sent, strict=True)
+        ),
     )
 
 
@@ -313,8 +343,9 @@ def page(cases: list[Case], options: Any) -> str:
         f"    {options.command}",
         "",
         f"{machine}, {os.cpu_count()} cores, torch {torch.__version__}; medians of "
-        f"{options.steps} steps with and without the network, in turns. Load average before: "
-        f"{options.load:.1f}. The networks are those of {GPUS} GPUs on {NODES} nodes.",
+        f"{options.steps} steps with and without the network, in turns; the error is that of the "
+        f"median ratio of neighbours. Load average before: {options.load:.1f}. The networks are "
+        f"those of {GPUS} GPUs on {NODES} nodes.",
         "",
         "| model | bucket | network | buckets | gradients | step alone | communication | exposed "
         "| predicted | measured | error |",
@@ -329,10 +360,8 @@ def page(cases: list[Case], options: Any) -> str:
             f"| {case.error:.1%} |"
         )
     errors = [case.error for case in cases]
-    unaware = mean(abs(case.alone_s / case.measured_s - 1) for case in cases)
-    unhidden = mean(
-        abs((case.alone_s + case.communication_s) / case.measured_s - 1) for case in cases
-    )
+    unaware = mean(abs(case.free_ratio - 1) for case in cases)
+    unhidden = mean(abs(case.added_ratio - 1) for case in cases)
     lines += [
         "",
         f"Mean error of {len(cases)} cases: {mean(errors):.1%}, largest {max(errors):.1%}. "
@@ -345,7 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=21, help="measured, with and without network")
-    parser.add_argument("--warm", type=int, default=4)
+    parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="tiny models, three steps")
     parser.add_argument("--out", type=Path, help="the table, as Markdown; JSON goes beside it")
     options = parser.parse_args()

@@ -21,7 +21,7 @@ from multi_gpu_training.planning.forecast import (
     price_per_gpu,
     price_per_node,
 )
-from multi_gpu_training.planning.forecast.predictor import Phases
+from multi_gpu_training.planning.forecast.question import Phases
 from multi_gpu_training.planning.forecast.stragglers import expected_slowest_s, straggler_s
 from multi_gpu_training.planning.forecast.timeline import exchange
 

@@ -66,6 +66,7 @@ def test_published_trainings_lose_more_on_more_older_and_smaller() -> None:
     assert at(params_millions="20") < at()
     assert at(grad_accum="8") > at()
     assert at(unit="img/s") > at()
+    assert at(framework="TensorFlow") < at(framework="PyTorch (Megatron-DeepSpeed)") == at()
     shrunk = {"batch_per_gpu": "16", "quality_flags": "batch_per_gpu_differs_from_baseline(64)"}
     assert at(**shrunk) < at()
 
@@ -76,7 +77,14 @@ def test_tiny_models_are_not_extrapolated_to() -> None:
 
 
 def test_hardware_is_known_by_its_generation() -> None:
-    known = {"NVIDIA H200": 1, "NVIDIA A100-SXM4-80GB": 0, "Tesla V100": -1, "cpu": 0, "B200": 1}
+    known = {
+        "NVIDIA H200": 1,
+        "NVIDIA A100-SXM4-80GB": 0,
+        "Tesla V100": -1,
+        "cpu": 0,
+        "B200": 1,
+        "K80": -1,
+    }
     assert {name: published.generation(name) for name in known} == known
 
 

@@ -45,3 +45,4 @@ def test_the_profile_alone_makes_the_prediction(script: Any) -> None:
     assert case.measured_s == 2.0 and case.buckets == 2
     assert case.exposed_s == pytest.approx(max(0.01 + 2 * each, 0.02 + each) - 0.02)
     assert case.predicted_s == pytest.approx(0.035 + case.exposed_s)
+    assert case.ratio == pytest.approx(case.predicted_s / 2.0)

@@ -1,6 +1,6 @@
 """From one measured step to N GPUs: time, memory, cost. Arithmetic only, without torch."""
 
-from .interconnect import Curve, Interconnect, measured, named, named_interconnects
+from .interconnect import Curve, Interconnect, joined, measured, named, named_interconnects
 from .predictor import predict
 from .prices import price_from_catalog, price_per_gpu, price_per_node
 from .profile import Bucket, MemoryPoint, StepProfile
@@ -15,6 +15,7 @@ __all__ = [
     "Price",
     "Row",
     "StepProfile",
+    "joined",
     "measured",
     "named",
     "named_interconnects",

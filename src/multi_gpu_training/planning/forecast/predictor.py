@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from dataclasses import replace
 
 from multi_gpu_training.errors import ConfigError
 
 from . import bill, published
 from .interconnect import Interconnect
-from .profile import Bucket, StepProfile
+from .profile import StepProfile
+from .question import Phases, Question, check, loader_rate
 from .result import Forecast, Limit, Price, Row, Scaling
 from .stragglers import straggler_s
 from .timeline import exchange
@@ -25,70 +23,6 @@ BAND_MEANING = (
     "80 % of published trainings like this one lie inside: models, machines and projects that the "
     "coefficients had not seen. One GPU was measured and has no band."
 )
-
-
-@dataclass(frozen=True)
-class Question:
-    """What `predict` was asked, checked."""
-
-    profile: StepProfile
-    interconnect: Interconnect
-    gpus_per_node: int
-    scaling: Scaling
-    global_batch: int
-    samples: float | None
-    loader_rate: float | None
-    node_loader_rate: float | None
-    price: Price | None
-    electricity_per_kwh: float | None
-    power_overhead: float
-    residual: bool
-    image: float
-
-    def nodes(self, gpus: int) -> int:
-        return math.ceil(gpus / self.gpus_per_node)
-
-    def share(self, gpus: int) -> tuple[int, int]:
-        """Micro-batch and accumulation of each rank."""
-        profile = self.profile
-        if self.scaling == "weak":
-            return profile.per_rank_batch, profile.accumulation
-        each = math.ceil(self.global_batch / gpus)
-        accumulation = math.ceil(each / profile.per_rank_batch)
-        return math.ceil(each / accumulation), accumulation
-
-
-@dataclass(frozen=True)
-class Phases:
-    """One rank's step without waiting for anybody: the measured mean, in its parts."""
-
-    forward_s: float
-    backward_s: float
-    optimizer_s: float
-    # Between the steps: host work that the phases do not show.
-    rest_s: float
-    buckets: tuple[Bucket, ...]
-
-    @staticmethod
-    def of(profile: StepProfile, batch: int) -> Phases:
-        """Forward and backward of a micro-batch take time as its samples do."""
-        parts = profile.accumulation * (profile.forward_s + profile.backward_s)
-        parts += profile.optimizer_s
-        mean = float(np.mean(profile.step_times_s)) if profile.step_times_s else parts
-        # Phases are measured with the device awaited between them: together they can be longer
-        # than a step that runs through.
-        shrink = min(1.0, mean / parts) if parts > 0 else 1.0
-        scale = shrink * batch / profile.per_rank_batch
-        return Phases(
-            profile.forward_s * scale,
-            profile.backward_s * scale,
-            profile.optimizer_s * shrink,
-            max(0.0, mean - parts),
-            tuple(replace(b, ready_s=b.ready_s * scale) for b in profile.buckets),
-        )
-
-    def step_s(self, accumulation: int) -> float:
-        return accumulation * (self.forward_s + self.backward_s) + self.optimizer_s + self.rest_s
 
 
 def predict(
@@ -121,7 +55,7 @@ def predict(
     communication, stragglers and input; `images` says whether the data are images, which lose
     less.
     """
-    _check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, electricity_per_kwh)
+    check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, electricity_per_kwh)
     if samples is None and epochs is not None and profile.dataset_samples:
         samples = epochs * profile.dataset_samples
     question = Question(
@@ -131,7 +65,7 @@ def predict(
         scaling,
         global_batch or profile.per_rank_batch * profile.accumulation,
         samples,
-        _loader_rate(profile, loader_workers),
+        loader_rate(profile, loader_workers),
         node_loader_rate,
         price,
         electricity_per_kwh,
@@ -177,11 +111,11 @@ def row_for(question: Question, gpus: int) -> Row:
         question.global_batch if question.scaling == "strong" else gpus * batch * accumulation
     )
     busy = explained + unexplained
-    loading = _input_s(question, batch * accumulation, gpus)
+    loading = question.input_s(batch * accumulation, gpus)
     step = max(busy, loading)
     fastest, slowest = (max(each, loading) for each in _band(question, gpus, compute, busy))
-    alone = _alone_per_s(question) * gpus
-    unshared = compute - global_batch / gpus * _computing_s(question)
+    alone = question.alone_per_s * gpus
+    unshared = compute - global_batch / gpus * question.computing_s
     losses: dict[Limit, float] = {
         "communication": sent.exposed_s,
         "stragglers": straggler,
@@ -245,28 +179,6 @@ def _usual_s(
     return compute / shrunk, compute / shrunk - same
 
 
-def _input_s(question: Question, samples: int, gpus: int) -> float:
-    """How long a rank's loader takes for a step's samples."""
-    rates = []
-    if question.loader_rate is not None:
-        rates.append(question.loader_rate)
-    if question.node_loader_rate is not None:
-        rates.append(question.node_loader_rate / min(gpus, question.gpus_per_node))
-    return samples / min(rates) if rates else 0.0
-
-
-def _computing_s(question: Question) -> float:
-    """Seconds a sample of one GPU with the profile's own batch, were data always there."""
-    profile = question.profile
-    step = Phases.of(profile, profile.per_rank_batch).step_s(profile.accumulation)
-    return step / (profile.per_rank_batch * profile.accumulation)
-
-
-def _alone_per_s(question: Question) -> float:
-    """Samples a second of one GPU with the profile's own batch: what efficiency is measured by."""
-    return 1 / max(_computing_s(question), _input_s(question, 1, 1))
-
-
 def _band(question: Question, gpus: int, compute: float, busy: float) -> tuple[float, float]:
     """The step at its best and at its worst. What one GPU computes was measured; the band is
     about what is lost on top."""
@@ -274,15 +186,6 @@ def _band(question: Question, gpus: int, compute: float, busy: float) -> tuple[f
         return busy, busy
     low, high = published.shipped().band(compute / busy)
     return compute / high, compute / low
-
-
-def _loader_rate(profile: StepProfile, workers: int | None) -> float | None:
-    """Samples a second of one rank's loader; of the nearest measured number of workers below."""
-    if profile.data_on_device or not profile.loader_rates:
-        return None
-    wanted = profile.loader_workers if workers is None else workers
-    known = [count for count in profile.loader_rates if count <= wanted]
-    return profile.loader_rates[max(known) if known else min(profile.loader_rates)]
 
 
 def _dearer_from(question: Question, most: int) -> int | None:
@@ -328,36 +231,3 @@ def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
             f"{cost.date}."
         )
     return tuple(notes)
-
-
-def _check(
-    profile: StepProfile,
-    gpus: Sequence[int],
-    gpus_per_node: int,
-    scaling: str,
-    global_batch: int | None,
-    epochs: float | None,
-    electricity_per_kwh: float | None,
-) -> None:
-    problems = []
-    if not gpus or min(gpus) < 1:
-        problems.append(f"gpus={list(gpus)}: give numbers of GPUs from 1")
-    if gpus_per_node < 1:
-        problems.append(f"gpus_per_node={gpus_per_node} must be at least 1")
-    if scaling not in ("weak", "strong"):
-        problems.append(f"scaling={scaling!r} must be weak or strong")
-    if profile.per_rank_batch < 1 or profile.forward_s + profile.backward_s <= 0:
-        problems.append(f"the profile {profile.name} holds no measured step; measure it again")
-    if scaling == "strong" and gpus and not problems:
-        whole = global_batch or profile.per_rank_batch * profile.accumulation
-        if whole < max(gpus):
-            problems.append(
-                f"a global batch of {whole} cannot be shared by {max(gpus)} GPUs; "
-                f"use at most {whole} GPUs, a larger global batch, or weak scaling"
-            )
-    if epochs is not None and not profile.dataset_samples:
-        problems.append("epochs need the size of the dataset, which the profile does not hold")
-    if electricity_per_kwh is not None and profile.power_w is None:
-        problems.append("electricity needs measured power, which the profile does not hold")
-    if problems:
-        raise ConfigError(problems)

@@ -1,6 +1,6 @@
 """What published trainings of this kind reach: learnt from tables that projects print.
 
-Published trainings lose more than communication explains. `log efficiency` is a sum of six terms
+Published trainings lose more than communication explains. `log efficiency` is a sum of seven terms
 (`TERMS`), each a number that a table or a profile states times a coefficient; the coefficients and
 the band come from `benchmarks/forecast.py` and lie in `published.json`.
 """
@@ -21,15 +21,22 @@ from numpy.typing import NDArray
 
 from multi_gpu_training.errors import ConfigError
 
-TERMS = ("exchanging", "newer", "shrunk", "image", "small_image", "small_other")
+TERMS = (
+    "exchanging",
+    "newer",
+    "shrunk",
+    "image",
+    "small_image",
+    "small_other",
+    "other_framework",
+)
 
-# Generations of hardware, A100 at 0. Beyond the last with published points nothing is learnt.
+# Generations of hardware, A100 at 0. Beyond those with published points nothing is learnt.
 GENERATIONS = (
     (r"B[123]00|GB[23]00|H[12]00|GH200|H20\b", 1.0),
     (r"ADA|L40|L4\b|RTX 4\d\d\d|\b4090", 0.5),
     (r"A100|A800|A10|A30|A40|A6000|A5000|A4000|RTX 3\d\d\d|\b3090", 0.0),
-    (r"V100|TITAN V|T4\b|RTX 8000|RTX 2\d\d\d|2080", -1.0),
-    (r"P100|P40|GTX 10|1080|K80|M60|M40", -2.0),
+    (r"V100|TITAN|T4\b|RTX 8000|RTX 2\d\d\d|2080|P100|P40|GTX 10|1080|K80|M60|M40", -1.0),
 )
 IMAGE_UNITS = re.compile(r"im(a)?g|volume|frame|video|clip", re.IGNORECASE)
 IMAGE_MODELS = re.compile(
@@ -43,6 +50,9 @@ SMALL_MILLIONS = 50.0
 SMALLEST_IMAGE_MILLIONS, SMALLEST_OTHER_MILLIONS = 1.8, 15.0
 # Tables print up to 5 % more than linear: noise, and caches that fit better.
 MOST_EFFICIENT = 1.05
+# Up to here a doubling of the GPUs counts whole, beyond it half: tables of many GPUs are of
+# trainings that were made to scale.
+KNEE_GPUS, BEYOND_KNEE = 8, 0.5
 # How many halvings of the batch per GPU published points go through.
 MOST_SHRUNK = 4.0
 
@@ -60,11 +70,13 @@ class Kind:
     params_millions: float | None = None
     # The baseline's batch per GPU over this one's.
     batch_shrink: float = 1.0
+    # Anything but PyTorch.
+    other_framework: bool = False
 
     @property
     def terms(self) -> NDArray[np.float64]:
         """The numbers that the coefficients multiply, in the order of TERMS."""
-        doublings = math.log2(self.gpus / self.baseline_gpus)
+        doublings = _doublings(self.gpus) - _doublings(self.baseline_gpus)
         exchanging = doublings if self.accumulation <= 1 else 0.0
         shrunk = min(max(0.0, math.log2(self.batch_shrink)), MOST_SHRUNK)
         return np.array(
@@ -75,6 +87,7 @@ class Kind:
                 self.image * exchanging,
                 self.image * exchanging * self._smallness(SMALLEST_IMAGE_MILLIONS),
                 (1 - self.image) * exchanging * self._smallness(SMALLEST_OTHER_MILLIONS),
+                self.other_framework * exchanging,
             ]
         )
 
@@ -127,7 +140,7 @@ def predict_efficiency(
     """Efficiency against the point's baseline, and the ends of its band.
 
     `point` is a row of a table of published throughputs: `gpus` is needed; `baseline_gpus`,
-    `model`, `unit`, `params_millions`, `hardware`, `grad_accum`, `batch_per_gpu` and
+    `model`, `framework`, `unit`, `params_millions`, `hardware`, `grad_accum`, `batch_per_gpu` and
     `quality_flags` help where they are given. The point's own throughput and efficiency are never
     looked at.
     """
@@ -153,7 +166,13 @@ def kind_of(point: Mapping[str, Any]) -> Kind:
         image_share(str(point.get("unit") or ""), str(point.get("model") or "")),
         _number(point, "params_millions"),
         _shrink(point),
+        "pytorch" not in str(point.get("framework") or "PyTorch").lower(),
     )
+
+
+def _doublings(gpus: int) -> float:
+    whole = math.log2(min(gpus, KNEE_GPUS))
+    return whole + BEYOND_KNEE * math.log2(max(gpus / KNEE_GPUS, 1.0))
 
 
 def generation(hardware: str) -> float:
