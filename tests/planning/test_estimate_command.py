@@ -15,7 +15,7 @@ from processes import Program, Said, mgt_here
 import multi_gpu_training
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.planning.estimate import picture
-from multi_gpu_training.planning.estimate.outcome import duration, money
+from multi_gpu_training.planning.estimate.wording import duration, money
 from multi_gpu_training.planning.forecast.profile import Bucket, MemoryPoint, StepProfile
 
 MB = 2**20
@@ -204,6 +204,7 @@ def test_the_length_of_the_training_is_what_was_asked_for(mgt: Mgt, tmp_path: Pa
         (("--gpus", "0"), "each must be at least 1"),
         (("--interconnect", "carrier-pigeon"), "no all-reduce times for 'carrier-pigeon'"),
         (("--interconnect", "a100-nvlink", "--curve", "x.csv"), "give one"),
+        (("--interconnect", "h100-nvlink", "--gpus", "64"), "add a network, e.g. h100-nvlink+"),
         (("--curve", "none.csv"), "no all-reduce curve at none.csv"),
         (("--price", "-1"), "--price -1: give a number above 0"),
         (("--price-per", "hour"), "--price-per hour: use gpu or node"),

@@ -6,13 +6,19 @@ import os
 import runpy
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from multi_gpu_training.data.batch import attach, share_of
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.planning.estimate.cutting import first
 from multi_gpu_training.planning.estimate.loading import worker_counts
 from multi_gpu_training.planning.estimate.measuring import (
     EstimateError,
@@ -262,6 +268,20 @@ def test_a_script_that_gives_nothing_to_measure_is_told_why(
 ) -> None:
     with pytest.raises(EstimateError, match=said):
         estimated(text)
+
+
+def test_batches_of_every_kind_can_be_cut() -> None:
+    share = Share(0, 3, (5, 6, 7, 8), 4, 8, True, True, 3)
+    x, y = torch.arange(8.0).view(4, 2), torch.arange(4)
+    own = first({"x": x, "y": y, "scale": torch.tensor(2.0)}, 2)
+    assert own["x"].shape == (2, 2) and own["y"].tolist() == [0, 1] and own["scale"] == 2
+    ours = first(attach([x, y], share), 3)
+    assert ours[0].shape == (3, 2)
+    assert share_of(ours) == replace(share, indices=(5, 6, 7), count=3)
+    resident = first(ResidentBatch(torch.tensor([3, 1, 2, 0]), (x, y), share), 1)
+    assert resident.gather(resident.index)[1].tolist() == [3]
+    placed = share_of(resident)
+    assert placed is not None and placed.count == 1
 
 
 def test_workers_are_tried_up_to_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,8 @@ def estimate(
 
     Other flags and words are the recipe's or the script's, as for `mgt train`.
     """
-    from multi_gpu_training.cli.estimate import Flags, estimate
+    from multi_gpu_training.cli.estimate import estimate
+    from multi_gpu_training.cli.estimate_flags import Flags
 
     flags = Flags(
         [target, *ctx.args],

@@ -140,3 +140,9 @@ def available_bytes(profile: StepProfile) -> int | None:
     if profile.memory_total_bytes is None:
         return None
     return profile.memory_total_bytes - profile.memory_outside_bytes
+
+
+def largest_batch(profile: StepProfile) -> int | None:
+    """Samples per GPU that fit without doubt; None where that is not known."""
+    taken, room = MemoryForecast.of(profile.memory), available_bytes(profile)
+    return taken.largest_batch(room) if taken is not None and room is not None else None

@@ -7,7 +7,6 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from multi_gpu_training.data.batch import attach, batch_count, head, share_of
-from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.data.batch import batch_count, share_of
 from multi_gpu_training.planning.estimate.anatomy import Anatomy
+from multi_gpu_training.planning.estimate.cutting import memory_by_batch
 from multi_gpu_training.planning.estimate.loading import loader_rates, on_device
 from multi_gpu_training.planning.estimate.power import watts_while
 from multi_gpu_training.training.measurement import Meter, Repeated, Request
@@ -110,7 +109,9 @@ class ProfileMeter(Meter):
         if self.asked["compressed"]:
             for bucket in record["buckets"]:
                 bucket["size_bytes"] //= 2
-        record["memory_by_batch"] = self._memory_by_batch(anatomy)
+        record["memory_by_batch"] = memory_by_batch(
+            anatomy, self._take, self.finished, self.largest
+        )
         record["profiled"] = True
         self._save(record)
         if self.reads_loader:
@@ -152,6 +153,10 @@ class ProfileMeter(Meter):
                 anatomy.begin()
             self._step(batch)
 
+    def _take(self, micros: list[Any]) -> None:
+        for batch in micros:
+            self._step(batch)
+
     def _repeat_for_times(self) -> None:
         """The script took too few steps: its last one is taken again, without reading data."""
         for readings in (self.marks, self.walls, self.epochs):
@@ -171,40 +176,6 @@ class ProfileMeter(Meter):
             execution.active, execution.mode = False, "eager"
             execution._drop_graphs()
 
-    def _memory_by_batch(self, anatomy: Anatomy) -> dict[int, tuple[int, int]]:
-        """Peak bytes of a step with the whole batch, half and a quarter of it, and of its forward
-        and backward alone; empty on CPUs, and where a batch cannot be cut."""
-        found: dict[int, tuple[int, int]] = {}
-        whole = self.largest
-        if self.device.type != "cuda" or whole < 2:
-            return found
-        kept, backward = self.finished, 0
-
-        def note() -> None:
-            nonlocal backward
-            backward = torch.cuda.max_memory_allocated(self.device)
-
-        anatomy.after_backward = note
-        # Other shapes would be compiled anew, which takes a minute; as it was written the loss
-        # keeps no less.
-        module = self.manager.trainer.step_module
-        module.compiled = module.loss_fn
-        try:
-            for size in (whole, whole // 2, whole // 4):
-                self.finished = [_first(batch, max(1, size)) for batch in kept]
-                self._repeat()  # new shapes choose their algorithms first
-                torch.cuda.synchronize(self.device)
-                torch.cuda.reset_peak_memory_stats(self.device)
-                self._repeat()
-                torch.cuda.synchronize(self.device)
-                peak = torch.cuda.max_memory_allocated(self.device)
-                found[max(1, size)] = (peak, backward)
-        except Exception as error:
-            print(f"memory by batch size: {type(error).__name__}: {error}", file=sys.stderr)
-        finally:
-            self.finished = kept
-        return found
-
     def _loader_rates(self, record: dict[str, Any]) -> None:
         needed = record["samples_per_step"] / median(record["step_times_s"])
 
@@ -216,18 +187,6 @@ class ProfileMeter(Meter):
             loader_rates(self.manager.train_loader, needed, note)
         except Exception as error:
             print(f"loader rates: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def _first(batch: Any, count: int) -> Any:
-    """The first `count` samples, as a batch of our loader if it was one."""
-    share = share_of(batch)
-    if share is None:
-        return head(batch, count)
-    size = min(count, share.count)
-    smaller = replace(share, indices=share.indices[:size], count=size)
-    if isinstance(batch, ResidentBatch):
-        return ResidentBatch(batch.index[:size], batch.tensors, smaller)
-    return attach(head(batch, count), smaller)
 
 
 def _outside(device: torch.device) -> int:
