@@ -60,7 +60,7 @@ def measured_here(flags: Flags, console: Console) -> Measured:
 
     if from_environment() is not None:
         raise ConfigError("mgt estimate starts a rank itself; start it without torchrun or srun")
-    command = command_of(flags.command)
+    command = command_of(flags.command, "estimate")
     with tempfile.TemporaryDirectory(prefix="mgt-estimate-") as scratch:
         runner = ProfileRunner(
             command,
