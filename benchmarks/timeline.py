@@ -379,7 +379,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the table, as Markdown; JSON goes beside it")
     options = parser.parse_args()
     options.command = "python benchmarks/timeline.py"
-    if options.device != "cpu":
+    if options.device == "cpu":
+        options.command = f"OMP_NUM_THREADS={torch.get_num_threads()} {options.command}"
+    else:
         options.command += f" --device {options.device}"
     if options.steps != parser.get_default("steps"):
         options.command += f" --steps {options.steps}"
