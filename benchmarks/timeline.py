@@ -373,14 +373,18 @@ def page(cases: list[Case], options: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--steps", type=int, default=21, help="measured, with and without network")
+    parser.add_argument("--steps", type=int, default=25, help="measured, with and without network")
     parser.add_argument("--warm", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="tiny models, three steps")
     parser.add_argument("--out", type=Path, help="the table, as Markdown; JSON goes beside it")
     options = parser.parse_args()
     options.command = "python benchmarks/timeline.py"
-    if options.device != "cpu":
+    if options.device == "cpu":
+        options.command = f"OMP_NUM_THREADS={torch.get_num_threads()} {options.command}"
+    else:
         options.command += f" --device {options.device}"
+    if options.steps != parser.get_default("steps"):
+        options.command += f" --steps {options.steps}"
     options.load = os.getloadavg()[0]
     if options.quick:
         options.steps = 3
