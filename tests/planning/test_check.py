@@ -18,6 +18,7 @@ from multi_gpu_training.cli import train
 from multi_gpu_training.planning.bench.runner import Runner
 from multi_gpu_training.planning.check.findings import Finding, Level
 from multi_gpu_training.planning.check.fit import Fit, FitRunner, Fitting, judge
+from multi_gpu_training.planning.forecast.interconnect import measured
 from multi_gpu_training.training.measurement import Request
 
 LIMIT_S = 240
@@ -71,6 +72,9 @@ def test_this_machine_is_checked_and_measured(
         assert (row["gpus"], row["nodes"], row["hardware"]) == ("2", "1", "CPU")
         speed = int(row["bytes"]) / float(row["time_us"]) / 1e3  # two ranks: bus = algorithm
         assert float(row["busbw_GBps"]) == pytest.approx(speed, rel=0.02, abs=1e-3)
+    # `mgt estimate --curve` reads it.
+    size, seconds = int(rows[-1]["bytes"]), float(rows[-1]["time_us"]) / 1e6
+    assert measured(Path("curve.csv")).allreduce_s(size, 2) == pytest.approx(seconds)
 
 
 class WarmRunner(FitRunner):
@@ -147,7 +151,7 @@ def test_a_recipe_ends_with_a_command_that_is_ready(
         for name, value in (
             *((f"rank-{rank}", record) for rank in range(request.ranks)),
             ("footprint", counted),
-            ("asked", {"epochs": 3, "batch_size": 32}),
+            ("footprint-asked", {"epochs": 3, "batch_size": 32}),
         ):
             (Path(request.out) / f"{name}.json").write_text(json.dumps(value))
         return 0

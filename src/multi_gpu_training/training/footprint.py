@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
 
 FILE = "footprint.json"
-ASKED = "asked.json"
+ASKED = "footprint-asked.json"
 ASKED_FIELDS = (
     "epochs",
     "max_steps",
