@@ -308,7 +308,7 @@ def repeats(subject: Subject, kills: list[dict[str, Any]]) -> None:
         later = [other["time"] for other in kills if other["time"] > kill["time"]]
         at_once = trained and not (later and later[0] < trained[0])
         kill["again_s"] = trained[0] - kill["time"] if at_once else None
-        kill["by"] = "supervision" if alone else "resume"
+        kill["by"] = "supervision" if alone and kill["kind"] == "rank" else "resume"
 
 
 def summary(number: int, found: dict[str, Any]) -> dict[str, Any]:

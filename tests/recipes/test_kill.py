@@ -7,7 +7,6 @@ warm one, with augmentation, dropout and loader workers where they have them.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.kit import PATIENCE_S, Forked
 from processes import Program
-from ranks import CONTEXT
 
 # Shortest runs that pass several checkpoints, some of them in the midst of an epoch.
 WORDS: dict[str, str] = {
@@ -35,29 +34,6 @@ WORDS: dict[str, str] = {
 # A fixed interval of the log: where it follows the clock, sums of losses are rounded elsewhere.
 ALIKE = "--device cpu --log-every 5 --tensorboard false --progress off --keep-last 2"
 CLOCKS = {"steps_per_s", "collect_s", "update_s"}
-PATIENCE_S = 120
-
-
-class Forked:
-    """`mgt WORDS` in a process that need not import torch first. It leads a process group."""
-
-    def __init__(self, words: list[str], folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.process = CONTEXT.Process(target=_command_line, args=(words, str(folder)))
-        self.process.start()
-        assert self.process.pid is not None
-        self.pid = self.process.pid
-
-    @property
-    def ended(self) -> bool:
-        return not self.process.is_alive()
-
-    def end_of_run(self) -> int:
-        self.process.join(PATIENCE_S)
-        assert self.ended, "still runs"
-        code = self.process.exitcode
-        assert code is not None
-        return code if code >= 0 else 128 - code
 
 
 class Started(Program):
@@ -71,15 +47,9 @@ class Started(Program):
         return self.process.poll() is not None
 
 
-def _command_line(words: list[str], folder: str) -> None:
+def command_line(words: list[str]) -> None:
     from multi_gpu_training.cli import main
 
-    os.setsid()
-    os.chdir(folder)
-    multiprocessing.set_start_method("fork", force=True)  # as in a user's process
-    with Path("out.txt").open("a", buffering=1) as out:
-        os.dup2(out.fileno(), 1)
-        os.dup2(out.fileno(), 2)
     sys.argv = ["mgt", *words]
     sys.orig_argv = [sys.executable, *sys.argv]
     main()
@@ -127,7 +97,9 @@ def cut_short(words: list[str], folder: Path, recipe: str) -> Path:
 
 
 def start(words: list[str], folder: Path) -> Forked | Started:
-    return Started(words, folder) if "image" in words else Forked(words, folder)
+    if "image" in words:
+        return Started(words, folder)
+    return Forked(command_line, words, cwd=folder)
 
 
 @pytest.mark.timeout(4 * PATIENCE_S)
