@@ -71,7 +71,7 @@ class Campaign:
         self.runs: list[dict[str, Any]] = self._earlier()
         self.begun = sum(len(run["kills"]) for run in self.runs)
         self.number = len(self.runs)
-        self.reference = Reference("", 0, 0.0)
+        self.reference = Reference("", 0, 0.0, {})
 
     def run(self) -> None:
         with tempfile.TemporaryDirectory(prefix="kills-") as folder:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from safetensors.torch import load_file
 
 MARK = "MGT_SUBJECT"
 EVERY = 5  # steps between checkpoints
@@ -57,9 +58,9 @@ manager = MultiGPUTrainingManager(MultiGPUConfig(
     checkpoint_frequency=5, log_every=1, progress="off", tensorboard=False, save_dir="runs",
     run_name="it", resume=given["resume"], **given["settings"]))
 torch.manual_seed(2)
-wide = given["width"]
-model = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), nn.Dropout(0.2), nn.Linear(wide, wide),
-                      nn.ReLU(), nn.Dropout(0.2), nn.Linear(wide, 7))
+wide, noise = given["width"], given["dropout"]
+model = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), nn.Dropout(noise), nn.Linear(wide, wide),
+                      nn.ReLU(), nn.Dropout(noise), nn.Linear(wide, 7))
 manager.fit(model, Noisy(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), hooks=hooks)
 """
 
@@ -75,12 +76,14 @@ class Subject:
         folder: Path,
         steps: int,
         width: int,
-        faults: list[dict[str, Any]] | None = None,
+        dropout: float = 0.2,
         **settings: Any,
     ) -> None:
         self.folder = folder
         self.steps = steps
-        self.given = {"steps": steps, "width": width, "faults": faults or [], "settings": settings}
+        self.faults: list[dict[str, Any]] = []  # from inside: arguments of fail_at
+        self.port: int | None = None  # where the ranks meet; None: a free one
+        self.given = {"steps": steps, "width": width, "dropout": dropout, "settings": settings}
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
         (folder / "train.py").write_text(TRAIN)
@@ -91,13 +94,14 @@ class Subject:
 
     def start(self, resume: bool = False) -> None:
         """Start it; `resume` is what a user adds after its end: --resume auto."""
-        given = {**self.given, "resume": "auto" if resume else None}
+        given = {**self.given, "faults": self.faults, "resume": "auto" if resume else None}
         inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "MASTER_PORT")}
         env = {
             **inherited,
             "OMP_NUM_THREADS": "1",
             "TMPDIR": str(self.temporary),
             MARK: str(self.folder),
+            **({} if self.port is None else {"MASTER_PORT": str(self.port)}),
         }
         with (self.folder / "out.txt").open("a") as out:
             self.launcher = subprocess.Popen(
@@ -199,6 +203,9 @@ class Subject:
         parts += [(last / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
+    def weights(self) -> dict[str, Any]:
+        return load_file(self.checkpoints / f"step-{self.steps:08d}" / "model.safetensors")
+
     def state_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._last().iterdir())
 
@@ -239,10 +246,13 @@ class Reference:
     result: str
     state_bytes: int
     start_s: float  # until its first step
+    weights: dict[str, Any]
 
 
-def undisturbed(folder: Path, steps: int, width: int, patience_s: float) -> Reference:
-    subject = Subject(folder, steps, width)
+def undisturbed(
+    folder: Path, steps: int, width: int, patience_s: float, dropout: float = 0.2
+) -> Reference:
+    subject = Subject(folder, steps, width, dropout)
     with ended_at_last(subject):
         began = time.time()
         subject.start()
@@ -252,6 +262,7 @@ def undisturbed(folder: Path, steps: int, width: int, patience_s: float) -> Refe
         if subject.litter():
             sys.exit(f"an undisturbed run leaves {subject.litter()}")
         first = next(event["time"] for event in subject.events() if event["event"] == "step")
-        found = Reference(subject.result(), subject.state_bytes(), first - began)
+        weights = subject.weights()
+        found = Reference(subject.result(), subject.state_bytes(), first - began, weights)
     subject.remove()
     return found
