@@ -15,8 +15,8 @@ from faults.kit import PATIENCE_S, Forked
 from multi_gpu_training.distributed.scratch import (
     PREFIX,
     Scratch,
+    join,
     keep_sockets_in,
-    of_rank,
     sweep,
 )
 
@@ -64,8 +64,9 @@ def test_workers_keep_their_sockets_in_it_where_the_path_is_short_enough(
     monkeypatch.setattr(multiprocessing.current_process(), "_config", config)
     keep_sockets_in(Path("/" + "x" * 90))
     assert config == {}
-    launcher = of_rank(f"/tmp/{PREFIX}abc/run_1/attempt_0/1/error.json")
-    assert launcher == Path(f"/tmp/{PREFIX}abc") and of_rank("/tmp/torch/1/error.json") is None
-    keep_sockets_in(launcher)
+    join(None)
+    join("/tmp/torch/1/error.json")
+    assert config == {}
+    join(f"/tmp/{PREFIX}abc/run_1/attempt_0/1/error.json")
     keep_sockets_in(Path("/tmp/another"))
     assert config == {"tempdir": f"/tmp/{PREFIX}abc"}

@@ -56,9 +56,7 @@ def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     """Call `work`; an error is handed to the launcher, which shows the first one last."""
     die_with_parent(launcher)
     whereabouts.keep(os.environ.get("TORCHELASTIC_ERROR_FILE"))
-    shared = scratch.of_rank(os.environ.get("TORCHELASTIC_ERROR_FILE"))
-    if shared is not None:
-        scratch.keep_sockets_in(shared)
+    scratch.join(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     try:
         return work()
     except SystemExit as stop:

@@ -72,10 +72,13 @@ def keep_sockets_in(folder: Path) -> None:
         config["tempdir"] = str(folder)
 
 
-def of_rank(error_file: str | None) -> Path | None:
-    """The launcher's folder, in which a rank's error file lies; None for another launcher's."""
+def join(error_file: str | None) -> None:
+    """A rank shares the folder of its launcher, in which its error file lies; another launcher's
+    is none of ours."""
     parents = Path(error_file).parents if error_file else ()
-    return next((path for path in parents if path.name.startswith(PREFIX)), None)
+    for path in parents:
+        if path.name.startswith(PREFIX):
+            keep_sockets_in(path)
 
 
 def for_one_process() -> None:
