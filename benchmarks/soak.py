@@ -1,6 +1,6 @@
 """Random faults of every kind, for as long as you like: does every run end as if undisturbed?
 
-    python benchmarks/soak.py --minutes 30 --lanes 4 --out soak.json
+    python benchmarks/soak.py --minutes 30 --lanes 4 --set hang_timeout_s=10 --out soak.json
     python benchmarks/soak.py --minutes 3 --kinds kill-rank,kill-tree,flip,exception
 
 The training of subject.py, with a small model, meets one fault after the other until it is done;
@@ -33,6 +33,7 @@ from typing import Any
 
 import psutil
 import torch
+import yaml
 from subject import EVERY, Reference, Subject, ended_at_last, shared_memory, undisturbed
 
 PATIENCE_S = 300.0
@@ -45,6 +46,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--lanes", type=int, default=1, help="trainings side by side")
     parser.add_argument("--kinds", default=",".join(KINDS), help="faults to draw from")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the trainings"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -242,6 +246,8 @@ class Soak:
         self.rows: list[dict[str, Any]] = []
         self.lock = threading.Lock()
         self.number = 0
+        pairs = (item.partition("=") for item in given.set)
+        self.settings = {key: yaml.safe_load(value) for key, _, value in pairs}
 
     def run(self) -> None:
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
@@ -275,7 +281,8 @@ class Soak:
         kinds = [kind for kind in self.kinds if kind != "oom" or with_oom]
         reference = self.references[noise]
         chance = random.Random(1000 * self.given.seed + number)
-        subject = Subject(self.folder / str(number), STEPS, WIDTH, noise, keep_last=4)
+        settings = {"keep_last": 4, **self.settings}
+        subject = Subject(self.folder / str(number), STEPS, WIDTH, noise, **settings)
         with ended_at_last(subject):
             ordeal = Ordeal(subject, chance, kinds, reference.start_s)
             ordeal.run(self.deadline)
