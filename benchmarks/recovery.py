@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,22 +63,33 @@ if manager.placement.is_main:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--lanes", type=int, default=1, help="trials side by side: it needs cores")
     parser.add_argument("--quick", action="store_true", help="two trials")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    chance = random.Random(given.seed)
     rows = []
-    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="recovery-") as folder,
+        ThreadPoolExecutor(given.lanes) as lanes,
+    ):
         reference = undisturbed(Path(folder) / "undisturbed")
-        for number in range(2 if given.quick else given.trials):
-            row = trial(Path(folder) / str(number), chance, reference)
+
+        def one(number: int) -> dict[str, Any]:
+            chance = random.Random(1000 * given.seed + number)
+            return trial(Path(folder) / str(number), chance, reference)
+
+        for row in lanes.map(one, range(2 if given.quick else given.trials)):
             rows.append(row)
             print(json.dumps(row), flush=True)
     print(table(rows))
     if given.out is not None:
         facts = {"machine": platform.platform(), "cpus": os.cpu_count(), "trials": rows}
+        facts["lanes"] = given.lanes
         given.out.write_text(json.dumps(facts, indent=1))
+        command = f"python benchmarks/recovery.py {' '.join(sys.argv[1:])}"
+        note = f"{os.cpu_count()} cores, {platform.platform()}: `{command}`"
+        given.out.with_suffix(".md").write_text(f"{note}\n\n{table(rows)}\n")
     if not all(row["recovered"] for row in rows):
         sys.exit(1)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
+from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -194,6 +195,7 @@ class MultiGPUConfig(BaseModel):
         return "off" if value is False else value  # YAML reads a bare `off` as false
 
     def __init__(self, **values: Any) -> None:
+        install_error_hook()  # a script with a wrong setting ends with its message and code 2
         try:
             super().__init__(**values)
         except ValidationError as error:

@@ -25,6 +25,7 @@ from multi_gpu_training.data.order import (
 )
 from multi_gpu_training.data.prefetch import on_device
 from multi_gpu_training.distributed.rank_main import die_with_parent, end_workers
+from multi_gpu_training.distributed.scratch import for_one_process
 
 Collate = Callable[[list[Any]], Any]
 CPU = torch.device("cpu")
@@ -186,6 +187,7 @@ class WorkerStart:
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
+        for_one_process()
 
     def __call__(self, worker: int) -> None:
         die_with_parent()

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,6 +17,7 @@ from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.distributed.restarts import Limits
+from multi_gpu_training.distributed.scratch import Scratch
 from multi_gpu_training.errors import ConfigError, LaunchError, RankFailure
 
 # Ranks get this long to end by themselves before they are killed; Ctrl-C must end within 5 s.
@@ -237,9 +237,9 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
     from multi_gpu_training.distributed.agent import RankAgent, make_spec
 
     _set_thread_default(plan.ranks_here)
-    with tempfile.TemporaryDirectory(prefix="mgt-ranks-") as logs:
+    with Scratch() as logs:
         spec = make_spec(plan, entrypoint, args, uuid.uuid4().hex)
-        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=logs), plan.limits)
+        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=str(logs)), plan.limits)
         try:
             result = agent.run()
         except (dist.DistError, RendezvousError, TimeoutError) as error:

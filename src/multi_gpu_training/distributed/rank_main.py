@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.distributed import whereabouts
+from multi_gpu_training.distributed import scratch, whereabouts
 from multi_gpu_training.errors import ConfigError, LaunchError, MultiGPUError
 
 _PR_SET_PDEATHSIG = 1
@@ -56,6 +56,7 @@ def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     """Call `work`; an error is handed to the launcher, which shows the first one last."""
     die_with_parent(launcher)
     whereabouts.keep(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    scratch.join(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     try:
         return work()
     except SystemExit as stop:

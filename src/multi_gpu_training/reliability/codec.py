@@ -81,7 +81,10 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if kind == "bytes":
         return base64.b64decode(value["base64"])
     if kind == "dtype":
-        return getattr(torch, value["name"])
+        found = getattr(torch, value["name"])
+        if not isinstance(found, torch.dtype):
+            raise TypeError(f"torch.{value['name']} is no dtype")
+        return found
     if kind in ("dict", "counter"):
         pairs = {unpack(k, tensors): unpack(v, tensors) for k, v in value["pairs"]}
         return Counter(pairs) if kind == "counter" else pairs

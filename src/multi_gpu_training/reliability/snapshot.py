@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -70,13 +72,27 @@ def load(path: Path) -> Snapshot:
     if problem is not None:
         raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
     manifest = read_manifest(path)
-    plain = json.loads((path / "state.json").read_text())
+    plain = _read(path / "state.json", lambda file: json.loads(file.read_text()))
+    model, optimizer, state = (
+        _read(path / f"{name}.safetensors", load_file) for name in ("model", "optimizer", "state")
+    )
     return Snapshot(
         step=manifest["step"],
         epoch=manifest["epoch"],
-        model=load_file(path / "model.safetensors"),
+        model=model,
         aliases=manifest["aliases"],
-        optimizer=unpack(plain["optimizer"], load_file(path / "optimizer.safetensors")),
-        state=unpack(plain["state"], load_file(path / "state.safetensors")),
+        optimizer=_read(path / "state.json", lambda _: unpack(plain["optimizer"], optimizer)),
+        state=_read(path / "state.json", lambda _: unpack(plain["state"], state)),
         facts=manifest,
     )
+
+
+def _read(file: Path, how: Callable[[Path], Any]) -> Any:
+    """What `how` finds in a file. Its hash fits, so that whoever wrote it wrote no checkpoint."""
+    try:
+        return how(file)
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} is not what a checkpoint holds ({type(error).__name__}: {error}); resume from "
+            "another checkpoint, and ask where this one comes from"
+        ) from error

@@ -1,0 +1,73 @@
+"""The scripts that disturb trainings judge them rightly."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multi_gpu_training.reliability.injection import fail_at
+
+FOLDER = str(Path(__file__).parent.parent.parent / "benchmarks")
+
+
+class Recorded:
+    """A training as far as its events tell."""
+
+    def __init__(self, *events: tuple[float, Any]) -> None:
+        self._events = events
+
+    def events(self) -> list[dict[str, Any]]:
+        found = []
+        for when, what in self._events:
+            if isinstance(what, int):
+                found.append({"event": "step", "time": when, "step": what, "attempt": 0})
+            else:
+                step, attempt = what
+                log = {"event": "log", "message": "resumed from x", "step": step}
+                found.append({**log, "time": when, "attempt": attempt})
+        return found
+
+
+def test_what_a_kill_cost_is_read_from_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    import kills
+
+    steps = [(float(step), step) for step in range(1, 9)]
+    # Killed at 8.5 and, before anything was resumed, at 9; then a rank at 13.5.
+    again = [(10.0, (5, 0)), (11.0, 6), (12.0, 7), (13.0, 8), (14.0, (5, 1)), (15.0, 6)]
+    found: list[dict[str, Any]] = [
+        {"kind": "tree", "time": 8.5},
+        {"kind": "launcher", "time": 9.0},
+        {"kind": "rank", "time": 13.5},
+    ]
+    kills.repeats(Recorded(*steps, *again), found)
+    assert [kill["resumed_from"] for kill in found] == [5, 5, 5]
+    assert [kill["repeated"] for kill in found] == [3, 3, 3]
+    assert [kill["by"] for kill in found] == ["resume", "resume", "supervision"]
+    # The first was not recovered from before the second came.
+    assert [kill["again_s"] for kill in found] == [None, 2.0, 1.5]
+
+
+def test_a_run_that_begins_anew_has_resumed_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    import kills
+
+    kill: dict[str, Any] = {"kind": "tree", "time": 2.5}
+    kills.repeats(Recorded((1.0, 1), (2.0, 2), (5.0, 1), (6.0, 2)), [kill])
+    assert (kill["resumed_from"], kill["repeated"], kill["again_s"]) == (0, 2, 2.5)
+    never: dict[str, Any] = {"kind": "tree", "time": 2.5}
+    kills.repeats(Recorded((1.0, 1), (2.0, 2)), [never])
+    assert never["resumed_from"] == -1 and never["again_s"] is None
+
+
+def test_faults_that_are_drawn_can_be_injected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    import soak
+
+    chance = random.Random(0)
+    drawn = [soak.inside_fault(kind, chance, 20) for kind in soak.INSIDE for _ in range(50)]
+    assert all(20 < fail_at(**fault).step <= 35 for fault in drawn)
+    assert {fault["phase"] for fault in drawn} == set(soak.PHASES)
