@@ -1,0 +1,69 @@
+"""What a step asks of a device: operations, floating-point operations, and what is possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+# Dense peak in 1e12 operations a second, from the vendors' data sheets: 16-bit tensor cores,
+# TF32 (None: the chip has none), and plain float32.
+PEAKS: dict[str, tuple[float, float | None, float]] = {
+    "B200": (2250.0, 1100.0, 75.0),
+    "H200": (989.0, 494.0, 67.0),
+    "H100 PCIe": (756.0, 378.0, 51.0),
+    "H100": (989.0, 494.0, 67.0),
+    "A100": (312.0, 156.0, 19.5),
+    "V100": (125.0, None, 15.7),
+    "L40S": (362.0, 183.0, 91.6),
+    "L4": (121.0, 60.0, 30.3),
+    "A10": (125.0, 62.5, 31.2),
+    "T4": (65.0, None, 8.1),
+}
+
+
+class WorkCount(TorchDispatchMode):
+    """Counts what runs inside: operations, those of matrix products, bytes written.
+
+    Whatever goes wrong in counting stays here; the operations themselves are not touched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+        self.flops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        try:
+            self.operations += not _is_view(func)
+            formula = flop_registry.get(func._overloadpacket)
+            if formula is not None:
+                self.flops += int(formula(*args, **kwargs, out_val=result))
+        except Exception:
+            self.flops += 0  # an operation that cannot be counted is left out
+        return result
+
+
+def _is_view(func: Any) -> bool:
+    """Views and questions about tensors start no work."""
+    return bool(getattr(func, "is_view", False))
+
+
+def peak_flops(device_name: str, precision: str, tf32: bool) -> float | None:
+    """What the device could do in a second; None where nobody told us."""
+    for name, (half, with_tf32, single) in PEAKS.items():
+        if name in device_name:
+            if "16" in precision:
+                return half * 1e12
+            return (with_tf32 if tf32 and with_tf32 else single) * 1e12
+    return None
+
+
+def uses_tf32() -> bool:
+    return torch.cuda.is_available() and torch.backends.cuda.matmul.allow_tf32
