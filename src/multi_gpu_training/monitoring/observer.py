@@ -14,7 +14,7 @@ import torch
 
 from multi_gpu_training.monitoring.device import DeviceWatch, gpu_uuid
 from multi_gpu_training.monitoring.sampling import StepSampler
-from multi_gpu_training.monitoring.work import uses_tf32
+from multi_gpu_training.monitoring.work import measured_flops, peak_flops, uses_tf32
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
@@ -122,5 +122,13 @@ def rank_facts(manager: MultiGPUTrainingManager) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
         "precision": trainer.precision.describe(),
-        "tf32": uses_tf32(),
+        "peak_flops": _peak(manager) if manager.config.monitor else None,
     }
+
+
+def _peak(manager: MultiGPUTrainingManager) -> float | None:
+    device = manager.placement.device
+    if device.type != "cuda":
+        return measured_flops(torch.get_num_threads())
+    name = torch.cuda.get_device_name(device)
+    return peak_flops(name, manager.trainer.precision.describe(), uses_tf32())

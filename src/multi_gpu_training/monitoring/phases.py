@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multi_gpu_training.monitoring.run_queue import RunQueue
+
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
 
@@ -37,8 +39,10 @@ class PhaseClock:
     nobody waits for; the rest by the clock of the host.
     """
 
-    def __init__(self, trainer: MultiGPUTrainer) -> None:
+    def __init__(self, trainer: MultiGPUTrainer, queue: RunQueue | None = None) -> None:
         self._trainer = trainer
+        self._queue = queue
+        self._queued: list[tuple[str, float]] = []
         self._device = trainer.placement.device
         self._cuda = self._device.type == "cuda"
         self._host: list[tuple[str, float]] = []
@@ -56,6 +60,8 @@ class PhaseClock:
         """A step begins: this rank asks for its first batch, or computes one again."""
         self._host = [("input", time.perf_counter() if now is None else now)]
         self._events = []
+        self._queued = []
+        self._queue_mark("input")
         self._micro_batches = 0
         self._cpu_started = time.thread_time()
         hooks = getattr(self._trainer.wrapped, "hook_time", None)
@@ -72,6 +78,7 @@ class PhaseClock:
         """The step has ended. `seconds` may be asked once `ready`."""
         self.detach()
         self._host.append(("", time.perf_counter() if now is None else now))
+        self._queue_mark("")
         self._device_mark("")
         self.cpu_s = time.thread_time() - self._cpu_started
         hooks = getattr(self._trainer.wrapped, "hook_time", None)
@@ -116,7 +123,13 @@ class PhaseClock:
 
     def _both(self, phase: str) -> None:
         self._host.append((phase, time.perf_counter()))
+        self._queue_mark(phase)
         self._device_mark(phase)
+
+    def _queue_mark(self, phase: str) -> None:
+        waited = self._queue.waited_s() if self._queue is not None else None
+        if waited is not None:
+            self._queued.append((phase, waited))
 
     def _device_mark(self, phase: str) -> None:
         if self._cuda:
@@ -151,6 +164,14 @@ class PhaseClock:
     @property
     def micro_batches(self) -> int:
         return self._micro_batches
+
+    @property
+    def queued_s(self) -> float | None:
+        """Seconds without a core while this rank had something of its own to do."""
+        if not self._queued:
+            return None
+        found = _sums(self._queued, lambda a, b: b - a)
+        return sum(seconds for phase, seconds in found.items() if phase != "comm")
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, and `step`, their sum."""

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.monitoring.phases import PhaseClock
+from multi_gpu_training.monitoring.run_queue import RunQueue
 from multi_gpu_training.monitoring.work import WorkCount
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class StepSampler:
         self.wait = wait
         self.attentive = False
         self.checkpoint_s = 0.0
-        self._clock = PhaseClock(self.trainer)
+        self._queue = RunQueue() if manager.placement.device.type == "cpu" else None
+        self._clock = PhaseClock(self.trainer, self._queue)
         self._pending: tuple[str, int, dict[str, Any]] | None = None
         self._stride: int | None = None
         self._counted = manager.config.training_mode.value == "data_parallel"
@@ -118,7 +120,7 @@ class StepSampler:
     def _finish(self, now: float) -> None:
         self._clock.stop(now)
         self._put("step", self._clock, now)
-        self._clock = PhaseClock(self.trainer)
+        self._clock = PhaseClock(self.trainer, self._queue)
 
     # Comparisons of a graph with the eager step
 
@@ -168,6 +170,8 @@ class StepSampler:
         fields |= {k: round(v, 7) if isinstance(v, float) else v for k, v in facts.items()}
         if self.manager.placement.device.type == "cpu":
             fields["cpu_s"] = round(clock.cpu_s, 7)
+            queued = clock.queued_s
+            fields |= {} if queued is None else {"queued_s": round(queued, 7)}
         self.manager.logger.record("phases", step=step, source=source, **fields)
 
     def _count(self) -> None:

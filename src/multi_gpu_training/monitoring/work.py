@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import torch
@@ -63,6 +65,21 @@ def peak_flops(device_name: str, precision: str, tf32: bool) -> float | None:
                 return half * 1e12
             return (with_tf32 if tf32 and with_tf32 else single) * 1e12
     return None
+
+
+@functools.cache
+def measured_flops(threads: int) -> float:
+    """What this process's CPU does in a second, by a matrix product that fits its caches."""
+    size, best = 256, float("inf")
+    matrix = torch.ones(size, size)
+    # Of one thread its own time counts, whatever else the machine does.
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    with torch.no_grad():
+        for _ in range(4):
+            begun = clock()
+            torch.mm(matrix, matrix)
+            best = min(best, clock() - begun)
+    return 2.0 * size**3 / max(best, 1e-9)
 
 
 def uses_tf32() -> bool:
