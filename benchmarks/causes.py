@@ -117,7 +117,7 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def slow_exchange(kind: str, wait_s: float) -> Any:
-    """A communication hook that takes `wait_s` longer: in the hook, or until its result is there."""
+    """A communication hook that takes `wait_s` longer: in the hook, or until its result comes."""
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         if kind == "hook":

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.distributed.launch import launch_distributed_training
     from multi_gpu_training.errors import ConfigError, MultiGPUError
     from multi_gpu_training.monitoring.metrics import MetricsCollector
+    from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.comparison import comparison_report
     from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
@@ -33,6 +34,7 @@ _HOMES = {
     "TrainingMode": "config",
     "launch_distributed_training": "distributed.launch",
     "MetricsCollector": "monitoring.metrics",
+    "PerformanceMonitor": "monitoring.performance",
     "comparison_report": "planning.bench.comparison",
     "get_gpu_info": "planning.gpus",
     "print_gpu_info": "planning.gpus",
@@ -60,6 +62,7 @@ __all__ = [
     "MultiGPUError",
     "MultiGPUTrainer",
     "MultiGPUTrainingManager",
+    "PerformanceMonitor",
     "SingleDeviceTrainer",
     "StepResult",
     "TrainingMode",

@@ -1,12 +1,4 @@
-"""The phases of one training step: where its time goes on this rank.
-
-    input        waiting for a batch
-    forward      the loss function
-    backward     gradients, as far as this rank computes them itself
-    comm         waiting for other ranks and for the network, while nothing is computed
-    optimizer    clipping and moving the weights
-    checkpoint   standing still while the state is copied
-    other        hooks, the log, Python between the phases
+"""Times the phases of one training step on this rank.
 
 A mark says what the time from now on belongs to, so that the phases add up to the step.
 """
@@ -15,17 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.run_queue import RunQueue
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
 
-PHASES = ("input", "forward", "backward", "comm", "optimizer", "checkpoint", "other")
 ON_DEVICE = ("forward", "backward", "comm", "optimizer")
 # What ranks say to each other outside DDP: synchronised BatchNorm, the log, agreements.
 COLLECTIVES = ("sum", "gather", "agree", "broadcast_json", "barrier")
@@ -192,6 +185,6 @@ class PhaseClock:
 
 def _sums(marks: list[tuple[str, Any]], between: Callable[[Any, Any], float]) -> dict[str, float]:
     found = dict.fromkeys(PHASES, 0.0)
-    for (phase, begun), (_, ended) in zip(marks, marks[1:], strict=False):
+    for (phase, begun), (_, ended) in pairwise(marks):
         found[phase] += max(0.0, between(begun, ended))
     return found

@@ -33,7 +33,7 @@ class WorkCount(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations = 0
         self.flops = 0
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from multi_gpu_training.monitoring.phases import PHASES
+from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.report.run import COLUMNS, Run, Samples
 
 COMPUTING = ("forward", "backward", "optimizer")
@@ -53,7 +53,7 @@ class Steps:
     @property
     def undisturbed(self) -> np.ndarray:
         """Computing, without the time in which other work had the core."""
-        return np.maximum(self.computing - self.queued_s, 0.0)
+        return np.asarray(np.maximum(self.computing - self.queued_s, 0.0))
 
     def typical(self, phase: str) -> np.ndarray:
         """Median seconds of a phase, a value a rank; of waiting for data the mean, which knows
@@ -71,7 +71,8 @@ class Steps:
         """Seconds of each step if every rank did its own part in `less` seconds less, and the
         exchange took `transfer`."""
         own = np.maximum(self.own - less, 0.0).max(axis=0)
-        return own + (self.transfer if transfer is None else np.minimum(self.transfer, transfer))
+        network = self.transfer if transfer is None else np.minimum(self.transfer, transfer)
+        return np.asarray(own + network)
 
 
 def side_by_side(run: Run) -> Steps | None:

@@ -3,60 +3,71 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 FREQUENT = ("step", "phases", "device")
-MOST_STEPS = 50_000
+MOST_STEPS = 20_000
 MOST_SAMPLES = 2_000
 MOST_READINGS = 2_000
+# Kind and, where it comes next, step of a line. Inside a JSON string quotes have backslashes.
+_HEAD = rb'"event":\s*"%s(\w+)"(?:,\s*"step":\s*(\d+))?'
+EVERY = re.compile(_HEAD % b"")
+WITHOUT_STEPS = re.compile(_HEAD % b'(?!step")')
 
 
 @dataclass
 class EventLines:
-    """The lines of one rank: frequent kinds by step, still as text; the others parsed."""
+    """The lines of one rank. `frequent` kinds: where in the file and of which step; the others are
+    `rare` and parsed."""
 
-    frequent: dict[str, list[tuple[int, int, bytes]]] = field(default_factory=dict)
+    raw: bytes
+    frequent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     rare: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     damaged: int = 0
     torn: bool = False
     count: int = 0
 
+    def text(self, place: int) -> bytes:
+        """The line around a place in the file."""
+        end = self.raw.find(b"\n", place)
+        return self.raw[self.raw.rfind(b"\n", 0, place) + 1 : end if end >= 0 else None]
 
-def read_lines(path: Path, skip: Collection[str] = ()) -> EventLines:
-    """Every whole line of the file; those of the kinds in `skip` are only counted."""
-    found = EventLines(frequent={kind: [] for kind in FREQUENT})
+    def events(self, lines: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+        for place, _ in lines:
+            event = parsed(self.text(place))
+            if event is not None:
+                yield event
+
+
+def read_lines(path: Path, with_steps: bool) -> EventLines:
+    """The lines of a file; `with_steps`: also what was logged of each step, which is the same on
+    every rank."""
     raw = path.read_bytes()
-    texts = raw.split(b"\n")
-    last = texts.pop()
-    if last.strip():  # no newline at its end: it was being written when the run ended
-        if parsed(last) is None:
-            found.torn = True
+    found = EventLines(raw, {kind: [] for kind in FREQUENT})
+    last = raw[raw.rfind(b"\n") + 1 :]
+    # No newline at its end: it was being written when the run ended.
+    found.torn = bool(last.strip()) and parsed(last) is None
+    whole = len(raw) - len(last) if found.torn else len(raw)
+    lists = {kind.encode(): places for kind, places in found.frequent.items()}
+    for head in (EVERY if with_steps else WITHOUT_STEPS).finditer(raw, 0, whole):
+        kind, step = head.groups()
+        places = lists.get(kind)
+        if places is None:
+            event = parsed(found.text(head.start()))
+            if event is None:
+                found.damaged += 1
+            else:
+                found.rare.append((head.start(), event))
         else:
-            texts.append(last)
-    for place, text in enumerate(texts):
-        if not text or text.isspace():
-            continue
-        found.count += 1
-        kind = _kind(text)
-        if kind in skip:
-            continue
-        if kind in found.frequent:
-            step = _step(text)
-            if step is not None:
-                found.frequent[kind].append((place, step, text))
-                continue
-        event = parsed(text)
-        if event is None:
-            found.damaged += 1
-        elif event.get("event") in found.frequent:
-            step = event.get("step", -1)
-            kind = str(event["event"])
-            found.frequent[kind].append((place, step if isinstance(step, int) else -1, text))
-        else:
-            found.rare.append((place, event))
+            number = int(step) if step is not None else _step(found.text(head.start()))
+            places.append((head.start(), number))
+    found.count = len(found.rare) + sum(map(len, found.frequent.values()))
+    if with_steps:
+        found.damaged = max(0, raw.count(b"\n", 0, whole) - found.count)
     return found
 
 
@@ -77,27 +88,7 @@ def thinned(values: list[Any], most: int) -> list[Any]:
     return kept
 
 
-def events(lines: list[tuple[int, int, bytes]]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for place, _, text in lines:
-        event = parsed(text)
-        if event is not None:
-            yield place, event
-
-
-def _kind(text: bytes) -> str:
-    begin = text.find(b'"event"')
-    if begin < 0:
-        return ""
-    begin = text.find(b'"', begin + 7)
-    end = text.find(b'"', begin + 1)
-    return text[begin + 1 : end].decode(errors="replace") if 0 <= begin < end else ""
-
-
-def _step(text: bytes) -> int | None:
-    """The number after "step":, without parsing the line."""
-    begin = text.find(b'"step":')
-    if begin < 0 or not text.rstrip().endswith(b"}"):
-        return None
-    number = text[begin + 7 : begin + 24].lstrip()
-    digits = number[: len(number) - len(number.lstrip(b"0123456789"))]
-    return int(digits) if digits else None
+def _step(text: bytes) -> int:
+    event = parsed(text) or {}
+    step = event.get("step")
+    return step if isinstance(step, int) else -1

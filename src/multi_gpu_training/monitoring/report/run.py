@@ -12,13 +12,12 @@ import numpy as np
 import yaml
 
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.monitoring.phases import PHASES
+from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.report.lines import (
     MOST_READINGS,
     MOST_SAMPLES,
     MOST_STEPS,
     EventLines,
-    events,
     read_lines,
     thinned,
 )
@@ -86,7 +85,7 @@ def read_run(folder: Path | str) -> Run:
         raise ConfigError(f"mgt report: {folder} is not there; give runs/RECIPE/NAME")
     if not files:
         raise ConfigError(_no_run(path))
-    lines = {_rank_of(f): read_lines(f, () if f is files[0] else ("step",)) for f in files}
+    lines = {_rank_of(f): read_lines(f, with_steps=f is files[0]) for f in files}
     sizes = [e.get("world_size") for found in lines.values() for _, e in found.rare]
     world = next((size for size in reversed(sizes) if isinstance(size, int)), 0)
     world = world or _world_of(lines)
@@ -108,7 +107,7 @@ def read_run(folder: Path | str) -> Run:
     _take_samples(run, lines, cuts)
     for rank, found in lines.items():
         readings = thinned(found.frequent["device"], MOST_READINGS)
-        run.devices[rank] = [event for _, event in events(readings)]
+        run.devices[rank] = list(found.events(readings))
         _take_rare(run, rank, found, cuts[rank])
     _judge(run, lines)
     return run
@@ -130,8 +129,15 @@ class Timeline:
         if not self.starts:
             self.starts = _guessed_starts(lines)
 
-    def counts(self, place: int, step: int) -> bool:
-        return all(step <= first for start, first, _ in self.starts if start > place)
+    def valid(self, lines: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of the (place, step) that were not computed again later."""
+        if not any(start > place for start, _, _ in self.starts for place, _ in lines[:1]):
+            return lines
+        return [
+            (place, step)
+            for place, step in lines
+            if all(step <= first for start, first, _ in self.starts if start > place)
+        ]
 
 
 def _guessed_starts(lines: EventLines) -> list[tuple[int, int, Event]]:
@@ -139,7 +145,7 @@ def _guessed_starts(lines: EventLines) -> list[tuple[int, int, Event]]:
     found: list[tuple[int, int, Event]] = []
     for kind in ("step", "phases"):
         before = -1
-        for place, step, _ in lines.frequent[kind]:
+        for place, step in lines.frequent[kind]:
             if step <= before:
                 found.append((place, step - 1, {}))
             before = step
@@ -148,9 +154,9 @@ def _guessed_starts(lines: EventLines) -> list[tuple[int, int, Event]]:
 
 def _take_steps(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
     rank = run.ranks[0]
-    valid = [line for line in lines[rank].frequent["step"] if cuts[rank].counts(line[0], line[1])]
+    valid = cuts[rank].valid(lines[rank].frequent["step"])
     by_step: dict[int, Event] = {}
-    for _, event in events(thinned(valid, MOST_STEPS)):
+    for event in lines[rank].events(thinned(valid, MOST_STEPS)):
         if isinstance(event.get("step"), int):
             by_step[event["step"]] = event
     run.steps = [by_step[step] for step in sorted(by_step)]
@@ -159,13 +165,13 @@ def _take_steps(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline
 def _take_samples(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
     wanted: set[int] | None = None
     for rank, found in lines.items():
-        valid = [line for line in found.frequent["phases"] if cuts[rank].counts(line[0], line[1])]
+        valid = cuts[rank].valid(found.frequent["phases"])
         if not valid:
             continue
         if wanted is None:  # the same steps of every rank
             wanted = set(thinned(sorted({line[1] for line in valid}), MOST_SAMPLES))
         rows = {}
-        for _, event in events([line for line in valid if line[1] in wanted]):
+        for event in found.events([line for line in valid if line[1] in wanted]):
             rows[event["step"]] = event
         steps = sorted(rows)
         values = [[_number(rows[step].get(name)) for name in COLUMNS] for step in steps]
@@ -229,9 +235,9 @@ def _told_once(found: list[Event]) -> list[Event]:
     kept: list[Event] = []
     seen: set[Any] = set()
     for event in found:
-        key = (event["event"], event.get("attempt"), event.get("step"), event.get("message"))
         if event["event"] in ("restart", "resume", "log", "shares", "run_end"):
-            key = (*key, event.get("error"))
+            names = ("event", "attempt", "step", "message", "error")
+            key = tuple(event.get(name) for name in names)
             if key in seen:
                 continue
             seen.add(key)
@@ -253,7 +259,7 @@ def _rank_of(path: Path) -> int:
 def _world_of(lines: dict[int, EventLines]) -> int:
     for found in lines.values():
         for kind in found.frequent.values():
-            for _, event in events(kind[-1:]):
+            for event in found.events(kind[-1:]):
                 if isinstance(event.get("world_size"), int):
                     return int(event["world_size"])
     return max(lines) + 1

@@ -123,9 +123,9 @@ def _batch(run: Run, steps: Steps | None, cause: Cause) -> str:
     size = cause.facts["size"]
     samples = f"{size} sample{'s' if size > 1 else ''}"
     return (
-        f"batches are tiny: {samples} a rank. Most of a step does not depend on the batch: starting "
-        f"operations, moving the weights, exchanging gradients; a larger batch_size takes hardly "
-        f"longer, and {BETTER_BATCH} samples would {gain(cause, 'up to ')}"
+        f"batches are tiny: {samples} a rank. Most of a step does not depend on the batch: "
+        f"starting operations, moving the weights, exchanging gradients; a larger batch_size takes "
+        f"hardly longer, and {BETTER_BATCH} samples would {gain(cause, 'up to ')}"
     )
 
 
@@ -153,7 +153,7 @@ WORDS: dict[str, Callable[[Run, Steps | None, Cause], str]] = {
 
 
 def _waiting(steps: Steps | None, cause: Cause) -> str:
-    """"; ranks 0, 2, 3 wait for rank 1" """
+    """ "; ranks 0, 2, 3 wait for rank 1" """
     if steps is None or not cause.ranks or len(steps.ranks) < 2:
         return ""
     waits = np.median(steps.waits, axis=1)
