@@ -108,12 +108,13 @@ class PerformanceMonitor:
             ("loss", "step", [Series("loss", steps, np.array(self._history()))]),
             ("samples/s", "step", [Series("samples/s", steps, rate)]),
         ]
-        taken = np.array([at - began for at, _ in self._read()])
+        read = self._read()
+        taken = np.array([at - began for at, _ in read])
         for key, title, factor in (
             ("memory_bytes", "memory (GB)", 1 / GIGABYTE),
             ("gpu_utilization", "GPU use (%)", 1.0),
         ):
-            values = np.array([r.get(key, np.nan) * factor for _, r in self._read()])
+            values = np.array([r.get(key, np.nan) * factor for _, r in read])
             if np.isfinite(values).any():
                 panels.append((title, "seconds", [Series(title, taken, values)]))
         draw(panels, path)

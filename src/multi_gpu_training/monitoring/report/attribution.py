@@ -77,7 +77,7 @@ class Steps:
 
 def side_by_side(run: Run) -> Steps | None:
     """The timed steps of all ranks that have any; None where there are too few."""
-    found = {rank: kept for rank, s in run.samples.items() if len((kept := _scaled(s)).steps)}
+    found = {rank: samples for rank, samples in run.samples.items() if len(samples.steps)}
     if not found:
         return None
     ranks = sorted(found)
@@ -88,6 +88,9 @@ def side_by_side(run: Run) -> Steps | None:
     if len(common) < FEWEST:
         return None
     table = np.stack([_rows(found[rank], common) for rank in ranks])
+    from_checks = any(found[rank].from_checks for rank in ranks)
+    if from_checks:
+        table = _stretched(table)
     phases = {phase: table[:, :, COLUMNS.index(f"{phase}_s")] for phase in PHASES}
     comm = phases["comm"]
     transfer = comm.min(axis=0)
@@ -102,7 +105,7 @@ def side_by_side(run: Run) -> Steps | None:
         queued_s=np.nan_to_num(table[:, :, COLUMNS.index("queued_s")]),
         input_mean_s=np.array([_mean_input(found[rank]) for rank in ranks]),
         checkpoint_share=max(_checkpoint_share(found[rank]) for rank in ranks),
-        from_checks=any(found[rank].from_checks for rank in ranks),
+        from_checks=from_checks,
     )
 
 
@@ -116,25 +119,28 @@ def _settled(steps: np.ndarray) -> np.ndarray:
     return steps[max(skip, 1 if len(steps) > 2 * FEWEST else 0) :]
 
 
-def _scaled(samples: Samples) -> Samples:
-    """Phases of an eager step, stretched to the length of the replayed step they stand for."""
-    if not samples.from_checks:
-        return samples
-    values = samples.values.copy()
-    at = COLUMNS.index
-    steps = np.maximum(values[:, at("interval_steps")], 1.0)
-    whole = values[:, at("interval_s")] - values[:, at("interval_checkpoint_s")]
-    length, waited = whole / steps, values[:, at("interval_input_s")] / steps
-    computed = [at(f"{phase}_s") for phase in ("forward", "backward", "comm", "optimizer")]
-    total = np.maximum(values[:, computed].sum(axis=1), 1e-12)
-    factor = np.minimum(1.0, np.maximum(length - waited, 0.0) / total)
-    values[:, computed] *= factor[:, None]
-    values[:, at("input_s")] = waited
-    values[:, at("checkpoint_s")] = 0.0
-    rest = length - waited - values[:, computed].sum(axis=1)
-    values[:, at("other_s")] = np.maximum(rest, 0.0)
-    values[:, at("step_s")] = length
-    return Samples(samples.steps, values, True)
+def _stretched(table: np.ndarray) -> np.ndarray:
+    """Phases of eager steps, brought to the length of the replayed steps that they stand for.
+
+    All ranks' by the same factor: the one that is busy all the time sets it, and what is left of
+    the step on the others is waiting.
+    """
+    table, at = table.copy(), COLUMNS.index
+    steps = np.maximum(table[:, :, at("interval_steps")], 1.0)
+    whole = table[:, :, at("interval_s")] - table[:, :, at("interval_checkpoint_s")]
+    waited = table[:, :, at("interval_input_s")] / steps
+    length = np.maximum(whole / steps - waited, 0.0)
+    computed = [at(f"{phase}_s") for phase in COMPUTING]
+    needed = table[:, :, computed].sum(axis=2) + table[:, :, at("comm_s")].min(axis=0)
+    factor = np.minimum(1.0, (length / np.maximum(needed, 1e-12)).min(axis=0))
+    rest = np.maximum(length - factor * needed, 0.0).min(axis=0)
+    table[:, :, computed] *= factor[None, :, None]
+    table[:, :, at("input_s")] = waited
+    table[:, :, at("checkpoint_s")] = 0.0
+    table[:, :, at("other_s")] = rest
+    table[:, :, at("comm_s")] = length - table[:, :, computed].sum(axis=2) - rest
+    table[:, :, at("step_s")] = whole / steps
+    return table
 
 
 def _mean_input(samples: Samples) -> float:
