@@ -72,7 +72,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="report-size-") as temporary:
         folder = options.keep or Path(temporary) / "custom" / "long"
         (folder / "events").mkdir(parents=True, exist_ok=True)
-        size = sum(write_rank(folder, r, options.ranks, options.steps) for r in range(options.ranks))
+        size = sum(
+            write_rank(folder, r, options.ranks, options.steps) for r in range(options.ranks)
+        )
         print(f"events: {size / 2**20:,.0f} MB", flush=True)
         command = [sys.executable, "-m", "multi_gpu_training", "report", str(folder)]
         begun, before = time.perf_counter(), os.times()
