@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -68,13 +69,16 @@ class DeviceReader:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    """What tells this GPU from every other, on any machine."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return f"GPU-{uuid}" if uuid else f"GPU {device.index or 0}"
 
 
 class DeviceWatch:
     """Hands a reading to `record` every `interval_s`, and says when no step comes any more.
 
-    `progress` gives the step of a training loop, None outside of one.
+    `progress` gives the step of a training loop, None outside of one. Both are methods; the
+    thread ends with the object that they belong to.
     """
 
     def __init__(
@@ -86,8 +90,8 @@ class DeviceWatch:
     ) -> None:
         self._reader = DeviceReader(device)
         self._interval_s = interval_s
-        self._record = record
-        self._progress = progress
+        self._record_of = weakref.WeakMethod(record)
+        self._progress_of = weakref.WeakMethod(progress)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="device-watch", daemon=True)
         self._stalls = StallWatch()
@@ -99,18 +103,25 @@ class DeviceWatch:
             return
         self._end.set()
         self._thread.join(5.0)
-        with contextlib.suppress(Exception):
-            self._record("device", **self._reader.read())
+        self._look()
 
     def _run(self) -> None:
         while not self._end.wait(self._interval_s):
-            try:
-                self._record("device", **self._reader.read())
-                stalled = self._stalls.look(self._progress(), time.monotonic())
-                if stalled is not None:
-                    self._record("stall", **stalled)
-            except Exception:  # a driver that went away; training has its own opinion on that
-                continue
+            if not self._look():
+                return
+
+    def _look(self) -> bool:
+        """Record a reading; False once there is nobody to record it for."""
+        record, progress = self._record_of(), self._progress_of()
+        if record is None or progress is None:
+            return False
+        # A driver may go away; training has its own opinion on that.
+        with contextlib.suppress(Exception):
+            record("device", **self._reader.read())
+            stalled = self._stalls.look(progress(), time.monotonic())
+            if stalled is not None:
+                record("stall", **stalled)
+        return True
 
 
 class StallWatch:

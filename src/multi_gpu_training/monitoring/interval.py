@@ -55,6 +55,10 @@ class IntervalLog:
         self._first_step = self.manager.trainer.step
         self.wait.reset()
 
+    def step_in_epoch(self) -> int | None:
+        """The step that training is at; None between epochs."""
+        return self.manager.trainer.step if self.in_epoch else None
+
     def after_step(self, result: StepResult, now: bool) -> None:
         """Log if it is time, or show what has arrived; `now`: log and wait for the numbers."""
         step = self.manager.trainer.step

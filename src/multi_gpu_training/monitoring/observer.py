@@ -40,7 +40,7 @@ class Observer:
             manager.placement.device,
             manager.config.monitor_interval_s,
             manager.logger.record,
-            lambda: manager.trainer.step if manager._log.in_epoch else None,
+            manager._log.step_in_epoch,
         )
 
     @contextlib.contextmanager

@@ -174,6 +174,8 @@ class PhaseClock:
             device = _sums(self._events, lambda a, b: a.elapsed_time(b) / 1e3)
             found |= {phase: device[phase] for phase in ON_DEVICE}
             total = sum(device.values())
+            # A wait of the host costs nothing while the device still computes what came before.
+            found["input"] = min(found["input"], device["input"] + device["other"])
             busy = sum(found[phase] for phase in PHASES if phase != "other")
             found["other"] = max(0.0, total - busy)
         # A communication hook in Python runs inside the backward, but sends.

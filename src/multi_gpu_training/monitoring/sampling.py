@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.monitoring.phases import PhaseClock
 from multi_gpu_training.monitoring.run_queue import RunQueue
-from multi_gpu_training.monitoring.work import WorkCount
+from multi_gpu_training.monitoring.work import WorkCount, is_compiled
 
 if TYPE_CHECKING:
     from multi_gpu_training.monitoring.waiting import InputWait
@@ -31,13 +31,14 @@ class StepSampler:
         self.manager = manager
         self.trainer = manager.trainer
         self.wait = wait
-        self.attentive = False
+        self.attentive = True
         self.checkpoint_s = 0.0
         self._queue = RunQueue() if manager.placement.device.type == "cpu" else None
         self._clock = PhaseClock(self.trainer, self._queue)
         self._pending: tuple[str, int, dict[str, Any]] | None = None
         self._stride: int | None = None
-        self._counted = manager.config.training_mode.value == "data_parallel"
+        # The second step: before steps are compiled or recorded, which counting would disturb.
+        self._count_at: int | None = None if is_compiled(self.trainer) else self.trainer.step + 2
         self._step = self.trainer.step
         self._at = time.perf_counter()
         self._input_s = 0.0
@@ -75,9 +76,13 @@ class StepSampler:
                 return
             self._finish(now)
         self._write_if_ready()
-        if self.trainer.step + 1 >= self.next_step and not self.trainer._micro:
+        step = self.trainer.step + 1
+        if self._count_at is not None and step >= self._count_at:
+            self._count()
+        elif step >= self.next_step and not self.trainer._micro:
             self._begin(now)
         self.attentive = self._clock.running or self._pending is not None
+        self.attentive = self.attentive or self._count_at is not None
 
     def got(self) -> None:
         if self._clock.running:
@@ -112,9 +117,6 @@ class StepSampler:
             self.next_step = self._following(step) if execution.mode == "graph" else step + 1
             return
         self.next_step = self._following(step)
-        if not self._counted and step > 2:
-            self._count()
-            return
         self._clock.start(now)
 
     def _finish(self, now: float) -> None:
@@ -125,13 +127,10 @@ class StepSampler:
     # Comparisons of a graph with the eager step
 
     def _check_begins(self) -> None:
-        if self._clock.running or self._pending is not None:
+        if self._clock.running or self._pending is not None or self.trainer.step == self._step:
             return
-        if not self._counted:
-            self._count()
-        else:
-            self._check = PhaseClock(self.trainer)
-            self._check.start()
+        self._check = PhaseClock(self.trainer)
+        self._check.start()
 
     def _check_ends(self) -> None:
         check, self._check = self._check, None
@@ -176,13 +175,17 @@ class StepSampler:
 
     def _count(self) -> None:
         """Count the operations of the next step: once a run, and not in a timed step."""
-        self._counted = True
+        self._count_at = None
         trainer, work = self.trainer, WorkCount()
         plain = type(trainer).compute
 
         def counted(batch: Any, samples: Any, share: Any) -> Any:
-            with work:
-                found = plain(trainer, batch, samples, share)
+            try:
+                with work:
+                    found = plain(trainer, batch, samples, share)
+            except BaseException:
+                trainer.__dict__.pop("compute", None)
+                raise
             if share.last:
                 trainer.__dict__.pop("compute", None)
                 facts = {"operations": work.operations, "flops": work.flops}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+if TYPE_CHECKING:
+    from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 # Dense peak in 1e12 operations a second, from the vendors' data sheets: 16-bit tensor cores,
 # TF32 (None: the chip has none), and plain float32.
@@ -27,7 +30,7 @@ PEAKS: dict[str, tuple[float, float | None, float]] = {
 
 
 class WorkCount(TorchDispatchMode):
-    """Counts what runs inside: operations, those of matrix products, bytes written.
+    """Counts what runs inside: operations, and floating-point operations of matrix products.
 
     Whatever goes wrong in counting stays here; the operations themselves are not touched.
     """
@@ -50,6 +53,20 @@ class WorkCount(TorchDispatchMode):
         except Exception:
             self.flops += 0  # an operation that cannot be counted is left out
         return result
+
+
+def is_compiled(trainer: MultiGPUTrainer) -> bool:
+    """Whether the step cannot be looked into: code that the user compiled would be compiled anew,
+    and the threads of DataParallel are not seen."""
+    if trainer.replicas > trainer.placement.dp_size:
+        return True
+    modules = [trainer.step_module.loss_fn, *trainer.model.modules()]
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module, "_torchdynamo_orig_callable")
+        or type(module).__name__ == "OptimizedModule"
+        for module in modules
+    )
 
 
 def _is_view(func: Any) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 BINS = 300
 WIDTH, HEIGHT = 460, 220
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 34
+LEFT, RIGHT, TOP, BOTTOM = 56, 20, 10, 34
 
 
 @dataclass
@@ -115,7 +115,7 @@ def heat_map(names: Sequence[str], cells: np.ndarray, steps: np.ndarray, slowest
     for place in np.linspace(0, columns - 1, min(columns, 6)).astype(int):
         x = left + (place + 0.5) * wide
         parts.append(f'<text class="tick" x="{x:.1f}" y="{rows * row + 16}" ')
-        parts.append(f'text-anchor="middle">{_short(float(steps[place]))}</text>')
+        parts.append(f'text-anchor="middle">{int(steps[place]):,}</text>')
     return "".join(parts) + "</svg>"
 
 

@@ -26,7 +26,7 @@ h3 { font-size: 14px; margin: 0 0 4px; font-weight: 600; }
 .tile b { display: block; font-size: 16px; } .tile span { color: var(--soft); font-size: 12px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 16px; }
 .scroll { overflow-x: auto; }
-svg { width: 100%; height: auto; display: block; } svg.wide { min-width: 700px; }
+svg { width: 100%; height: auto; display: block; overflow: visible; }
 .grid { stroke: var(--line); fill: none; } .tick { fill: var(--soft); font-size: 11px; }
 .label { fill: var(--ink); font-size: 12px; }
 .slowest { fill: var(--bad); font-size: 12px; font-weight: 700; }

@@ -23,7 +23,7 @@ MOST_EVENTS = 200
 def tiles(run: Run, found: Figures) -> list[tuple[str, str]]:
     """Name and value of each figure that is known."""
     rows: list[tuple[str, str | None]] = [
-        ("state", STATES[run.state]),
+        ("state", STATES[run.state].partition(":")[0]),
         ("steps", f"{run.last_step:,}"),
         ("ranks", str(run.world_size)),
         ("time", duration(found.elapsed_s) if found.elapsed_s else None),
