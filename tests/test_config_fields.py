@@ -102,6 +102,11 @@ SHOWN_IN = {
         "tensorboard": "test_tensorboard_writes_curves",
         "progress": "test_progress_chooses_what_a_person_sees",
     },
+    "test_fields_watching": {
+        "monitor": "test_monitor_records_phases_and_devices",
+        "monitor_interval_s": "test_monitor_interval_s_is_how_often_devices_are_read",
+        "report": "test_report_is_written_at_the_end_of_a_run",
+    },
 }
 
 

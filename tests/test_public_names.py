@@ -28,6 +28,7 @@ PUBLIC = {
     "MultiGPUError",
     "MultiGPUTrainer",
     "MultiGPUTrainingManager",
+    "PerformanceMonitor",
     "SingleDeviceTrainer",
     "StepResult",
     "TrainingMode",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.distributed.launch import launch_distributed_training
     from multi_gpu_training.errors import ConfigError, MultiGPUError
     from multi_gpu_training.monitoring.metrics import MetricsCollector
+    from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.comparison import comparison_report
     from multi_gpu_training.planning.estimate.speedup import (
         estimate_training_speedup,
@@ -37,6 +38,7 @@ _HOMES = {
     "TrainingMode": "config",
     "launch_distributed_training": "distributed.launch",
     "MetricsCollector": "monitoring.metrics",
+    "PerformanceMonitor": "monitoring.performance",
     "comparison_report": "planning.bench.comparison",
     "estimate_training_speedup": "planning.estimate.speedup",
     "print_training_speedup_estimates": "planning.estimate.speedup",
@@ -66,6 +68,7 @@ __all__ = [
     "MultiGPUError",
     "MultiGPUTrainer",
     "MultiGPUTrainingManager",
+    "PerformanceMonitor",
     "SingleDeviceTrainer",
     "StepResult",
     "TrainingMode",

@@ -188,6 +188,15 @@ class MultiGPUConfig(BaseModel):
     log_every: PositiveInt = 20
     tensorboard: bool = True
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    monitor: bool = Field(
+        True, description="record the phases of sampled steps and the use of the device"
+    )
+    monitor_interval_s: Annotated[float, Field(gt=0)] = Field(
+        2.0, description="seconds between two readings of the device"
+    )
+    report: bool = Field(
+        True, description="write report.html and metrics.png at the end of a run of 10 s and more"
+    )
 
     @field_validator("progress", mode="before")
     @classmethod

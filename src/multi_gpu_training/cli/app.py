@@ -368,6 +368,21 @@ def checkpoints(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="run folders")],
+    out: Annotated[
+        str | None, Option(help="the HTML file; default RUN/report.html, of several ./report.html")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="verdict and figures, for programs")] = False,
+    html: Annotated[bool, Option(help="write the HTML file")] = True,
+) -> None:
+    """Show what a run did and why it is slow, and how several runs compare."""
+    from multi_gpu_training.cli.report import report
+
+    raise typer.Exit(report(runs, out, as_json, html))
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes."""
     from rich.console import Console

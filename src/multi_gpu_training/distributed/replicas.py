@@ -12,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.hook_time import watch_hooks
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DivergenceError, ModelError
 
@@ -45,6 +46,7 @@ def replicate(
     )
     if config.compress_gradients:
         ddp.register_comm_hook(placement.group, default_hooks.fp16_compress_hook)
+    watch_hooks(ddp)
     return ddp
 
 

@@ -44,17 +44,27 @@ class IntervalLog:
         self._pending: _Pending | None = None
         self._started = time.perf_counter()
         self._first_step = manager.trainer.step
+        self._step_s: float | None = None  # as the ranks agreed on it
+        self.in_epoch = False
         self._next = self._following(manager.trainer.step)
 
     def start_epoch(self, total: int | None) -> None:
         self._total = total
+        self.in_epoch = True
         self._started = time.perf_counter()
         self._first_step = self.manager.trainer.step
         self.wait.reset()
 
+    def step_in_epoch(self) -> int | None:
+        """The step that training is at; None between epochs."""
+        return self.manager.trainer.step if self.in_epoch else None
+
     def after_step(self, result: StepResult, now: bool) -> None:
         """Log if it is time, or show what has arrived; `now`: log and wait for the numbers."""
         step = self.manager.trainer.step
+        sampler = self.wait.sampler
+        if sampler is not None and step + 1 >= sampler.next_step:
+            sampler.attentive = True
         if now or step >= self._next:
             self._begin(result)
         if self._pending is not None and (now or self._pending.reading.ready):
@@ -62,6 +72,9 @@ class IntervalLog:
 
     def end_epoch(self) -> None:
         self.finish()
+        self.in_epoch = False
+        if self.wait.sampler is not None:
+            self.wait.sampler.end_epoch()
         manager = self.manager
         advice = self.wait.advice(manager.config.num_workers)
         if advice is not None:
@@ -70,6 +83,8 @@ class IntervalLog:
     def _begin(self, result: StepResult) -> None:
         """Send the numbers of the interval on their way."""
         self.finish()
+        if self._step_s is not None and self.wait.sampler is not None:
+            self.wait.sampler.settle(self._step_s)
         manager, trainer = self.manager, self.manager.trainer
         now = time.perf_counter()
         metrics = trainer.read_metrics()
@@ -101,8 +116,10 @@ class IntervalLog:
         loss = metrics.get("loss", float("nan"))
         note = f"loss {loss:.4f}  {rate:,.0f} samples/s"
         manager.console.advance(pending.position, self._total, note)
-        if not self._fixed and pending.steps:
-            self._adapt(seconds / pending.steps)
+        if pending.steps:
+            self._step_s = seconds / pending.steps
+        if not self._fixed and self._step_s is not None:
+            self._adapt(self._step_s)
         manager.check_finite(metrics)
 
     def _adapt(self, step_s: float) -> None:

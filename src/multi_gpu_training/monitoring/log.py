@@ -7,6 +7,7 @@ import json
 import math
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,6 +29,7 @@ class EventFile:
         self.lost = 0
         self._file: BinaryIO | None = None
         self._torn = False  # the last line may have been cut short
+        self._turn = threading.Lock()  # the device is watched by another thread
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,6 +38,12 @@ class EventFile:
                 print(f"no events are recorded: {error}; training goes on", file=sys.stderr)
 
     def write(self, event: str, **fields: Any) -> None:
+        if self._file is None:
+            return
+        with self._turn:
+            self._write(event, fields)
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
         if self._file is None:
             return
         record = {

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from multi_gpu_training.monitoring.sampling import StepSampler
 
 NOTICEABLE = 0.1  # share of the time from which on it is worth a word
 
@@ -20,6 +24,8 @@ class InputWait:
         self._event = torch.cuda.Event() if device.type == "cuda" and not resident else None
         self._resident = resident  # data on the device are never waited for
         self._busy = False
+        self.total_s = 0.0  # since the run began
+        self.sampler: StepSampler | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -30,12 +36,18 @@ class InputWait:
     def ask(self) -> None:
         """Before a batch is asked for."""
         self._asked = time.perf_counter()
+        if self.sampler is not None and self.sampler.attentive:
+            self.sampler.asked(self._asked)
 
     def got(self) -> None:
         """Once it is there."""
         self.batches += 1
         if self._event is None or not self._busy or self._event.query():
-            self.waited_s += time.perf_counter() - self._asked
+            waited = time.perf_counter() - self._asked
+            self.waited_s += waited
+            self.total_s += waited
+        if self.sampler is not None and self.sampler.attentive:
+            self.sampler.got()
 
     def used(self) -> None:
         """After its work was given to the device."""

@@ -68,6 +68,9 @@ class StepExecution:
         self.steps_left: Callable[[], int | None] = lambda: None
         self.snapshot_more: Callable[[], Callable[[], None]] | None = None
         self.redo_after_step: Callable[[], None] = lambda: None
+        # Around the eager step of a comparison, which shows the phases that a graph hides.
+        self.check_begins: Callable[[], None] = lambda: None
+        self.check_ends: Callable[[], None] = lambda: None
         self._recordings = Recordings(trainer)
         self._sightings: dict[Any, int] = {}
         self._sizes: dict[Any, int] = {}
@@ -401,7 +404,9 @@ class StepExecution:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
         self.collect(self.trainer.metrics)
         self._copies.keep("before")
+        self.check_begins()
         losses = self._recordings.eager_step()
+        self.check_ends()
         self._copies.keep("eager")
         self._copies.restore("before")
         difference = self._difference(losses, self._recordings.replay_step())

@@ -34,6 +34,7 @@ from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.interval import IntervalLog
 from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.monitoring.observer import Observer
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
@@ -116,6 +117,7 @@ class MultiGPUTrainingManager:
         self.run: RunFolder
         self.sizes: BatchSizes
         self.fault_tolerance: FaultToleranceManager
+        self.observer: Observer
         self.evaluated = MetricsCollector()  # this rank's part of the last evaluation
         self._epoch_metrics = MetricsCollector()
         self._epoch_is_whole = True
@@ -224,6 +226,7 @@ class MultiGPUTrainingManager:
         execution.redo_after_step = self._redo_hooks
         execution.start()
         self._log = IntervalLog(self)
+        self.observer = Observer(self)
 
     def _steps_left(self) -> int | None:
         total = self.train_loader.steps
@@ -286,6 +289,7 @@ class MultiGPUTrainingManager:
             for hook in self.hooks:
                 hook.on_run_end(self)
             summary(self)
+            self.observer.end()
             self._close()
 
     def _close(self) -> None:
@@ -402,7 +406,8 @@ class MultiGPUTrainingManager:
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
         if score is not None:
             facts["score"] = score
-        return self.fault_tolerance.save(facts, best, wait)
+        with self.observer.checkpoint():
+            return self.fault_tolerance.save(facts, best, wait)
 
     def _checkpoint_is_safe(self, save: Save) -> None:
         """On rank 0, between steps: the files of an earlier `save_checkpoint` are on the disk."""

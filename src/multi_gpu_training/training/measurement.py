@@ -110,6 +110,7 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "early_stopping_patience": None,
         "enable_fault_tolerance": False,
         "tensorboard": False,
+        "monitor": False,
         "progress": "off",
         "save_dir": str(Path(request.out) / "runs"),
         "max_restarts": 0,

@@ -34,6 +34,7 @@ from multi_gpu_training.distributed.replicas import check_same_model
 from multi_gpu_training.distributed.whereabouts import note_step
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.monitoring.phases import PhaseClock
 from multi_gpu_training.training.execution import StepExecution
 from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.loss import LossFn
@@ -113,6 +114,7 @@ class MultiGPUTrainer(ABC):
         self._noise_base: int | None = None
         self._epoch_key = EpochKey(placement.device)
         self.recorder: Recorder | None = None
+        self.clock: PhaseClock | None = None
 
     # What a kind of trainer must say
 
@@ -209,7 +211,10 @@ class MultiGPUTrainer(ABC):
         """Everything that a micro-batch asks of the device, and nothing else: this is what a
         CUDA graph holds. The last micro-batch of a step moves the weights."""
         self.attendance.present = share.count > 0  # until backward is done: it may recompute
+        clock = self.clock  # None but in the few steps that are timed
         with self.exchange(share.last):
+            if clock is not None:
+                clock.forward_begins()
             if share.count == 0:
                 result = self._absent(share)
             else:
@@ -217,9 +222,15 @@ class MultiGPUTrainer(ABC):
                 batch = self._prepared(batch, samples)
                 result = self.forward(batch, share.count, share.window_count, ranks)
             scaled = self.precision.scaler.scale(result.scaled)
+            if clock is not None:
+                clock.backward_begins(scaled)
             # The tally is added unscaled: it is a weight, not a gradient.
             (scaled if result.tally is None else scaled + result.tally).backward()
+        if clock is not None:
+            clock.backward_ends()
         norm = self._move_weights(share) if share.last else None
+        if clock is not None:
+            clock.micro_batch_ends()
         return result, norm
 
     def advance(

@@ -92,6 +92,7 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "forecast": None,
         "enable_fault_tolerance": False,
         "tensorboard": False,
+        "monitor": False,
         "progress": "off",
         "save_dir": str(Path(request.out) / "runs"),
         "num_workers": 0,

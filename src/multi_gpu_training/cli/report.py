@@ -1,0 +1,57 @@
+"""`mgt report`: what a run did, why it is slow, and how runs compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from multi_gpu_training.monitoring.report import write_page
+from multi_gpu_training.monitoring.report.figures import figures
+from multi_gpu_training.monitoring.report.run import Run, read_runs
+from multi_gpu_training.monitoring.report.terminal import show
+from multi_gpu_training.monitoring.report.verdict import judge
+
+
+def report(folders: list[str], out: str | None, as_json: bool, html: bool) -> int:
+    """Show the runs, and write the page unless told not to."""
+    runs = read_runs(folders)
+    if as_json:
+        print(json.dumps([summary(run) for run in runs], indent=1))
+    else:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 160  # into a file or a pipe nothing need be cut
+        show(runs, console)
+    if html:
+        path = write_page(runs, out)
+        if not as_json:
+            print(f"report: {Path(path)}")
+    return 0
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The verdict and the figures, for programs."""
+    verdict, found = judge(run), figures(run)
+    causes = [
+        {
+            "kind": cause.kind,
+            "ranks": list(cause.ranks),
+            "seconds": cause.seconds,
+            "gain": cause.gain,
+        }
+        for cause in verdict.causes
+    ]
+    return {
+        "run": str(run.path),
+        "state": run.state,
+        "steps": run.last_step,
+        "world_size": run.world_size,
+        "verdict": verdict.kind,
+        "headline": verdict.headline,
+        "causes": causes,
+        "notes": verdict.notes,
+        **vars(found),
+    }

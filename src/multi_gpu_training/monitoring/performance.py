@@ -1,0 +1,176 @@
+"""`PerformanceMonitor`: throughput, memory and use of the device, of a loop or of a run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import torch
+
+from multi_gpu_training.errors import MultiGPUError
+from multi_gpu_training.monitoring.device import DeviceReader
+from multi_gpu_training.monitoring.report.charts import Series
+from multi_gpu_training.monitoring.report.figures import figures, readings
+from multi_gpu_training.monitoring.report.picture import draw
+from multi_gpu_training.monitoring.report.run import read_run
+
+GIGABYTE = 2**30
+
+
+class PerformanceMonitor:
+    """Measures a training loop of your own:
+
+        monitor = PerformanceMonitor()
+        monitor.start_monitoring()
+        for ...:
+            monitor.record_metrics(loss, batch_size, num_gpus)   # after each step
+        summary = monitor.get_summary()
+        monitor.plot_metrics("training_metrics.png")
+
+    or reads what a run has recorded: `PerformanceMonitor(run="runs/image/first")`. The device is
+    read in a thread, every `interval_s`; a loss on a GPU is not waited for.
+    """
+
+    def __init__(self, run: Path | str | None = None, interval_s: float = 0.5) -> None:
+        self._run = None if run is None else read_run(run)
+        self._interval_s = interval_s
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._times: list[float] = []
+        self._samples: list[int] = []
+        self._losses: list[Any] = []
+        self._readings: list[tuple[float, dict[str, float]]] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start_monitoring(self) -> None:
+        """Begin anew: what was recorded before is forgotten."""
+        if self._run is not None:
+            raise MultiGPUError(
+                "this PerformanceMonitor reads a run's folder; make one without run= to measure"
+            )
+        self.stop_monitoring()
+        self._times, self._samples, self._losses, self._readings = [], [], [], []
+        self._ended = None
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        self._reader = DeviceReader(device)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, args=(self._stop,), name="performance-monitor", daemon=True
+        )
+        self._began = time.perf_counter()
+        self._thread.start()
+
+    def stop_monitoring(self) -> None:
+        """End the measurement; `get_summary` does not need it."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+            self._ended = time.perf_counter()
+
+    def record_metrics(self, loss: Any, batch_size: int, num_gpus: int = 1) -> None:
+        """A step is done: its loss, the samples of each GPU, and how many GPUs took part."""
+        if self._began is None:
+            raise MultiGPUError("record_metrics before start_monitoring; call that first")
+        self._times.append(time.perf_counter())
+        self._samples.append(int(batch_size) * int(num_gpus))
+        self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+    def get_summary(self) -> dict[str, Any]:
+        """training_time (s), throughput and avg_throughput (samples/s: of the latest steps, and of
+        all), memory_usage and max_memory_usage (GB), gpu_utilization (%; 0 without a GPU),
+        loss_history, samples and steps."""
+        return self._summary_of_run() if self._run is not None else self._summary_of_loop()
+
+    def plot_metrics(self, path: Path | str = "training_metrics.png") -> Path:
+        """Draw loss, throughput, memory and use of the GPU."""
+        path = Path(path)
+        if self._run is not None:
+            from multi_gpu_training.monitoring.report.picture import draw_run
+
+            draw_run(self._run, path)
+            return path
+        if not self._times:
+            raise MultiGPUError("nothing to plot: no step was recorded; call record_metrics")
+        began = self._began or 0.0
+        steps = np.arange(1, len(self._times) + 1, dtype=np.float64)
+        spacing = np.diff(np.array([began, *self._times]))
+        rate = np.array(self._samples) / np.maximum(spacing, 1e-9)
+        panels = [
+            ("loss", "step", [Series("loss", steps, np.array(self._history()))]),
+            ("samples/s", "step", [Series("samples/s", steps, rate)]),
+        ]
+        read = self._read()
+        taken = np.array([at - began for at, _ in read])
+        for key, title, factor in (
+            ("memory_bytes", "memory (GB)", 1 / GIGABYTE),
+            ("gpu_utilization", "GPU use (%)", 1.0),
+        ):
+            values = np.array([r.get(key, np.nan) * factor for _, r in read])
+            if np.isfinite(values).any():
+                panels.append((title, "seconds", [Series(title, taken, values)]))
+        draw(panels, path)
+        return path
+
+    def _watch(self, stop: threading.Event) -> None:
+        while not stop.wait(self._interval_s):
+            self._readings.append((time.perf_counter(), self._reader.read()))
+
+    def _read(self) -> list[tuple[float, dict[str, float]]]:
+        """The readings so far, with one of now while the loop is being watched."""
+        if self._thread is not None or not self._readings:
+            self._readings.append((time.perf_counter(), self._reader.read()))
+        return list(self._readings)
+
+    def _history(self) -> list[float]:
+        return [float(loss) for loss in self._losses]
+
+    def _summary_of_loop(self) -> dict[str, Any]:
+        if self._began is None:
+            raise MultiGPUError("get_summary before start_monitoring; call that first")
+        read = [reading for _, reading in self._read()]
+        ended = self._times[-1] if self._times else self._ended or time.perf_counter()
+        elapsed = max(ended - self._began, 1e-9)
+        samples = sum(self._samples)
+        latest = min(10, len(self._times))
+        since = self._times[-latest - 1] if latest < len(self._times) else self._began
+        recent = sum(self._samples[len(self._samples) - latest :]) / max(ended - since, 1e-9)
+        use = [r["gpu_utilization"] for r in read if "gpu_utilization" in r]
+        return {
+            "training_time": elapsed,
+            "throughput": recent if samples else 0.0,
+            "avg_throughput": samples / elapsed,
+            "memory_usage": read[-1]["memory_bytes"] / GIGABYTE,
+            "max_memory_usage": max(r["peak_bytes"] for r in read) / GIGABYTE,
+            "gpu_utilization": mean(use) if use else 0.0,
+            "loss_history": self._history(),
+            "samples": samples,
+            "steps": len(self._times),
+        }
+
+    def _summary_of_run(self) -> dict[str, Any]:
+        run = self._run
+        assert run is not None
+        found = figures(run)
+        rates = run.column("samples_per_s")
+        memory = readings(run, "memory_bytes")
+        facts = run.facts.get(run.ranks[0], {})
+        return {
+            "training_time": found.elapsed_s or 0.0,
+            "throughput": rates[-1] if rates else found.samples_per_s or 0.0,
+            "avg_throughput": found.samples_per_s or 0.0,
+            "memory_usage": (memory[-1] if memory else 0.0) / GIGABYTE,
+            "max_memory_usage": (found.peak_bytes or 0.0) / GIGABYTE,
+            "gpu_utilization": found.gpu_utilization or 0.0,
+            "loss_history": run.column("loss"),
+            "samples": run.last_step * int(facts.get("global_batch") or 0),
+            "steps": run.last_step,
+        }

@@ -1,0 +1,94 @@
+"""Lines of an event file, found and chosen before they are parsed: files may be very long."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FREQUENT = ("step", "phases", "device")
+MOST_STEPS = 20_000
+MOST_SAMPLES = 2_000
+MOST_READINGS = 2_000
+# Kind and, where it comes next, step of a line. Inside a JSON string quotes have backslashes.
+_HEAD = rb'"event":\s*"%s(\w+)"(?:,\s*"step":\s*(\d+))?'
+EVERY = re.compile(_HEAD % b"")
+WITHOUT_STEPS = re.compile(_HEAD % b'(?!step")')
+
+
+@dataclass
+class EventLines:
+    """The lines of one rank. `frequent` kinds: where in the file and of which step; the others are
+    `rare` and parsed."""
+
+    raw: bytes
+    frequent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    rare: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    damaged: int = 0
+    torn: bool = False
+    count: int = 0
+
+    def text(self, place: int) -> bytes:
+        """The line around a place in the file."""
+        end = self.raw.find(b"\n", place)
+        return self.raw[self.raw.rfind(b"\n", 0, place) + 1 : end if end >= 0 else None]
+
+    def events(self, lines: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+        for place, _ in lines:
+            event = parsed(self.text(place))
+            if event is not None:
+                yield event
+
+
+def read_lines(path: Path, with_steps: bool) -> EventLines:
+    """The lines of a file; `with_steps`: also what was logged of each step, which is the same on
+    every rank."""
+    raw = path.read_bytes()
+    found = EventLines(raw, {kind: [] for kind in FREQUENT})
+    last = raw[raw.rfind(b"\n") + 1 :]
+    # No newline at its end: it was being written when the run ended.
+    found.torn = bool(last.strip()) and parsed(last) is None
+    whole = len(raw) - len(last) if found.torn else len(raw)
+    lists = {kind.encode(): places for kind, places in found.frequent.items()}
+    for head in (EVERY if with_steps else WITHOUT_STEPS).finditer(raw, 0, whole):
+        kind, step = head.groups()
+        places = lists.get(kind)
+        if places is None:
+            event = parsed(found.text(head.start()))
+            if event is None:
+                found.damaged += 1
+            else:
+                found.rare.append((head.start(), event))
+        else:
+            number = int(step) if step is not None else _step(found.text(head.start()))
+            places.append((head.start(), number))
+    found.count = len(found.rare) + sum(map(len, found.frequent.values()))
+    if with_steps:
+        found.damaged = max(0, raw.count(b"\n", 0, whole) - found.count)
+    return found
+
+
+def parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(text)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
+def thinned(values: list[Any], most: int) -> list[Any]:
+    """At most about `most` of them, evenly spread, the last one always among them."""
+    stride = -(-len(values) // most) if values else 1
+    kept = values[::stride]
+    if values and kept[-1] is not values[-1]:
+        kept.append(values[-1])
+    return kept
+
+
+def _step(text: bytes) -> int:
+    event = parsed(text) or {}
+    step = event.get("step")
+    return step if isinstance(step, int) else -1

@@ -1,0 +1,85 @@
+"""Style and script of the report, which must work without a network."""
+
+STYLE = """
+:root { --ink: #1c2330; --soft: #5b6577; --line: #dfe3ea; --back: #ffffff; --box: #f5f7fa;
+  --accent: #1f5fbf; --bad: #b3261e; --good: #1d7a46;
+  --c0: #1f5fbf; --c1: #d1700f; --c2: #2a8f52; --c3: #b03a63; --c4: #6b53b8; --c5: #0f8a94;
+  --c6: #8a6d1a; --c7: #5b6577;
+  --p0: #d1700f; --p1: #1f5fbf; --p2: #6ea0e6; --p3: #c9cfda; --p4: #2a8f52; --p5: #b03a63;
+  --p6: #8a8f99; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa4b5; --line: #333b49;
+  --back: #14181f; --box: #1d232d; --accent: #7fb0ff; --bad: #ff8a80; --good: #7fd6a0;
+  --c0: #7fb0ff; --c1: #f0a55a; --c2: #7fd6a0; --c3: #f08bb0; --c4: #b3a1f2; --c5: #6fd0d8;
+  --c6: #d9bd66; --c7: #9aa4b5; --p1: #5a92e8; --p2: #9cc2ff; --p3: #4b5464; --p6: #6b7484; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 24px; max-width: 1060px; background: var(--back);
+  color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 32px 0 8px; }
+h3 { font-size: 14px; margin: 0 0 4px; font-weight: 600; }
+.soft { color: var(--soft); }
+.verdict { border-left: 5px solid var(--accent); background: var(--box); padding: 12px 16px;
+  margin: 16px 0; } .verdict.cause { border-color: var(--bad); }
+.verdict.none { border-color: var(--good); } .verdict p { margin: 0; font-size: 17px; }
+.verdict ul { margin: 8px 0 0; padding-left: 20px; }
+.tiles { display: flex; flex-wrap: wrap; gap: 8px; }
+.tile { background: var(--box); padding: 8px 12px; border-radius: 6px; min-width: 96px; }
+.tile b { display: block; font-size: 16px; } .tile span { color: var(--soft); font-size: 12px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 16px; }
+.scroll { overflow-x: auto; }
+svg { width: 100%; height: auto; display: block; overflow: visible; }
+.grid { stroke: var(--line); fill: none; } .tick { fill: var(--soft); font-size: 11px; }
+.label { fill: var(--ink); font-size: 12px; }
+.slowest { fill: var(--bad); font-size: 12px; font-weight: 700; }
+.line { fill: none; stroke-width: 1.6; } .band { opacity: .18; stroke: none; }
+.key { display: inline-block; width: 11px; height: 11px; border-radius: 2px; margin: 0 4px 0 12px; }
+#heat g rect { fill: var(--accent); } .worst { fill: var(--bad); }
+table { border-collapse: collapse; font-size: 13px; } td, th { text-align: left;
+  padding: 3px 12px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+details summary { cursor: pointer; color: var(--accent); } code { font-size: 12px; }
+select { font: inherit; color: inherit; background: var(--box); border: 1px solid var(--line);
+  padding: 2px 6px; }
+""" + "".join(
+    f".line.c{i} {{ stroke: var(--c{i}); }} .band.c{i}, .dot.c{i} {{ fill: var(--c{i}); }} "
+    f".key.c{i} {{ background: var(--c{i}); }} "
+    + (
+        f".p{i} {{ fill: var(--p{i}); }} .key.p{i} {{ background: var(--p{i}); }}\n"
+        if i < 7
+        else ""
+    )
+    for i in range(8)
+)
+
+# Shows another phase in the heat map, and the cell under the pointer in words.
+SCRIPT = """
+document.querySelectorAll('.heat').forEach(function (box) {
+  var data = JSON.parse(box.querySelector('script').textContent);
+  var choice = box.querySelector('select'), words = box.querySelector('.words');
+  var rows = box.querySelectorAll('svg g'), dots = box.querySelectorAll('.worst');
+  var height = data.row;
+  function show() {
+    var cells = data.phases[choice.value], largest = 1e-9;
+    cells.forEach(function (row) { largest = Math.max(largest, Math.max.apply(null, row)); });
+    cells.forEach(function (row, r) {
+      row.forEach(function (v, c) {
+        rows[r].children[c].setAttribute('fill-opacity', (0.04 + 0.96 * v / largest).toFixed(2));
+      });
+    });
+    dots.forEach(function (dot, c) {
+      var worst = 0;
+      cells.forEach(function (row, r) { if (row[c] > cells[worst][c]) worst = r; });
+      dot.setAttribute('cy', worst * height + height / 2 - 0.5);
+    });
+    words.textContent = 'darkest: ' + largest.toFixed(2) + ' ms';
+  }
+  choice.addEventListener('change', show);
+  rows.forEach(function (group, r) {
+    group.addEventListener('mouseover', function (event) {
+      var c = Array.prototype.indexOf.call(group.children, event.target);
+      if (c < 0) return;
+      words.textContent = data.names[r] + ', step ' + data.steps[c] + ': ' +
+        data.phases[choice.value][r][c].toFixed(2) + ' ms';
+    });
+  });
+  show();
+});
+"""

@@ -1,0 +1,225 @@
+"""Why the run is slow, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from multi_gpu_training.monitoring.report.attribution import COMPUTING, Steps, side_by_side
+from multi_gpu_training.monitoring.report.causes import BETTER_BATCH, Cause, find_causes
+from multi_gpu_training.monitoring.report.run import Run
+
+AFFORDABLE = 0.01  # of the time, for checkpoints
+
+
+@dataclass
+class Verdict:
+    """headline: the worst cause, or that there is none. more: what else costs time. notes: what
+    the figures do not say of themselves."""
+
+    headline: str
+    causes: list[Cause] = field(default_factory=list)
+    more: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def kind(self) -> str:
+        """data, compute, hooks, network, batch, checkpoint, shared; none; unknown."""
+        if self.causes:
+            return self.causes[0].kind
+        return "unknown" if self.headline.startswith("nothing can be said") else "none"
+
+
+def judge(run: Run) -> Verdict:
+    steps = side_by_side(run)
+    causes = find_causes(run)
+    notes = _notes(run, steps)
+    if causes:
+        sentences = [WORDS[cause.kind](run, steps, cause) for cause in causes]
+        return Verdict(sentences[0], causes, sentences[1:], notes)
+    if steps is None:
+        return Verdict(
+            "nothing can be said about speed: fewer than three steps were timed on every rank "
+            "(monitor=false, a very short run, or a loop of one's own)",
+            notes=notes,
+        )
+    return Verdict(_healthy(steps), notes=notes)
+
+
+def _healthy(steps: Steps) -> str:
+    share = {phase: float(steps.typical(phase).mean()) / steps.step for phase in steps.phases}
+    computing = sum(share[phase] for phase in COMPUTING)
+    text = (
+        f"nothing stands out: of a step of {duration(steps.step)}, {computing:.0%} is computing, "
+        f"{share['input']:.0%} waiting for data"
+    )
+    if len(steps.ranks) > 1:
+        transfer = float(np.median(steps.transfer)) / steps.step
+        waits = float(np.median(steps.waits, axis=1).mean()) / steps.step
+        text += f", {transfer:.0%} exchanging gradients, {waits:.0%} waiting for other ranks"
+    return text
+
+
+def _data(run: Run, steps: Steps | None, cause: Cause) -> str:
+    if not cause.ranks or run.world_size == 1:
+        who = "every rank waits" if run.world_size > 1 else "training waits"
+        workers = run.config.get("num_workers", 0)
+        return (
+            f"{who} {duration(cause.seconds)} a step for data; more loader workers (num_workers is "
+            f"{workers}) or cheaper samples would {gain(cause)}"
+        )
+    return (
+        f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} a step for data"
+        f"{_waiting(steps, cause)}; fix {_its(cause)} loader and {gain(cause)}"
+    )
+
+
+def _compute(run: Run, steps: Steps | None, cause: Cause) -> str:
+    facts = cause.facts
+    return (
+        f"{ranks_do(cause.ranks, 'compute')} {duration(cause.seconds)} a step longer than the "
+        f"others ({duration(facts['typical_s'])} instead of {duration(facts['usual_s'])})"
+        f"{_waiting(steps, cause)}; look at {_its(cause)} device (other processes, clocks, heat), "
+        f"or give it a smaller share (balance=measured), and {gain(cause)}"
+    )
+
+
+def _hooks(run: Run, steps: Steps | None, cause: Cause) -> str:
+    who = ranks_do(cause.ranks, "spend") if cause.ranks else "every rank spends"
+    return (
+        f"{who} {duration(cause.seconds)} a step between steps, in hooks, the log or other Python"
+        f"{_waiting(steps, cause)}; make them cheaper and {gain(cause)}"
+    )
+
+
+def _network(run: Run, steps: Steps | None, cause: Cause) -> str:
+    megabytes = cause.facts["bytes"] / 1e6
+    size = f"{megabytes:,.1f} MB of gradients" if megabytes else "gradients"
+    rate = f" ({cause.facts['rate'] / 1e6:,.0f} MB/s)" if megabytes else ""
+    slow = "the network is slow" if cause.facts["slow"] else "the network is the limit"
+    return (
+        f"{slow}: exchanging {size} takes {duration(cause.seconds)} a step on every rank{rate}, "
+        f"while no rank is late; a faster connection, gradient_accumulation_steps or "
+        f"fp16_compression would {gain(cause, 'up to ')}"
+    )
+
+
+def _checkpoint(run: Run, steps: Steps | None, cause: Cause) -> str:
+    facts = cause.facts
+    every = facts["every"]
+    text = (
+        f"checkpoints come too often: training stands still for them {facts['share']:.0%} of the "
+        f"time, {duration(facts['stall_s'])} each time"
+    )
+    if isinstance(every, int):
+        better = _rounded_up(every * facts["share"] / AFFORDABLE)
+        text += f", every {every:,} steps; checkpoint_frequency={better} would {gain(cause)}"
+    return text + " (rank 0 saves, the others wait for it)"
+
+
+def _batch(run: Run, steps: Steps | None, cause: Cause) -> str:
+    size = cause.facts["size"]
+    samples = f"{size} sample{'s' if size > 1 else ''}"
+    return (
+        f"batches are tiny: {samples} a rank. Most of a step does not depend on the batch: "
+        f"starting operations, moving the weights, exchanging gradients; a larger batch_size takes "
+        f"hardly longer, and {BETTER_BATCH} samples would {gain(cause, 'up to ')}"
+    )
+
+
+def _shared(run: Run, steps: Steps | None, cause: Cause) -> str:
+    text = f"{ranks_do(cause.ranks, 'share')} {cause.facts['place']}"
+    kind = "GPU" if cause.facts["place"].startswith("GPU") else "core"
+    if cause.facts.get("measured") is False:
+        return f"{text}; give each rank a {kind} of its own"
+    return f"{text} and {_slow_down(cause)}; give each rank a {kind} of its own and {gain(cause)}"
+
+
+def _slow_down(cause: Cause) -> str:
+    return f"slow each other down, by about {duration(cause.seconds)} a step"
+
+
+WORDS: dict[str, Callable[[Run, Steps | None, Cause], str]] = {
+    "data": _data,
+    "compute": _compute,
+    "hooks": _hooks,
+    "network": _network,
+    "checkpoint": _checkpoint,
+    "batch": _batch,
+    "shared": _shared,
+}
+
+
+def _waiting(steps: Steps | None, cause: Cause) -> str:
+    """ "; ranks 0, 2, 3 wait for rank 1" """
+    if steps is None or not cause.ranks or len(steps.ranks) < 2:
+        return ""
+    waits = np.median(steps.waits, axis=1)
+    late = [
+        rank
+        for rank, wait in zip(steps.ranks, waits, strict=True)
+        if rank not in cause.ranks and wait > 0.3 * cause.seconds
+    ]
+    if not late:
+        return ""
+    return f"; {ranks_do(late, 'wait')} for {ranks(cause.ranks)}"
+
+
+def _notes(run: Run, steps: Steps | None) -> list[str]:
+    notes = []
+    if steps is not None and steps.from_checks:
+        notes.append(
+            "steps are replayed as CUDA graphs: their phases are shares of eager steps that were "
+            "computed to compare"
+        )
+    if steps is not None and len(steps.ranks) > 1:
+        waits = float(np.median(steps.waits.max(axis=0)))
+        steady = float(np.median(steps.waits, axis=1).max())
+        if waits > 0.15 * steps.step and steady < 0.5 * waits:
+            notes.append(
+                f"ranks wait for each other in turns, {duration(waits)} a step: none of them is "
+                "slow, but their times vary (other work on the machine, uneven batches)"
+            )
+    crowd = [f for f in run.facts.values() if not f.get("device_uuid")]
+    cores = min((int(f.get("machine_cores") or 0) for f in crowd), default=0)
+    if cores and len(crowd) > cores:
+        notes.append(f"{len(crowd)} ranks share {cores} cores: steps take turns on them")
+    return notes + run.problems
+
+
+def ranks(found: Sequence[int]) -> str:
+    if len(found) == 1:
+        return f"rank {found[0]}"
+    return "ranks " + ", ".join(map(str, found))
+
+
+def ranks_do(found: Sequence[int], verb: str) -> str:
+    return f"{ranks(found)} {verb}{'s' if len(found) == 1 else ''}"
+
+
+def _its(cause: Cause) -> str:
+    return "its" if len(cause.ranks) == 1 else "their"
+
+
+def gain(cause: Cause, least: str = "") -> str:
+    more = cause.gain
+    return f"gain {least}{more:.0%}" if more < 3 else f"train {least}{1 + more:.0f} times as fast"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 120:
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            value = seconds / size
+            return f"{value:.0f} {unit}" if value >= 20 else f"{value:.1f} {unit}"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def _rounded_up(steps: float) -> int:
+    size = 10 ** max(0, len(str(int(steps))) - 1)
+    return int(-(-steps // size) * size)

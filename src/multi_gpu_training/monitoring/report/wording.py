@@ -1,0 +1,126 @@
+"""Figures, events and states as a person reads them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from multi_gpu_training.monitoring.report.figures import Figures
+from multi_gpu_training.monitoring.report.run import Event, Run, is_number
+from multi_gpu_training.monitoring.report.verdict import duration
+
+STATES = {
+    "finished": "finished",
+    "failed": "failed",
+    "running": "still going",
+    "ended without a word": "ended without a word: killed, or the machine went down",
+    "unknown": "its end is not recorded",
+}
+IDENTITY = {"v", "run", "attempt", "rank", "world_size", "host", "time", "clock", "event"}
+MOST_EVENTS = 200
+
+
+def tiles(run: Run, found: Figures) -> list[tuple[str, str]]:
+    """Name and value of each figure that is known."""
+    rows: list[tuple[str, str | None]] = [
+        ("state", STATES[run.state].partition(":")[0]),
+        ("steps", f"{run.last_step:,}"),
+        ("ranks", str(run.world_size)),
+        ("time", duration(found.elapsed_s) if found.elapsed_s else None),
+        ("samples/s", number(found.samples_per_s)),
+        ("step", duration(found.step_s) if found.step_s else None),
+        ("peak memory", size(found.peak_bytes)),
+        ("GPU use", percent(found.gpu_utilization, 100)),
+        ("power", f"{found.power_w:,.0f} W a GPU" if found.power_w else None),
+        ("MFU", f"{found.mfu:.1%}" if found.mfu is not None else None),
+    ]
+    rows += [(name, f"{value:.4g}") for name, value in found.metrics.items()]
+    return [(name, value) for name, value in rows if value is not None]
+
+
+def forecast_line(found: Figures) -> str | None:
+    """What was forecast and what came."""
+    forecast = found.forecast
+    if forecast is None:
+        return None
+
+    def show(value: Any) -> str:
+        if not is_number(value):
+            return "?"
+        speed = forecast["figure"] == "samples_per_s"
+        return f"{number(value)} samples/s" if speed else f"{duration(value)} a step"
+
+    text = f"forecast {show(forecast['expected'])}, actual {show(forecast['actual'])}"
+    if forecast["off"] is not None:
+        text += f" ({forecast['off']:+.0%})"
+    if forecast["low"] is not None:
+        where = "inside" if forecast["inside"] else "outside"
+        text += f"; {where} the band {show(forecast['low'])} to {show(forecast['high'])}"
+    return text
+
+
+def event_rows(run: Run) -> list[tuple[str, str, str]]:
+    """Time since the start, kind and words of each event; of very many the first and last."""
+    shown = [e for e in run.notable if e["event"] not in ("shares",)]
+    left = len(shown) - MOST_EVENTS
+    rows = [_event_row(run, event) for event in shown]
+    if left > 0:
+        middle = ("", "...", f"{left} more")
+        rows = [*rows[: MOST_EVENTS // 2], middle, *rows[-MOST_EVENTS // 2 :]]
+    return rows
+
+
+def _event_row(run: Run, event: Event) -> tuple[str, str, str]:
+    kind = event["event"]
+    at = float(event["time"]) if is_number(event.get("time")) else None
+    since = f"+{duration(max(0.0, at - run.began))}" if at is not None and run.began else ""
+    if kind == "checkpoint":
+        text = (
+            f"step {event.get('step')} saved ({size(event.get('bytes'))}), training stood still "
+            f"{duration(float(event.get('stall_s') or 0) + float(event.get('waited_s') or 0))}"
+        )
+    elif kind in ("restart", "resume"):
+        again = f"attempt {event.get('attempt')}" if kind == "restart" else "started again"
+        text = f"{again}, on {event.get('world_size')} ranks from step {event.get('step')}"
+    elif kind == "log":
+        text = str(event.get("message"))
+        kind = str(event.get("level", "log"))
+    elif kind == "stall":
+        waited = float(event.get("waited_s") or 0.0)
+        text = f"rank {event.get('rank')}: no step for {duration(waited)}"
+        text += f" after step {event.get('step')}"
+    elif kind == "run_end":
+        text = str(event.get("error") or f"after step {event.get('step')}")
+        kind = "failed" if event.get("error") else "end"
+    else:
+        text = f"rank {event.get('rank')}: " + ", ".join(
+            f"{key} {_short(value)}" for key, value in event.items() if key not in IDENTITY
+        )
+    return since, kind, text
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)[:200]
+
+
+def date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else "?"
+
+
+def number(value: float | None) -> str | None:
+    if value is None:
+        return None
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(value: float | None, whole: float = 1.0) -> str | None:
+    return None if value is None else f"{value / whole:.0%}"
+
+
+def size(value: Any) -> str | None:
+    if not is_number(value):
+        return None
+    for unit, scale in (("GB", 2**30), ("MB", 2**20), ("KB", 2**10)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value:.0f} B"

@@ -1,0 +1,195 @@
+"""Which steps are timed, and what is recorded of them.
+
+Ranks time the same steps: only side by side do their phases show who waits for whom.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from multi_gpu_training.monitoring.phases import PhaseClock
+from multi_gpu_training.monitoring.run_queue import RunQueue
+from multi_gpu_training.monitoring.work import WorkCount, is_compiled
+
+if TYPE_CHECKING:
+    from multi_gpu_training.monitoring.waiting import InputWait
+    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+
+COST_S = 150e-6  # of a timed step, its line in the events included
+COST_SHARE = 0.004  # of the training that timing may take
+FIRST_STRIDE = 4
+UNKNOWN_STRIDE = 20  # until the ranks have agreed on how long a step is
+DENSE_STEPS = 1024  # from there on one step in 2, 4, 8, ...: a long run has no endless log
+
+
+class StepSampler:
+    """Times some steps. `attentive` is whether asking for a batch and getting it matter now."""
+
+    def __init__(self, manager: MultiGPUTrainingManager, wait: InputWait) -> None:
+        self.manager = manager
+        self.trainer = manager.trainer
+        self.wait = wait
+        self.attentive = True
+        self.checkpoint_s = 0.0
+        self._queue = RunQueue() if manager.placement.device.type == "cpu" else None
+        self._clock = PhaseClock(self.trainer, self._queue)
+        self._pending: tuple[str, int, dict[str, Any]] | None = None
+        self._stride: int | None = None
+        # The second step: before steps are compiled or recorded, which counting would disturb.
+        self._count_at: int | None = None if is_compiled(self.trainer) else self.trainer.step + 2
+        self._step = self.trainer.step
+        self._at = time.perf_counter()
+        self._input_s = 0.0
+        self.next_step = self._following(self.trainer.step + 1)
+        self._check: PhaseClock | None = None
+        execution = self.trainer.execution
+        execution.check_begins = self._check_begins
+        execution.check_ends = self._check_ends
+
+    # When
+
+    def settle(self, step_s: float) -> None:
+        """The ranks agreed that a step takes `step_s`: time as many as may be timed."""
+        self._stride = max(1, math.ceil(COST_S / (COST_SHARE * max(step_s, 1e-9))))
+        if not self._clock.running:
+            self.next_step = self._following(self.trainer.step)
+            self.attentive = self.next_step <= self.trainer.step + 1
+
+    def _following(self, step: int) -> int:
+        stride = self._stride
+        if stride is None:
+            stride = FIRST_STRIDE if step < 2 * UNKNOWN_STRIDE else UNKNOWN_STRIDE
+        if step >= DENSE_STEPS:
+            stride = max(stride, 2 ** int(math.log2(step / DENSE_STEPS) + 1))
+        # Off the multiples at which logs and checkpoints fall.
+        return (step // stride) * stride + stride + (1 if stride > 1 else 0)
+
+    # Where the loop is
+
+    def asked(self, now: float) -> None:
+        """A batch is asked for: a step begins, or goes on."""
+        if self._clock.running:
+            if self.trainer._micro:
+                self._clock.mark("input")
+                return
+            self._finish(now)
+        self._write_if_ready()
+        step = self.trainer.step + 1
+        if self._count_at is not None and step >= self._count_at:
+            self._count()
+        elif step >= self.next_step and not self.trainer._micro:
+            self._begin(now)
+        self.attentive = self._clock.running or self._pending is not None
+        self.attentive = self.attentive or self._count_at is not None
+
+    def got(self) -> None:
+        if self._clock.running:
+            self._clock.mark("other")
+
+    def end_epoch(self) -> None:
+        """No step follows at once: what was timed is recorded."""
+        if self._clock.running:
+            if self._clock.micro_batches:
+                self._finish(time.perf_counter())
+            else:
+                self._clock.detach()
+                self._clock.running = False
+        self._write_if_ready(wait=True)
+        self.attentive = False
+
+    def checkpointing(self, seconds: float) -> None:
+        self.checkpoint_s += seconds
+
+    def checkpoint_begins(self) -> None:
+        if self._clock.running:
+            self._clock.mark("checkpoint")
+
+    def checkpoint_ends(self) -> None:
+        if self._clock.running:
+            self._clock.mark("other")
+
+    def _begin(self, now: float) -> None:
+        execution = self.trainer.execution
+        step = self.trainer.step + 1
+        if execution.active:  # warming up for a recording, or replaying one
+            self.next_step = self._following(step) if execution.mode == "graph" else step + 1
+            return
+        self.next_step = self._following(step)
+        self._clock.start(now)
+
+    def _finish(self, now: float) -> None:
+        self._clock.stop(now)
+        self._put("step", self._clock, now)
+        self._clock = PhaseClock(self.trainer, self._queue)
+
+    # Comparisons of a graph with the eager step
+
+    def _check_begins(self) -> None:
+        if self._clock.running or self._pending is not None or self.trainer.step == self._step:
+            return
+        self._check = PhaseClock(self.trainer)
+        self._check.start()
+
+    def _check_ends(self) -> None:
+        check, self._check = self._check, None
+        if check is not None:
+            check.stop()
+            self._put("check", check, time.perf_counter())
+            self.attentive = True
+
+    # What is recorded
+
+    def _put(self, source: str, clock: PhaseClock, now: float) -> None:
+        """Note what belongs to the sample; its line is written once the device has got there."""
+        step = self.trainer.step
+        interval = {
+            "interval_steps": step - self._step,
+            "interval_s": now - self._at,
+            "interval_input_s": self.wait.total_s - self._input_s,
+            "interval_checkpoint_s": self.checkpoint_s,
+        }
+        self._step, self._at, self._input_s = step, now, self.wait.total_s
+        self.checkpoint_s = 0.0
+        self._write_if_ready(wait=True)
+        self._pending = source, step, {"clock": clock, **interval}
+        self._write_if_ready()
+
+    def _write_if_ready(self, wait: bool = False) -> None:
+        if self._pending is None or not (wait or self._pending[2]["clock"].ready):
+            return
+        source, step, facts = self._pending
+        self._pending = None
+        clock: PhaseClock = facts.pop("clock")
+        if not clock.ready:  # an epoch ended before the device did: rather no sample than a stop
+            return
+        seconds = clock.seconds()
+        fields = {f"{phase}_s": round(value, 7) for phase, value in seconds.items()}
+        fields |= {k: round(v, 7) if isinstance(v, float) else v for k, v in facts.items()}
+        if self.manager.placement.device.type == "cpu":
+            fields["cpu_s"] = round(clock.cpu_s, 7)
+            queued = clock.queued_s
+            fields |= {} if queued is None else {"queued_s": round(queued, 7)}
+        self.manager.logger.record("phases", step=step, source=source, **fields)
+
+    def _count(self) -> None:
+        """Count the operations of the next step: once a run, and not in a timed step."""
+        self._count_at = None
+        trainer, work = self.trainer, WorkCount()
+        plain = type(trainer).compute
+
+        def counted(batch: Any, samples: Any, share: Any) -> Any:
+            try:
+                with work:
+                    found = plain(trainer, batch, samples, share)
+            except BaseException:
+                trainer.__dict__.pop("compute", None)
+                raise
+            if share.last:
+                trainer.__dict__.pop("compute", None)
+                facts = {"operations": work.operations, "flops": work.flops}
+                self.manager.logger.record("work", step=trainer.step + 1, **facts)
+            return found
+
+        trainer.compute = counted  # type: ignore[method-assign]

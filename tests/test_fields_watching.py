@@ -1,0 +1,59 @@
+"""What the fields about watching a run do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import line, manager_for, points, sgd, squares
+
+from multi_gpu_training import Hook
+from multi_gpu_training.monitoring import observer
+
+
+class Pause(Hook):
+    """Makes each step last."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_step_end(self, manager: Any, step: int) -> None:
+        time.sleep(self.seconds)
+
+
+def recorded(folder: Path, pause_s: float = 0.0, **settings: Any) -> tuple[Path, Counter[str]]:
+    settings = {"training_mode": "single", "batch_size": 2, "epochs": 3, "log_every": 4, **settings}
+    manager = manager_for(folder, **settings)
+    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, hooks=[Pause(pause_s)])
+    lines = manager.run.events(0).read_text().splitlines()
+    return manager.run.path, Counter(json.loads(text)["event"] for text in lines)
+
+
+def test_monitor_records_phases_and_devices(tmp_path: Path) -> None:
+    _, on = recorded(tmp_path, pause_s=0.02)
+    assert on["phases"] >= 2 and on["device"] >= 1 and on["work"] == 1
+    _, off = recorded(tmp_path, monitor=False)
+    assert off["step"] == on["step"] == 6 and off["rank"] == off["run_end"] == 1
+    assert not off["phases"] and not off["device"] and not off["work"]
+
+
+def test_monitor_interval_s_is_how_often_devices_are_read(tmp_path: Path) -> None:
+    _, often = recorded(tmp_path, pause_s=0.03, monitor_interval_s=0.02)
+    _, seldom = recorded(tmp_path, pause_s=0.03, monitor_interval_s=60.0)
+    assert often["device"] >= 5 and seldom["device"] == 1  # the one at the end
+
+
+def test_report_is_written_at_the_end_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, _ = recorded(tmp_path)
+    assert not (short / "report.html").exists()  # not worth it
+    monkeypatch.setattr(observer, "WORTH_A_REPORT_S", 0.0)
+    path, _ = recorded(tmp_path)
+    assert "</html>" in (path / "report.html").read_text() and (path / "metrics.png").exists()
+    without, _ = recorded(tmp_path, report=False)
+    assert not (without / "report.html").exists()
