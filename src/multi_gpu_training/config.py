@@ -154,6 +154,9 @@ class MultiGPUConfig(BaseModel):
     # Keeping
     enable_fault_tolerance: bool = True
     checkpoint_frequency: PositiveInt = Field(1000, description="steps between checkpoints")
+    grace_s: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="seconds a run has to save and end after SIGTERM, SIGUSR1 or Ctrl-C"
+    )
     max_restarts: NaturalInt = Field(
         3, description="restarts of the ranks after failures, within restart_window_s"
     )

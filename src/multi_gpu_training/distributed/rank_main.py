@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.distributed import whereabouts
+from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.errors import ConfigError, LaunchError, MultiGPUError
 
 _PR_SET_PDEATHSIG = 1
@@ -55,6 +56,7 @@ def run_command(command: list[str]) -> None:
 def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     """Call `work`; an error is handed to the launcher, which shows the first one last."""
     die_with_parent(launcher)
+    end_on_signals(signal.SIGUSR1)
     whereabouts.keep(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     try:
         return work()
