@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.distributed.control import NAMES, Control, LeaveWait, exit_code
+from multi_gpu_training.distributed.rank_main import end_workers
 from multi_gpu_training.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def end_control(manager: MultiGPUTrainingManager) -> None:
     run ends the process now, with everything kept."""
     control = manager.control
     control.close()
+    if isinstance(sys.exception(), Stopped):
+        end_workers()  # which a child process would wait for at its exit
     if sys.exception() is None and control.asked is not None:
         _say(manager, f"{_name(manager)}: the run had ended, its state is kept")
         raise leaving(manager)
