@@ -199,7 +199,7 @@ class WorkerStart:
 def wait_for_no_worker() -> None:
     """A run that ends does not wait 5 s and again 5 s for a batch that is being read: workers are
     killed when their rank exits."""
-    worker_utils.MP_STATUS_CHECK_INTERVAL = 0.05  # type: ignore[attr-defined]
+    worker_utils.MP_STATUS_CHECK_INTERVAL = 0.05
 
 
 def as_is(item: Any) -> Any:

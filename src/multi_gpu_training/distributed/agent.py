@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous
 
 from multi_gpu_training.distributed import preemption, whereabouts
 from multi_gpu_training.distributed.diagnosis import first_failure
+from multi_gpu_training.distributed.hang_watch import HangWatch
 from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan, check_port
 from multi_gpu_training.distributed.preemption import LauncherSignals, ask_ranks
 from multi_gpu_training.distributed.restarts import Limits, RestartPolicy, Verdict
@@ -56,6 +57,7 @@ class RankAgent(LocalElasticAgent):
         self._begun = False  # whether any attempt has come to its first step
         self._signals = LauncherSignals(lambda: self._runs and not self._in_exit_barrier)
         self._runs = False
+        self._hangs: HangWatch
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -79,12 +81,16 @@ class RankAgent(LocalElasticAgent):
         context.close = close  # type: ignore[method-assign]
         self._runs = True
         self._signals.install()
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        self._hangs = HangWatch(pids, self.error_files, ranks)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._signals.check()
+        self._signals.check(self.error_files)
         result: RunResult = super()._monitor_workers(worker_group)
         preemption.check_stopped(result.failures.values(), self.bystanders)
+        if result.state is WorkerState.HEALTHY:
+            self._hangs.look(all_here=worker_group.group_world_size in (1, None))
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._judge(result)
             if not self._verdict.restart:
@@ -100,7 +106,7 @@ class RankAgent(LocalElasticAgent):
             found = whereabouts.of_rank(file)
             if self._policy.limits is None and found.max_restarts is not None:
                 self._policy.limits = Limits(found.max_restarts, found.restart_window_s)
-        fault, self._error = first_failure(
+        fault, self._error = self._hangs.verdict() or first_failure(
             result.failures, self.error_files, self.bystanders, self._begun
         )
         self._begun |= any(whereabouts.of_rank(file).begun for file in self.error_files.values())

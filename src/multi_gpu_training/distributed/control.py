@@ -27,7 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from multi_gpu_training.distributed.listening import Listener
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.whereabouts import note_grace
+from multi_gpu_training.distributed.whereabouts import launcher_reads, note_asked, note_grace
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
 POLL_S = 0.25
@@ -87,6 +87,8 @@ class Control(Boundary):
             self._store = c10d.PrefixStore(f"mgt/control/{everybody[0]['token']}", store)
         self._keys = [f"rank{rank}" for rank in range(placement.dp_size)]
         self._key = self._keys[placement.dp_rank]
+        # A launcher of ours tells all its ranks what one of them was told.
+        self._polls = not launcher_reads() or len(self._neighbours) + 1 < placement.dp_size
         self._stop_at: int | None = None
         self._deadline: float | None = None
         self._agreed = threading.Event()
@@ -139,6 +141,7 @@ class Control(Boundary):
                 _end_now("Ctrl-C twice: stopped now", 130)
         if self.asked is None:
             self.asked = number
+            note_asked(number)
 
     def _look(self) -> None:
         """Called by the thread after each signal, and every POLL_S."""
@@ -147,13 +150,16 @@ class Control(Boundary):
         if self._stop_at is not None:
             return
         try:
-            if self.asked is None and self._store is not None and self._store.check([_ASKED]):
+            if self.asked is None and self._asked_elsewhere():
                 self.asked = signal.Signals(int(self._store.get(_ASKED)))
             if self.asked is not None:
                 self._agree()
         except RuntimeError:  # the store is gone, with the rank that held it
             if self.asked is not None:
                 self._give_up("another rank has ended")
+
+    def _asked_elsewhere(self) -> bool:
+        return self._store is not None and self._polls and bool(self._store.check([_ASKED]))
 
     def _agree(self) -> None:
         assert self.asked is not None

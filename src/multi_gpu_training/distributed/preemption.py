@@ -44,9 +44,11 @@ class LauncherSignals:
             for number in _CAUGHT:
                 signal.signal(number, self._on_signal)
 
-    def check(self) -> None:
-        if self._came:
-            raise_for(self._came[0])
+    def check(self, error_files: Mapping[int, str]) -> None:
+        """Raise for a signal that came, here or to one of the ranks."""
+        asked = (whereabouts.of_rank(file).asked for file in error_files.values())
+        for number in [*self._came[:1], *filter(None, asked)]:
+            raise_for(number)
 
     def interrupts(self) -> int:
         return self._came.count(signal.SIGINT)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.distributed import whereabouts
+from multi_gpu_training.distributed import heartbeat, whereabouts
 from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.errors import ConfigError, LaunchError, MultiGPUError
 
@@ -57,7 +57,9 @@ def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     """Call `work`; an error is handed to the launcher, which shows the first one last."""
     die_with_parent(launcher)
     end_on_signals(signal.SIGUSR1)
-    whereabouts.keep(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    whereabouts.keep(error_file)
+    heartbeat.begin(error_file)
     try:
         return work()
     except SystemExit as stop:

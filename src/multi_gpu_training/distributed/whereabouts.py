@@ -35,6 +35,10 @@ class Phase(IntEnum):
         return _WORDS[self]
 
 
+# As plain numbers for the loop: to ask an Enum for a member takes longer than to note it.
+FORWARD, BACKWARD, OPTIMIZER = map(int, (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+OWN_CODE, HOOK, INPUT = map(int, (Phase.OWN_CODE, Phase.HOOK, Phase.INPUT))
+
 _WORDS = {
     Phase.SET_UP: "set-up",
     Phase.FORWARD: "forward",
@@ -58,7 +62,7 @@ _PHASE_AT, _COUNT_AT = 16, 24
 # restarts that the run allows, within seconds; seconds to end after a signal; of a hang
 _LIMITS = struct.Struct("<qd")
 _TIMES = struct.Struct("<d")
-_LIMITS_AT, _GRACE_AT, _HANG_AT, _LINE_AT = 32, 48, 56, 64
+_LIMITS_AT, _GRACE_AT, _HANG_AT, _ASKED_AT, _LINE_AT = 32, 48, 56, 64, 65
 _LINE = struct.Struct("<B")
 _SIZE = 320
 _UNKNOWN = -1
@@ -75,7 +79,8 @@ _memory: mmap.mmap | bytearray = bytearray(_FRESH)
 class Whereabouts:
     """`step` is the one being computed, or the checkpoint's after a resume. `line` is where the
     main thread was seen last. `grace_s`: what it needs to save after a signal; 0: it does not.
-    `hang_s`: 0 is a limit that follows the step time, None is no limit."""
+    `hang_s`: 0 is a limit that follows the step time, None is no limit. `asked`: the signal that
+    asked it to end, or 0."""
 
     step: int | None = None
     begun: bool = False
@@ -85,6 +90,7 @@ class Whereabouts:
     count: int = 0
     grace_s: float = 0.0
     hang_s: float | None = None
+    asked: int = 0
     line: str = ""
 
 
@@ -106,7 +112,7 @@ def note_step(step: int, begun: bool | None = None) -> None:
     if begun is None:
         _STEP.pack_into(_memory, 0, step)
     else:
-        _PLACE.pack_into(_memory, 0, step, begun, Phase.FORWARD, 0)
+        _PLACE.pack_into(_memory, 0, step, begun, FORWARD, 0)
 
 
 def note_phase(phase: int) -> None:
@@ -132,6 +138,16 @@ def note_grace(grace_s: float) -> None:
 def note_hang_limit(hang_s: float) -> None:
     """Seconds after which a step is a hang; 0: as the step time says."""
     _TIMES.pack_into(_memory, _HANG_AT, hang_s)
+
+
+def note_asked(number: int) -> None:
+    """A signal has come; the launcher tells the other ranks."""
+    _memory[_ASKED_AT] = number
+
+
+def launcher_reads() -> bool:
+    """Whether a launcher of ours sees what this process notes."""
+    return isinstance(_memory, mmap.mmap)
 
 
 def note_line(line: str) -> None:
@@ -168,6 +184,7 @@ def _decode(raw: bytes) -> Whereabouts:
         count,
         grace,
         None if hang != hang else hang,
+        raw[_ASKED_AT],
         raw[_LINE_AT + 1 : _LINE_AT + 1 + length].decode(errors="replace"),
     )
 

@@ -30,7 +30,14 @@ from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.distributed.replicas import check_replicas
-from multi_gpu_training.distributed.whereabouts import Phase, note_phase, note_step
+from multi_gpu_training.distributed.whereabouts import (
+    HOOK,
+    INPUT,
+    Phase,
+    note_hang_limit,
+    note_phase,
+    note_step,
+)
 from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
 from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
@@ -298,6 +305,7 @@ class MultiGPUTrainingManager:
                 hook.on_run_end(self)
             summary(self)
             self._close()
+            note_hang_limit(math.nan)  # what the user does now may take any time
             end_control(self)
 
     def _close(self) -> None:
@@ -368,7 +376,7 @@ class MultiGPUTrainingManager:
                 step = trainer.step + 1
                 if control.ends_next and result.moved:
                     control.arrive()
-                note_phase(Phase.INPUT)
+                note_phase(INPUT)
                 wait.ask()
                 control.waiting = result.moved
             control.waiting = False
@@ -446,7 +454,7 @@ class MultiGPUTrainingManager:
         step = self.trainer.step
         self.fault_tolerance.saver.poll()
         if self.hooks:
-            note_phase(Phase.HOOK)
+            note_phase(HOOK)
         for hook in self.hooks:
             hook.on_step_end(self, step)
         self.console.tick(self.trainer.position)

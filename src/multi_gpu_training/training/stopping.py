@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.distributed.control import NAMES, Control, LeaveWait, exit_code
 from multi_gpu_training.distributed.rank_main import end_workers
+from multi_gpu_training.distributed.whereabouts import note_count
 from multi_gpu_training.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def pass_boundary(manager: MultiGPUTrainingManager, save: Callable[[], Any]) -> 
 def validation_batches(manager: MultiGPUTrainingManager, batches: Iterable[Any]) -> Iterator[Any]:
     """Batches of a validation, which is left once all ranks stop behind it."""
     control = manager.control
-    source = iter(batches)
+    source, number = iter(batches), 0
     try:
         while not control.ends_next:
             control.waiting = True
@@ -58,6 +59,8 @@ def validation_batches(manager: MultiGPUTrainingManager, batches: Iterable[Any])
             control.waiting = False
             if batch is _END:
                 break
+            number += 1
+            note_count(number)
             yield batch
     except LeaveWait:
         pass

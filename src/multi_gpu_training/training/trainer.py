@@ -32,7 +32,14 @@ from multi_gpu_training.distributed.batchnorm import (
 from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_same_model
-from multi_gpu_training.distributed.whereabouts import Phase, note_count, note_phase, note_step
+from multi_gpu_training.distributed.whereabouts import (
+    BACKWARD,
+    OPTIMIZER,
+    OWN_CODE,
+    note_count,
+    note_phase,
+    note_step,
+)
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.execution import StepExecution
@@ -226,7 +233,7 @@ class MultiGPUTrainer(ABC):
                 result = self.forward(batch, share.count, share.window_count, ranks)
             scaled = self.precision.scaler.scale(result.scaled)
             # The tally is added unscaled: it is a weight, not a gradient.
-            note_phase(Phase.BACKWARD)
+            note_phase(BACKWARD)
             (scaled if result.tally is None else scaled + result.tally).backward()
         norm = self._move_weights(share) if share.last else None
         return result, norm
@@ -238,7 +245,7 @@ class MultiGPUTrainer(ABC):
 
         shared: the next micro-batch writes its loss to the same memory.
         """
-        note_phase(Phase.OWN_CODE)
+        note_phase(OWN_CODE)
         self._micro += 1
         if not share.last:
             return StepResult(loss, self.step, False, None, shared)
@@ -251,7 +258,7 @@ class MultiGPUTrainer(ABC):
         return StepResult(loss, self.step, True, norm, shared)
 
     def _move_weights(self, share: Share) -> Tensor | None:
-        note_phase(Phase.OPTIMIZER)
+        note_phase(OPTIMIZER)
         if not self._checked:
             self._check_gradients()
             self._checked = True
