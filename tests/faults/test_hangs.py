@@ -23,7 +23,8 @@ from torch.utils.data import TensorDataset
 from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.distributed import whereabouts
 from multi_gpu_training.distributed.hangs import ProgressWatch, Stall, diagnose, limit_s
-from multi_gpu_training.distributed.heartbeat import line_of
+from multi_gpu_training.distributed.heartbeat import sample
+from multi_gpu_training.distributed.peer_watch import PeerWatch
 from multi_gpu_training.distributed.stacks import Stack, read_stack
 from multi_gpu_training.distributed.whereabouts import (
     BACKWARD,
@@ -185,12 +186,31 @@ def test_notes_of_a_whole_step_cost_about_a_microsecond(
 
 
 def test_the_line_of_a_thread_is_the_users_own() -> None:
-    import inspect
     import json
 
-    lines = []
-    json.loads("{}", object_hook=lambda found: lines.append(line_of(inspect.currentframe())))
-    assert "test_hangs.py" in lines[0]
+    found: list[Stack] = []
+    json.loads("{}", object_hook=lambda _: found.append(Stack(tuple(sample()))))
+    assert "test_hangs.py" in found[0].line
+
+
+def test_ranks_name_each_other_where_no_launcher_watches() -> None:
+    """Rank 1 falls silent, as one does that was stopped; rank 0 reports it, rank 2 does not."""
+    whereabouts.note_step(9, begun=True)
+    whereabouts.note_hang_limit(5.0)
+    try:
+        watches = [PeerWatch(rank, 3, None) for rank in range(3)]
+        for _ in range(5):  # the first steps may take longer
+            whereabouts.note_step((whereabouts.here().step or 0) + 1, begun=True)
+            messages = [watch.message() for watch in watches]
+            assert [watch.look(messages, 0.0) for watch in watches] == [None] * 3
+        for second in range(1, 8):
+            messages = [watches[0].message(), messages[1], watches[2].message()]
+            found = [watches[rank].look(messages, float(second)) for rank in (0, 2)]
+    finally:
+        whereabouts.note_hang_limit(math.nan)
+    assert found[1] is None and found[0] is not None
+    assert "rank 1 holds the others up" in found[0].report
+    assert "it does not answer" in found[0].report
 
 
 def test_hang_timeout_s_is_below_the_time_for_an_exchange() -> None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 from multi_gpu_training.distributed.listening import Listener
+from multi_gpu_training.distributed.peer_watch import PeerWatch
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.whereabouts import launcher_reads, note_asked, note_grace
 
@@ -85,6 +86,10 @@ class Control(Boundary):
             # store. On a shared connection a rank that waits would make the thread wait.
             store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
             self._store = c10d.PrefixStore(f"mgt/control/{everybody[0]['token']}", store)
+        self._peers: PeerWatch | None = None
+        if placement.dp_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():
+            connection = self._store.clone()
+            self._peers = PeerWatch(placement.dp_rank, placement.dp_size, connection)
         self._keys = [f"rank{rank}" for rank in range(placement.dp_size)]
         self._key = self._keys[placement.dp_rank]
         # A launcher of ours tells all its ranks what one of them was told.
@@ -119,12 +124,16 @@ class Control(Boundary):
     def listen(self) -> None:
         """Catch signals from now on. A handler of the user's own stays."""
         self._listener.start()
+        if self._peers is not None:
+            self._peers.start()
         if self._listener.catches:
             note_grace(self.grace_s)
 
     def close(self) -> None:
         """Listen no more, and give the signals back."""
         self._listener.close()
+        if self._peers is not None:
+            self._peers.close()
         note_grace(0.0)
 
     # The thread

@@ -15,7 +15,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 import multi_gpu_training
 from multi_gpu_training.distributed.whereabouts import note_line
@@ -49,22 +48,20 @@ def stacks_file(error_file: str) -> Path:
 
 
 def _sample() -> None:
-    main = threading.main_thread().ident
     while True:
         time.sleep(EVERY_S)
-        frame = sys._current_frames().get(main or 0)
-        if frame is not None:
-            note_line(line_of(frame))
-        del frame
+        lines = sample()
+        note_line(describe(*lines[own_line([file for file, _, _ in lines])]) if lines else "")
 
 
-def line_of(frame: FrameType | None) -> str:
-    """The innermost line of the user's own; where there is none, the innermost of ours."""
+def sample() -> list[tuple[str, int, str]]:
+    """Where the main thread is, innermost first: (file, line, function)."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     lines = []
     while frame is not None:
         lines.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    return "" if not lines else describe(*lines[own_line([file for file, _, _ in lines])])
+    return lines
 
 
 def own_line(files: list[str]) -> int:

@@ -33,12 +33,14 @@ class Stack:
     @property
     def line(self) -> str:
         """The innermost line of the user's own code."""
+        if not self.frames:
+            return ""
         return describe(*self.frames[own_line([file for file, _, _ in self.frames])])
 
     @property
     def waits(self) -> bool:
         """Whether it stands in an exchange with other ranks, or in a backward, which has some."""
-        file, _, function = self.frames[0]
+        file, _, function = self.frames[0] if self.frames else ("", 0, "")
         return function == _BACKWARD or any(part in file for part in _WAITS_IN)
 
 
