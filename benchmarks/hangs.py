@@ -3,10 +3,10 @@
     python benchmarks/hangs.py --trials 4 --out hangs.json
     python benchmarks/hangs.py --quick
 
-Each trial is a whole run with hang_timeout_s=3: a small model on two CPU ranks. At a random step one
-rank is stopped with SIGSTOP, or a function of the user sleeps for ever. Measured are the time from
-the fault until the report, whether the report names that rank, its phase and its line, and whether
-the run ends with exit code 0 and the very bits of an undisturbed run.
+Each trial is a whole run with hang_timeout_s=3: a small model on two CPU ranks. At a random step
+one rank is stopped with SIGSTOP, or a function of the user sleeps for ever. Measured are the time
+from the fault until the report, whether the report names that rank, its phase and its line, and
+whether the run ends with exit code 0 and the very bits of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def trial(
         code = program.wait(PATIENCE_S)
     finally:
         program.kill()
-    line = "loss_fn" if kind == "sleep" else r"\w+"
+    line = "loss_fn" if kind == "sleep" else r"\S+"
     return {
         "launcher": launcher,
         "fault": kind,

@@ -79,6 +79,13 @@ def test_the_rank_behind_the_others_is_over_its_limit() -> None:
     assert first.rank == 1 and 5 < first.for_s < 6 and first.limit_s == 5
 
 
+def test_a_stopped_process_is_not_given_the_time_of_a_long_phase() -> None:
+    watch = ProgressWatch()
+    ranks = {0: at(3, Phase.CHECKPOINT), 1: at(3, Phase.SET_UP)}
+    found = [watch.look(ranks, float(second), stopped={1}) for second in range(8)]
+    assert found[5] is None and found[6] is not None and found[6].rank == 1
+
+
 def test_a_launcher_that_was_stopped_itself_blames_nobody() -> None:
     watch = ProgressWatch()
     for step in range(10):
@@ -299,7 +306,7 @@ def test_a_sleeping_and_a_stopped_rank_are_named_and_the_run_recovers(tmp_path: 
         program.when(lambda: program.err.count("hang:") >= 2, 60)
         said = program.err.rpartition("hang:")[2]
         assert "rank 0 holds the others up" in said
-        assert re.search(r"rank 0: step \d+, [a-z ]+, at \S+.py:\d+ in \w+; .*SIGSTOP", said), said
+        assert re.search(r"rank 0: step \d+, [a-z ]+, at \S+.py:\d+ in \S+; .*SIGSTOP", said), said
         assert re.search(r"rank 1: step \d+, .*, at \S+test_hangs.py:\d+ in train", said), said
         assert program.end_of_run(120) == 0, program
         assert "from the newest checkpoint (2 of 9" in program.err

@@ -43,11 +43,12 @@ class HangWatch:
         if now < self._next or self._found is not None:
             return
         self._next = now + EVERY_S
-        stall = self._progress.look(whereabouts_of(self._files), now)
+        states = {rank: process_state(pid) for rank, pid in self._pids.items()}
+        stopped = {rank for rank, state in states.items() if state in ("T", "t")}
+        stall = self._progress.look(whereabouts_of(self._files), now, stopped)
         if stall is None:
             return
-        states = {rank: process_state(pid) for rank, pid in self._pids.items()}
-        answering = {rank: pid for rank, pid in self._pids.items() if states[rank] not in "Tt"}
+        answering = {rank: pid for rank, pid in self._pids.items() if rank not in stopped}
         stacks = collect(answering, self._files)
         hang = diagnose(stall, whereabouts_of(self._files), stacks, states, all_here)
         if not hang.ours and stall.for_s < 2 * stall.limit_s:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +68,11 @@ class ProgressWatch:
         """What a step takes, in the median."""
         return statistics.median(self._step_s) if self._step_s else None
 
-    def look(self, ranks: Mapping[int, Whereabouts], now: float) -> Stall | None:
-        """Call it about every second, with a clock in seconds that never goes back."""
+    def look(
+        self, ranks: Mapping[int, Whereabouts], now: float, stopped: Collection[int] = ()
+    ) -> Stall | None:
+        """Call it about every second, with a clock in seconds that never goes back. `stopped`
+        ranks do nothing that could take its time."""
         absent = now - (now if self._looked is None else self._looked)
         self._looked = now
         if absent > LONGEST_ABSENCE_S:  # we were stopped ourselves, and the ranks with us
@@ -81,17 +84,18 @@ class ProgressWatch:
             if found.begun and rank not in self._first:
                 self._first[rank] = found.step
         self._time_steps(ranks, now)
-        stalls = [self._stall(rank, found, now) for rank, found in ranks.items()]
+        stalls = [self._stall(rank, found, now, rank in stopped) for rank, found in ranks.items()]
         over = [stall for stall in stalls if stall is not None]
         # Others wait for the one that is behind them.
         return min(over, key=lambda stall: position(ranks[stall.rank]), default=None)
 
-    def _stall(self, rank: int, found: Whereabouts, now: float) -> Stall | None:
+    def _stall(self, rank: int, found: Whereabouts, now: float, stopped: bool) -> Stall | None:
         if found.hang_s is None:
             return None
         first = self._first.get(rank)
         settled = first is not None and (found.step or 0) >= first + FIRST_STEPS
-        limit = limit_s(found.hang_s, self.step_s, found.phase, settled)
+        phase = Phase.FORWARD if stopped else found.phase
+        limit = limit_s(found.hang_s, self.step_s, phase, settled or stopped)
         for_s = now - self._moved[rank]
         return Stall(rank, for_s, limit) if for_s > limit else None
 

@@ -75,8 +75,8 @@ class PeerWatch:
             ranks[rank] = Whereabouts(
                 step, begun, phase=Phase(phase), count=count, hang_s=hang_s, line=stack.line
             )
-        stall = self._progress.look(ranks, now)
         awake = {rank for rank, (_, when) in self._heard.items() if now - when < SILENT_S}
+        stall = self._progress.look(ranks, now, ranks.keys() - awake)
         if stall is None or self._rank != min(awake, default=-1):
             return None
         return diagnose(stall, ranks, {rank: self._stacks[rank] for rank in awake}, {})
