@@ -103,12 +103,13 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
     from multi_gpu_training.distributed.identity import from_environment
     from multi_gpu_training.distributed.launch import available_gpus, ranks_for
 
-    gpus = available_gpus() if fields.get("device") != "cpu" else 0
+    device = str(fields.get("device", "auto"))
+    gpus = available_gpus() if device != "cpu" else 0
     ids = fields.get("device_ids")
     if ids is not None:
         _check_gpu_ids(ids, gpus, mode, bool(fields.get("share_gpu")))
     asked = flags.num_gpus if flags.num_gpus is not None else -1
-    count = ranks_for(asked, bool(fields.get("share_gpu")), ids)
+    count = ranks_for(asked, bool(fields.get("share_gpu")), ids, device)
     nodes = flags.hosts.get("nodes") or 1
     if mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL:
         if flags.num_gpus is not None and flags.num_gpus != -1:
