@@ -11,7 +11,7 @@ LOCAL_RANK = ("--local-rank=", "--local_rank=")
 
 
 def main() -> None:
-    from multi_gpu_training.distributed.listening import end_on_signals
+    from multi_gpu_training.distributed.listening import end_no_more, end_on_signals
 
     end_on_signals(signal.SIGTERM, signal.SIGUSR1)
     from multi_gpu_training.cli.app import app
@@ -37,3 +37,5 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    finally:
+        end_no_more(signal.SIGTERM, signal.SIGUSR1)

@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -134,10 +134,19 @@ def end_unsaved(number: int, _frame: FrameType | None) -> None:
 def end_on_signals(*numbers: signal.Signals) -> None:
     """Let these signals end this process with 143 from now on, unless somebody listens to them.
     SIGUSR1, as Slurm may send it, would end it with 138."""
+    _replace(numbers, signal.SIG_DFL, end_unsaved)
+
+
+def end_no_more(*numbers: signal.Signals) -> None:
+    """Take `end_on_signals` back."""
+    _replace(numbers, end_unsaved, signal.SIG_DFL)
+
+
+def _replace(numbers: Iterable[signal.Signals], before: Any, now: Any) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
-            if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, end_unsaved)
+            if signal.getsignal(number) == before:
+                signal.signal(number, now)
 
 
 def _in_child() -> None:
