@@ -84,6 +84,12 @@ SHOWN_IN = {
         "fp16_compression": "test_gradients_are_sent_in_half_the_bytes",
         "consistency_check_every": "test_consistency_check_every_finds_a_weight_that_differs",
     },
+    "faults.test_signals": {
+        "grace_s": "test_ctrl_c_twice_stops_now_and_grace_s_bounds_the_wait",
+    },
+    "faults.test_hangs": {
+        "hang_timeout_s": "test_a_sleeping_and_a_stopped_rank_are_named_and_the_run_recovers",
+    },
     "test_fields_keeping": {
         "enable_fault_tolerance": "test_enable_fault_tolerance_saves_or_does_not",
         "checkpoint_frequency": "test_checkpoint_frequency_counts_steps",

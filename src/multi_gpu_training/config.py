@@ -153,6 +153,12 @@ class MultiGPUConfig(BaseModel):
     # Keeping
     enable_fault_tolerance: bool = True
     checkpoint_frequency: PositiveInt = Field(1000, description="steps between checkpoints")
+    grace_s: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="seconds a run has to save and end after SIGTERM, SIGUSR1 or Ctrl-C"
+    )
+    hang_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="seconds after which a step is a hang; None: 20 usual steps, at least 120"
+    )
     max_restarts: NaturalInt = Field(
         3, description="restarts of the ranks after failures, within restart_window_s"
     )
@@ -218,6 +224,13 @@ class MultiGPUConfig(BaseModel):
         except ValidationError as error:
             names = list(type(self).model_fields)
             raise ConfigError([_describe(detail, names) for detail in error.errors()]) from None
+
+    @property
+    def exchange_timeout(self) -> timedelta:
+        """`timeout`; where it was left open, long enough for a hang to be reported first."""
+        if "timeout" in self.model_fields_set or self.hang_timeout_s is None:
+            return self.timeout
+        return max(self.timeout, timedelta(seconds=min(20 * self.hang_timeout_s, 1e6)))
 
     def check(self) -> None:
         """Raise one ConfigError with every pair of settings that contradict each other."""
@@ -285,6 +298,12 @@ class MultiGPUConfig(BaseModel):
             yield (
                 f"use_fp16_allreduce={self.use_fp16_allreduce} and "
                 f"fp16_compression={self.fp16_compression} mean the same; set one of them"
+            )
+        if "timeout" in given and (self.hang_timeout_s or 0) >= self.timeout.total_seconds():
+            yield (
+                f"timeout={self.timeout.total_seconds():g} s ends an exchange before "
+                f"hang_timeout_s={self.hang_timeout_s:g} can name who holds it up; raise timeout, "
+                "or lower hang_timeout_s"
             )
         if self.num_workers == 0:
             if self.prefetch_factor is not None:

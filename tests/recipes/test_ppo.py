@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +141,35 @@ def test_a_stopped_run_goes_on_to_the_bit(
         mine, theirs = progress["environments"], expected["environments"]
         for name, value in theirs.items():
             assert torch.equal(mine[name], value) if torch.is_tensor(value) else mine[name] == value
+
+
+class SignalSelf(Hook):
+    """SIGTERM to rank 0 after its first iteration."""
+
+    def on_epoch_end(self, manager: Any, epoch: int, metrics: dict[str, float]) -> None:
+        if epoch == 0 and manager.placement.is_main:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)  # let it be heard before the run is over
+
+
+def train_signalled(folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "StopAfter", lambda _: SignalSelf())
+        try:
+            return train(folder, settings, options)
+        except SystemExit as stopped:
+            return stopped.code
+
+
+def test_a_signal_stops_it_after_an_iteration_and_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    options = CARTPOLE | {"total_steps": 6 * 24 * 7, "decay": "linear"}
+    keep = {"enable_fault_tolerance": True, "checkpoint_frequency": 1000}
+    whole = run_ranks(2, train, tmp_path, keep | {"run_name": "whole"}, options)
+    stopped = keep | {"run_name": "stopped"}
+    assert run_ranks(2, train_signalled, tmp_path, stopped, options) == [143, 143]
+    resumed = run_ranks(2, train, tmp_path, stopped | {"resume": "auto"}, options)
+    for (_, ours, _), (_, reference, _) in zip(resumed, whole, strict=True):
+        assert [k for k in reference if not torch.equal(ours[k], reference[k])] == []
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_environments(tmp_path: Path) -> None:

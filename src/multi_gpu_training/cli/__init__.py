@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 # `python -m torch.distributed.launch -m multi_gpu_training ...` puts it before the command.
@@ -10,6 +11,9 @@ LOCAL_RANK = ("--local-rank=", "--local_rank=")
 
 
 def main() -> None:
+    from multi_gpu_training.distributed.listening import end_no_more, end_on_signals
+
+    end_on_signals(signal.SIGTERM, signal.SIGUSR1)
     from multi_gpu_training.cli.app import app
     from multi_gpu_training.errors import MultiGPUError
 
@@ -33,3 +37,5 @@ def main() -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    finally:
+        end_no_more(signal.SIGTERM, signal.SIGUSR1)

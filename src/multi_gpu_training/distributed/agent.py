@@ -20,9 +20,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from multi_gpu_training.distributed import whereabouts
+from multi_gpu_training.distributed import preemption, whereabouts
 from multi_gpu_training.distributed.diagnosis import first_failure
+from multi_gpu_training.distributed.hang_watch import HangWatch
 from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan, check_port
+from multi_gpu_training.distributed.preemption import LauncherSignals, ask_ranks
 from multi_gpu_training.distributed.restarts import Limits, RestartPolicy, Verdict
 from multi_gpu_training.errors import RankFailure
 
@@ -40,7 +42,8 @@ class RankAgent(LocalElasticAgent):
     policy says so; the stock agent waits 30 s for each and counts restarts for ever.
 
     `bystanders` are the local ranks that were well until we ended them; `error_files` is where
-    each rank of the last attempt says what went wrong.
+    each rank of the last attempt says what went wrong. A signal is passed on to the ranks, which
+    then have the time they have declared; ranks that ended because of one are not restarted.
     """
 
     bystanders: frozenset[int] = frozenset()
@@ -52,6 +55,9 @@ class RankAgent(LocalElasticAgent):
         self._verdict = Verdict(False, "")
         self._error: RankFailure | None = None
         self._begun = False  # whether any attempt has come to its first step
+        self._signals = LauncherSignals(lambda: self._runs and not self._in_exit_barrier)
+        self._runs = False
+        self._hangs: HangWatch
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -63,16 +69,28 @@ class RankAgent(LocalElasticAgent):
 
         def close(death_sig: signal.Signals | None = None, timeout: float = GRACE_S) -> None:
             nonlocal closed
+            grace_s = preemption.longest_grace(self.error_files)
             if not closed:
                 closed = True
+                preemption.let_stop(pids.values(), grace_s)
                 self.bystanders = frozenset(rank for rank, pid in pids.items() if _is_alive(pid))
+            if death_sig is None and grace_s:
+                death_sig = signal.SIGKILL  # they would take SIGTERM for a wish to save
             stock(death_sig, GRACE_S)
 
         context.close = close  # type: ignore[method-assign]
+        self._runs = True
+        self._signals.install()
+        ranks = [worker.global_rank for worker in worker_group.workers]
+        self._hangs = HangWatch(pids, self.error_files, ranks)
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._signals.check(self.error_files)
         result: RunResult = super()._monitor_workers(worker_group)
+        preemption.check_stopped(result.failures.values(), self.bystanders)
+        if result.state is WorkerState.HEALTHY:
+            self._hangs.look(all_here=worker_group.group_world_size in (1, None))
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             self._judge(result)
             if not self._verdict.restart:
@@ -88,7 +106,7 @@ class RankAgent(LocalElasticAgent):
             found = whereabouts.of_rank(file)
             if self._policy.limits is None and found.max_restarts is not None:
                 self._policy.limits = Limits(found.max_restarts, found.restart_window_s)
-        fault, self._error = first_failure(
+        fault, self._error = self._hangs.verdict() or first_failure(
             result.failures, self.error_files, self.bystanders, self._begun
         )
         self._begun |= any(whereabouts.of_rank(file).begun for file in self.error_files.values())
@@ -105,6 +123,7 @@ class RankAgent(LocalElasticAgent):
         return error
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        self._runs = False
         if self._verdict.restart:
             print(self._error, file=sys.stderr)
             print(self._verdict.reason, file=sys.stderr, flush=True)
@@ -114,10 +133,17 @@ class RankAgent(LocalElasticAgent):
         super()._restart_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        self._shutdown(signal.SIGTERM)
+        self._end(signal.SIGTERM)
 
     # Its arguments changed between torch 2.11 and 2.13.
     def _shutdown(self, death_sig: signal.Signals | None = None, *_: Any, **__: Any) -> None:
+        if death_sig is not None and self._pcontext is not None:
+            pids = self._pcontext.pids().values()
+            interrupts = self._signals.interrupts
+            death_sig = ask_ranks(pids, death_sig, self.error_files, GRACE_S, interrupts)
+        self._end(death_sig)
+
+    def _end(self, death_sig: signal.Signals | None) -> None:
         if self._pcontext is None:
             return
         self._pcontext.close(death_sig, GRACE_S)
@@ -130,11 +156,7 @@ class RankAgent(LocalElasticAgent):
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a child runs still; it is left to be waited for."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False
+    return preemption.exit_code(pid) is None
 
 
 def make_spec(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...], run_id: str) -> WorkerSpec:

@@ -235,9 +235,10 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from multi_gpu_training.distributed.agent import RankAgent, make_spec
+    from multi_gpu_training.distributed.preemption import handlers_kept
 
     _set_thread_default(plan.ranks_here)
-    with Scratch() as logs:
+    with handlers_kept(), Scratch() as logs:
         spec = make_spec(plan, entrypoint, args, uuid.uuid4().hex)
         agent = RankAgent(spec, DefaultLogsSpecs(log_dir=str(logs)), plan.limits)
         try:

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
 from multi_gpu_training.distributed.restarts import Limits
-from multi_gpu_training.distributed.whereabouts import note_limits
+from multi_gpu_training.distributed.whereabouts import note_hang_limit, note_limits
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 
@@ -209,18 +209,19 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         os.environ.setdefault(name, value)
     limits = Limits.of(config)
     note_limits(limits.restarts, limits.window_s)
+    note_hang_limit(config.hang_timeout_s or 0.0)
     patience = min(config.timeout, timedelta(seconds=config.recovery_timeout))
     try:
         store, _, _ = next(
             rendezvous("env://", identity.rank, identity.world_size, timeout=patience)
         )
-        store.set_timeout(config.timeout)
+        store.set_timeout(config.exchange_timeout)
         dist.init_process_group(
             backend,
             store=PrefixStore("default_pg", store),
             rank=identity.rank,
             world_size=identity.world_size,
-            timeout=config.timeout,
+            timeout=config.exchange_timeout,
             device_id=device if backend == "nccl" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:

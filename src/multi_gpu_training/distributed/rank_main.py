@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.distributed import scratch, whereabouts
+from multi_gpu_training.distributed import heartbeat, scratch, whereabouts
+from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.errors import ConfigError, LaunchError, MultiGPUError
 
 _PR_SET_PDEATHSIG = 1
@@ -55,8 +56,11 @@ def run_command(command: list[str]) -> None:
 def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     """Call `work`; an error is handed to the launcher, which shows the first one last."""
     die_with_parent(launcher)
-    whereabouts.keep(os.environ.get("TORCHELASTIC_ERROR_FILE"))
-    scratch.join(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    end_on_signals(signal.SIGUSR1)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    whereabouts.keep(error_file)
+    scratch.join(error_file)
+    heartbeat.begin(error_file)
     try:
         return work()
     except SystemExit as stop:

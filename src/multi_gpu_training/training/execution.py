@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.whereabouts import Phase, note_phase
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.capture import (
     CapturedMicro,
@@ -221,6 +222,7 @@ class StepExecution:
             if full and self.mode == "graph":
                 self.verify()
         elif self._seen >= self._warm_up:
+            note_phase(Phase.RECORDING)
             self._recordings.newest = (self._keys, self._step)
             if self._recordings.graphs is None:
                 self._compile("step_execution=compile")
@@ -334,6 +336,7 @@ class StepExecution:
 
     def _consider_shape(self) -> None:
         """A step of another shape was seen; the second time it is recorded as well."""
+        note_phase(Phase.RECORDING)
         key = self._keys[0]
         recorded = key in self._recordings.chains  # here, while another rank may still lack its own
         sightings = self._sightings[key] = self._sightings.get(key, 0) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,11 +24,20 @@ from multi_gpu_training.data.feeding import (
     validation_loader,
 )
 from multi_gpu_training.data.resident import ResidentLoader
+from multi_gpu_training.distributed.control import Control, LeaveWait
 from multi_gpu_training.distributed.launch import start_ranks_if_needed
+from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.distributed.replicas import check_replicas
-from multi_gpu_training.distributed.whereabouts import note_step
+from multi_gpu_training.distributed.whereabouts import (
+    HOOK,
+    INPUT,
+    Phase,
+    note_hang_limit,
+    note_phase,
+    note_step,
+)
 from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
 from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
@@ -54,6 +64,7 @@ from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.recompute import use_recompute
 from multi_gpu_training.training.resuming import EpochSums, find_checkpoint, keep_place
+from multi_gpu_training.training.stopping import end_control, start_control, validation_batches
 from multi_gpu_training.training.trainer import (
     Augment,
     MultiGPUTrainer,
@@ -103,6 +114,7 @@ class MultiGPUTrainingManager:
         if self._measured is not None:
             self.config = place_case(self.config, self._measured)
         start_ranks_if_needed(self.config)
+        end_on_signals(signal.SIGUSR1)
         set_arithmetic(self.config, reproducible=self._verification is not None)
         self.placement = place(self.config)
         self.console = Console(self.placement.is_main, self.config.progress)
@@ -118,6 +130,8 @@ class MultiGPUTrainingManager:
         self.sizes: BatchSizes
         self.fault_tolerance: FaultToleranceManager
         self.observer: Observer
+        self.control: Control
+        self.saved_step: int | None = None
         self.evaluated = MetricsCollector()  # this rank's part of the last evaluation
         self._epoch_metrics = MetricsCollector()
         self._epoch_is_whole = True
@@ -162,6 +176,8 @@ class MultiGPUTrainingManager:
         except BaseException:
             self._close()
             raise
+        self.saved_step = self.trainer.step if checkpoint is not None else None
+        self.control = start_control(self)
         self.hooks = list(hooks)
         if self._verification is not None:
             begin(self, self._verification)
@@ -278,7 +294,9 @@ class MultiGPUTrainingManager:
 
     def finish(self) -> None:
         """End the run: its last checkpoint, summary, curves, hooks. `fit` calls it; after your
-        own loop, call it on every rank."""
+        own loop, call it on every rank. A signal that came too late to stop the run ends the
+        process here."""
+        note_phase(Phase.ENDING)
         try:
             if sys.exception() is None:
                 self.trainer.execution.verify()  # the weights of a loop of one's own, too
@@ -291,6 +309,8 @@ class MultiGPUTrainingManager:
             summary(self)
             self.observer.end()
             self._close()
+            note_hang_limit(math.nan)  # what the user does now may take any time
+            end_control(self)
 
     def _close(self) -> None:
         self.curves.close()
@@ -342,11 +362,13 @@ class MultiGPUTrainingManager:
         return self._end_of_epoch(epoch)
 
     def _train_on(self, batches: Iterable[Any], total: int | None) -> None:
-        trainer, wait = self.trainer, self._log.wait
+        trainer, wait, control = self.trainer, self._log.wait, self.control
         step = trainer.step + 1  # the one that an error belongs to
         try:
             wait.ask()
+            control.waiting = True
             for batch in batches:
+                control.waiting = False
                 wait.got()
                 result = trainer.train_step(batch)
                 wait.used()
@@ -356,7 +378,14 @@ class MultiGPUTrainingManager:
                     self._epoch_is_whole = total is not None and trainer.position >= total
                     break
                 step = trainer.step + 1
+                if control.ends_next and result.moved:
+                    control.arrive()
+                note_phase(INPUT)
                 wait.ask()
+                control.waiting = result.moved
+            control.waiting = False
+        except LeaveWait:
+            control.arrive()
         except Exception as error:
             note_step(step)
             error.add_note(self._where(step))
@@ -371,7 +400,9 @@ class MultiGPUTrainingManager:
             raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
         if self._pending is None and self.progress.history and loader is self.val_loader:
             return self.progress.history[-1]["val"]
-        metrics = self.evaluate(loader)
+        note_phase(Phase.VALIDATION)
+        metrics = self.evaluate(validation_batches(self, loader))
+        note_phase(Phase.EPOCH)
         if self._pending is not None:
             epoch, train = self._pending
             self._pending = None
@@ -401,13 +432,16 @@ class MultiGPUTrainingManager:
         """Save the whole state now; when this returns it is safe on the disk. Every rank must
         call it. With wait=False training may go on once the state is copied to the host; it is
         written beside training. `score` says how good it is, for `keep_best`."""
+        note_phase(Phase.CHECKPOINT)
         self.trainer.execution.verify()
         self.trainer.read_metrics()
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
         if score is not None:
             facts["score"] = score
         with self.observer.checkpoint():
-            return self.fault_tolerance.save(facts, best, wait)
+            path = self.fault_tolerance.save(facts, best, wait)
+        self.saved_step = self.trainer.step
+        return path
 
     def _checkpoint_is_safe(self, save: Save) -> None:
         """On rank 0, between steps: the files of an earlier `save_checkpoint` are on the disk."""
@@ -424,6 +458,8 @@ class MultiGPUTrainingManager:
         """What happens between steps; True to end the epoch here."""
         step = self.trainer.step
         self.fault_tolerance.saver.poll()
+        if self.hooks:
+            note_phase(HOOK)
         for hook in self.hooks:
             hook.on_step_end(self, step)
         self.console.tick(self.trainer.position)
@@ -445,15 +481,19 @@ class MultiGPUTrainingManager:
                 f"checkpoints in {self.run.checkpoints} are from before"
             )
 
+    def check_finite_now(self) -> None:
+        """Of the steps that were not logged yet. Collective."""
+        self._log.finish()
+        self.check_finite(self.trainer.read_metrics().compute(self.placement))
+
     def _end_of_epoch(self, epoch: int) -> dict[str, float]:
+        note_phase(Phase.EPOCH)
         self.trainer.execution.verify()
         self._log.end_epoch()
         self._epoch_metrics.merge(self.trainer.read_metrics())
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
         self.check_finite(metrics)
-        if self._epoch_is_whole:
-            self._epoch_metrics.reset()
         if self.config.consistency_check_every:
             check_replicas(self.model, self.placement, self.trainer.step)
         if self.val_loader is None:
@@ -468,6 +508,7 @@ class MultiGPUTrainingManager:
         whole = self._epoch_is_whole
         better = self.progress.finish_epoch(train, val, whole)
         if whole:
+            self._epoch_metrics.reset()  # not before: a run may stop in the validation
             self.trainer.schedule.after_epoch(val or train)
         self.console.line(epoch_line(epoch, self.config.epochs, train, val))
         self.logger.record("epoch", epoch=epoch, step=self.trainer.step, train=train, val=val)

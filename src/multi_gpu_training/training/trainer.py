@@ -29,9 +29,17 @@ from multi_gpu_training.distributed.batchnorm import (
     SyncBatchNorm,
     synchronise_batchnorm,
 )
+from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_same_model
-from multi_gpu_training.distributed.whereabouts import note_step
+from multi_gpu_training.distributed.whereabouts import (
+    BACKWARD,
+    OPTIMIZER,
+    OWN_CODE,
+    note_count,
+    note_phase,
+    note_step,
+)
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.phases import PhaseClock
@@ -105,6 +113,7 @@ class MultiGPUTrainer(ABC):
         self.model: nn.Module
         self.loader: Loader | None = None
         self.augment: Augment | None = None
+        self.boundary = Boundary()  # before each step, on every rank
         self.execution = StepExecution(self)
         self._micro = 0
         self._counted: bool | None = None
@@ -185,6 +194,12 @@ class MultiGPUTrainer(ABC):
         if share is None:
             batch = to_device(batch, self.placement.device)
             share = self._share_of_own_batch(batch)
+        if share.first:
+            self.boundary.passed += 1
+            if self.boundary.held:
+                self.boundary.halt()
+        else:
+            note_count(self._micro)
         if not self._settled:
             self.settle(opened(batch), share)
             self._settled = True
@@ -225,6 +240,7 @@ class MultiGPUTrainer(ABC):
             if clock is not None:
                 clock.backward_begins(scaled)
             # The tally is added unscaled: it is a weight, not a gradient.
+            note_phase(BACKWARD)
             (scaled if result.tally is None else scaled + result.tally).backward()
         if clock is not None:
             clock.backward_ends()
@@ -240,6 +256,7 @@ class MultiGPUTrainer(ABC):
 
         shared: the next micro-batch writes its loss to the same memory.
         """
+        note_phase(OWN_CODE)
         self._micro += 1
         if not share.last:
             return StepResult(loss, self.step, False, None, shared)
@@ -252,6 +269,7 @@ class MultiGPUTrainer(ABC):
         return StepResult(loss, self.step, True, norm, shared)
 
     def _move_weights(self, share: Share) -> Tensor | None:
+        note_phase(OPTIMIZER)
         if not self._checked:
             self._check_gradients()
             self._checked = True

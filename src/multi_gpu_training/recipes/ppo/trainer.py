@@ -17,6 +17,7 @@ import torch
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import cut, derive_seed
+from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.ppo.environment import gather_environments, take_environments
@@ -31,6 +32,7 @@ from multi_gpu_training.recipes.ppo.worlds import World, build_world
 from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
+from multi_gpu_training.training.stopping import pass_boundary
 from multi_gpu_training.training.verification import requested
 
 # What the seed of a run is combined with, so that its uses have nothing in common.
@@ -119,6 +121,8 @@ class DistributedCLSTMPPOTrainer:
             hooks=self.hooks,
             states={"ppo": self.progress},
         )
+        # It goes on after whole iterations only: rollouts are not saved.
+        self.manager.trainer.boundary = Boundary()
         assert isinstance(model, CLSTMPolicy)
         self.policy = model
         order = derive_seed(self.config.seed, _ORDER)
@@ -150,6 +154,7 @@ class DistributedCLSTMPPOTrainer:
             self.initialize()
         try:
             while self._rest() > 0 and not self.manager.should_stop:
+                pass_boundary(self.manager, lambda: self._save_checkpoint(False))
                 started = time.perf_counter()
                 rollout, finished = self._collect()
                 collected = time.perf_counter()

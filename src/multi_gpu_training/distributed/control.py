@@ -1,0 +1,231 @@
+"""A wish to stop, agreed on by all ranks for one boundary, without a collective.
+
+Every rank passes the same boundaries in the same order: one before each step, one at the end of
+each validation. A small thread beside training listens for signals, here and in the store that the
+ranks met at. Once there is one,
+
+    each thread holds its rank at the boundary ahead and publishes that boundary's number
+    when all are published, the largest is where everybody stops; ranks go on until there
+
+A rank that is held waits for threads alone, never for another rank's training: no deadlock,
+however far the ranks are apart. Without a signal a boundary costs an addition and a look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from multi_gpu_training.distributed.listening import Listener
+from multi_gpu_training.distributed.peer_watch import PeerWatch
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.distributed.whereabouts import launcher_reads, note_asked, note_grace
+
+NAMES = {signal.SIGINT: "Ctrl-C"}
+POLL_S = 0.25
+_ASKED = "asked"
+
+
+def exit_code(number: int) -> int:
+    """130 for Ctrl-C, 143 for everything else that asks a run to end."""
+    return 130 if number == signal.SIGINT else 143
+
+
+class LeaveWait(BaseException):
+    """Ends a wait for data that nobody needs any more: all ranks stop behind it."""
+
+
+class Boundary:
+    """Counts the boundaries of a loop. This one never stops it."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.held = False  # whether `halt` must be asked at a boundary
+
+    def halt(self) -> None:
+        """Stand at boundary number `passed`, and stop the run if it is the agreed one."""
+
+
+class Control(Boundary):
+    """One rank's end of the channel. Made by all ranks together; `listen` starts it.
+
+    The main thread first counts a boundary and then looks at `held`; the watching thread first
+    sets `held` and then reads the count: whichever comes first, the number that is published is
+    one that the main thread does not pass unasked.
+    """
+
+    def __init__(self, placement: Placement, grace_s: float) -> None:
+        super().__init__()
+        self.grace_s = grace_s
+        self.asked: signal.Signals | None = None  # the signal that came, here or elsewhere
+        self.waiting = False  # for data, right before a boundary
+        self.on_stop: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[], None] = lambda: None
+        self._main = placement.is_main
+        identity = placement.identity
+        mine = {"host": identity.host, "pid": os.getpid(), "token": uuid.uuid4().hex}
+        everybody = placement.gather_json(mine)
+        self._neighbours = [
+            (rank, other["pid"])
+            for rank, other in enumerate(everybody)
+            if other["host"] == identity.host and other["pid"] != os.getpid()
+            if _runs(other["pid"])  # a container may hide it from us
+        ]
+        self._store: Any = None
+        if placement.dp_size > 1:
+            # A manager before this one, in the same processes, may have left its wish in the
+            # store. On a shared connection a rank that waits would make the thread wait.
+            store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self._store = c10d.PrefixStore(f"mgt/control/{everybody[0]['token']}", store)
+        self._peers: PeerWatch | None = None
+        if placement.dp_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():
+            connection = self._store.clone()
+            self._peers = PeerWatch(placement.dp_rank, placement.dp_size, connection)
+        self._keys = [f"rank{rank}" for rank in range(placement.dp_size)]
+        self._key = self._keys[placement.dp_rank]
+        # A launcher of ours tells all its ranks what one of them was told.
+        self._polls = not launcher_reads() or len(self._neighbours) + 1 < placement.dp_size
+        self._stop_at: int | None = None
+        self._deadline: float | None = None
+        self._agreed = threading.Event()
+        self._interrupted_at: float | None = None
+        self._listener = Listener(self._heard, self._look, self._wanted_elsewhere, POLL_S)
+
+    # For the loop
+
+    @property
+    def ends_next(self) -> bool:
+        """Whether the boundary ahead is the last one: what is under way may be left."""
+        return self._stop_at is not None and self.passed + 1 == self._stop_at
+
+    def arrive(self) -> None:
+        """Pass a boundary. Every rank must call it alike."""
+        self.waiting = False
+        self.passed += 1
+        if self.held:
+            self.halt()
+
+    def halt(self) -> None:
+        self._agreed.wait()  # the thread ends the process when grace_s is over
+        if self.passed == self._stop_at:
+            self.on_stop()
+
+    # Its life
+
+    def listen(self) -> None:
+        """Catch signals from now on. A handler of the user's own stays."""
+        self._listener.start()
+        if self._peers is not None:
+            self._peers.start()
+        if self._listener.catches:
+            note_grace(self.grace_s)
+
+    def close(self) -> None:
+        """Listen no more, and give the signals back."""
+        self._listener.close()
+        if self._peers is not None:
+            self._peers.close()
+        note_grace(0.0)
+
+    # The thread
+
+    def _heard(self, number: signal.Signals) -> None:
+        """A signal came to this process."""
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if self._interrupted_at is None:
+                self._interrupted_at = now
+                if self._main:
+                    _say("Ctrl-C: saving after this step; once more stops now")
+            elif now - self._interrupted_at > 0.1:  # one key press may come twice
+                _end_now("Ctrl-C twice: stopped now", 130)
+        if self.asked is None:
+            self.asked = number
+            note_asked(number)
+
+    def _look(self) -> None:
+        """Called by the thread after each signal, and every POLL_S."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._give_up(f"not done within grace_s={self.grace_s:g} s")
+        if self._stop_at is not None:
+            return
+        try:
+            if self.asked is None and self._asked_elsewhere():
+                self.asked = signal.Signals(int(self._store.get(_ASKED)))
+            if self.asked is not None:
+                self._agree()
+        except RuntimeError:  # the store is gone, with the rank that held it
+            if self.asked is not None:
+                self._give_up("another rank has ended")
+
+    def _asked_elsewhere(self) -> bool:
+        return self._store is not None and self._polls and bool(self._store.check([_ASKED]))
+
+    def _agree(self) -> None:
+        assert self.asked is not None
+        if not self.held:
+            self._deadline = time.monotonic() + self.grace_s
+            self.held = True
+            aim = self.passed + 1
+            if self._store is None:
+                self._settle(aim)
+                return
+            if not self._store.check([_ASKED]):
+                self._store.set(_ASKED, str(int(self.asked)))
+            self._store.set(self._key, str(aim))
+        if self._store.check(self._keys):
+            # Two ranks may have been asked in two ways: all take the last one that was written.
+            self.asked = signal.Signals(int(self._store.get(_ASKED)))
+            self._settle(max(int(self._store.get(key)) for key in self._keys))
+            return
+        for rank, pid in self._neighbours:
+            if not _runs(pid):
+                self._give_up(f"rank {rank} has ended")
+
+    def _settle(self, aim: int) -> None:
+        self._stop_at = aim
+        self._agreed.set()
+        if self.waiting and self.ends_next:
+            self._listener.wake_main()
+
+    def _wanted_elsewhere(self) -> None:
+        """In the main thread, after a signal: leave a wait for data if the run ends behind it."""
+        if self.waiting and self.ends_next:
+            self.waiting = False
+            self.on_leave()
+            raise LeaveWait
+
+    def _give_up(self, why: str) -> None:
+        assert self.asked is not None
+        name = NAMES.get(self.asked, self.asked.name)
+        text = f"{name}: {why}; ended without a new checkpoint, earlier ones are untouched"
+        _end_now(text if self._main else "", exit_code(self.asked))
+
+
+def _end_now(text: str, code: int) -> None:
+    """End this process at once; loader workers die with it."""
+    if text:
+        _say(text)
+    os._exit(code)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX"
+    except OSError:
+        return False

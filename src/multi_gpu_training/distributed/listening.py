@@ -1,0 +1,162 @@
+"""Signals that ask a run to end, heard by a thread: also while the main thread is deep in C code.
+
+Python runs a handler only once the main thread is back from a collective or the GPU. The number
+of a signal, however, is written to a pipe at once, and a thread that reads it can act.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_listening: Listener | None = None  # handlers belong to the process: one at a time has them
+
+
+class Listener:
+    """Calls `heard(number)` for each signal and `look()` after it and every `poll_s`, both in a
+    thread; `in_main()` runs in the main thread as soon as that is back in Python."""
+
+    def __init__(
+        self,
+        heard: Callable[[signal.Signals], None],
+        look: Callable[[], None],
+        in_main: Callable[[], None],
+        poll_s: float,
+    ) -> None:
+        self._heard, self._look, self._in_main = heard, look, in_main
+        self._poll_s = poll_s
+        self._before: dict[signal.Signals, Any] = {}
+        self._closed = False
+        self._given_back = False
+        self._wakes = False
+        self._read, self._write = -1, -1
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    @property
+    def catches(self) -> bool:
+        """Whether any signal comes here; a handler of the user's own stays in place."""
+        return bool(self._before)
+
+    def start(self) -> None:
+        global _listening
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        if threading.current_thread() is threading.main_thread():
+            if _listening is not None:  # of a manager that was not finished
+                _listening.close()
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                if before in (signal.SIG_DFL, signal.default_int_handler, end_unsaved):
+                    self._before[number] = before
+                    signal.signal(number, self._on_signal)
+            if self._before:
+                _listening = self
+                self._wakes = self._take_wakeup()
+        self._thread.start()
+
+    def wake_main(self) -> None:
+        """Have `in_main` called soon, also where the main thread waits in a system call."""
+        main = threading.main_thread().ident
+        usable = [number for number in self._before if number != signal.SIGINT]  # that one counts
+        if main is not None and usable and not self._closed:
+            signal.pthread_kill(main, usable[0])
+
+    def close(self) -> None:
+        """Give the signals back and let the thread end."""
+        global _listening
+        if self._closed:
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._give_back()
+        self._closed = True
+        if _listening is self:
+            _listening = None
+        if self._write >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._write, b"\0")
+
+    def _take_wakeup(self) -> bool:
+        before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if before == -1:
+            return True
+        signal.set_wakeup_fd(before)  # an event loop's: then we hear when Python hears
+        return False
+
+    def _give_back(self) -> None:
+        self._given_back = True
+        if self._wakes:
+            current = signal.set_wakeup_fd(-1)
+            if current not in (-1, self._write):
+                signal.set_wakeup_fd(current)
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, before)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        # No lock and no print in here: it may interrupt either.
+        if not self._wakes and not self._closed:
+            with contextlib.suppress(OSError):
+                os.write(self._write, bytes([number]))
+        self._in_main()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                select.select([self._read], [], [], self._poll_s)
+                with contextlib.suppress(BlockingIOError):
+                    for number in os.read(self._read, 64):
+                        if number in SIGNALS and not self._closed:
+                            self._heard(signal.Signals(number))
+                if not self._closed:
+                    self._look()
+        finally:
+            if self._given_back:  # else a signal would be written to a file that has its number now
+                read, write = self._read, self._write
+                self._read = self._write = -1
+                os.close(read)
+                os.close(write)
+
+
+def end_unsaved(number: int, _frame: FrameType | None) -> None:
+    """Handler of a process that has nothing to save yet."""
+    sys.exit(128 + signal.SIGTERM)
+
+
+def end_on_signals(*numbers: signal.Signals) -> None:
+    """Let these signals end this process with 143 from now on, unless somebody listens to them.
+    SIGUSR1, as Slurm may send it, would end it with 138."""
+    _replace(numbers, signal.SIG_DFL, end_unsaved)
+
+
+def end_no_more(*numbers: signal.Signals) -> None:
+    """Take `end_on_signals` back."""
+    _replace(numbers, end_unsaved, signal.SIG_DFL)
+
+
+def _replace(numbers: Iterable[signal.Signals], before: Any, now: Any) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) == before:
+                signal.signal(number, now)
+
+
+def _in_child() -> None:
+    """A fork inherits handlers and pipe: what is sent to it is not meant for us."""
+    global _listening
+    listener, _listening = _listening, None
+    if listener is not None:
+        with contextlib.suppress(ValueError):
+            listener._closed = True
+            listener._give_back()
+
+
+os.register_at_fork(after_in_child=_in_child)
