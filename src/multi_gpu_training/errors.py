@@ -8,7 +8,9 @@
       RankFailure         a rank of a running job died
       CheckpointError     nothing intact to load, or it belongs to another model
       DivergenceError     replicas that should be equal are not
-      NonFiniteLossError  the loss became NaN or infinite
+      NonFiniteLossError  the loss or a gradient became NaN or infinite
+      LossSpikeError      the loss jumped far above what it was
+      MemoryShortError    the smallest micro-batch does not fit into memory
 
 Every message says what was asked, what was found and what to do next.
 """
@@ -62,3 +64,11 @@ class DivergenceError(MultiGPUError):
 
 class NonFiniteLossError(MultiGPUError):
     restart_helps = False  # the same steps from the same checkpoint give the same loss
+
+
+class LossSpikeError(MultiGPUError):
+    restart_helps = False  # the same steps from the same checkpoint give the same loss
+
+
+class MemoryShortError(MultiGPUError):
+    pass

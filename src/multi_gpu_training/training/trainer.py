@@ -36,7 +36,8 @@ from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.execution import StepExecution
 from multi_gpu_training.training.learning_rate import Rates, Schedule
-from multi_gpu_training.training.loss import LossFn
+from multi_gpu_training.training.loss import LossFn, Pairs
+from multi_gpu_training.training.memory import MemoryRecovery, is_out_of_memory
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.speed import choose_speed, fuse, lay_out_channels_last
 from multi_gpu_training.training.step import MicroResult, StepModule
@@ -105,11 +106,14 @@ class MultiGPUTrainer(ABC):
         self.loader: Loader | None = None
         self.augment: Augment | None = None
         self.execution = StepExecution(self)
+        self.memory = MemoryRecovery(self)
         self._micro = 0
+        self._given = 0  # micro-batches that this step was given, before any was cut
         self._counted: bool | None = None
         self._settled = False
         self._checked = False
         self._stepping = False
+        self._computed: tuple[Tensor, Tensor | None, Pairs, Share]
         self._noise_base: int | None = None
         self._epoch_key = EpochKey(placement.device)
         self.recorder: Recorder | None = None
@@ -137,6 +141,19 @@ class MultiGPUTrainer(ABC):
         """Called once, before the first step of this process."""
         return
 
+    def unwrap(self) -> None:
+        """Let go of the wrapper, whose group is about to be broken."""
+        self.wrapped = self.step_module
+
+    def rewrap(self) -> None:
+        """Wrap anew, for a group that was made anew."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        self.wrapped = self.wrap(self.step_module)
+        with torch.no_grad():
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        self._settled = False
+
     # Building
 
     def build(self, model: nn.Module, loss_fn: LossFn) -> nn.Module:
@@ -159,6 +176,8 @@ class MultiGPUTrainer(ABC):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.step_module = StepModule(model, loss_fn, self.precision)
         self.wrapped = self.wrap(self.step_module)
+        if self.placement.breakable is not None:
+            self.placement.on_broken = self.memory.join
         return model
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
@@ -178,11 +197,32 @@ class MultiGPUTrainer(ABC):
         all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
         """
         note_step(self.step + 1, begun=True)
+        memory = self.memory
+        memory.busy = True  # an exchange that breaks is the step's to mend
+        try:
+            result = self._take(batch)
+        except RuntimeError as error:
+            if not memory.concerns(error):
+                raise
+            short = is_out_of_memory(error)
+        else:
+            self._given = 0 if result.moved else self._given + 1
+            return result
+        finally:
+            memory.busy = False
+        # Out here nothing holds the frames of the error any more, and what filled the memory.
+        result = memory.retry(batch, short)
+        self._given = 0 if result.moved else self._given + 1
+        return result
+
+    def _take(self, batch: Any) -> StepResult:
         share = share_of(batch)
         ours = share is not None
         if share is None:
             batch = to_device(batch, self.placement.device)
             share = self._share_of_own_batch(batch)
+            if not share.last:
+                self.memory.remember(batch)
         if not self._settled:
             self.settle(opened(batch), share)
             self._settled = True
@@ -193,10 +233,14 @@ class MultiGPUTrainer(ABC):
             batch = self.recorder.batch(opened(batch))
         if self.execution.active:
             return self.execution.run(batch, samples, share, ours)
+        if self.memory.parts > 1:
+            return self.memory.run_parts(batch, samples, share)
         return self.eager_step(batch, samples, share)
 
     def eager_step(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """One micro-batch, operation by operation."""
+        if share.first:
+            self.memory.begin_step()
         self.seed_noise()
         self.rates.send()
         result, norm = self.compute(batch, samples, share)
@@ -216,6 +260,7 @@ class MultiGPUTrainer(ABC):
                 ranks = self.placement.dp_size
                 batch = self._prepared(batch, samples)
                 result = self.forward(batch, share.count, share.window_count, ranks)
+            self._computed = result.mean, result.weight, result.metrics, share
             scaled = self.precision.scaler.scale(result.scaled)
             # The tally is added unscaled: it is a weight, not a gradient.
             (scaled if result.tally is None else scaled + result.tally).backward()
@@ -239,6 +284,12 @@ class MultiGPUTrainer(ABC):
         if self.recorder is not None and self.step >= self.recorder.request.steps:
             self.recorder.on_done()
         return StepResult(loss, self.step, True, norm, shared)
+
+    def finish_step(self) -> StepResult:
+        """Count a step that the other ranks have finished: its weights were taken over."""
+        mean, weight, metrics, share = self._computed
+        self._note(MicroResult(mean, None, mean, weight, metrics), share)
+        return self.advance(mean, None, share)
 
     def _move_weights(self, share: Share) -> Tensor | None:
         if not self._checked:
@@ -339,14 +390,14 @@ class MultiGPUTrainer(ABC):
         return grad
 
     def _share_of_own_batch(self, batch: Any) -> Share:
-        last = self._micro + 1 >= self.config.gradient_accumulation_steps
+        last = self._given + 1 >= self.config.gradient_accumulation_steps
         return Share(
             epoch=self.epoch,
             position=self.position,
             indices=(),
             count=batch_count(batch),
             window_count=0,  # unknown here: the ranks learn it with the gradients
-            first=self._micro == 0,
+            first=self._given == 0,
             last=last,
             key=self.step,
         )
@@ -390,6 +441,7 @@ class MultiGPUTrainer(ABC):
             "position": self.position,
             "scaler": self.precision.scaler.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "memory": self.memory.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -399,6 +451,8 @@ class MultiGPUTrainer(ABC):
         self.position = state["position"]
         self.precision.scaler.load_state_dict(state["scaler"])
         self.schedule.load_state_dict(state["schedule"])
+        if "memory" in state:
+            self.memory.load_state_dict(state["memory"])
 
 
 class EpochKey:
