@@ -22,7 +22,6 @@ from multi_gpu_training.distributed.restarts import Limits
 from multi_gpu_training.distributed.whereabouts import note_limits
 from multi_gpu_training.errors import ConfigError, LaunchError
 
-
 T = TypeVar("T")
 
 

@@ -11,10 +11,13 @@ import os
 import socket
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+
+_OPEN = Path("/proc/self/fd")
 
 
 class BreakableGroup:
@@ -55,7 +58,7 @@ class BreakableGroup:
     def _break(self) -> None:
         for number, name in self._sockets:
             with suppress(OSError):
-                if os.readlink(f"/proc/self/fd/{number}") != name:
+                if str(_OPEN.joinpath(str(number)).readlink()) != name:
                     continue  # closed meanwhile, and the number taken by another
                 with socket.socket(fileno=os.dup(number)) as connection:
                     connection.getpeername()  # not the listening one: gloo aborts without it
@@ -77,9 +80,9 @@ def breakable_group(timeout: timedelta) -> BreakableGroup:
 def _sockets() -> set[tuple[int, str]]:
     """The open sockets of this process: number, and a name that no later socket has."""
     found = set()
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in list(_OPEN.iterdir()):
         with suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{entry}")
+            name = str(entry.readlink())
             if name.startswith("socket:"):
-                found.add((int(entry), name))
+                found.add((int(entry.name), name))
     return found

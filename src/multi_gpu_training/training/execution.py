@@ -332,6 +332,15 @@ class StepExecution:
         self._copies.drop()
         self._stay_eager(problem)
 
+    def went_back(self) -> None:
+        """The state is that of an earlier checkpoint, in the same tensors: what was kept to take
+        steps back is of no use any more."""
+        self._begin_step()
+        if self.mode == "graph":
+            self._recordings.forget()
+            self._copies.keep("verified")
+            self._begin_window()
+
     # Other shapes
 
     def _consider_shape(self) -> None:

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import (
     BatchSizes,
     Data,
@@ -28,7 +30,12 @@ from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.distributed.whereabouts import note_step
-from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
+from multi_gpu_training.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    NonFiniteLossError,
+)
 from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.interval import IntervalLog
@@ -155,6 +162,8 @@ class MultiGPUTrainingManager:
             if checkpoint is not None:
                 self.fault_tolerance.resume(checkpoint)
                 keep_place(self, checkpoint)
+                if self.trainer.memory.parts > 1:
+                    self.console.line(self.trainer.memory.describe())
                 self.train_loader.seek(self.trainer.epoch, self.trainer.position)
             self.balance.settle(self)
         except BaseException:
@@ -207,8 +216,11 @@ class MultiGPUTrainingManager:
         if self._verification is not None and self._verification.double:
             built.double()
         trainer.loader = self.train_loader
+        trainer.memory.whole = self.sizes.per_rank
         self.model = trainer.build(built, self.loss_fn)
         trainer.take_optimizer(choose_optimizer(optimizer, self.model, config, self.console.line))
+        if trainer.gate_note:
+            self.console.line(trainer.gate_note)
         self.scaling = scale_rate(trainer.optimizer, config, self.sizes.global_batch)
         trainer.schedule = choose_schedule(
             scheduler, trainer.optimizer, config, self.scaling, self.train_loader.steps
@@ -278,6 +290,7 @@ class MultiGPUTrainingManager:
         own loop, call it on every rank."""
         try:
             if sys.exception() is None:
+                self.trainer.finite.look(now=True)
                 self.trainer.execution.verify()  # the weights of a loop of one's own, too
                 self.fault_tolerance.saver.settle()
             else:  # the other ranks may be anywhere
@@ -334,16 +347,39 @@ class MultiGPUTrainingManager:
         self._epoch_is_whole = True
         self._log.start_epoch(total)
         self.trainer.execution.mark()
-        self._train_on(_batches(train_loader), total)
-        return self._end_of_epoch(epoch)
+        while True:
+            try:
+                self._train_on(_batches(train_loader), total)
+                return self._end_of_epoch(epoch)
+            except Exception as error:
+                self.fault_tolerance.handle_error(error, aloud=False)  # back: it rolled back
+            self._go_back(epoch)
+
+    def _go_back(self, epoch: int) -> None:
+        """The state of a checkpoint was brought back: go on from its place in the data."""
+        if self.progress.epochs_done != epoch:
+            raise CheckpointError(
+                f"the last intact checkpoint is of epoch {self.progress.epochs_done + 1}, and this "
+                f"is epoch {epoch + 1}; start the run again with --resume auto"
+            )
+        self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+        if self.train_loader.epoch != epoch:
+            self.train_loader.seek(epoch)
+        self._log.went_back()
 
     def _train_on(self, batches: Iterable[Any], total: int | None) -> None:
         trainer, wait = self.trainer, self._log.wait
+        passed_over = self.fault_tolerance.passed_over
         step = trainer.step + 1  # the one that an error belongs to
         try:
             wait.ask()
             for batch in batches:
                 wait.got()
+                if passed_over.places and passed_over.holds(share := share_of(batch)):
+                    assert share is not None
+                    trainer.pass_over(share)
+                    wait.ask()
+                    continue
                 result = trainer.train_step(batch)
                 wait.used()
                 if self._announce_loss:
@@ -397,6 +433,7 @@ class MultiGPUTrainingManager:
         """Save the whole state now; when this returns it is safe on the disk. Every rank must
         call it. With wait=False training may go on once the state is copied to the host; it is
         written beside training. `score` says how good it is, for `keep_best`."""
+        self.trainer.finite.look(now=True)  # finds a NaN before it is saved
         self.trainer.execution.verify()
         self.trainer.read_metrics()
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
@@ -435,17 +472,22 @@ class MultiGPUTrainingManager:
         if not math.isfinite(metrics.get("loss", 0.0)):
             rate = float(self.trainer.optimizer.param_groups[0]["lr"])
             raise NonFiniteLossError(
-                f"the loss is {metrics['loss']} over the steps up to {self.trainer.step}; lower "
-                f"the learning rate (now {rate:g}), set max_grad_norm, or check the data. The "
-                f"checkpoints in {self.run.checkpoints} are from before"
+                self.trainer.step,
+                text=f"the loss is {metrics['loss']} over the steps up to {self.trainer.step}; "
+                f"lower the learning rate (now {rate:g}), set max_grad_norm, or check the data. "
+                f"The checkpoints in {self.run.checkpoints} are from before",
             )
 
     def _end_of_epoch(self, epoch: int) -> dict[str, float]:
+        self.trainer.finite.look(now=True)
         self.trainer.execution.verify()
         self._log.end_epoch()
         self._epoch_metrics.merge(self.trainer.read_metrics())
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
+        if not metrics and self.config.on_nonfinite == "skip":
+            text = f"every step of epoch {epoch + 1} was skipped: no gradient of it was finite"
+            raise NonFiniteLossError(self.trainer.step, text=text)
         self.check_finite(metrics)
         if self._epoch_is_whole:
             self._epoch_metrics.reset()
@@ -497,6 +539,8 @@ class MultiGPUTrainingManager:
             self.config, self.placement, self.trainer, self.logger, self.run.checkpoints
         )
         self.fault_tolerance.saver.on_saved = self._checkpoint_is_safe
+        self.trainer.memory.told = partial(self.fault_tolerance.record_fault, "out_of_memory")
+        self.trainer.finite.told = partial(self.fault_tolerance.record_fault, "nonfinite")
         self.fault_tolerance.register("progress", self.progress)
         self.fault_tolerance.register("shares", self.balance)
         self.fault_tolerance.register(

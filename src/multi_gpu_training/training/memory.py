@@ -169,7 +169,9 @@ class MemoryRecovery:
         self._settle(votes)
         if trainer.step < newest:
             return trainer.finish_step()
-        self._rewind()
+        self.rewind()
+        if trainer.execution.active:
+            trainer.execution.give_up("memory was short")
         return None
 
     def _free(self) -> None:
@@ -182,15 +184,14 @@ class MemoryRecovery:
         if trainer.placement.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _rewind(self) -> None:
+    def rewind(self) -> None:
         """Back to the begin of the step that was not finished."""
         trainer = self.trainer
         if self._begun == trainer.step:
             trainer.metrics.put_back(self._metrics)
             self._buffers.put_back()
+        trainer.finite.losses.clear()
         trainer._micro = 0
-        if trainer.execution.active:
-            trainer.execution.give_up("memory was short")
 
     def _must_halve(self) -> bool:
         """BatchNorm would see smaller batches: there, freed memory is tried first."""
@@ -203,10 +204,14 @@ class MemoryRecovery:
     def _check_can_halve(self, batch: Any) -> None:
         share = share_of(batch)
         count = batch_count(batch) if share is None else share.count
-        if self.parts >= count:
+        # BatchNorm cannot normalise a single sample.
+        least = 2 if normalises_batches(self.trainer.model) else 1
+        if count < 2 * self.parts * least if least == 2 else count <= self.parts:
+            now = -(-count // self.parts)
             error = MemoryShortError(
-                f"out of memory at step {self.trainer.step + 1} with one sample at a time on rank "
-                f"{self.trainer.placement.identity.rank}; {advice(self.trainer)}"
+                f"out of memory at step {self.trainer.step + 1} on rank "
+                f"{self.trainer.placement.identity.rank} with {now} sample{'s' * (now > 1)} at a "
+                f"time, which cannot be halved; {advice(self.trainer)}"
             )
             error.restart_helps = False
             raise error
@@ -225,7 +230,9 @@ class MemoryRecovery:
         if given == 0:
             return []
         if share is not None and self.trainer.loader is not None:
-            return list(islice(step_batches(self.trainer.loader, share.epoch, share.position), given))
+            return list(
+                islice(step_batches(self.trainer.loader, share.epoch, share.position), given)
+            )
         kept = self._earlier[:given]
         if any(versions(earlier) != written for earlier, written in kept):
             raise DataError(
@@ -244,16 +251,17 @@ class MemoryRecovery:
         text = f"out of memory at step {step} on {ranks}: "
         if self.parts > before:
             action = "halve_micro_batch"
-            text += (
-                f"every micro-batch is computed in {self.parts} parts from now on; the global "
-                "batch stays the same"
-            )
+            text += f"{self.describe()}; the global batch stays the same"
             if normalises_batches(self.trainer.model):
                 text += ", but BatchNorm sees smaller batches"
         else:
             action = "free_memory"
             text += "memory was freed, and the step is computed again"
         self.told(action, text, {"step": step, "ranks": short, "parts": self.parts})
+
+    def describe(self) -> str:
+        size = f", {-(-self.whole // self.parts)} samples at a time" if self.whole else ""
+        return f"every micro-batch is computed in {self.parts} parts{size}"
 
     # Saved with a run
 

@@ -35,6 +35,7 @@ from multi_gpu_training.distributed.whereabouts import note_step
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.execution import StepExecution
+from multi_gpu_training.training.finite import LOOK, FiniteGate
 from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.loss import LossFn, Pairs
 from multi_gpu_training.training.memory import MemoryRecovery, is_out_of_memory
@@ -103,10 +104,12 @@ class MultiGPUTrainer(ABC):
         self.optimizer: Optimizer
         self.schedule: Schedule
         self.model: nn.Module
+        self.wrapped: nn.Module
         self.loader: Loader | None = None
         self.augment: Augment | None = None
         self.execution = StepExecution(self)
         self.memory = MemoryRecovery(self)
+        self.finite = FiniteGate(self)
         self._micro = 0
         self._given = 0  # micro-batches that this step was given, before any was cut
         self._counted: bool | None = None
@@ -187,6 +190,7 @@ class MultiGPUTrainer(ABC):
             fuse(optimizer)
         optimizer.register_step_pre_hook(self.guard)
         self.rates = Rates(optimizer, self.placement.device)
+        self.gate_note = self.finite.attach(optimizer)
 
     # The step
 
@@ -244,7 +248,10 @@ class MultiGPUTrainer(ABC):
         self.seed_noise()
         self.rates.send()
         result, norm = self.compute(batch, samples, share)
-        self._note(result, share)
+        if self.finite.skipped:
+            self.finite.skipped = False
+        else:
+            self._note(result, share)
         return self.advance(result.mean, norm, share)
 
     def compute(
@@ -253,6 +260,9 @@ class MultiGPUTrainer(ABC):
         """Everything that a micro-batch asks of the device, and nothing else: this is what a
         CUDA graph holds. The last micro-batch of a step moves the weights."""
         self.attendance.present = share.count > 0  # until backward is done: it may recompute
+        finite = self.finite
+        if share.first and finite.spares:
+            finite.keep_buffers()
         with self.exchange(share.last):
             if share.count == 0:
                 result = self._absent(share)
@@ -261,11 +271,13 @@ class MultiGPUTrainer(ABC):
                 batch = self._prepared(batch, samples)
                 result = self.forward(batch, share.count, share.window_count, ranks)
             self._computed = result.mean, result.weight, result.metrics, share
+            if finite.mode == "read":
+                finite.losses.append((result.mean, share))
             scaled = self.precision.scaler.scale(result.scaled)
             # The tally is added unscaled: it is a weight, not a gradient.
             (scaled if result.tally is None else scaled + result.tally).backward()
         norm = self._move_weights(share) if share.last else None
-        return result, norm
+        return finite.spare(result, share) if finite.spares else result, norm
 
     def advance(
         self, loss: Tensor, norm: Tensor | None, share: Share, shared: bool = False
@@ -283,6 +295,8 @@ class MultiGPUTrainer(ABC):
         self.schedule.after_step(self.step)
         if self.recorder is not None and self.step >= self.recorder.request.steps:
             self.recorder.on_done()
+        if self.step % LOOK == 0:
+            self.finite.look()
         return StepResult(loss, self.step, True, norm, shared)
 
     def finish_step(self) -> StepResult:
@@ -302,11 +316,18 @@ class MultiGPUTrainer(ABC):
                 nominal = max(1, share.window_count)
                 ones = torch.ones_like(total)
                 self._scale_gradients(torch.where(total > 0, nominal / total, ones))
-        scaler = self.precision.scaler
+        finite, scaler = self.finite, self.precision.scaler
+        if finite.mode == "read":
+            if finite.finds():
+                finite.refuse()
+                return None
+            finite.losses.clear()
         norm = None
         if self.config.max_grad_norm is not None:
             scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+        if finite.mode == "gate":
+            finite.close(norm)
         if self.recorder is not None:
             self.recorder.about_to_step(self.model, self.optimizer)
         self._stepping = True
@@ -316,6 +337,18 @@ class MultiGPUTrainer(ABC):
         scaler.update()
         self.drop_gradients()
         return norm
+
+    def forget_step(self) -> None:
+        """Give up the step under way, and everything that was measured since the last log."""
+        self.drop_gradients()
+        self._micro = self._given = 0
+        self.metrics.reset()
+        self.finite.reset()
+
+    def pass_over(self, share: Share) -> None:
+        """Go past a micro-batch without training on it; after the last one, past the step."""
+        if share.last:
+            self.epoch, self.position = share.epoch, share.position + 1
 
     def drop_gradients(self) -> None:
         for parameter in self._parameters:
