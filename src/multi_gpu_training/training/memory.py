@@ -41,6 +41,7 @@ class MemoryRecovery:
 
     parts: how many each micro-batch of a rank is cut into; 1 until memory was short.
     busy: the trainer computes a step; exchanges that break are the step's to mend.
+    retrying: a step is computed again; what goes wrong in it is not mended inside of it.
     told: called with (action, text, facts) once the ranks agreed on what to do.
     """
 
@@ -49,6 +50,7 @@ class MemoryRecovery:
         self.parts = 1
         self.whole = 0  # samples of a whole micro-batch on a rank, where they are known
         self.busy = False
+        self.retrying = False
         self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
         self._earlier: list[tuple[Any, list[int]]] = []
         self._begun: int | None = None  # the step that was noted at its begin
@@ -108,17 +110,18 @@ class MemoryRecovery:
         """Compute the unfinished step again, up to and with `batch`. `mine`: the memory of this
         rank was short."""
         given = self.trainer._given
-        while True:
-            self.busy = True
-            try:
-                self.trainer._given = given
-                return self._mend(batch, mine) or self._again(batch, given)
-            except RuntimeError as error:
-                if not self.concerns(error):
-                    raise
-                mine = is_out_of_memory(error)
-            finally:
-                self.busy = False
+        self.retrying = True
+        try:
+            while True:
+                self.busy = True
+                try:
+                    return self._mend(batch, mine) or self._again(batch, given)
+                except RuntimeError as error:
+                    if not self.concerns(error):
+                        raise
+                    mine = is_out_of_memory(error)
+        finally:
+            self.busy = self.retrying = False
 
     def join(self, error: RuntimeError) -> bool:
         """Between steps an exchange broke: True if a rank had said so and a new group is there."""
@@ -168,6 +171,7 @@ class MemoryRecovery:
             trainer.rewrap()
         self._settle(votes)
         if trainer.step < newest:
+            trainer._given = 0
             return trainer.finish_step()
         self.rewind()
         if trainer.execution.active:
@@ -218,11 +222,11 @@ class MemoryRecovery:
 
     def _again(self, batch: Any, given: int) -> StepResult:
         trainer = self.trainer
+        before = self._before(batch, given)
         trainer._given = 0
-        for earlier in self._before(batch, given):
-            trainer._take(earlier)
-            trainer._given += 1
-        return trainer._take(batch)
+        for earlier in before:
+            trainer.train_step(earlier)
+        return trainer.train_step(batch)
 
     def _before(self, batch: Any, given: int) -> list[Any]:
         """The micro-batches of this step that came before `batch`."""

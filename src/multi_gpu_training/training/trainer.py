@@ -204,42 +204,39 @@ class MultiGPUTrainer(ABC):
         memory = self.memory
         memory.busy = True  # an exchange that breaks is the step's to mend
         try:
-            result = self._take(batch)
+            share = share_of(batch)
+            ours = share is not None
+            given = batch
+            if share is None:
+                given = to_device(batch, self.placement.device)
+                share = self._share_of_own_batch(given)
+                if not share.last:
+                    memory.remember(given)
+            if not self._settled:
+                self.settle(opened(given), share)
+                self._settled = True
+            samples = self._samples(given, share) if self.augment is not None else None
+            if self.recorder is not None:
+                if share.count:  # what is written down is what the loss function gets
+                    given, samples = attach(self._prepared(given, samples), share), None
+                given = self.recorder.batch(opened(given))
+            if self.execution.active:
+                result = self.execution.run(given, samples, share, ours)
+            elif memory.parts > 1:
+                result = memory.run_parts(given, samples, share)
+            else:
+                result = self.eager_step(given, samples, share)
+            self._given = 0 if share.last else self._given + 1
+            return result
         except RuntimeError as error:
-            if not memory.concerns(error):
+            if memory.retrying or not memory.concerns(error):
                 raise
             short = is_out_of_memory(error)
-        else:
-            self._given = 0 if result.moved else self._given + 1
-            return result
         finally:
             memory.busy = False
         # Out here nothing holds the frames of the error any more, and what filled the memory.
-        result = memory.retry(batch, short)
-        self._given = 0 if result.moved else self._given + 1
-        return result
-
-    def _take(self, batch: Any) -> StepResult:
-        share = share_of(batch)
-        ours = share is not None
-        if share is None:
-            batch = to_device(batch, self.placement.device)
-            share = self._share_of_own_batch(batch)
-            if not share.last:
-                self.memory.remember(batch)
-        if not self._settled:
-            self.settle(opened(batch), share)
-            self._settled = True
-        samples = self._samples(batch, share) if self.augment is not None else None
-        if self.recorder is not None:
-            if share.count:  # what is written down is what the loss function gets
-                batch, samples = attach(self._prepared(batch, samples), share), None
-            batch = self.recorder.batch(opened(batch))
-        if self.execution.active:
-            return self.execution.run(batch, samples, share, ours)
-        if self.memory.parts > 1:
-            return self.memory.run_parts(batch, samples, share)
-        return self.eager_step(batch, samples, share)
+        given = samples = None
+        return memory.retry(batch, short)
 
     def eager_step(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """One micro-batch, operation by operation."""
