@@ -71,15 +71,18 @@ class NonFiniteLossError(MultiGPUError):
     def __init__(self, step: int, epoch: int = 0, position: int = -1, text: str = "") -> None:
         super().__init__(text or f"step {step}: the gradient is not finite")
         self.step, self.epoch, self.position = step, epoch, position
+        self.findings: list[Any] = []
 
     def describe(self, findings: Sequence[Any], names: Sequence[str], trainer: Any) -> None:
         """Say whose fault it is: (rank, (loss, samples, parameters)) of each bad micro-batch."""
+        self.findings = list(findings)
         lines = [f"step {self.step}: the gradient is not finite; no weight was moved by it"]
         for rank, (loss, samples, bad) in findings[:4]:
             what = f"the loss is {loss}" if loss - loss != 0 else f"the loss is finite ({loss:g})"
-            line = f"rank {rank}: {what}; samples {', '.join(map(str, samples)) or 'unknown'}"
+            shown = ", ".join(map(str, samples[:64])) or "unknown"
+            more = f" and {len(samples) - 64} more" if len(samples) > 64 else ""
             names = names or bad
-            lines.append(line)
+            lines.append(f"rank {rank}: {what}; samples {shown}{more}")
         if not findings:
             lines.append("the loss is finite on every rank, and computing the step again is too")
         if names:

@@ -222,6 +222,50 @@ def test_one_sample_that_does_not_fit_is_an_error_that_says_what_to_do(tmp_path:
         manager.fit(Net("forward", lambda: True, False), data(), optimizer=momentum)
 
 
+class Limited(nn.Module):
+    """Memory for so many samples at a time, and BatchNorm."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def limited(folder: Path) -> tuple[int, list[str]]:
+    manager = tiny.manager_for(folder, batch_size=4, epochs=2)
+    manager.fit(Limited(2), data(), optimizer=momentum)
+    lines = manager.run.events(manager.placement.identity.rank).read_text().splitlines()
+    faults = [e for e in map(json.loads, lines) if e["event"] == "fault"]
+    return manager.trainer.memory.parts, [fault["action"] for fault in faults]
+
+
+def test_a_batch_that_never_fits_is_halved_with_batchnorm_as_well(tmp_path: Path) -> None:
+    for parts, actions in run_ranks(2, limited, tmp_path):
+        assert parts == 2
+        assert actions == ["free_memory", "halve_micro_batch"]
+
+
+def test_ranks_that_are_started_again_begin_with_smaller_parts(tmp_path: Path) -> None:
+    settings = {"batch_size": 4, "enable_fault_tolerance": True, "run_name": "run"}
+    manager = tiny.manager_for(tmp_path, **settings)
+    manager.setup_training(Net(None, lambda: False, False), data())
+    manager.save_checkpoint()
+    error = torch.OutOfMemoryError("as over NCCL, where a group cannot be made anew")
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.fault_tolerance.handle_error(error)
+    manager._close()
+    again = tiny.manager_for(tmp_path, **settings, resume="auto")
+    again.setup_training(Net(None, lambda: False, False), data())
+    assert again.trainer.memory.parts == 2
+    again._close()
+
+
 def test_the_parts_are_kept_over_a_resume(tmp_path: Path) -> None:
     settings = {"batch_size": 4, "enable_fault_tolerance": True, "run_name": "run"}
     times = [True]

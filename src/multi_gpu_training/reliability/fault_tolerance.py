@@ -26,6 +26,7 @@ from multi_gpu_training.reliability.state import (
     random_state,
     set_random_state,
 )
+from multi_gpu_training.training.reminder import leave_word
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 Scope = Literal["replicated", "per_rank"]
@@ -152,6 +153,8 @@ class FaultToleranceManager:
                 error.add_note(f"({problem})")
         text = f"{type(error).__name__}: {error}"
         self.record_fault(policy.kind, policy.action, text, aloud=aloud)
+        if policy.kind == "out_of_memory" and policy.action == RESTART:
+            leave_word(self.store.folder.parent, self.trainer.memory)
         if policy.action != ROLLBACK:
             raise error
         self.rollbacks += 1

@@ -17,7 +17,7 @@ from multi_gpu_training.errors import NonFiniteLossError
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
 
-MOST = 16
+MOST = 1024
 
 # One micro-batch: its loss, its samples, and parameters whose own gradient is not finite.
 Finding = tuple[float, list[int], list[str]]

@@ -59,6 +59,7 @@ from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.recompute import use_recompute
+from multi_gpu_training.training.reminder import recall
 from multi_gpu_training.training.resuming import EpochSums, find_checkpoint, keep_place
 from multi_gpu_training.training.trainer import (
     Augment,
@@ -162,9 +163,10 @@ class MultiGPUTrainingManager:
             if checkpoint is not None:
                 self.fault_tolerance.resume(checkpoint)
                 keep_place(self, checkpoint)
-                if self.trainer.memory.parts > 1:
-                    self.console.line(self.trainer.memory.describe())
                 self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+            recall(self.run.path, self.trainer.memory, self.placement)
+            if self.trainer.memory.parts > 1:
+                self.console.line(self.trainer.memory.describe())
             self.balance.settle(self)
         except BaseException:
             self._close()
