@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "without bf16 and TF32": {"use_mixed_precision": False, "allow_tf32": False},
     "without channels last": {"channels_last": False},
     "without the fused optimizer": {"fused_optimizer": False},
-    "without cuDNN's autotuner": {"cudnn_benchmark": False},
+    "with cuDNN's autotuner": {"cudnn_benchmark": True},
     "without graphs": {"step_execution": "eager"},
     "data on the host": {"data_on_gpu": False},
     "all off": {"fast_defaults": False, "step_execution": "eager", "data_on_gpu": False},

@@ -89,9 +89,7 @@ class MultiGPUConfig(BaseModel):
     fused_optimizer: bool | None = Field(
         None, description="Adam, AdamW and SGD as one kernel; None: on GPUs"
     )
-    cudnn_benchmark: bool | None = Field(
-        None, description="let cuDNN try its algorithms; None: yes, unless deterministic"
-    )
+    cudnn_benchmark: bool = Field(False, description="let cuDNN try its algorithms")
 
     # Arithmetic
     use_mixed_precision: bool | None = Field(
@@ -194,6 +192,9 @@ class MultiGPUConfig(BaseModel):
     save_dir: str = "runs"
     recipe: str = "custom"
     run_name: str | None = None
+    forecast: str | None = Field(
+        None, description="forecast.json of `mgt estimate`, kept with the run for its report"
+    )
     log_every: PositiveInt = 20
     tensorboard: bool = True
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
