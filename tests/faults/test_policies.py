@@ -44,13 +44,12 @@ class Copied(Hook):
 class Fault:
     """A loss whose sample BAD gives NaN, a gradient that is NaN, or a huge loss."""
 
-    def __init__(self, kind: str, epochs: tuple[int, ...] = (0,)) -> None:
-        self.kind, self.epochs = kind, epochs
-        self.manager: Any = None
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, targets, numbers = batch
-        here = bool((numbers == BAD).any()) and self.manager.train_loader.epoch in self.epochs
+        here = bool((numbers == BAD).any())
         if here and self.kind == "loss":
             inputs = torch.where((numbers == BAD)[:, None], math.nan, inputs)
         output = model(inputs)
@@ -71,7 +70,9 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def train(folder: Path, kind: str, optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
+def train(
+    folder: Path, kind: str, optimizer: Any, settings: dict[str, Any], hooks: Any = ()
+) -> dict[str, Any]:
     given = {
         "batch_size": 2,
         "log_every": 1,
@@ -81,14 +82,13 @@ def train(folder: Path, kind: str, optimizer: str, settings: dict[str, Any]) -> 
     }
     manager = tiny.manager_for(folder, **given)
     fault, copied, model = Fault(kind), Copied(), net()
-    fault.manager = manager
     build = {
         "sgd": lambda p: optim.SGD(p, lr=0.05, momentum=0.9),
         "adamw": lambda p: optim.AdamW(p, lr=1e-2),
-    }[optimizer]
+    }.get(optimizer, optimizer)
     error: MultiGPUError | None = None
     try:
-        manager.fit(model, data(), loss_fn=fault, optimizer=build, hooks=[copied])
+        manager.fit(model, data(), loss_fn=fault, optimizer=build, hooks=[copied, *hooks])
     except MultiGPUError as caught:
         error = caught
     rank = manager.placement.identity.rank
@@ -155,6 +155,76 @@ def test_on_nonfinite_skip_leaves_the_step_out_on_every_rank(
         assert math.isfinite(found["losses"][0])
         own = {k: v for k, v in ranks[0]["weights"].items() if "running" not in k}
         assert same(found["weights"], own)
+
+
+class NoEvent:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class OnTheGpu(Hook):
+    """Looks for NaN as on a GPU: the fused optimizers of the CPU have the same gate."""
+
+    def on_run_start(self, manager: Any) -> None:
+        gate = manager.trainer.finite
+        gate.mode = "gate"
+        vars(manager.trainer.optimizer)["found_inf"] = gate._found
+        gate._host, gate._event = torch.empty(()), NoEvent()
+
+
+def gated(folder: Path, kind: str, optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:
+    build: Any = {
+        "sgd": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, fused=True),
+        "adamw": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+        "adagrad": lambda p: optim.Adagrad(p, lr=1e-2, fused=True),
+    }[optimizer]
+    return train(folder, kind, build, settings, [OnTheGpu()])
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "optimizer", "more"),
+    [
+        (2, "loss", "adamw", {}),
+        (1, "gradient", "sgd", {"max_grad_norm": 1.0}),
+        (1, "gradient", "adagrad", {"checkpoint_frequency": 1000}),
+    ],
+)
+def test_the_gate_holds_the_weights_until_the_host_looks(
+    tmp_path: Path, world: int, kind: str, optimizer: str, more: dict[str, Any]
+) -> None:
+    for rank, found in enumerate(run_ranks(world, gated, tmp_path, kind, optimizer, more)):
+        name, text = found["error"]
+        step = found["bad_step"]
+        assert name == "NonFiniteLossError" and f"step {step}:" in text
+        assert f"rank {found['bad_rank']}: the loss is" in text
+        assert str(BAD) in text.split("samples ")[1].splitlines()[0].split(", ")
+        (fault,) = found["faults"]
+        assert fault[:2] == ("nonfinite", "stop") and fault[3] == rank
+        before = found["after"][step - 1]
+        held = {k: v for k, v in before.items() if "running" not in k and "num" not in k}
+        assert same(found["weights"], held)
+
+
+def test_the_gate_skips_a_step_without_a_trace(tmp_path: Path) -> None:
+    more = {"on_nonfinite": "skip", "training_mode": "single"}
+    (found,) = run_ranks(1, gated, tmp_path, "loss", "adamw", more)
+    step = found["bad_step"]
+    assert found["error"] is None and found["steps"] == SAMPLES // 2
+    assert found["faults"][0][:2] == ("nonfinite", "skip")
+    assert same(found["after"][step], found["after"][step - 1])  # averages of BatchNorm too
+    assert math.isfinite(found["losses"][0])
+
+
+def test_the_gate_rolls_back_and_passes_the_batch_over(tmp_path: Path) -> None:
+    more = {"on_nonfinite": "rollback"}
+    for found in run_ranks(2, gated, tmp_path, "loss", "adamw", more):
+        assert found["error"] is None
+        assert found["passed"] == [(0, found["bad_step"] - 1)]
+        assert found["steps"] == SAMPLES // 4 - 1
+        assert all(value.isfinite().all() for value in found["weights"].values())
 
 
 @pytest.mark.parametrize("frequency", [2, 1000])

@@ -27,7 +27,7 @@ from multi_gpu_training.training.step import MicroResult
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
 
-LOOK = 16
+LOOK = 32
 _LOOKED_AT = (torch.float32, torch.float16, torch.float64)  # types that torch's kernel takes
 _WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
@@ -46,7 +46,7 @@ class FiniteGate:
         self.skipped = False
         self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
         self.losses: list[tuple[Tensor, Share]] = []  # of this step, where they can be read
-        self._pending: tuple[int, Tensor, Any] | None = None
+        self._pending: int | None = None  # the step after which it was asked for
         self._buffers: list[Tensor] = []
         self._newer: list[Tensor] = []  # the buffers when it was looked at last
         self._good: list[Tensor] = []  # when all was well for sure
@@ -67,6 +67,10 @@ class FiniteGate:
         elif isinstance(optimizer, _WITH_GATE) and all(g["fused"] for g in optimizer.param_groups):
             self.mode = "gate"
             vars(optimizer)["found_inf"] = self._found
+            self._host = torch.empty((), pin_memory=True)
+            self._event = torch.cuda.Event()
+            if self.policy == "skip":
+                _begin_momentum(optimizer)
         elif trainer.config.step_execution in ("auto", "graph") and not optimizer_obstacle(
             optimizer
         ):
@@ -166,24 +170,22 @@ class FiniteGate:
             return
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._act(*pending)
+            self._act(pending)
             self._good, self._newer = self._newer, self._good
-        host = torch.empty((), pin_memory=True)
-        host.copy_(self._closed, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+        self._host.copy_(self._closed, non_blocking=True)
+        self._event.record()
         if now:
-            self._act(self.trainer.step, host, event)
+            self._act(self.trainer.step)
             return
-        self._pending = (self.trainer.step, host, event)
+        self._pending = self.trainer.step
         if self._buffers and not self.spares:
             if not self._newer:
                 self._newer = [buffer.clone() for buffer in self._buffers]
             torch._foreach_copy_(self._newer, self._buffers)
 
-    def _act(self, step: int, host: Tensor, event: Any) -> None:
-        event.synchronize()
-        closed = int(host)
+    def _act(self, step: int) -> None:
+        self._event.synchronize()  # long done, unless asked for just now
+        closed = int(self._host)
         if not closed:
             return
         trainer = self.trainer
@@ -209,6 +211,16 @@ class FiniteGate:
         if self.mode == "gate":
             self._found.zero_()
             self._closed.zero_()
+
+
+def _begin_momentum(optimizer: optim.Optimizer) -> None:
+    """Let SGD begin with a momentum of zero: torch leaves it undefined where the very first step
+    is skipped. Without dampening, the first step is the same."""
+    for group in optimizer.param_groups if isinstance(optimizer, optim.SGD) else ():
+        if group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                state.setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def _values(tensor: Tensor) -> Tensor:

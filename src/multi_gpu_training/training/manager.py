@@ -472,6 +472,7 @@ class MultiGPUTrainingManager:
 
     def check_finite(self, metrics: dict[str, float]) -> None:
         if not math.isfinite(metrics.get("loss", 0.0)):
+            self.trainer.finite.look(now=True)  # it knows more
             rate = float(self.trainer.optimizer.param_groups[0]["lr"])
             raise NonFiniteLossError(
                 self.trainer.step,

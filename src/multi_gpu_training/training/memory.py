@@ -176,6 +176,7 @@ class MemoryRecovery:
         self.rewind()
         if trainer.execution.active:
             trainer.execution.give_up("memory was short")
+            self._free()  # what recordings held
         return None
 
     def _free(self) -> None:
