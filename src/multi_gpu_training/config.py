@@ -173,6 +173,17 @@ class MultiGPUConfig(BaseModel):
     on_save_failure: Literal["continue", "stop"] = Field(
         "continue", description="what training does when a checkpoint cannot be written"
     )
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="a step whose gradient is NaN or infinite: stop with a diagnosis, skip "
+        "it, or go back to the last checkpoint and pass its batch over",
+    )
+    on_loss_spike: Literal["ignore", "warn", "rollback", "stop"] = Field(
+        "warn", description="a loss far above those before it, as logged"
+    )
+    on_divergence: Literal["stop", "rollback"] = Field(
+        "stop", description="replicas that differ where they should be equal"
+    )
     resume: str | None = Field(None, description="auto, or a checkpoint folder")
     best_metric: str | None = Field(
         None, description="validation metric that names the best checkpoint; None is loss"

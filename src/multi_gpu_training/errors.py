@@ -8,7 +8,9 @@
       RankFailure         a rank of a running job died
       CheckpointError     nothing intact to load, or it belongs to another model
       DivergenceError     replicas that should be equal are not
-      NonFiniteLossError  the loss became NaN or infinite
+      NonFiniteLossError  the loss or a gradient became NaN or infinite
+      LossSpikeError      the loss jumped far above what it was
+      MemoryShortError    the smallest micro-batch does not fit into memory
 
 Every message says what was asked, what was found and what to do next.
 """
@@ -16,6 +18,7 @@ Every message says what was asked, what was found and what to do next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class MultiGPUError(Exception):
@@ -61,4 +64,47 @@ class DivergenceError(MultiGPUError):
 
 
 class NonFiniteLossError(MultiGPUError):
+    """`step` would have moved the weights by NaN; it trained on the batch at (epoch, position)."""
+
     restart_helps = False  # the same steps from the same checkpoint give the same loss
+
+    def __init__(self, step: int, epoch: int = 0, position: int = -1, text: str = "") -> None:
+        super().__init__(text or f"step {step}: the gradient is not finite")
+        self.step, self.epoch, self.position = step, epoch, position
+        self.findings: list[Any] = []
+
+    def describe(self, findings: Sequence[Any], names: Sequence[str], trainer: Any) -> None:
+        """Say whose fault it is: (rank, (loss, samples, parameters)) of each bad micro-batch."""
+        self.findings = list(findings)
+        lines = [f"step {self.step}: the gradient is not finite; no weight was moved by it"]
+        for rank, (loss, samples, bad) in findings[:4]:
+            what = f"the loss is {loss}" if loss - loss != 0 else f"the loss is finite ({loss:g})"
+            shown = ", ".join(map(str, samples[:64])) or "unknown"
+            more = f" and {len(samples) - 64} more" if len(samples) > 64 else ""
+            names = names or bad
+            lines.append(f"rank {rank}: {what}; samples {shown}{more}")
+        if not findings:
+            lines.append("the loss is finite on every rank, and computing the step again is too")
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            lines.append(f"parameters with such a gradient: {', '.join(names[:8])}{more}")
+        rate = float(trainer.optimizer.param_groups[0]["lr"])
+        lines.append(
+            f"Lower the learning rate (now {rate:g}), set max_grad_norm, or check these samples; "
+            "on_nonfinite=skip goes on without the step, rollback from the last checkpoint"
+        )
+        self.args = ("\n  ".join(lines),)
+
+
+class LossSpikeError(MultiGPUError):
+    """The steps trained on the batches of `epoch` from position `begin` to `end`."""
+
+    restart_helps = False  # the same steps from the same checkpoint give the same loss
+
+    def __init__(self, text: str, epoch: int, begin: int, end: int) -> None:
+        super().__init__(text)
+        self.epoch, self.begin, self.end = epoch, begin, end
+
+
+class MemoryShortError(MultiGPUError):
+    pass

@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
+from multi_gpu_training.distributed.regroup import BreakableGroup, breakable_group
 from multi_gpu_training.distributed.restarts import Limits
 from multi_gpu_training.distributed.whereabouts import note_hang_limit, note_limits
 from multi_gpu_training.errors import ConfigError, LaunchError
+
+T = TypeVar("T")
 
 
 class Placement:
@@ -40,6 +43,9 @@ class Placement:
         self.group = group
         self.dp_rank = identity.rank if group is not None else 0
         self.dp_size = identity.world_size if group is not None else 1
+        self.breakable: BreakableGroup | None = None
+        # Called when a collective between steps fails; True: there is a new group, try again.
+        self.on_broken: Callable[[RuntimeError], bool] | None = None
         self._owns_group = False
         self._control: dist.ProcessGroup | None = None  # for agreements, beside the GPU's traffic
 
@@ -53,8 +59,13 @@ class Placement:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Add `tensor` over all ranks, in place."""
-        if self.group is not None:
+        if self.group is None:
+            return tensor
+        if self.on_broken is None:
             dist.all_reduce(tensor, group=self.group)
+            return tensor
+        mine = tensor.clone()  # a broken exchange leaves parts of sums
+        self._lasting(lambda: dist.all_reduce(tensor.copy_(mine), group=self.group))
         return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -63,8 +74,24 @@ class Placement:
             return tensor.unsqueeze(0)
         mine = tensor.contiguous().to(self.wire)  # gloo gathers in host memory only
         parts = [torch.empty_like(mine) for _ in range(self.dp_size)]
-        dist.all_gather(parts, mine, group=self.group)
+        self._lasting(lambda: dist.all_gather(parts, mine, group=self.group))
         return torch.stack(parts).to(tensor.device)
+
+    def regroup(self) -> None:
+        """Break the group and connect anew: what hangs on the old one fails everywhere."""
+        assert self.breakable is not None
+        self.group = self._control = None
+        self.breakable = self.breakable.renew()
+        self.group = self.breakable.group
+
+    def _lasting(self, exchange: Callable[[], T]) -> T:
+        """Do an exchange; once more where the group broke under it and was made anew."""
+        try:
+            return exchange()
+        except RuntimeError as error:
+            if self.on_broken is None or not self.on_broken(error):
+                raise
+        return exchange()
 
     def gather_json(self, value: Any) -> list[Any]:
         """One JSON value of each rank, in rank order, on every rank. Nothing is unpickled."""
@@ -88,18 +115,18 @@ class Placement:
         if self.is_main:
             raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
             size.fill_(raw.numel())
-        dist.broadcast(size, 0, group=self.group)
+        self.broadcast_tensors([size])
         if not self.is_main:
             raw = torch.empty(int(size), dtype=torch.uint8)
         raw = raw.to(self.wire)
-        dist.broadcast(raw, 0, group=self.group)
+        self.broadcast_tensors([raw])
         return json.loads(bytes(raw.cpu().tolist()))
 
-    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite `tensors` with rank 0's."""
+    def broadcast_tensors(self, tensors: Iterable[Tensor], source: int = 0) -> None:
+        """Overwrite `tensors` with those of the rank `source`."""
         if self.group is not None:
             for tensor in tensors:
-                dist.broadcast(tensor, 0, group=self.group)
+                self._lasting(lambda t=tensor: dist.broadcast(t, source, group=self.group))  # type: ignore[misc]
 
     def agree(self, value: int) -> int:
         """The smallest `value` of any rank: what all of them can do. Waits on the CPU only."""
@@ -109,7 +136,12 @@ class Placement:
             gloo = self.backend == "gloo"
             self._control = self.group if gloo else dist.new_group(backend="gloo")
         votes = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self._control)
+
+        def vote() -> None:
+            group = self._control or self.group
+            dist.all_reduce(votes.fill_(value), op=dist.ReduceOp.MIN, group=group)
+
+        self._lasting(vote)
         return int(votes)
 
     def barrier(self) -> None:
@@ -204,7 +236,7 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         raise ConfigError("NCCL refuses two ranks on one GPU; use backend=gloo with share_gpu=true")
     if dist.is_initialized():
         # A second manager in this process: the group belongs to whoever made it.
-        return Placement(identity, device, dist.group.WORLD)
+        return _in_world(config, identity, device)
     for name, value in _rendezvous_defaults().items():
         os.environ.setdefault(name, value)
     limits = Limits.of(config)
@@ -230,10 +262,20 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
             f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
             f"{patience.total_seconds():g} s: {error}"
         ) from error
-    placement = Placement(identity, device, dist.group.WORLD)
+    placement = _in_world(config, identity, device)
     placement._owns_group = True
     atexit.register(placement.close)
     placement.barrier()
+    return placement
+
+
+def _in_world(config: MultiGPUConfig, identity: Identity, device: torch.device) -> Placement:
+    """Placed among all ranks; over gloo in a group that can be broken and made anew."""
+    if dist.get_backend() != "gloo":
+        return Placement(identity, device, dist.group.WORLD)
+    breakable = breakable_group(config.timeout)
+    placement = Placement(identity, device, breakable.group)
+    placement.breakable = breakable
     return placement
 
 

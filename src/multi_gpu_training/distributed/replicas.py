@@ -50,6 +50,11 @@ def replicate(
     return ddp
 
 
+def release(ddp: DistributedDataParallel) -> None:
+    """Let the parameters forget a wrapper that will not be used again."""
+    ddp._remove_autograd_hooks()
+
+
 def settle_buckets(ddp: DistributedDataParallel, nothing: Callable[[], Tensor]) -> None:
     """Let DDP rebuild its buckets now, in an order that depends on the model alone.
 

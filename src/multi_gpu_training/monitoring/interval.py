@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.monitoring.reading import MetricsReader, Reading
+from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.waiting import InputWait
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class IntervalLog:
         resident = isinstance(manager.train_loader, ResidentLoader)
         self.wait = InputWait(manager.placement.device, resident)
         self._reader = MetricsReader(manager.placement)
+        self._spikes = LossSpikes(manager.config.on_loss_spike)
         self._every = manager.config.log_every
         self._fixed = "log_every" in manager.config.model_fields_set
         self._total: int | None = None
@@ -69,6 +71,13 @@ class IntervalLog:
             self._begin(result)
         if self._pending is not None and (now or self._pending.reading.ready):
             self.finish()
+
+    def went_back(self) -> None:
+        """The run was taken back to an earlier step: begin a new interval there."""
+        self._pending = None
+        self._started = time.perf_counter()
+        self._first_step = self.manager.trainer.step
+        self._next = self._following(self._first_step)
 
     def end_epoch(self) -> None:
         self.finish()
@@ -121,6 +130,9 @@ class IntervalLog:
         if not self._fixed and self._step_s is not None:
             self._adapt(self._step_s)
         manager.check_finite(metrics)
+        self._spikes.look(
+            manager, loss, pending.step, pending.epoch, pending.position, pending.steps
+        )
 
     def _adapt(self, step_s: float) -> None:
         """Log at most every SHORTEST_S. `step_s` is the mean of all ranks, so they agree."""

@@ -32,7 +32,8 @@ class Reading:
         metrics = {}
         for i, name in enumerate(self._names):
             total, weight = pairs[2 * i], pairs[2 * i + 1]
-            metrics[name] = total / weight if weight else math.nan
+            if weight:  # a step that was skipped has none
+                metrics[name] = total / weight
         return metrics, seconds / ranks, None if math.isnan(norm) else norm / ranks, strangers > 0
 
 

@@ -9,13 +9,16 @@ from typing import Any, Literal, Protocol
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.errors import CheckpointError, ConfigError
+from multi_gpu_training.errors import CheckpointError, ConfigError, NonFiniteLossError
 from multi_gpu_training.monitoring.log import StructuredLogger
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.codec import from_text, to_text
+from multi_gpu_training.reliability.passing import PassedOver
+from multi_gpu_training.reliability.policies import RESTART, ROLLBACK, STOP, Policy, judge
 from multi_gpu_training.reliability.saver import Saver
 from multi_gpu_training.reliability.snapshot import Snapshot, load
 from multi_gpu_training.reliability.state import (
+    keep_tensors,
     load_model_state,
     load_optimizer_state,
     model_state,
@@ -23,6 +26,7 @@ from multi_gpu_training.reliability.state import (
     random_state,
     set_random_state,
 )
+from multi_gpu_training.training.reminder import leave_word
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 Scope = Literal["replicated", "per_rank"]
@@ -58,6 +62,9 @@ class FaultToleranceManager:
         self.saver = Saver(config, placement, logger, self.store)
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._resumed: dict[str, Any] | None = None
+        self.rollbacks = 0
+        self.passed_over = PassedOver()
+        self.register("passed_over", self.passed_over)
 
     def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
         if name in self._registered:
@@ -127,17 +134,65 @@ class FaultToleranceManager:
         self.placement.barrier()
         self.logger.info(f"resumed from {path}", step=snapshot.step, epoch=snapshot.epoch)
 
-    def handle_error(self, error: BaseException) -> None:
-        """Record an error of a training step with rank and step, then let it end this rank.
+    def handle_error(self, error: BaseException, aloud: bool = True) -> None:
+        """Act on an error of a training step as the table in docs/faults.md says, and record it.
 
-        The launcher ends the others; the run goes on from the last checkpoint.
+        Where the policy is to roll back, returns after the state of the last checkpoint is back.
+        Everything else is raised again, to end this rank: the launcher ends the others, and starts
+        all of them again from the last checkpoint where that helps.
         """
-        self.logger.error(
-            f"{type(error).__name__}: {error}",
-            rank=self.placement.identity.rank,
-            step=self.trainer.step,
-        )
-        raise error
+        policy = judge(error, self.config)
+        path = self._choose("auto") if policy.action == ROLLBACK else None
+        here = isinstance(error, NonFiniteLossError) and error.step == self.trainer.step + 1
+        if policy.action == ROLLBACK:
+            problem = None if path or here else "there is no checkpoint yet to roll back to"
+            if self.rollbacks >= self.config.max_restarts:
+                problem = f"rolled back {self.rollbacks} times already, max_restarts allows no more"
+            if problem is not None:
+                policy = Policy(policy.kind, STOP)
+                error.add_note(f"({problem})")
+        text = f"{type(error).__name__}: {error}"
+        self.record_fault(policy.kind, policy.action, text, aloud=aloud)
+        if policy.kind == "out_of_memory" and policy.action == RESTART:
+            leave_word(self.store.folder.parent, self.trainer.memory)
+        if policy.action != ROLLBACK:
+            raise error
+        self.rollbacks += 1
+        self.passed_over.add(error)
+        if path is not None:
+            self.roll_back(path)
+        # Else the weights are still those of the step before: only its batch is left out.
+
+    def record_fault(
+        self,
+        kind: str,
+        action: str,
+        text: str,
+        facts: dict[str, Any] | None = None,
+        aloud: bool = True,
+    ) -> None:
+        """Tell people and the run's events what went wrong and what was done. An error that is
+        raised is printed where it ends; `aloud` says so here as well."""
+        rank, step = self.placement.identity.rank, self.trainer.step + 1
+        given = {"step": step, "rank": rank, **(facts or {})}
+        self.logger.record("fault", kind=kind, action=action, message=text, **given)
+        if action not in (STOP, RESTART):
+            self.logger.warning(text)
+        elif aloud:
+            self.logger.error(text, rank=rank, step=step)
+
+    def roll_back(self, path: Path) -> None:
+        """Bring back the state of a checkpoint while the ranks go on. Collective."""
+        trainer = self.trainer
+        before = {p: dict(state) for p, state in trainer.optimizer.state.items()}
+        memory = trainer.memory.state_dict()
+        passed_over = self.passed_over.state_dict()
+        trainer.forget_step()
+        self.resume(path)
+        trainer.memory.load_state_dict(memory)  # what was learned since the checkpoint stays
+        self.passed_over.load_state_dict(passed_over)
+        keep_tensors(trainer.optimizer, before)
+        trainer.execution.went_back()
 
     def _snapshot(self, facts: dict[str, Any]) -> Snapshot:
         trainer = self.trainer

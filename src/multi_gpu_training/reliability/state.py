@@ -115,6 +115,16 @@ def load_optimizer_state(
     _restore_strides(optimizer)
 
 
+def keep_tensors(optimizer: Optimizer, before: dict[Any, dict[str, Any]]) -> None:
+    """Put values that were just loaded into the tensors the optimizer had `before`: recorded
+    steps go on reading those."""
+    for parameter, state in optimizer.state.items():
+        for key, old in before.get(parameter, {}).items():
+            new = state.get(key)
+            if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+                state[key] = old.copy_(new)
+
+
 def _restore_strides(optimizer: Optimizer) -> None:
     """Files hold no strides. Fused optimizers walk memory in order, so that momenta laid out
     otherwise than their channels-last parameter would be applied to the wrong weights."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.distributed.replicas import replicate, settle_buckets
+from multi_gpu_training.distributed.replicas import release, replicate, settle_buckets
 from multi_gpu_training.training.step import StepModule
 from multi_gpu_training.training.trainer import MultiGPUTrainer, nothing
 
@@ -24,6 +24,12 @@ class DistributedDataParallelTrainer(MultiGPUTrainer):
         ddp = replicate(module, self.placement, self.config)
         self.forward = ddp.forward  # type: ignore[method-assign]
         return ddp
+
+    def unwrap(self) -> None:
+        if isinstance(self.wrapped, DistributedDataParallel):
+            release(self.wrapped)
+            del self.forward
+        super().unwrap()
 
     def exchange(self, last: bool) -> AbstractContextManager[Any]:
         if last or not isinstance(self.wrapped, DistributedDataParallel):

@@ -332,6 +332,20 @@ class StepExecution:
         if not quiet:
             self.say(f"step: eager, {problem}")
 
+    def give_up(self, problem: str) -> None:
+        """From now on operation by operation: the step under way is computed again."""
+        self._copies.drop()
+        self._stay_eager(problem)
+
+    def went_back(self) -> None:
+        """The state is that of an earlier checkpoint, in the same tensors: what was kept to take
+        steps back is of no use any more."""
+        self._begin_step()
+        if self.mode == "graph":
+            self._recordings.forget()
+            self._copies.keep("verified")
+            self._begin_window()
+
     # Other shapes
 
     def _consider_shape(self) -> None:
@@ -389,7 +403,16 @@ class StepExecution:
         if not self._all_agree(stale is None):
             self._leave(stale or "a Python value that another rank's step reads changed")
             return
-        difference = self._newest_apart()
+        try:
+            difference = self._newest_apart()
+        except torch.OutOfMemoryError:
+            if self.trainer.placement.dp_size > 1:
+                raise  # the other ranks wait inside the step
+            self._copies.restore("before")
+            self.trainer.drop_gradients()
+            self._recordings.forget()
+            self.give_up("there is no memory to compare its recording")
+            return
         if not self._all_agree(difference <= self._tolerance):
             self._fall_back(difference)
             return

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import (
     BatchSizes,
     Data,
@@ -38,7 +40,12 @@ from multi_gpu_training.distributed.whereabouts import (
     note_phase,
     note_step,
 )
-from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
+from multi_gpu_training.errors import (
+    CheckpointError,
+    ConfigError,
+    ModelError,
+    NonFiniteLossError,
+)
 from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.interval import IntervalLog
@@ -63,6 +70,7 @@ from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.recompute import use_recompute
+from multi_gpu_training.training.reminder import recall
 from multi_gpu_training.training.resuming import EpochSums, find_checkpoint, keep_place
 from multi_gpu_training.training.stopping import end_control, start_control, validation_batches
 from multi_gpu_training.training.trainer import (
@@ -172,6 +180,9 @@ class MultiGPUTrainingManager:
                 self.fault_tolerance.resume(checkpoint)
                 keep_place(self, checkpoint)
                 self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+            recall(self.run.path, self.trainer.memory, self.placement)
+            if self.trainer.memory.parts > 1:
+                self.console.line(self.trainer.memory.describe())
             self.balance.settle(self)
         except BaseException:
             self._close()
@@ -225,8 +236,11 @@ class MultiGPUTrainingManager:
         if self._verification is not None and self._verification.double:
             built.double()
         trainer.loader = self.train_loader
+        trainer.memory.whole = self.sizes.per_rank
         self.model = trainer.build(built, self.loss_fn)
         trainer.take_optimizer(choose_optimizer(optimizer, self.model, config, self.console.line))
+        if trainer.gate_note:
+            self.console.line(trainer.gate_note)
         self.scaling = scale_rate(trainer.optimizer, config, self.sizes.global_batch)
         trainer.schedule = choose_schedule(
             scheduler, trainer.optimizer, config, self.scaling, self.train_loader.steps
@@ -299,6 +313,7 @@ class MultiGPUTrainingManager:
         note_phase(Phase.ENDING)
         try:
             if sys.exception() is None:
+                self.trainer.finite.look(now=True)
                 self.trainer.execution.verify()  # the weights of a loop of one's own, too
                 self.fault_tolerance.saver.settle()
             else:  # the other ranks may be anywhere
@@ -358,11 +373,29 @@ class MultiGPUTrainingManager:
         self._epoch_is_whole = True
         self._log.start_epoch(total)
         self.trainer.execution.mark()
-        self._train_on(_batches(train_loader), total)
-        return self._end_of_epoch(epoch)
+        while True:
+            try:
+                self._train_on(_batches(train_loader), total)
+                return self._end_of_epoch(epoch)
+            except Exception as error:
+                self.fault_tolerance.handle_error(error, aloud=False)  # back: it rolled back
+            self._go_back(epoch)
+
+    def _go_back(self, epoch: int) -> None:
+        """The state of a checkpoint was brought back: go on from its place in the data."""
+        if self.progress.epochs_done != epoch:
+            raise CheckpointError(
+                f"the last intact checkpoint is of epoch {self.progress.epochs_done + 1}, and this "
+                f"is epoch {epoch + 1}; start the run again with --resume auto"
+            )
+        self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+        if self.train_loader.epoch != epoch:
+            self.train_loader.seek(epoch)
+        self._log.went_back()
 
     def _train_on(self, batches: Iterable[Any], total: int | None) -> None:
         trainer, wait, control = self.trainer, self._log.wait, self.control
+        passed_over = self.fault_tolerance.passed_over
         step = trainer.step + 1  # the one that an error belongs to
         try:
             wait.ask()
@@ -370,6 +403,11 @@ class MultiGPUTrainingManager:
             for batch in batches:
                 control.waiting = False
                 wait.got()
+                if passed_over.places and passed_over.holds(share := share_of(batch)):
+                    assert share is not None
+                    trainer.pass_over(share)
+                    wait.ask()
+                    continue
                 result = trainer.train_step(batch)
                 wait.used()
                 if self._announce_loss:
@@ -433,6 +471,7 @@ class MultiGPUTrainingManager:
         call it. With wait=False training may go on once the state is copied to the host; it is
         written beside training. `score` says how good it is, for `keep_best`."""
         note_phase(Phase.CHECKPOINT)
+        self.trainer.finite.look(now=True)  # finds a NaN before it is saved
         self.trainer.execution.verify()
         self.trainer.read_metrics()
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
@@ -474,11 +513,13 @@ class MultiGPUTrainingManager:
 
     def check_finite(self, metrics: dict[str, float]) -> None:
         if not math.isfinite(metrics.get("loss", 0.0)):
+            self.trainer.finite.look(now=True)  # it knows more
             rate = float(self.trainer.optimizer.param_groups[0]["lr"])
             raise NonFiniteLossError(
-                f"the loss is {metrics['loss']} over the steps up to {self.trainer.step}; lower "
-                f"the learning rate (now {rate:g}), set max_grad_norm, or check the data. The "
-                f"checkpoints in {self.run.checkpoints} are from before"
+                self.trainer.step,
+                text=f"the loss is {metrics['loss']} over the steps up to {self.trainer.step}; "
+                f"lower the learning rate (now {rate:g}), set max_grad_norm, or check the data. "
+                f"The checkpoints in {self.run.checkpoints} are from before",
             )
 
     def check_finite_now(self) -> None:
@@ -488,11 +529,15 @@ class MultiGPUTrainingManager:
 
     def _end_of_epoch(self, epoch: int) -> dict[str, float]:
         note_phase(Phase.EPOCH)
+        self.trainer.finite.look(now=True)
         self.trainer.execution.verify()
         self._log.end_epoch()
         self._epoch_metrics.merge(self.trainer.read_metrics())
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
+        if not metrics and self.config.on_nonfinite == "skip":
+            text = f"every step of epoch {epoch + 1} was skipped: no gradient of it was finite"
+            raise NonFiniteLossError(self.trainer.step, text=text)
         self.check_finite(metrics)
         if self.config.consistency_check_every:
             check_replicas(self.model, self.placement, self.trainer.step)
@@ -543,6 +588,8 @@ class MultiGPUTrainingManager:
             self.config, self.placement, self.trainer, self.logger, self.run.checkpoints
         )
         self.fault_tolerance.saver.on_saved = self._checkpoint_is_safe
+        self.trainer.memory.told = partial(self.fault_tolerance.record_fault, "out_of_memory")
+        self.trainer.finite.told = partial(self.fault_tolerance.record_fault, "nonfinite")
         self.fault_tolerance.register("progress", self.progress)
         self.fault_tolerance.register("shares", self.balance)
         self.fault_tolerance.register(

@@ -41,7 +41,7 @@ class StateCopies:
             for parameter in group["params"]:
                 state = trainer.optimizer.state.get(parameter, {})
                 found += [v for _, v in sorted(state.items()) if isinstance(v, Tensor)]
-        return found
+        return found + trainer.finite.tensors()
 
     def size(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors())

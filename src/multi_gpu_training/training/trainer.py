@@ -44,8 +44,10 @@ from multi_gpu_training.errors import ModelError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.phases import PhaseClock
 from multi_gpu_training.training.execution import StepExecution
+from multi_gpu_training.training.finite import LOOK, FiniteGate
 from multi_gpu_training.training.learning_rate import Rates, Schedule
-from multi_gpu_training.training.loss import LossFn
+from multi_gpu_training.training.loss import LossFn, Pairs
+from multi_gpu_training.training.memory import MemoryRecovery, is_out_of_memory
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.speed import choose_speed, fuse, lay_out_channels_last
 from multi_gpu_training.training.step import MicroResult, StepModule
@@ -111,15 +113,20 @@ class MultiGPUTrainer(ABC):
         self.optimizer: Optimizer
         self.schedule: Schedule
         self.model: nn.Module
+        self.wrapped: nn.Module
         self.loader: Loader | None = None
         self.augment: Augment | None = None
         self.boundary = Boundary()  # before each step, on every rank
         self.execution = StepExecution(self)
+        self.memory = MemoryRecovery(self)
+        self.finite = FiniteGate(self)
         self._micro = 0
+        self._given = 0  # micro-batches that this step was given, before any was cut
         self._counted: bool | None = None
         self._settled = False
         self._checked = False
         self._stepping = False
+        self._computed: tuple[Tensor, Tensor | None, Pairs, Share]
         self._noise_base: int | None = None
         self._epoch_key = EpochKey(placement.device)
         self.recorder: Recorder | None = None
@@ -148,6 +155,19 @@ class MultiGPUTrainer(ABC):
         """Called once, before the first step of this process."""
         return
 
+    def unwrap(self) -> None:
+        """Let go of the wrapper, whose group is about to be broken."""
+        self.wrapped = self.step_module
+
+    def rewrap(self) -> None:
+        """Wrap anew, for a group that was made anew."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        self.wrapped = self.wrap(self.step_module)
+        with torch.no_grad():
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+        self._settled = False
+
     # Building
 
     def build(self, model: nn.Module, loss_fn: LossFn) -> nn.Module:
@@ -170,6 +190,8 @@ class MultiGPUTrainer(ABC):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.step_module = StepModule(model, loss_fn, self.precision)
         self.wrapped = self.wrap(self.step_module)
+        if self.placement.breakable is not None:
+            self.placement.on_broken = self.memory.join
         return model
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
@@ -179,6 +201,7 @@ class MultiGPUTrainer(ABC):
             fuse(optimizer)
         optimizer.register_step_pre_hook(self.guard)
         self.rates = Rates(optimizer, self.placement.device)
+        self.gate_note = self.finite.attach(optimizer)
 
     # The step
 
@@ -191,33 +214,58 @@ class MultiGPUTrainer(ABC):
         note_step(self.step + 1, begun=True)
         share = share_of(batch)
         ours = share is not None
-        if share is None:
-            batch = to_device(batch, self.placement.device)
-            share = self._share_of_own_batch(batch)
-        if share.first:
+        if self._given == 0 if share is None else share.first:
             self.boundary.passed += 1
             if self.boundary.held:
                 self.boundary.halt()
         else:
             note_count(self._micro)
-        if not self._settled:
-            self.settle(opened(batch), share)
-            self._settled = True
-        samples = self._samples(batch, share) if self.augment is not None else None
-        if self.recorder is not None:
-            if share.count:  # what is written down is what the loss function gets
-                batch, samples = attach(self._prepared(batch, samples), share), None
-            batch = self.recorder.batch(opened(batch))
-        if self.execution.active:
-            return self.execution.run(batch, samples, share, ours)
-        return self.eager_step(batch, samples, share)
+        memory = self.memory
+        memory.busy = True  # an exchange that breaks is the step's to mend
+        try:
+            given = batch
+            if share is None:
+                given = to_device(batch, self.placement.device)
+                share = self._share_of_own_batch(given)
+                if not share.last:
+                    memory.remember(given)
+            if not self._settled:
+                self.settle(opened(given), share)
+                self._settled = True
+            samples = self._samples(given, share) if self.augment is not None else None
+            if self.recorder is not None:
+                if share.count:  # what is written down is what the loss function gets
+                    given, samples = attach(self._prepared(given, samples), share), None
+                given = self.recorder.batch(opened(given))
+            if self.execution.active:
+                result = self.execution.run(given, samples, share, ours)
+            elif memory.parts > 1:
+                result = memory.run_parts(given, samples, share)
+            else:
+                result = self.eager_step(given, samples, share)
+            self._given = 0 if share.last else self._given + 1
+            return result
+        except RuntimeError as error:
+            if memory.retrying or not memory.concerns(error):
+                raise
+            short = is_out_of_memory(error)
+        finally:
+            memory.busy = False
+        # Out here nothing holds the frames of the error any more, and what filled the memory.
+        given = samples = None
+        return memory.retry(batch, short)
 
     def eager_step(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """One micro-batch, operation by operation."""
+        if share.first:
+            self.memory.begin_step()
         self.seed_noise()
         self.rates.send()
         result, norm = self.compute(batch, samples, share)
-        self._note(result, share)
+        if self.finite.skipped:
+            self.finite.skipped = False
+        else:
+            self._note(result, share)
         return self.advance(result.mean, norm, share)
 
     def compute(
@@ -227,6 +275,9 @@ class MultiGPUTrainer(ABC):
         CUDA graph holds. The last micro-batch of a step moves the weights."""
         self.attendance.present = share.count > 0  # until backward is done: it may recompute
         clock = self.clock  # None but in the few steps that are timed
+        finite = self.finite
+        if share.first and finite.spares:
+            finite.keep_buffers()
         with self.exchange(share.last):
             if clock is not None:
                 clock.forward_begins()
@@ -236,6 +287,9 @@ class MultiGPUTrainer(ABC):
                 ranks = self.placement.dp_size
                 batch = self._prepared(batch, samples)
                 result = self.forward(batch, share.count, share.window_count, ranks)
+            self._computed = result.mean, result.weight, result.metrics, share
+            if finite.mode == "read":
+                finite.losses.append((result.mean, share))
             scaled = self.precision.scaler.scale(result.scaled)
             if clock is not None:
                 clock.backward_begins(scaled)
@@ -247,7 +301,7 @@ class MultiGPUTrainer(ABC):
         norm = self._move_weights(share) if share.last else None
         if clock is not None:
             clock.micro_batch_ends()
-        return result, norm
+        return finite.spare(result, share) if finite.spares else result, norm
 
     def advance(
         self, loss: Tensor, norm: Tensor | None, share: Share, shared: bool = False
@@ -266,7 +320,15 @@ class MultiGPUTrainer(ABC):
         self.schedule.after_step(self.step)
         if self.recorder is not None and self.step >= self.recorder.request.steps:
             self.recorder.on_done()
+        if self.step % LOOK == 0:
+            self.finite.look()
         return StepResult(loss, self.step, True, norm, shared)
+
+    def finish_step(self) -> StepResult:
+        """Count a step that the other ranks have finished: its weights were taken over."""
+        mean, weight, metrics, share = self._computed
+        self._note(MicroResult(mean, None, mean, weight, metrics), share)
+        return self.advance(mean, None, share)
 
     def _move_weights(self, share: Share) -> Tensor | None:
         note_phase(OPTIMIZER)
@@ -280,11 +342,18 @@ class MultiGPUTrainer(ABC):
                 nominal = max(1, share.window_count)
                 ones = torch.ones_like(total)
                 self._scale_gradients(torch.where(total > 0, nominal / total, ones))
-        scaler = self.precision.scaler
+        finite, scaler = self.finite, self.precision.scaler
+        if finite.mode == "read":
+            if finite.finds():
+                finite.refuse()
+                return None
+            finite.losses.clear()
         norm = None
         if self.config.max_grad_norm is not None:
             scaler.unscale_(self.optimizer)
             norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+        if finite.mode == "gate":
+            finite.close(norm)
         if self.recorder is not None:
             self.recorder.about_to_step(self.model, self.optimizer)
         self._stepping = True
@@ -294,6 +363,18 @@ class MultiGPUTrainer(ABC):
         scaler.update()
         self.drop_gradients()
         return norm
+
+    def forget_step(self) -> None:
+        """Give up the step under way, and everything that was measured since the last log."""
+        self.drop_gradients()
+        self._micro = self._given = 0
+        self.metrics.reset()
+        self.finite.reset()
+
+    def pass_over(self, share: Share) -> None:
+        """Go past a micro-batch without training on it; after the last one, past the step."""
+        if share.last:
+            self.epoch, self.position = share.epoch, share.position + 1
 
     def drop_gradients(self) -> None:
         for parameter in self._parameters:
@@ -368,14 +449,14 @@ class MultiGPUTrainer(ABC):
         return grad
 
     def _share_of_own_batch(self, batch: Any) -> Share:
-        last = self._micro + 1 >= self.config.gradient_accumulation_steps
+        last = self._given + 1 >= self.config.gradient_accumulation_steps
         return Share(
             epoch=self.epoch,
             position=self.position,
             indices=(),
             count=batch_count(batch),
             window_count=0,  # unknown here: the ranks learn it with the gradients
-            first=self._micro == 0,
+            first=self._given == 0,
             last=last,
             key=self.step,
         )
@@ -419,6 +500,7 @@ class MultiGPUTrainer(ABC):
             "position": self.position,
             "scaler": self.precision.scaler.state_dict(),
             "schedule": self.schedule.state_dict(),
+            "memory": self.memory.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -428,6 +510,8 @@ class MultiGPUTrainer(ABC):
         self.position = state["position"]
         self.precision.scaler.load_state_dict(state["scaler"])
         self.schedule.load_state_dict(state["schedule"])
+        if "memory" in state:
+            self.memory.load_state_dict(state["memory"])
 
 
 class EpochKey:

@@ -1,0 +1,92 @@
+"""Whose fault a gradient that is not finite is: rank, samples, loss, parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from multi_gpu_training.data.batch import share_of
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.data.parts import step_batches
+from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.errors import NonFiniteLossError
+
+if TYPE_CHECKING:
+    from multi_gpu_training.training.trainer import MultiGPUTrainer
+
+MOST = 1024
+
+# One micro-batch: its loss, its samples, and parameters whose own gradient is not finite.
+Finding = tuple[float, list[int], list[str]]
+
+
+def explain(
+    trainer: MultiGPUTrainer,
+    error: NonFiniteLossError,
+    names: list[str],
+    losses: list[tuple[Tensor, Share]],
+) -> None:
+    """Complete `error` with what all ranks know about its step. Collective.
+
+    names: parameters whose summed gradient was not finite, losses: of this rank's micro-batches;
+    both empty where the step lies behind. The weights have not moved since: it is computed again.
+    """
+    mine: list[Any] = [
+        [float(loss), list(share.indices[:MOST]), []] for loss, share in losses if share.count
+    ]
+    clear = any(not math.isfinite(loss) for loss, _, _ in mine)
+    if trainer.placement.agree(-int(clear)) == 0:  # no rank has seen a loss that says it all
+        mine = [list(finding) for finding in _once_more(trainer, error)] or mine
+    error.describe(_findings(trainer.placement.gather_json(mine)), names, trainer)
+
+
+def _findings(by_rank: list[list[Any]]) -> list[tuple[int, Finding]]:
+    """(rank, micro-batch) of every one that is not finite."""
+    return [
+        (rank, (float(loss), list(samples), list(names)))
+        for rank, found in enumerate(by_rank)
+        for loss, samples, names in found
+        if names or not math.isfinite(float(loss))
+    ]
+
+
+def _once_more(trainer: MultiGPUTrainer, error: NonFiniteLossError) -> list[Finding]:
+    """Compute this rank's part of the step again, without the others and without moving."""
+    loader = trainer.loader
+    if loader is None or error.position < 0 or trainer.replicas > trainer.placement.dp_size:
+        return []
+    found: list[Finding] = []
+    step, micro = trainer.step, trainer._micro
+    buffers = [buffer.clone() for buffer in trainer.model.buffers()]
+    named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
+    try:
+        for place, batch in enumerate(step_batches(loader, error.epoch, error.position)):
+            trainer.step, trainer._micro = error.step - 1, place
+            trainer.seed_noise()
+            found += _look(trainer, batch, named)
+    finally:
+        trainer.step, trainer._micro = step, micro
+        with torch.no_grad():
+            for buffer, before in zip(trainer.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+    return found
+
+
+def _look(trainer: MultiGPUTrainer, batch: Any, named: list[tuple[str, Any]]) -> list[Finding]:
+    share = share_of(batch)
+    if share is None or share.count == 0:
+        return []
+    samples = trainer._samples(batch, share) if trainer.augment is not None else None
+    prepared = trainer._prepared(batch, samples)
+    result = trainer.step_module.forward(prepared, share.count, share.window_count, 1)
+    gradients = torch.autograd.grad(result.scaled, [p for _, p in named], allow_unused=True)
+    bad = [
+        name
+        for (name, _), grad in zip(named, gradients, strict=True)
+        if grad is not None and not bool(grad.isfinite().all())
+    ]
+    numbers = batch.index if isinstance(batch, ResidentBatch) else torch.tensor(share.indices)
+    return [(float(result.mean), numbers[:MOST].tolist(), bad[:MOST])]

@@ -1,0 +1,228 @@
+"""NaN and infinite gradients: found before a weight moves, without waiting for the GPU.
+
+After the ranks have added their gradients, a NaN of one is a NaN of all: every rank sees the
+same, and does the same.
+
+    read     on the CPU the gradient is looked at before every step
+    gate     on a GPU the optimizer's own kernel is told to leave the weights alone from then on,
+             until the host has seen it, which looks every LOOK steps and before every checkpoint
+    later    an optimizer without such a kernel, recorded as a CUDA graph: seen in the loss alone
+    scaler   fp16 with loss scaling skips such steps by itself, and lowers its scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, optim
+
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.errors import NonFiniteLossError
+from multi_gpu_training.training.culprit import explain
+from multi_gpu_training.training.screening import optimizer_obstacle
+from multi_gpu_training.training.step import MicroResult
+
+if TYPE_CHECKING:
+    from multi_gpu_training.training.trainer import MultiGPUTrainer
+
+LOOK = 32
+_LOOKED_AT = (torch.float32, torch.float16, torch.float64)  # types that torch's kernel takes
+_WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
+
+
+class FiniteGate:
+    """Keeps weights from a gradient that is not finite.
+
+    mode: how, see above. skipped: the step just computed did not move the weights, and does not
+    count in the metrics. told: called with (action, text, facts) for a step that was skipped.
+    """
+
+    def __init__(self, trainer: MultiGPUTrainer) -> None:
+        self.trainer = trainer
+        self.policy = trainer.config.on_nonfinite
+        self.mode = "none"
+        self.skipped = False
+        self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
+        self.losses: list[tuple[Tensor, Share]] = []  # of this step, where they can be read
+        self._pending: int | None = None  # the step after which it was asked for
+        self._buffers: list[Tensor] = []
+        self._newer: list[Tensor] = []  # the buffers when it was looked at last
+        self._good: list[Tensor] = []  # when all was well for sure
+
+    def attach(self, optimizer: optim.Optimizer) -> str | None:
+        """Choose how; a line for people where it costs something."""
+        trainer = self.trainer
+        device = trainer.placement.device
+        self._buffers = [buffer.detach() for buffer in trainer.model.buffers()]
+        self._one = torch.ones((), device=device)
+        self._found = torch.zeros((), device=device)
+        self._closed = torch.zeros((), device=device)  # steps that the gate was closed for
+        kind = type(optimizer).__name__
+        if trainer.precision.scaler.is_enabled():
+            self.mode = "scaler"
+        elif device.type != "cuda":
+            self.mode = "read"
+        elif isinstance(optimizer, _WITH_GATE) and all(g["fused"] for g in optimizer.param_groups):
+            self.mode = "gate"
+            vars(optimizer)["found_inf"] = self._found
+            self._host = torch.empty((), pin_memory=True)
+            self._event = torch.cuda.Event()
+            if self.policy == "skip":
+                _begin_momentum(optimizer)
+        elif trainer.config.step_execution in ("auto", "graph") and not optimizer_obstacle(
+            optimizer
+        ):
+            self.mode = "later"
+            return f"{kind} has no gate for NaN: one is seen in the loss, when it is logged"
+        else:
+            self.mode = "read"
+            return f"{kind} has no gate for NaN: each step waits for the GPU to look for one"
+        return None
+
+    def tensors(self) -> list[Tensor]:
+        """State of the gate, put back with the weights after a comparison."""
+        return [self._found, self._closed] if self.mode == "gate" else []
+
+    # In the step
+
+    @torch.no_grad()
+    def finds(self) -> bool:
+        """Mode `read`: whether the gradient holds something that is not finite."""
+        self._found.zero_()
+        self._look_at([p.grad for p in self.trainer._parameters if p.grad is not None])
+        return bool(self._found)
+
+    @torch.no_grad()
+    def close(self, norm: Tensor | None) -> None:
+        """Mode `gate`: let the optimizer leave the weights where the gradient is not finite.
+        Part of a recording."""
+        if self.policy == "skip":
+            self._found.zero_()
+        if norm is not None:
+            self._look_at([norm])  # not finite where any gradient is not
+        else:
+            self._look_at([p.grad for p in self.trainer._parameters if p.grad is not None])
+        self._closed.add_(self._found)
+
+    def _look_at(self, tensors: list[Tensor]) -> None:
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            values = _values(tensor)
+            by_type.setdefault(values.dtype, []).append(values)
+        for kind, same in by_type.items():
+            if kind not in _LOOKED_AT:
+                same = [torch.stack(torch._foreach_norm(same)).float()]
+            torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
+
+    @property
+    def spares(self) -> bool:
+        """Whether a skipped step must leave no trace on the device either."""
+        return self.mode == "gate" and self.policy == "skip"
+
+    @torch.no_grad()
+    def keep_buffers(self) -> None:
+        """Where `spares`: what a forward is about to change. Part of a recording."""
+        if not self._good:
+            self._good = [buffer.clone() for buffer in self._buffers]
+        if self._buffers:
+            torch._foreach_copy_(self._good, self._buffers)
+
+    @torch.no_grad()
+    def spare(self, result: MicroResult, share: Share) -> MicroResult:
+        """Where `spares`: buffers as they were before a skipped step, and no part in the
+        metrics for a loss that is not finite. Part of a recording."""
+        if share.last:
+            bad = self._found > 0
+            for buffer, before in zip(self._buffers, self._good, strict=True):
+                buffer.copy_(torch.where(bad, before, buffer))
+        fine = result.mean.isfinite()
+        weight = float(share.count) if result.weight is None else result.weight
+        weight = torch.where(fine, weight, 0.0).double()
+        mean = torch.where(fine, result.mean, torch.zeros_like(result.mean))
+        return result._replace(mean=mean, weight=weight)
+
+    def refuse(self) -> None:
+        """Mode `read`: the step's gradient is bad, on every rank. Raises, or skips the step."""
+        trainer = self.trainer
+        names = [
+            name
+            for name, p in trainer.model.named_parameters()
+            if p.grad is not None and not bool(_values(p.grad).isfinite().all())
+        ]
+        share, losses = trainer._computed[3], list(self.losses)
+        trainer.drop_gradients()
+        trainer.memory.rewind()  # the forward has changed BatchNorm's averages already
+        error = NonFiniteLossError(trainer.step + 1, share.epoch, share.position)
+        explain(trainer, error, names, losses)
+        if self.policy != "skip":
+            raise error
+        self.skipped = True
+        self.told("skip", str(error), {"step": trainer.step + 1})
+
+    # Between steps
+
+    def look(self, now: bool = False) -> None:
+        """Mode `gate`: read, a while after it was asked for, whether the gate was closed. All
+        ranks look at the same steps. `now`: wait for the device."""
+        if self.mode != "gate":
+            return
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._act(pending)
+            self._good, self._newer = self._newer, self._good
+        self._host.copy_(self._closed, non_blocking=True)
+        self._event.record()
+        if now:
+            self._act(self.trainer.step)
+            return
+        self._pending = self.trainer.step
+        if self._buffers and not self.spares:
+            if not self._newer:
+                self._newer = [buffer.clone() for buffer in self._buffers]
+            torch._foreach_copy_(self._newer, self._buffers)
+
+    def _act(self, step: int) -> None:
+        self._event.synchronize()  # long done, unless asked for just now
+        closed = int(self._host)
+        if not closed:
+            return
+        trainer = self.trainer
+        if self.policy == "skip":
+            self._closed.sub_(closed)
+            text = f"{closed} steps up to step {step} were skipped: their gradient was not finite"
+            self.told("skip", text, {"step": step, "count": closed})
+            return
+        first = step - closed + 1
+        position = trainer.position - 1 - (trainer.step - first)
+        error = NonFiniteLossError(first, trainer.epoch, position)
+        if self._good:
+            torch._foreach_copy_(self._buffers, self._good)
+        self.reset()
+        explain(trainer, error, [], [])
+        raise error
+
+    def reset(self) -> None:
+        """Open the gate again."""
+        self._pending = None
+        self.skipped = False
+        self.losses = []
+        if self.mode == "gate":
+            self._found.zero_()
+            self._closed.zero_()
+
+
+def _begin_momentum(optimizer: optim.Optimizer) -> None:
+    """Let SGD begin with a momentum of zero: torch leaves it undefined where the very first step
+    is skipped. Without dampening, the first step is the same."""
+    for group in optimizer.param_groups if isinstance(optimizer, optim.SGD) else ():
+        if group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def _values(tensor: Tensor) -> Tensor:
+    tensor = tensor._values() if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
