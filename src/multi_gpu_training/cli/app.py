@@ -71,7 +71,9 @@ def train(
     ] = None,
     seed: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
     deterministic: Annotated[bool | None, Option(rich_help_panel=TRAINING)] = None,
-    nnodes: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+    nnodes: Annotated[
+        str | None, Option(help="machines: 2, or LEAST:MOST like 1:2", rich_help_panel=HOSTS)
+    ] = None,
     node_rank: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
     master_addr: Annotated[str | None, Option(rich_help_panel=HOSTS)] = None,
     master_port: Annotated[
@@ -129,7 +131,7 @@ def run(
             show_default=False,
         ),
     ] = None,
-    nnodes: Annotated[int, Option()] = 1,
+    nnodes: Annotated[str, Option(help="machines: 2, or LEAST:MOST like 1:2")] = "1",
     node_rank: Annotated[int, Option("--node-rank", "--node_rank")] = 0,
     master_addr: Annotated[str | None, Option("--master-addr", "--master_addr")] = None,
     master_port: Annotated[int | None, Option("--master-port", "--master_port")] = None,

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from torch import Tensor
+
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.monitoring.log import StructuredLogger
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.codec import from_text, to_text
+from multi_gpu_training.reliability.disks import Disks, one_disk
 from multi_gpu_training.reliability.saver import Saver
 from multi_gpu_training.reliability.snapshot import Snapshot, load
 from multi_gpu_training.reliability.state import (
@@ -23,6 +26,7 @@ from multi_gpu_training.reliability.state import (
     random_state,
     set_random_state,
 )
+from multi_gpu_training.reliability.transfer import agree, bring
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 Scope = Literal["replicated", "per_rank"]
@@ -49,13 +53,15 @@ class FaultToleranceManager:
         trainer: MultiGPUTrainer,
         logger: StructuredLogger,
         folder: Path,
+        disks: Disks | None = None,
     ) -> None:
         self.config = config
         self.placement = placement
         self.trainer = trainer
         self.logger = logger
         self.store = CheckpointStore(folder, config.keep_last, keep_best=config.keep_best)
-        self.saver = Saver(config, placement, logger, self.store)
+        self.disks = disks or one_disk(placement)
+        self.saver = Saver(config, placement, logger, self.store, self.disks)
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._resumed: dict[str, Any] | None = None
 
@@ -103,8 +109,8 @@ class FaultToleranceManager:
 
     def refuse_to_overwrite(self) -> None:
         """A new run must not mix with what an earlier one of the same name has saved."""
-        taken = self.placement.is_main and any(self.store.folder.glob("step-*"))
-        if self.placement.broadcast_json(taken):
+        taken = self.disks.keeps and self.disks.known and any(self.store.folder.glob("step-*"))
+        if any(self.placement.gather_json(taken)):
             raise ConfigError(
                 f"the run {self.store.folder.parent} has checkpoints already; add --resume auto to "
                 "go on with it, or choose another --run-name"
@@ -122,7 +128,7 @@ class FaultToleranceManager:
         self._restore_random()
         for name in self._registered:
             self._restore(name)
-        if self.placement.is_main:
+        if self.disks.keeps:
             self.store.branch(snapshot.step)
         self.placement.barrier()
         self.logger.info(f"resumed from {path}", step=snapshot.step, epoch=snapshot.epoch)
@@ -142,6 +148,8 @@ class FaultToleranceManager:
     def _snapshot(self, facts: dict[str, Any]) -> Snapshot:
         trainer = self.trainer
         tensors, aliases, extra = model_state(trainer.model)
+        if self.disks.several:
+            self._take_buffers_of_main(tensors)
         per_rank = {
             name: to_text(item.state_dict())
             for name, (item, scope) in self._registered.items()
@@ -170,6 +178,13 @@ class FaultToleranceManager:
             facts={"world_size": self.placement.dp_size, **facts},
         )
 
+    def _take_buffers_of_main(self, tensors: dict[str, Tensor]) -> None:
+        """Every disk gets what rank 0 has: buffers may differ between ranks, as BatchNorm's do."""
+        for name in sorted(name for name, _ in self.trainer.model.named_buffers()):
+            if name in tensors:
+                tensors[name] = tensors[name].detach().to(self.placement.wire, copy=True)
+                self.placement.broadcast_tensors([tensors[name]])
+
     def _restore_random(self) -> None:
         """Each rank's generators. Another number of ranks starts with fresh ones: what training
         draws is derived from the step, so that nothing is lost."""
@@ -196,6 +211,8 @@ class FaultToleranceManager:
                 item.load_state_dict(from_text(saved[name]))
 
     def _choose(self, where: str) -> Path | None:
+        if self.disks.several:
+            return self._choose_of_all(where)
         answer: dict[str, Any] = {}
         if self.placement.is_main:
             self.saver.wait()  # what is being written may be the newest
@@ -219,4 +236,22 @@ class FaultToleranceManager:
             raise CheckpointError(
                 f"no intact checkpoint in {self.store.folder}: {'; '.join(answer['damaged'])}"
             )
-        return Path(answer["path"]) if answer["path"] else None
+        if answer["path"] is None or where != "auto":
+            return Path(answer["path"]) if answer["path"] else None
+        return self.store.folder / Path(answer["path"]).name  # as this node sees the disk
+
+    def _choose_of_all(self, where: str) -> Path | None:
+        """The same where the nodes have disks of their own: a node without it receives it."""
+        self.saver.wait()
+        if where != "auto":
+            return bring(self.placement, self.disks, self.store, Path(where))
+        found = agree(self.placement, self.disks, self.store)
+        for line in found.damaged:
+            self.logger.warning(line)
+        for line in found.said:
+            self.logger.info(line)
+        if found.path is None and found.damaged:
+            raise CheckpointError(
+                f"no intact checkpoint in {self.store.folder}: {'; '.join(found.damaged)}"
+            )
+        return found.path
