@@ -131,6 +131,15 @@ def run(
             show_default=False,
         ),
     ] = None,
+    recovery_timeout: Annotated[
+        float,
+        Option(
+            "--recovery-timeout",
+            "--recovery_timeout",
+            min=1.0,
+            help="seconds the machines have to find each other, also after a failure",
+        ),
+    ] = 300.0,
     nnodes: Annotated[str, Option(help="machines: 2, or LEAST:MOST like 1:2")] = "1",
     node_rank: Annotated[int, Option("--node-rank", "--node_rank")] = 0,
     master_addr: Annotated[str | None, Option("--master-addr", "--master_addr")] = None,
@@ -145,7 +154,8 @@ def run(
         "master_addr": master_addr,
         "master_port": master_port,
     }
-    raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, max_restarts, hosts))
+    again = {"max_restarts": max_restarts, "recovery_timeout": recovery_timeout}
+    raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, again, hosts))
 
 
 @app.command(context_settings=NAMES)
