@@ -116,10 +116,12 @@ class Membership:
             now = self.nodes[node.name]
             if now.phase == "waiting" and now.round >= self.number:
                 return f"the ranks of {node.title} have to be started again"
+        return self.joining()
+
+    def joining(self) -> str | None:
+        """Who waits to join the present round, where there is room."""
         new = [n for n in self.nodes.values() if n.name not in self._names and n.phase == "waiting"]
-        if new and len(self.roster) < self.most:
-            return f"{new[0].title} joins"
-        return None
+        return f"{new[0].title} joins" if new and len(self.roster) < self.most else None
 
     def finished(self) -> bool:
         """Every node of the round has done its work, as far as it is still there."""

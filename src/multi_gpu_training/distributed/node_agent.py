@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from typing import Any
 
@@ -52,8 +53,15 @@ class NodeAgent(RankAgent):
         self._success, self._verdict = None, Verdict(False, "")
         # Ranks of all nodes count attempts alike, also on a node that has come later.
         self._remaining_restarts = _ENDLESS - self.nodes.attempt
-        os.environ[FULL_WORLD] = str(self.nodes.full_world)
+        os.environ[FULL_WORLD] = str(self.nodes.round.full_world)
         return super()._start_workers(worker_group)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self.nodes.round.joining and not self._verdict.restart:
+            # Nothing is wrong: as when the run is asked to end, ranks may save first.
+            self._shutdown(signal.SIGTERM)
+            self._pcontext = None
+        super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = self._success or super()._monitor_workers(worker_group)
@@ -63,7 +71,7 @@ class NodeAgent(RankAgent):
             self._success = result
             self.nodes.phase("done")
         # Until every node has ended one may fail, and need this one for another round.
-        return result if self.nodes.finished() else RunResult(state=WorkerState.HEALTHY)
+        return result if self.nodes.round.finished else RunResult(state=WorkerState.HEALTHY)
 
     def _decide(self, fault: Fault) -> Verdict:
         cause = self.nodes.fault_elsewhere() if fault.contact else None
