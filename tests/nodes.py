@@ -115,6 +115,8 @@ class Machine:
         while self.pids() and time.monotonic() < deadline:
             self.kill()
             time.sleep(0.05)
+        for process in self.processes:
+            process.wait(10)
         _ip("netns", "del", self.name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -38,12 +38,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
+@runtime_checkable
+class Divisible(Protocol):
+    """A state per rank that other ranks can take over: what several had, any number may have."""
+
+    def load_shares(self, states: list[dict[str, Any]]) -> None: ...
+
+
 class FaultToleranceManager:
     """Checkpoints of one run: when they are due, what is in them, where to go on.
 
     Objects registered with `register` are saved and restored with the model: `replicated` ones
     are alike on every rank and saved once, `per_rank` ones are saved for each rank and restored
-    only on the same number of ranks.
+    only on the same number of ranks, unless they are `Divisible`.
     """
 
     def __init__(
@@ -209,6 +216,10 @@ class FaultToleranceManager:
             saved = ranks[self.placement.dp_rank]["registered"]
             if name in saved:
                 item.load_state_dict(from_text(saved[name]))
+        elif scope == "per_rank" and isinstance(item, Divisible):
+            mine = ranks[self.placement.dp_rank :: self.placement.dp_size]
+            saved = [rank["registered"] for rank in mine]
+            item.load_shares([from_text(part[name]) for part in saved if name in part])
 
     def _choose(self, where: str) -> Path | None:
         if self.disks.several:
