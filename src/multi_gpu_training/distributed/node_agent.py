@@ -14,7 +14,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from multi_gpu_training.distributed import network
@@ -63,8 +63,25 @@ class NodeAgent(RankAgent):
             self._pcontext = None
         super()._restart_workers(worker_group)
 
+    def run(self, role: str = "rank") -> RunResult:
+        try:
+            result: RunResult = super().run(role)
+            return result
+        except SignalException as asked:
+            # A node that is asked to leave a run of 1:2 leaves the others alone.
+            if not self.nodes.elastic:
+                number = int(asked.sigval)
+                self.nodes.end(128 + number, f"ended by signal {number}")
+            raise
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = self._success or super()._monitor_workers(worker_group)
+        try:
+            result = self._success or super()._monitor_workers(worker_group)
+        except SignalException:
+            if self._asked_here() or self.nodes.change() is None:
+                raise
+            # Ranks end together when one is asked to; this node itself was not.
+            return RunResult(state=WorkerState.HEALTHY)
         if result.state is not WorkerState.SUCCEEDED:
             return result
         if self._success is None:
@@ -72,6 +89,10 @@ class NodeAgent(RankAgent):
             self.nodes.phase("done")
         # Until every node has ended one may fail, and need this one for another round.
         return result if self.nodes.round.finished else RunResult(state=WorkerState.HEALTHY)
+
+    def _asked_here(self) -> bool:
+        """Whether the signal came for this launcher."""
+        return bool(getattr(getattr(self, "_signals", None), "_came", True))
 
     def _decide(self, fault: Fault) -> Verdict:
         cause = self.nodes.fault_elsewhere() if fault.contact else None

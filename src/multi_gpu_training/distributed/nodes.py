@@ -152,6 +152,11 @@ class Nodes(RendezvousHandler):
         return self._view
 
     @property
+    def elastic(self) -> bool:
+        """Whether the run goes on without some of its nodes."""
+        return self.least < self.most
+
+    @property
     def attempt(self) -> int:
         return self.me.round - 1
 
@@ -215,6 +220,13 @@ class Nodes(RendezvousHandler):
         if view.number != self.me.round or self.me.name not in {n.name for n in view.roster}:
             return "the others went on without this node"
         return view.broken
+
+    def change(self) -> str | None:
+        """The same, waited for as long as it may take to be known."""
+        deadline = time.monotonic() + LOST_S
+        while self.why_again() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.why_again()
 
     # What other launchers ask, in threads of their own
 
