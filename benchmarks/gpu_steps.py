@@ -93,6 +93,7 @@ def train_ours(options: argparse.Namespace, which: str, own_loop: bool) -> None:
     settings: dict[str, Any] = {"batch_size": model.batch, "progress": "off"}
     if model.bf16:
         settings["use_mixed_precision"] = True
+    settings |= getattr(options, "settings", {})
     manager = MultiGPUTrainingManager(MultiGPUConfig(**settings))
     torch.manual_seed(0)
     net, dataset = model.build(), TensorDataset(*tensors(model))

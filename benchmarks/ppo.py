@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -185,28 +187,45 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
-    """Through the command line, as a user starts it; the same number of environment steps."""
+    """Through the command line, as a user starts it; the same number of environment steps.
+
+    `eval_return` is what the trained agent reaches; `learned` the mean return of all episodes on
+    the way, which tells early learning from late.
+    """
     steps = 2_000 if args.quick else args.steps
-    found: dict[int, list[float]] = {1: [], 2: []}
     words = [
         f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
         for key, value in {**OURS, **CONFIG, "total_steps": steps}.items()
     ]
-    for seed in range(1 if args.quick else args.seeds):
-        for count in found:
-            with tempfile.TemporaryDirectory() as folder:
-                command = [sys.executable, "-m", "multi_gpu_training", "train", "ppo"]
-                command += ["--num-gpus", str(count), "--save-dir", folder, "--seed", str(seed)]
-                command += ["device=cpu", "tensorboard=false", "enable_fault_tolerance=false"]
-                subprocess.run([*command, *words], check=True, stdout=subprocess.DEVNULL)
-                events = next(Path(folder).glob("ppo/*/events/rank-0.jsonl"))
-                lines = [json.loads(line) for line in events.read_text().splitlines()]
-            last = [line for line in lines if line["event"] == "evaluation"][-1]
-            found[count].append(last["eval_return"])
-            print(f"seed {seed}, {count} ranks: {last['eval_return']:.1f}", flush=True)
-    medians = {count: statistics.median(values) for count, values in found.items()}
-    print(f"median of 1 rank {medians[1]:.1f}, of 2 ranks {medians[2]:.1f}")
-    return {"steps": steps, "eval_return": found, "medians": medians}
+
+    def train(seed: int, count: int) -> tuple[int, float, float]:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "multi_gpu_training", "train", "ppo"]
+            command += ["--num-gpus", str(count), "--save-dir", folder, "--seed", str(seed)]
+            command += ["device=cpu", "tensorboard=false", "enable_fault_tolerance=false"]
+            subprocess.run([*command, *words], check=True, stdout=subprocess.DEVNULL)
+            events = next(Path(folder).glob("ppo/*/events/rank-0.jsonl"))
+            lines = [json.loads(line) for line in events.read_text().splitlines()]
+        last = [line for line in lines if line["event"] == "evaluation"][-1]["eval_return"]
+        rounds = [line["train"]["return"] for line in lines if line["event"] == "epoch"]
+        # Before the first episode has ended there is none.
+        learned = statistics.fmean(r for r in rounds if isinstance(r, float) and math.isfinite(r))
+        print(f"seed {seed}, {count} ranks: {last:.1f}, {learned:.1f} on the way", flush=True)
+        return count, last, learned
+
+    seeds = range(1 if args.quick else args.seeds)
+    found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+    with ThreadPoolExecutor(args.jobs) as pool:
+        plans = [(seed, count) for seed in seeds for count in found]
+        for count, *values in pool.map(train, *zip(*plans, strict=True)):
+            found[count].append((values[0], values[1]))
+    medians = {}
+    print(f"\n{steps:,} steps, {len(seeds)} seeds, medians\n")
+    print("| ranks | evaluation | mean return on the way |\n|---|---|---|")
+    for count, rows in found.items():
+        medians[count] = [statistics.median(row[i] for row in rows) for i in (0, 1)]
+        print(f"| {count} | {medians[count][0]:.1f} | {medians[count][1]:.1f} |")
+    return {"steps": steps, "eval_return_and_learned": found, "medians": medians}
 
 
 # Trading
@@ -267,7 +286,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seeds", type=int, default=None, help="cartpole: 3, ranks: 5")
     parser.add_argument("--rounds", type=int, default=3, help="speed")
-    parser.add_argument("--steps", type=int, default=30_000, help="ranks: environment steps")
+    parser.add_argument("--steps", type=int, default=100_000, help="ranks: environment steps")
+    parser.add_argument("--jobs", type=int, default=1, help="ranks: trainings side by side")
     parser.add_argument("--envs", type=int, help="trading: copies of the environment")
     parser.add_argument("--data-dir", help="trading: prices")
     parser.add_argument("--symbols", help="trading: which of them")

@@ -105,6 +105,7 @@ def arguments() -> argparse.Namespace:
     add("--size", type=int, default=256)
     add("--clips", type=int, default=1024, help="clips that lie on the device")
     add("--no-compile", action="store_true", help="by hand without torch.compile")
+    add("--no-autotuner", action="store_true", help="fit without cuDNN's search for algorithms")
     add("--executions", default="compile", help="step_execution of fit; several with commas")
     add("--f1-epochs", default="fast=40,guide=40", help="epochs of each net in f1")
     add("--f1-batch", type=int, default=64)
@@ -228,7 +229,7 @@ def by_fit(name: str, options: argparse.Namespace, execution: str) -> float:
         "use_mixed_precision": True,
         "channels_last": True,
         "step_execution": execution,
-        "cudnn_benchmark": True,
+        "cudnn_benchmark": not options.no_autotuner,
         "fused_optimizer": options.device == "cuda",
         "allow_tf32": True,
         "enable_fault_tolerance": False,

@@ -43,7 +43,7 @@ SHOWN_IN = {
         "fast_defaults": "test_fast_defaults_turn_everything_on_and_off",
         "channels_last": "test_channels_last_lays_out_the_weights_and_learns_the_same",
         "fused_optimizer": "test_fused_optimizer_is_one_kernel_where_it_was_left_open",
-        "cudnn_benchmark": "test_cudnn_benchmark_is_on_unless_results_must_repeat",
+        "cudnn_benchmark": "test_cudnn_benchmark_is_on_where_asked_for",
         "data_on_gpu": "test_data_on_gpu_says_where_a_dataset_lives",
         "gpu_data_gb": "test_gpu_data_gb_bounds_the_memory_for_data",
     },

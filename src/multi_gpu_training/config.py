@@ -89,9 +89,7 @@ class MultiGPUConfig(BaseModel):
     fused_optimizer: bool | None = Field(
         None, description="Adam, AdamW and SGD as one kernel; None: on GPUs"
     )
-    cudnn_benchmark: bool | None = Field(
-        None, description="let cuDNN try its algorithms; None: yes, unless deterministic"
-    )
+    cudnn_benchmark: bool = Field(False, description="let cuDNN try its algorithms")
 
     # Arithmetic
     use_mixed_precision: bool | None = Field(

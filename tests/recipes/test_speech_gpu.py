@@ -43,6 +43,7 @@ def recogniser() -> Recogniser:
     return Recogniser(SIZES["small"], 29, 8000).cuda()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_wait_for_the_device(loud_about_waiting: None) -> None:
     model, objective, data = recogniser(), Objective(augment=True), batch("cuda")
     objective(model, data)[0].backward()  # what is kept for each length is made here

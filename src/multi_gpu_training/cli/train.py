@@ -104,12 +104,13 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
     from multi_gpu_training.distributed.identity import from_environment
     from multi_gpu_training.distributed.launch import Hosts, available_gpus, ranks_for
 
-    gpus = available_gpus() if fields.get("device") != "cpu" else 0
+    device = str(fields.get("device", "auto"))
+    gpus = available_gpus() if device != "cpu" else 0
     ids = fields.get("device_ids")
     if ids is not None:
         _check_gpu_ids(ids, gpus, mode, bool(fields.get("share_gpu")))
     asked = flags.num_gpus if flags.num_gpus is not None else -1
-    count = ranks_for(asked, bool(fields.get("share_gpu")), ids)
+    count = ranks_for(asked, bool(fields.get("share_gpu")), ids, device)
     hosts = Hosts.from_environment(**flags.hosts)
     nodes = hosts.nodes
     if mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL and not hosts.elastic:
@@ -131,7 +132,7 @@ def _ranks_here(config: MultiGPUConfig, flags: Flags) -> int | None:
     asked = flags.num_gpus if flags.num_gpus is not None else -1
     if asked == -1 and not gpus:
         return 2  # two CPU ranks show what many GPUs would do
-    return ranks_for(asked, config.share_gpu, config.device_ids)
+    return ranks_for(asked, config.share_gpu, config.device_ids, config.device)
 
 
 def _gpu_ids(text: Any) -> list[int]:

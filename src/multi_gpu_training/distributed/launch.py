@@ -120,9 +120,15 @@ def available_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def ranks_for(num_gpus: int, share_gpu: bool = False, device_ids: list[int] | None = None) -> int:
-    """Ranks for `--num-gpus`: -1 is every GPU; without GPUs, N means N CPU ranks."""
-    gpus = available_gpus()
+def ranks_for(
+    num_gpus: int,
+    share_gpu: bool = False,
+    device_ids: list[int] | None = None,
+    device: str = "auto",
+) -> int:
+    """Ranks for `--num-gpus`: -1 is every GPU; without GPUs, or on device=cpu, N means N CPU
+    ranks."""
+    gpus = 0 if device == "cpu" else available_gpus()
     if gpus and device_ids is not None:
         gpus = len(device_ids)
     if num_gpus == -1:

@@ -60,11 +60,12 @@ def set_arithmetic(config: MultiGPUConfig, reproducible: bool = False) -> None:
         # Read by cuBLAS when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=not config.deterministic)
-        torch.backends.cudnn.benchmark = bool(config.cudnn_benchmark)
+        torch.backends.cudnn.benchmark = config.cudnn_benchmark
         _switched["deterministic"] = True
         return
     if _switched.pop("deterministic", False):  # by an earlier run in this process, not the user
         torch.use_deterministic_algorithms(False)
-    if torch.cuda.is_available():
-        autotune = config.cudnn_benchmark
-        torch.backends.cudnn.benchmark = config.fast_defaults if autotune is None else autotune
+    if config.cudnn_benchmark:
+        torch.backends.cudnn.benchmark = _switched["autotuner"] = True
+    elif _switched.pop("autotuner", False):
+        torch.backends.cudnn.benchmark = False

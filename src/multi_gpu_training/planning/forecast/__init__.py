@@ -1,1 +1,26 @@
 """From one measured step to N GPUs: time, memory, cost. Arithmetic only, without torch."""
+
+from .interconnect import Curve, Interconnect, joined, measured, named, named_interconnects
+from .predictor import predict
+from .prices import price_from_catalog, price_per_gpu, price_per_node
+from .profile import Bucket, MemoryPoint, StepProfile
+from .result import Forecast, Price, Row
+
+__all__ = [
+    "Bucket",
+    "Curve",
+    "Forecast",
+    "Interconnect",
+    "MemoryPoint",
+    "Price",
+    "Row",
+    "StepProfile",
+    "joined",
+    "measured",
+    "named",
+    "named_interconnects",
+    "predict",
+    "price_from_catalog",
+    "price_per_gpu",
+    "price_per_node",
+]

@@ -1,0 +1,233 @@
+"""One measured step and an interconnect in, one row for each number of GPUs out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from multi_gpu_training.errors import ConfigError
+
+from . import bill, published
+from .interconnect import Interconnect
+from .profile import StepProfile
+from .question import Phases, Question, check, loader_rate
+from .result import Forecast, Limit, Price, Row, Scaling
+from .stragglers import straggler_s
+from .timeline import exchange
+
+# A loss below this share of the step limits nothing.
+NOTICED = 0.02
+DEARER = 1.1
+
+BAND_MEANING = (
+    "80 % of published trainings like this one lie inside: models, machines and projects that the "
+    "coefficients had not seen. One GPU was measured and has no band."
+)
+
+
+def predict(
+    profile: StepProfile,
+    interconnect: Interconnect,
+    gpus: Sequence[int],
+    *,
+    gpus_per_node: int = 8,
+    scaling: Scaling = "weak",
+    global_batch: int | None = None,
+    epochs: float | None = None,
+    samples: float | None = None,
+    loader_workers: int | None = None,
+    node_loader_rate: float | None = None,
+    price: Price | None = None,
+    electricity_per_kwh: float | None = None,
+    power_overhead: float = 1.0,
+    residual: bool = True,
+    images: bool | None = None,
+) -> Forecast:
+    """What to expect on each number of GPUs.
+
+    `weak` keeps the profile's batch per GPU and its accumulation; `strong` keeps `global_batch`
+    (by default what one GPU takes a step) and shares it out: first accumulation shrinks, then the
+    micro-batch. Time, GPU-hours and cost need to know how long the training is: `samples` in all,
+    or `epochs` of the profile's `dataset_samples`. Each rank loads as fast as the one measured did
+    with `loader_workers` (default: the profile's); `node_loader_rate` says what the ranks of a
+    node load together at most. `power_overhead` multiplies the measured power of the GPU to get
+    that of the plug. `residual=False` leaves out what published trainings lose beyond
+    communication, stragglers and input; `images` says whether the data are images, which lose
+    less.
+    """
+    check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, electricity_per_kwh)
+    if samples is None and epochs is not None and profile.dataset_samples:
+        samples = epochs * profile.dataset_samples
+    question = Question(
+        profile,
+        interconnect,
+        gpus_per_node,
+        scaling,
+        global_batch or profile.per_rank_batch * profile.accumulation,
+        samples,
+        loader_rate(profile, loader_workers),
+        node_loader_rate,
+        price,
+        electricity_per_kwh,
+        power_overhead,
+        residual,
+        0.5 if images is None else float(images),
+    )
+    rows = tuple(row_for(question, each) for each in gpus)
+    return Forecast(
+        profile.name,
+        profile.device,
+        interconnect.name,
+        interconnect.source,
+        scaling,
+        rows,
+        published.shipped().level,
+        BAND_MEANING if residual else "none: what published trainings lose was left out",
+        _dearer_from(question, max(gpus)),
+        price,
+        _notes(question, rows),
+    )
+
+
+def row_for(question: Question, gpus: int) -> Row:
+    """One number of GPUs."""
+    profile, nodes = question.profile, question.nodes(gpus)
+    batch, accumulation = question.share(gpus)
+    phases = Phases.of(profile, batch)
+    compute = phases.step_s(accumulation)
+    sent = exchange(
+        phases.buckets if gpus > 1 else (),
+        phases.backward_s,
+        lambda size: question.interconnect.allreduce_s(size, gpus, nodes),
+    )
+    # The spread was measured on whole steps; of shorter ones it is as much smaller.
+    slowness = compute / Phases.of(profile, profile.per_rank_batch).step_s(profile.accumulation)
+    straggler = straggler_s(profile.step_times_s, gpus) * slowness
+    explained = compute + sent.exposed_s + straggler
+    usual, small_batch = _usual_s(question, gpus, batch, accumulation, compute)
+    unexplained = max(0.0, usual - explained)
+    # A global batch that does not divide is shared unevenly: the largest share sets the pace.
+    global_batch = (
+        question.global_batch if question.scaling == "strong" else gpus * batch * accumulation
+    )
+    busy = explained + unexplained
+    loading = question.input_s(batch * accumulation, gpus)
+    step = max(busy, loading)
+    fastest, slowest = (max(each, loading) for each in _band(question, gpus, compute, busy))
+    alone = question.alone_per_s * gpus
+    unshared = compute - global_batch / gpus * question.computing_s
+    losses: dict[Limit, float] = {
+        "communication": sent.exposed_s,
+        "stragglers": straggler,
+        "input pipeline": step - busy,
+        "batch": unshared + min(small_batch, unexplained),
+        "unexplained": unexplained - min(small_batch, unexplained),
+    }
+    worst = max(losses, key=lambda name: losses[name])
+    row = Row(
+        gpus=gpus,
+        nodes=nodes,
+        per_rank_batch=batch,
+        accumulation=accumulation,
+        global_batch=global_batch,
+        step_s=step,
+        low_step_s=fastest,
+        high_step_s=slowest,
+        samples_per_s=global_batch / step,
+        low_samples_per_s=global_batch / slowest,
+        high_samples_per_s=global_batch / fastest,
+        speedup=global_batch / step / alone * gpus,
+        efficiency=global_batch / step / alone,
+        low_efficiency=global_batch / slowest / alone,
+        high_efficiency=global_batch / fastest / alone,
+        compute_s=compute,
+        communication_s=sent.communication_s,
+        exposed_communication_s=sent.exposed_s,
+        straggler_s=straggler,
+        input_wait_s=step - busy,
+        unexplained_s=unexplained,
+        limit=worst if losses[worst] > NOTICED * step else "nothing",
+        extrapolated=question.interconnect.extrapolated(gpus, nodes),
+    )
+    return bill.priced(
+        row,
+        question.samples,
+        question.price,
+        profile.power_w,
+        question.electricity_per_kwh,
+        question.power_overhead,
+    )
+
+
+def _usual_s(
+    question: Question, gpus: int, batch: int, accumulation: int, compute: float
+) -> tuple[float, float]:
+    """The step as published trainings of this kind go, and what of it the smaller batch costs."""
+    if not question.residual or gpus < 2:
+        return compute, 0.0
+    profile, fit = question.profile, published.shipped()
+    gradients = profile.gradient_bytes or profile.parameter_bytes
+    kind = published.Kind(
+        gpus,
+        accumulation=accumulation,
+        generation=published.generation(profile.device),
+        image=question.image,
+        params_millions=gradients / 4e6 or None,
+    )
+    same = compute / fit.efficiency(kind)
+    shrunk = fit.efficiency(replace(kind, batch_shrink=profile.per_rank_batch / batch))
+    return compute / shrunk, compute / shrunk - same
+
+
+def _band(question: Question, gpus: int, compute: float, busy: float) -> tuple[float, float]:
+    """The step at its best and at its worst. What one GPU computes was measured; the band is
+    about what is lost on top."""
+    if gpus < 2 or not question.residual:
+        return busy, busy
+    low, high = published.shipped().band(compute / busy)
+    return compute / high, compute / low
+
+
+def _dearer_from(question: Question, most: int) -> int | None:
+    """The number of GPUs from which a sample stays 10 % dearer than on one."""
+    node = question.gpus_per_node
+    counts = [*range(2, min(node, most) + 1), *range(2 * node, most + 1, node)]
+    dearer = None
+    for gpus in reversed(counts):
+        if question.scaling == "strong" and gpus > question.global_batch:
+            continue
+        try:
+            efficiency = row_for(question, gpus).efficiency
+        except ConfigError:  # nothing measured for so few: the answer is about the others
+            continue
+        if efficiency * DEARER > 1:
+            break
+        dearer = gpus
+    return dearer
+
+
+def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
+    profile = question.profile
+    notes = []
+    beyond = [row.gpus for row in rows if row.extrapolated]
+    if beyond:
+        notes.append(
+            f"From {min(beyond)} GPUs the all-reduce time is carried on from the largest group "
+            "measured: latency with the depth of a tree, bandwidth as in a ring."
+        )
+    if len(profile.step_times_s) < max(row.gpus for row in rows) > 1:
+        notes.append(
+            f"Stragglers are drawn from {len(profile.step_times_s)} measured steps: the slowest of "
+            "more ranks than that may be slower."
+        )
+    if question.loader_rate is not None and question.node_loader_rate is None and rows:
+        notes.append("Every rank is taken to load as fast as the one measured: with its own cores.")
+    if question.price is not None and question.samples is None:
+        notes.append("No cost: it is not known how many samples the training has.")
+    if question.price is not None:
+        cost = question.price
+        notes.append(
+            f"Price: {cost.per_gpu_hour:.4g} {cost.currency} per GPU-hour, {cost.source}, "
+            f"{cost.date}."
+        )
+    return tuple(notes)

@@ -1,0 +1,100 @@
+"""What GPUs cost: from the user, or from a catalog file in SkyPilot's format."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import math
+from pathlib import Path
+
+from multi_gpu_training.errors import ConfigError
+
+from .result import Price
+
+# What SkyPilot's catalogs call their columns; the other columns are not needed.
+CATALOG = ("AcceleratorName", "AcceleratorCount", "Price")
+
+
+def price_per_gpu(amount: float, *, source: str = "--price", date: str | None = None) -> Price:
+    """An hour of one GPU; without a date it is today's."""
+    return Price(_positive(amount, source), source, date or _today())
+
+
+def price_per_node(
+    amount: float, gpus_per_node: int, *, source: str = "--price-per-node", date: str | None = None
+) -> Price:
+    """A node is paid whole, also when fewer of its GPUs are used."""
+    each = _positive(amount, source) / gpus_per_node
+    return Price(each, source, date or _today(), gpus_billed_together=gpus_per_node)
+
+
+def price_from_catalog(
+    path: Path,
+    accelerator: str,
+    *,
+    gpus: int | None = None,
+    region: str | None = None,
+    spot: bool = False,
+) -> Price:
+    """The cheapest matching offer of a SkyPilot catalog CSV, by GPU, of its file's date.
+
+    `gpus` wants instances with exactly so many, which are then paid whole."""
+    if not path.is_file():
+        raise ConfigError(f"no price catalog at {path}")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        column = "SpotPrice" if spot else "Price"
+        missing = [c for c in (*CATALOG[:2], column) if c not in (reader.fieldnames or ())]
+        if missing:
+            raise ConfigError(
+                f"{path} is no SkyPilot catalog: it lacks {', '.join(missing)}; its first line "
+                "must name InstanceType, AcceleratorName, AcceleratorCount, Price, Region"
+            )
+        rows = list(reader)
+    wanted = [row for row in rows if row["AcceleratorName"].casefold() == accelerator.casefold()]
+    if not wanted:
+        names = sorted({row["AcceleratorName"] for row in rows if row["AcceleratorName"]})
+        raise ConfigError(f"{path} has no {accelerator}; it has {', '.join(names) or 'no GPUs'}")
+    offers = [
+        offer
+        for row in wanted
+        if (offer := _offer(row, column)) is not None
+        and (gpus is None or offer[1] == gpus)
+        and (region is None or (row.get("Region") or "").casefold() == region.casefold())
+    ]
+    if not offers:
+        asked = [f"{gpus} GPUs" if gpus else "", region or "", "spot" if spot else ""]
+        raise ConfigError(
+            f"{path} has {accelerator}, but none with a price and "
+            f"{', '.join(filter(None, asked)) or 'a count of GPUs'}"
+        )
+    amount, count, row = min(offers, key=lambda offer: offer[0] / offer[1])
+    place = ", ".join(filter(None, [row.get("InstanceType"), row.get("Region")]))
+    kind = "spot, " if spot else ""
+    return Price(
+        amount / count,
+        f"{path.name}: {kind}{place}",
+        datetime.date.fromtimestamp(path.stat().st_mtime).isoformat(),
+        gpus_billed_together=count,
+    )
+
+
+def _offer(row: dict[str, str], column: str) -> tuple[float, int, dict[str, str]] | None:
+    """Price of the instance and its GPUs; None where the catalog leaves one of them empty."""
+    try:
+        amount, count = float(row[column]), float(row["AcceleratorCount"])
+    except (TypeError, ValueError):
+        return None
+    if not (0 < amount < math.inf) or count < 1:
+        return None
+    return amount, int(count), row
+
+
+def _positive(amount: float, source: str) -> float:
+    if not 0 < amount < math.inf:
+        raise ConfigError(f"{source}={amount:g} is no price; give what an hour costs, above 0")
+    return amount
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()

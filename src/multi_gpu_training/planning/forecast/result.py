@@ -1,0 +1,83 @@
+"""What a forecast says: one row for each number of GPUs, and what holds for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Scaling = Literal["weak", "strong"]
+
+# The names of what holds a row back: the largest of the losses against perfect scaling.
+Limit = Literal["nothing", "communication", "stragglers", "input pipeline", "unexplained", "batch"]
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a GPU costs, with where the number comes from and of which day it is."""
+
+    per_gpu_hour: float
+    source: str
+    date: str
+    currency: str = "USD"
+    # Where nodes are rented whole: this many GPUs are paid together.
+    gpus_billed_together: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training on this many GPUs. Times are seconds, of one optimizer step unless it says so.
+
+    `low_*` and `high_*` bound the band: see `Forecast.band_meaning`."""
+
+    gpus: int
+    nodes: int
+    per_rank_batch: int
+    accumulation: int
+    global_batch: int
+    step_s: float
+    low_step_s: float
+    high_step_s: float
+    samples_per_s: float
+    low_samples_per_s: float
+    high_samples_per_s: float
+    speedup: float
+    efficiency: float
+    low_efficiency: float
+    high_efficiency: float
+    # Where the step's time goes: compute + exposed + straggler + input + unexplained = step_s.
+    compute_s: float
+    communication_s: float  # all of it, hidden or not
+    exposed_communication_s: float
+    straggler_s: float
+    input_wait_s: float
+    unexplained_s: float
+    limit: Limit
+    extrapolated: bool  # the all-reduce time is beyond what was measured
+    training_s: float | None = None
+    gpu_hours: float | None = None
+    cost: float | None = None
+    low_cost: float | None = None
+    high_cost: float | None = None
+    electricity_cost: float | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`rows` in the order asked for. `notes` are sentences to print below the table."""
+
+    profile_name: str
+    device: str
+    interconnect: str
+    interconnect_source: str
+    scaling: Scaling
+    rows: tuple[Row, ...]
+    band_level: float
+    band_meaning: str
+    # The smallest N (of every N up to the largest asked for) from which a sample costs 10 % more
+    # GPU time than on one GPU; None if none does.
+    cost_rises_from: int | None
+    price: Price | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
