@@ -89,7 +89,7 @@ class Nodes(RendezvousHandler):
         return "mgt"
 
     def get_run_id(self) -> str:
-        return self.round.run
+        return "" if self._view is None else self._view.run
 
     def is_closed(self) -> bool:
         return False
