@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from multi_gpu_training.errors import ConfigError, MultiGPUError
     from multi_gpu_training.monitoring.metrics import MetricsCollector
     from multi_gpu_training.planning.bench.comparison import comparison_report
+    from multi_gpu_training.planning.estimate.speedup import (
+        estimate_training_speedup,
+        print_training_speedup_estimates,
+    )
     from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.training.data_parallel import DataParallelTrainer
@@ -34,6 +38,8 @@ _HOMES = {
     "launch_distributed_training": "distributed.launch",
     "MetricsCollector": "monitoring.metrics",
     "comparison_report": "planning.bench.comparison",
+    "estimate_training_speedup": "planning.estimate.speedup",
+    "print_training_speedup_estimates": "planning.estimate.speedup",
     "get_gpu_info": "planning.gpus",
     "print_gpu_info": "planning.gpus",
     "FaultToleranceManager": "reliability.fault_tolerance",
@@ -64,9 +70,11 @@ __all__ = [
     "StepResult",
     "TrainingMode",
     "comparison_report",
+    "estimate_training_speedup",
     "get_gpu_info",
     "launch_distributed_training",
     "print_gpu_info",
+    "print_training_speedup_estimates",
 ]
 
 
