@@ -72,7 +72,9 @@ def train(
     ] = None,
     seed: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
     deterministic: Annotated[bool | None, Option(rich_help_panel=TRAINING)] = None,
-    nnodes: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+    nnodes: Annotated[
+        str | None, Option(help="machines: 2, or LEAST:MOST like 1:2", rich_help_panel=HOSTS)
+    ] = None,
     node_rank: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
     master_addr: Annotated[str | None, Option(rich_help_panel=HOSTS)] = None,
     master_port: Annotated[
@@ -130,7 +132,16 @@ def run(
             show_default=False,
         ),
     ] = None,
-    nnodes: Annotated[int, Option()] = 1,
+    recovery_timeout: Annotated[
+        float,
+        Option(
+            "--recovery-timeout",
+            "--recovery_timeout",
+            min=1.0,
+            help="seconds the machines have to find each other, also after a failure",
+        ),
+    ] = 300.0,
+    nnodes: Annotated[str, Option(help="machines: 2, or LEAST:MOST like 1:2")] = "1",
     node_rank: Annotated[int, Option("--node-rank", "--node_rank")] = 0,
     master_addr: Annotated[str | None, Option("--master-addr", "--master_addr")] = None,
     master_port: Annotated[int | None, Option("--master-port", "--master_port")] = None,
@@ -144,7 +155,8 @@ def run(
         "master_addr": master_addr,
         "master_port": master_port,
     }
-    raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, max_restarts, hosts))
+    again = {"max_restarts": max_restarts, "recovery_timeout": recovery_timeout}
+    raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, again, hosts))
 
 
 @app.command(context_settings=NAMES)

@@ -13,7 +13,7 @@ def run_script(
     command: Sequence[str],
     num_gpus: int,
     share_gpu: bool,
-    max_restarts: int | None,
+    again: Mapping[str, Any],
     hosts: Mapping[str, Any],
 ) -> int:
     """Exit code of the run."""
@@ -24,5 +24,5 @@ def run_script(
         raise ConfigError(f"mgt run {script}: no such file; give the path of a Python script")
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
-    plan = LaunchPlan(ranks_for(num_gpus, share_gpu), Hosts.from_environment(**hosts), max_restarts)
+    plan = LaunchPlan(ranks_for(num_gpus, share_gpu), Hosts.from_environment(**hosts), **again)
     return supervise([script, *arguments], plan)

@@ -37,7 +37,8 @@ def train(flags: Flags) -> None:
     recipe, config, options = resolve(flags)
     # `mgt verify` and `mgt bench` have started the ranks they want.
     if verification.requested() is None and measurement.requested() is None:
-        start_ranks_if_needed(config, Hosts.from_environment(**flags.hosts))
+        hosts = Hosts.from_environment(**flags.hosts, ranks_here=_ranks_here(config, flags))
+        start_ranks_if_needed(config, hosts)
     recipe.train(config, options)
 
 
@@ -101,7 +102,7 @@ def _mode(fields: Mapping[str, Any]) -> TrainingMode:
 def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
     """Ranks and GPUs from --num-gpus and --gpu-ids, in the terms of each mode."""
     from multi_gpu_training.distributed.identity import from_environment
-    from multi_gpu_training.distributed.launch import available_gpus, ranks_for
+    from multi_gpu_training.distributed.launch import Hosts, available_gpus, ranks_for
 
     device = str(fields.get("device", "auto"))
     gpus = available_gpus() if device != "cpu" else 0
@@ -110,14 +111,28 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
         _check_gpu_ids(ids, gpus, mode, bool(fields.get("share_gpu")))
     asked = flags.num_gpus if flags.num_gpus is not None else -1
     count = ranks_for(asked, bool(fields.get("share_gpu")), ids, device)
-    nodes = flags.hosts.get("nodes") or 1
-    if mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL:
+    hosts = Hosts.from_environment(**flags.hosts)
+    nodes = hosts.nodes
+    if mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL and not hosts.elastic:
         if flags.num_gpus is not None and flags.num_gpus != -1:
             fields["world_size"] = count * nodes
         elif from_environment() is None and not gpus and "world_size" not in fields:
             fields["world_size"] = 2 * nodes  # two CPU ranks show what many GPUs would do
     elif mode is TrainingMode.DATA_PARALLEL and gpus and ids is None:
         fields["device_ids"] = list(range(count))
+
+
+def _ranks_here(config: MultiGPUConfig, flags: Flags) -> int | None:
+    """Ranks of this machine in a run whose world may change; else the config says how many."""
+    from multi_gpu_training.distributed.launch import Hosts, available_gpus, ranks_for
+
+    if not Hosts.from_environment(**flags.hosts).elastic:
+        return None
+    gpus = available_gpus() if config.device != "cpu" else 0
+    asked = flags.num_gpus if flags.num_gpus is not None else -1
+    if asked == -1 and not gpus:
+        return 2  # two CPU ranks show what many GPUs would do
+    return ranks_for(asked, config.share_gpu, config.device_ids, config.device)
 
 
 def _gpu_ids(text: Any) -> list[int]:

@@ -49,23 +49,26 @@ class BatchSizes:
         return -(-self.global_batch // self.accumulation)
 
 
-def batch_sizes(config: MultiGPUConfig, replicas: int, per_rank: int | None = None) -> BatchSizes:
+def batch_sizes(
+    config: MultiGPUConfig, replicas: int, per_rank: int | None = None, full: int = 0
+) -> BatchSizes:
     """Sizes for `replicas` model copies: ranks, or the GPUs of one DataParallel process.
 
     With `global_batch_size` the accumulation follows from what a GPU may hold (`batch_size`,
-    where it was given), so that the step stays the same on any number of GPUs.
+    where it was given), so that the step stays the same on any number of GPUs. So it does where
+    `full` ranks make up the run and some of them are away.
     """
     limit = per_rank or config.batch_size
     accumulation = config.gradient_accumulation_steps
-    if config.global_batch_size is None:
+    if config.global_batch_size is None and full <= replicas:
         return BatchSizes(limit, accumulation, replicas, limit * accumulation * replicas)
-    total = config.global_batch_size
+    total = config.global_batch_size or limit * accumulation * full
     if total < replicas:
         raise DataError(
             f"global_batch_size={total} is smaller than world_size={replicas}; "
             f"use at least {replicas}, or fewer ranks"
         )
-    if per_rank or "batch_size" in config.model_fields_set:
+    if per_rank or "batch_size" in config.model_fields_set or full > replicas:
         accumulation = max(accumulation, -(-total // (limit * replicas)))
     accumulation = min(accumulation, total)
     return BatchSizes(-(-total // (accumulation * replicas)), accumulation, replicas, total)
@@ -79,7 +82,7 @@ def training_loader(
     # A DataLoader's batch size is what its author runs on one GPU, like batch_size.
     given = "batch_size" in config.model_fields_set
     its_own = brought.batch_size if brought is not None and not given else None
-    sizes = batch_sizes(config, replicas, its_own)
+    sizes = batch_sizes(config, replicas, its_own, placement.identity.full_world_size)
     feeding = _feeding(brought, dataset, config, placement, sizes.micro)
     if isinstance(dataset, IterableDataset):
         steps = config.steps_per_epoch

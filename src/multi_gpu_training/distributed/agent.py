@@ -17,15 +17,14 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from multi_gpu_training.distributed import preemption, whereabouts
 from multi_gpu_training.distributed.diagnosis import first_failure
 from multi_gpu_training.distributed.hang_watch import HangWatch
-from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan, check_port
+from multi_gpu_training.distributed.launch import GRACE_S, LaunchPlan
 from multi_gpu_training.distributed.preemption import LauncherSignals, ask_ranks
-from multi_gpu_training.distributed.restarts import Limits, RestartPolicy, Verdict
+from multi_gpu_training.distributed.restarts import Fault, Limits, RestartPolicy, Verdict
 from multi_gpu_training.errors import RankFailure
 
 # The agent's own count of restarts has no window: ours decides, and this one never runs out.
@@ -110,7 +109,10 @@ class RankAgent(LocalElasticAgent):
             result.failures, self.error_files, self.bystanders, self._begun
         )
         self._begun |= any(whereabouts.of_rank(file).begun for file in self.error_files.values())
-        self._verdict = self._policy.judge(fault, time.monotonic())
+        self._verdict = self._decide(fault)
+
+    def _decide(self, fault: Fault) -> Verdict:
+        return self._policy.judge(fault, time.monotonic())
 
     def error(self, result: RunResult) -> RankFailure:
         """What ended the run: why it was given up, then the first failing rank's own words."""
@@ -159,50 +161,15 @@ def _is_alive(pid: int) -> bool:
     return preemption.exit_code(pid) is None
 
 
-def make_spec(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...], run_id: str) -> WorkerSpec:
-    """Where the ranks meet: a free port on loopback, or the address that was asked for."""
-    hosts = plan.hosts
-    timeout = max(1, round(plan.recovery_timeout))
-    explicit = hosts.nodes > 1 or hosts.master_port is not None
-    if explicit:
-        address = hosts.master_addr or "127.0.0.1"
-        port = hosts.master_port or 29500
-        if hosts.node_rank == 0:
-            check_port(address, port)
-        parameters = RendezvousParameters(
-            "static",
-            f"{address}:{port}",
-            run_id if hosts.nodes == 1 else "mgt",
-            hosts.nodes,
-            hosts.nodes,
-            rank=hosts.node_rank,
-            timeout=timeout,
-        )
-    else:
-        # Sharing the rendezvous store with the ranks leaves it stale after a restart.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        parameters = RendezvousParameters(
-            "c10d",
-            "127.0.0.1:0",
-            run_id,
-            1,
-            1,
-            local_addr="127.0.0.1",
-            is_host="1",
-            join_timeout=timeout,
-            timeout=timeout,
-        )
-    if hosts.nodes == 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def make_spec(
+    plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...], meeting: RendezvousHandler
+) -> WorkerSpec:
     return WorkerSpec(
         role="rank",
         local_world_size=plan.ranks_here,
         entrypoint=entrypoint,
         args=args,
-        rdzv_handler=rendezvous.get_rendezvous_handler(parameters),
+        rdzv_handler=meeting,
         max_restarts=_ENDLESS,
         monitor_interval=0.1,
-        master_addr=hosts.master_addr or "127.0.0.1" if explicit else None,
-        master_port=hosts.master_port or 29500 if explicit else None,
-        local_addr=None if explicit else "127.0.0.1",
     )

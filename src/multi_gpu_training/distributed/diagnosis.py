@@ -56,6 +56,7 @@ def _reported_failure(report: Mapping[str, Any], begun_before: bool) -> tuple[Fa
         report["step"],
         begun,
         hopeless=helps == "never" or (helps == "once begun" and not (begun or begun_before)),
+        contact=helps == "always",
     )
     return fault, error
 
@@ -82,5 +83,6 @@ def _silent_failure(
         found.step,
         found.begun,
         hopeless=asked_to_end or (not signalled and not begun),
+        contact=failure.exitcode == -signal.SIGABRT,
     )
     return fault, error

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 from multi_gpu_training.errors import ConfigError
 
+FULL_WORLD = "MGT_FULL_WORLD_SIZE"
+
 
 @dataclass(frozen=True)
 class Identity:
+    """`full_world_size`: the ranks of the run when all its nodes are there; 0: always as now."""
+
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -19,6 +23,7 @@ class Identity:
     launched: bool = False
     attempt: int = 0
     run_id: str = ""
+    full_world_size: int = 0
 
     @property
     def is_main(self) -> bool:
@@ -45,6 +50,7 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
             launched=True,
             attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
             run_id=env.get("TORCHELASTIC_RUN_ID", ""),
+            full_world_size=_integer(env, FULL_WORLD, 0),
         )
     if _integer(env, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env and "MASTER_ADDR" in env:
         return Identity(

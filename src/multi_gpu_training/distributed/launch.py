@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +23,33 @@ GRACE_S = 3
 
 @dataclass(frozen=True)
 class Hosts:
-    """Which machines take part, and where the ranks meet. By default this one, on a free port."""
+    """Which machines take part, and where the ranks meet. By default this one, on a free port.
+
+    `nodes` is the most there may be, `at_least` how many are enough to train; None: all of them.
+    `ranks_here` is how many ranks this one has, where the config does not say it.
+    """
 
     nodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None
+    at_least: int | None = None
+    ranks_here: int | None = None
+
+    @property
+    def least(self) -> int:
+        return self.nodes if self.at_least is None else self.at_least
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of ranks may change while the run goes on."""
+        return self.least < self.nodes
 
     @classmethod
     def from_environment(cls, **flags: Any) -> Hosts:
-        """MASTER_ADDR and MASTER_PORT are honoured; flags win."""
+        """MASTER_ADDR and MASTER_PORT are honoured; flags win. nodes may be "1:2"."""
+        if isinstance(flags.get("nodes"), str):
+            flags = {**flags, **_node_range(flags["nodes"])}
         port = os.environ.get("MASTER_PORT")
         if port and not (port.isdecimal() and 1 <= int(port) <= 65535):
             raise ConfigError(
@@ -55,8 +69,9 @@ class Hosts:
                 f"--master-port {self.master_port} is no port; use 1 to 65535, or none for a "
                 "free one"
             )
-        if self.nodes < 1:
-            problems.append(f"--nnodes {self.nodes}: use 1 or more")
+        if self.nodes < 1 or not 1 <= self.least <= self.nodes:
+            asked = self.nodes if self.at_least is None else f"{self.at_least}:{self.nodes}"
+            problems.append(f"--nnodes {asked}: use 1 or more, or LEAST:MOST such as 1:2")
         elif not 0 <= self.node_rank < self.nodes:
             problems.append(
                 f"--node-rank {self.node_rank} is outside --nnodes {self.nodes}; "
@@ -68,6 +83,14 @@ class Hosts:
             )
         if problems:
             raise ConfigError(problems)
+
+
+def _node_range(text: str) -> dict[str, int]:
+    """`2`, or `1:2` for a run that goes on with one node and may have two."""
+    least, colon, most = text.partition(":")
+    if not (least.isdecimal() and (most.isdecimal() if colon else not most)):
+        raise ConfigError(f"--nnodes {text}: give a number, or LEAST:MOST such as 1:2")
+    return {"nodes": int(most), "at_least": int(least)} if colon else {"nodes": int(least)}
 
 
 @dataclass(frozen=True)
@@ -88,7 +111,7 @@ class LaunchPlan:
     def limits(self) -> Limits | None:
         if self.max_restarts is not None:
             return Limits(self.max_restarts, self.restart_window_s)
-        return None if self.hosts.nodes == 1 else Limits(0, self.restart_window_s)
+        return None
 
 
 def available_gpus() -> int:
@@ -136,7 +159,12 @@ def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) ->
     gpus = 0 if config.device == "cpu" else available_gpus()
     if gpus and config.device_ids is not None:
         gpus = len(config.device_ids)
-    world = config.world_size or max(1, gpus) * hosts.nodes
+    world = config.world_size or (hosts.ranks_here or max(1, gpus)) * hosts.nodes
+    if hosts.elastic and config.world_size:
+        raise ConfigError(
+            f"world_size={world} and --nnodes {hosts.least}:{hosts.nodes} contradict each other: "
+            "the number of ranks changes with the nodes; drop world_size, or give --nnodes N"
+        )
     here = world // hosts.nodes
     if world % hosts.nodes:
         raise ConfigError(f"world_size={world} does not divide over {hosts.nodes} nodes")
@@ -156,7 +184,7 @@ def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) ->
             "the training into a file and use `mgt run FILE`, or call "
             "launch_distributed_training(function, num_gpus=N) with a function of a module"
         )
-    limits = Limits.of(config, hosts.nodes)
+    limits = Limits.of(config)
     plan = LaunchPlan(
         here, hosts, limits.restarts, config.recovery_timeout, config.restart_window_s
     )
@@ -231,16 +259,15 @@ class _Signalled(Exception):
 
 def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict[int, Any]:
     import torch.distributed as dist
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from multi_gpu_training.distributed.agent import RankAgent, make_spec
+    from multi_gpu_training.distributed.node_agent import make_agent
     from multi_gpu_training.distributed.preemption import handlers_kept
 
     _set_thread_default(plan.ranks_here)
     with handlers_kept(), Scratch() as logs:
-        spec = make_spec(plan, entrypoint, args, uuid.uuid4().hex)
-        agent = RankAgent(spec, DefaultLogsSpecs(log_dir=str(logs)), plan.limits)
+        agent, meeting = make_agent(plan, entrypoint, args, str(logs))
         try:
             result = agent.run()
         except (dist.DistError, RendezvousError, TimeoutError) as error:
@@ -257,23 +284,10 @@ def _run_agent(plan: LaunchPlan, entrypoint: Any, args: tuple[Any, ...]) -> dict
                 raise KeyboardInterrupt from None
             raise _Signalled(int(caught.sigval)) from None
         finally:
-            spec.rdzv_handler.shutdown()
+            meeting.shutdown()
         if result.is_failed():
             raise agent.error(result)
         return dict(result.return_values)
-
-
-def check_port(address: str | None, port: int) -> None:
-    """An explicit port that is taken is an error now, not a hang later."""
-    with closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} for {address or 'localhost'} cannot be used: {error.strerror}; "
-                "choose another --master-port, or none for a free one"
-            ) from None
 
 
 def _set_thread_default(ranks: int) -> None:

@@ -128,6 +128,12 @@ class Placement:
             for tensor in tensors:
                 self._lasting(lambda t=tensor: dist.broadcast(t, source, group=self.group))  # type: ignore[misc]
 
+    def broadcast_from(self, source: int, tensor: Tensor) -> Tensor:
+        """Rank `source`'s bytes on every rank; `tensor` lies on `wire` and has the same shape."""
+        if self.group is not None:
+            dist.broadcast(tensor, source, group=self.group)
+        return tensor
+
     def agree(self, value: int) -> int:
         """The smallest `value` of any rank: what all of them can do. Waits on the CPU only."""
         if self.dp_size == 1:

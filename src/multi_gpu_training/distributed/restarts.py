@@ -20,7 +20,8 @@ class Fault:
 
     `kind` is the same for the same cause: an error with its message, a signal, an exit code.
     `step` is the one that was being computed; None where none was known. `begun`: whether the
-    attempt had come to its first step. `hopeless`: no restart can mend it.
+    attempt had come to its first step. `hopeless`: no restart can mend it. `contact`: the rank
+    lost the others, which may be another's doing.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Fault:
     step: int | None = None
     begun: bool = False
     hopeless: bool = False
+    contact: bool = False
 
     @property
     def cause(self) -> tuple[int | None, str]:
@@ -48,11 +50,11 @@ class Limits:
     window_s: float
 
     @classmethod
-    def of(cls, config: MultiGPUConfig, nodes: int = 1) -> Limits:
+    def of(cls, config: MultiGPUConfig) -> Limits:
         """What a config allows. Unless asked for, nothing is restarted that would begin anew
-        because it keeps no checkpoints, and nothing on several machines."""
+        because it keeps no checkpoints."""
         asked = "max_restarts" in config.model_fields_set
-        useful = config.enable_fault_tolerance and nodes == 1
+        useful = config.enable_fault_tolerance
         return cls(config.max_restarts if asked or useful else 0, config.restart_window_s)
 
 

@@ -19,14 +19,16 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.reliability.disks import Disks, find_disks
 from multi_gpu_training.reliability.lock import RunLock
 
 
 class RunFolder:
     """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints."""
 
-    def __init__(self, path: Path, lock: RunLock | None = None) -> None:
+    def __init__(self, path: Path, lock: RunLock | None = None, disks: Disks | None = None) -> None:
         self.path = path
+        self.disks = disks
         self._lock = lock
 
     def close(self) -> None:
@@ -49,7 +51,10 @@ class RunFolder:
 def open_run(
     config: MultiGPUConfig, placement: Placement, options: Mapping[str, Any] | None = None
 ) -> RunFolder:
-    """The run's folder, chosen, made and locked by rank 0 and told to all. Collective."""
+    """The run's folder, chosen, made and locked by rank 0 and told to all. Collective.
+
+    On a node with a disk of its own it has the same name in that node's save_dir.
+    """
     answer: dict[str, Any] = {}
     lock: RunLock | None = None
     if placement.is_main:
@@ -57,26 +62,43 @@ def open_run(
             path = _choose(config, placement.identity)
             (path / "events").mkdir(parents=True, exist_ok=True)
             lock = RunLock(path)
-            _write_facts(path, {**config.plain(), **(options or {})}, placement.identity)
             _keep_forecast(path, config.forecast)
-            answer = {"path": str(path)}
+            answer = {"path": str(path), "name": path.name, "own": path.parent == _base(config)}
         except ConfigError as error:
             answer = {"problem": error.problems[0]}
         except OSError as error:
-            answer = {
-                "problem": f"cannot write the run folder {error.filename or config.save_dir}: "
-                f"{error.strerror}; choose another --save-dir"
-            }
+            answer = {"problem": _unwritable(error, config)}
     answer = placement.broadcast_json(answer)
     if "problem" in answer:
         if lock is not None:
             lock.release()
         raise ConfigError(answer["problem"])
-    return RunFolder(Path(answer["path"]), lock)
+    path = _base(config) / answer["name"] if answer["own"] else Path(answer["path"])
+    settings = {**config.plain(), **(options or {})}
+    try:
+        disks = find_disks(placement, path)
+        if disks.keeps and not placement.is_main:
+            lock = RunLock(path)
+        if disks.keeps:
+            _write_facts(path, settings, placement.identity)
+    except OSError as error:
+        raise ConfigError(_unwritable(error, config)) from None
+    return RunFolder(path, lock, disks)
+
+
+def _base(config: MultiGPUConfig) -> Path:
+    return Path(config.save_dir) / config.recipe
+
+
+def _unwritable(error: OSError, config: MultiGPUConfig) -> str:
+    return (
+        f"cannot write the run folder {error.filename or config.save_dir}: {error.strerror}; "
+        "choose another --save-dir"
+    )
 
 
 def _choose(config: MultiGPUConfig, identity: Identity) -> Path:
-    base = Path(config.save_dir) / config.recipe
+    base = _base(config)
     if config.run_name is not None:
         return base / config.run_name
     if identity.attempt and identity.run_id:

@@ -29,6 +29,7 @@ from multi_gpu_training.reliability.host_copy import HostBuffer
 from multi_gpu_training.reliability.integrity import (
     MANIFEST,
     Verified,
+    damage,
     digest,
     trusted_manifest,
     written,
@@ -44,7 +45,7 @@ _BEST = ".best-"
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Only rank 0 writes, one checkpoint at a time."""
+    """The checkpoints of one run on one disk. One rank writes, one checkpoint at a time."""
 
     def __init__(
         self, folder: Path, keep_last: int = 3, attempt: int = 0, keep_best: int = 1
@@ -133,6 +134,22 @@ class CheckpointStore:
         else:
             staged.rename(final)
             sync(self.folder)
+
+    def staging(self, final: Path) -> Path:
+        """A folder in which a checkpoint can be put together."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        staged = self.folder / f"{_STAGED}{final.name}-{own_name()}"
+        staged.mkdir()
+        return staged
+
+    def install(self, staged: Path, final: Path) -> str | None:
+        """Take a checkpoint that came from elsewhere; what is wrong with it, if anything is."""
+        problem = damage(staged)
+        if problem is not None:
+            return f"{final.name} did not arrive intact: {problem}"
+        self._move_into_place(staged, final)
+        self._verified.written(final)
+        return None
 
     def keep(self, path: Path, best: bool) -> None:
         """After `path` was saved: let `best` name it if it is, and drop what need not be kept.

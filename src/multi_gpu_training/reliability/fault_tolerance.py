@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
@@ -13,6 +15,7 @@ from multi_gpu_training.errors import CheckpointError, ConfigError, NonFiniteLos
 from multi_gpu_training.monitoring.log import StructuredLogger
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.codec import from_text, to_text
+from multi_gpu_training.reliability.disks import Disks, one_disk
 from multi_gpu_training.reliability.passing import PassedOver
 from multi_gpu_training.reliability.policies import RESTART, ROLLBACK, STOP, Policy, judge
 from multi_gpu_training.reliability.saver import Saver
@@ -26,6 +29,7 @@ from multi_gpu_training.reliability.state import (
     random_state,
     set_random_state,
 )
+from multi_gpu_training.reliability.transfer import agree, bring
 from multi_gpu_training.training.reminder import leave_word
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
@@ -38,12 +42,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
 
 
+@runtime_checkable
+class Divisible(Protocol):
+    """A state per rank that other ranks can take over: what several had, any number may have."""
+
+    def load_shares(self, states: list[dict[str, Any]]) -> None: ...
+
+
 class FaultToleranceManager:
     """Checkpoints of one run: when they are due, what is in them, where to go on.
 
     Objects registered with `register` are saved and restored with the model: `replicated` ones
     are alike on every rank and saved once, `per_rank` ones are saved for each rank and restored
-    only on the same number of ranks.
+    only on the same number of ranks, unless they are `Divisible`.
     """
 
     def __init__(
@@ -53,13 +64,15 @@ class FaultToleranceManager:
         trainer: MultiGPUTrainer,
         logger: StructuredLogger,
         folder: Path,
+        disks: Disks | None = None,
     ) -> None:
         self.config = config
         self.placement = placement
         self.trainer = trainer
         self.logger = logger
         self.store = CheckpointStore(folder, config.keep_last, keep_best=config.keep_best)
-        self.saver = Saver(config, placement, logger, self.store)
+        self.disks = disks or one_disk(placement)
+        self.saver = Saver(config, placement, logger, self.store, self.disks)
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._resumed: dict[str, Any] | None = None
         self.rollbacks = 0
@@ -110,8 +123,8 @@ class FaultToleranceManager:
 
     def refuse_to_overwrite(self) -> None:
         """A new run must not mix with what an earlier one of the same name has saved."""
-        taken = self.placement.is_main and any(self.store.folder.glob("step-*"))
-        if self.placement.broadcast_json(taken):
+        taken = self.disks.keeps and self.disks.known and any(self.store.folder.glob("step-*"))
+        if any(self.placement.gather_json(taken)):
             raise ConfigError(
                 f"the run {self.store.folder.parent} has checkpoints already; add --resume auto to "
                 "go on with it, or choose another --run-name"
@@ -129,7 +142,7 @@ class FaultToleranceManager:
         self._restore_random()
         for name in self._registered:
             self._restore(name)
-        if self.placement.is_main:
+        if self.disks.keeps:
             self.store.branch(snapshot.step)
         self.placement.barrier()
         self.logger.info(f"resumed from {path}", step=snapshot.step, epoch=snapshot.epoch)
@@ -197,6 +210,8 @@ class FaultToleranceManager:
     def _snapshot(self, facts: dict[str, Any]) -> Snapshot:
         trainer = self.trainer
         tensors, aliases, extra = model_state(trainer.model)
+        if self.disks.several:
+            self._take_buffers_of_main(tensors)
         per_rank = {
             name: to_text(item.state_dict())
             for name, (item, scope) in self._registered.items()
@@ -225,6 +240,13 @@ class FaultToleranceManager:
             facts={"world_size": self.placement.dp_size, **facts},
         )
 
+    def _take_buffers_of_main(self, tensors: dict[str, Tensor]) -> None:
+        """Every disk gets what rank 0 has: buffers may differ between ranks, as BatchNorm's do."""
+        for name in sorted(name for name, _ in self.trainer.model.named_buffers()):
+            if name in tensors:
+                tensors[name] = tensors[name].detach().to(self.placement.wire, copy=True)
+                self.placement.broadcast_tensors([tensors[name]])
+
     def _restore_random(self) -> None:
         """Each rank's generators. Another number of ranks starts with fresh ones: what training
         draws is derived from the step, so that nothing is lost."""
@@ -249,8 +271,14 @@ class FaultToleranceManager:
             saved = ranks[self.placement.dp_rank]["registered"]
             if name in saved:
                 item.load_state_dict(from_text(saved[name]))
+        elif scope == "per_rank" and isinstance(item, Divisible):
+            mine = ranks[self.placement.dp_rank :: self.placement.dp_size]
+            saved = [rank["registered"] for rank in mine]
+            item.load_shares([from_text(part[name]) for part in saved if name in part])
 
     def _choose(self, where: str) -> Path | None:
+        if self.disks.several:
+            return self._choose_of_all(where)
         answer: dict[str, Any] = {}
         if self.placement.is_main:
             self.saver.wait()  # what is being written may be the newest
@@ -274,4 +302,22 @@ class FaultToleranceManager:
             raise CheckpointError(
                 f"no intact checkpoint in {self.store.folder}: {'; '.join(answer['damaged'])}"
             )
-        return Path(answer["path"]) if answer["path"] else None
+        if answer["path"] is None or where != "auto":
+            return Path(answer["path"]) if answer["path"] else None
+        return self.store.folder / Path(answer["path"]).name  # as this node sees the disk
+
+    def _choose_of_all(self, where: str) -> Path | None:
+        """The same where the nodes have disks of their own: a node without it receives it."""
+        self.saver.wait()
+        if where != "auto":
+            return bring(self.placement, self.disks, self.store, Path(where))
+        found = agree(self.placement, self.disks, self.store)
+        for line in found.damaged:
+            self.logger.warning(line)
+        for line in found.said:
+            self.logger.info(line)
+        if found.path is None and found.damaged:
+            raise CheckpointError(
+                f"no intact checkpoint in {self.store.folder}: {'; '.join(found.damaged)}"
+            )
+        return found.path

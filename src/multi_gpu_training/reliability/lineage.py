@@ -25,6 +25,15 @@ class Lineage:
         self.attempt = 1 + max((entry["attempt"] for entry in entries), default=0)
         self._unwritten = [*entries, {"attempt": self.attempt, "from_step": from_step}]
 
+    def entries(self) -> list[dict[str, int]]:
+        """Every attempt so far."""
+        return list(self._entries())
+
+    def adopt(self, entries: list[dict[str, int]]) -> None:
+        """Take up the history of another disk; written with the next attempt."""
+        if entries != self._entries():
+            self._unwritten = list(entries)
+
     def includes(self, attempt: int, step: int) -> bool:
         """False for a step of `attempt` that a later one has gone back before."""
         return all(

@@ -14,13 +14,15 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.monitoring.log import StructuredLogger
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
+from multi_gpu_training.reliability.disks import Disks, one_disk
 from multi_gpu_training.reliability.host_copy import HostBuffer
 from multi_gpu_training.reliability.saving import Save
 from multi_gpu_training.reliability.snapshot import Snapshot, capture
 
 
 class Saver:
-    """Every rank has one; the main rank's copies and writes.
+    """Every rank has one; the main rank's copies and writes, and so does one rank on every
+    further disk.
 
     `on_saved` is called on the main rank, in the main thread, once the files are safe.
     """
@@ -31,11 +33,13 @@ class Saver:
         placement: Placement,
         logger: StructuredLogger,
         store: CheckpointStore,
+        disks: Disks | None = None,
     ) -> None:
         self.config = config
         self.placement = placement
         self.logger = logger
         self.store = store
+        self.disks = disks or one_disk(placement)
         self.on_saved: Callable[[Save], None] = lambda save: None
         self.buffer = HostBuffer(placement.device)
         self.current: Save | None = None  # the last one, on the main rank
@@ -57,7 +61,7 @@ class Saver:
         begun = time.perf_counter()
         snapshot = take()
         save, now = self._capture(snapshot, best)
-        before, now = self.placement.broadcast_json([before, now])
+        before, now = self._agreed([before, now])
         self._unsettled = False
         if before and self._stops:
             raise CheckpointError(before)
@@ -115,9 +119,19 @@ class Saver:
             problem = self.current.problem
             self._report(aloud=False)
         self.current, self._unsettled = None, False
-        problem = self.placement.broadcast_json(problem)
+        problem = self._agreed([problem])[0]
         if problem is not None:
             raise CheckpointError(problem)
+
+    def _agreed(self, problems: list[str | None]) -> list[str | None]:
+        """The same on every rank: what went wrong on any disk."""
+        if not self.disks.several:
+            return list(self.placement.broadcast_json(problems))
+        told = self.placement.gather_json(problems)
+        found = [next((p for p in column if p), None) for column in zip(*told, strict=True)]
+        if found[0] and not told[0][0]:
+            self.logger.warning(f"one copy is missing: {found[0]}")
+        return found
 
     def _end_of_last(self) -> tuple[str | None, float]:
         """On the main rank: why the last save failed, if it did, and how long it was waited for."""
@@ -130,7 +144,7 @@ class Saver:
 
     def _capture(self, snapshot: Snapshot, best: bool) -> tuple[Save | None, str | None]:
         """On the main rank: the state in host memory, or why it cannot be saved."""
-        if not self.placement.is_main:
+        if not self.disks.keeps:
             return None, None
         try:
             return Save(self.store, capture(snapshot, self.buffer), best), None
@@ -167,7 +181,8 @@ class Saver:
                 "it: the disk is slower than checkpoint_frequency="
                 f"{self.config.checkpoint_frequency} asks for"
             )
-        self.on_saved(save)
+        if self.placement.is_main:
+            self.on_saved(save)
 
 
 def _drain(saver: weakref.ref[Saver]) -> None:

@@ -585,7 +585,12 @@ class MultiGPUTrainingManager:
         curves = self.run.tensorboard if self.config.tensorboard and identity.is_main else None
         self.curves = Curves(curves)
         self.fault_tolerance = FaultToleranceManager(
-            self.config, self.placement, self.trainer, self.logger, self.run.checkpoints
+            self.config,
+            self.placement,
+            self.trainer,
+            self.logger,
+            self.run.checkpoints,
+            self.run.disks,
         )
         self.fault_tolerance.saver.on_saved = self._checkpoint_is_safe
         self.trainer.memory.told = partial(self.fault_tolerance.record_fault, "out_of_memory")

@@ -79,3 +79,10 @@ class EpochSums:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch.load_state_dict(state)
+
+    def load_shares(self, states: list[dict[str, Any]]) -> None:
+        """Take over the sums of ranks that are no longer there."""
+        for state in states:
+            part = MetricsCollector()
+            part.load_state_dict(state)
+            self.epoch.merge(part)

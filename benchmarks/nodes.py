@@ -1,0 +1,298 @@
+"""Two nodes train one run; links are cut and nodes are killed: what happens, and how long it takes.
+
+    python benchmarks/nodes.py --out nodes.json
+    python benchmarks/nodes.py --only follower-killed,leader-killed
+    python benchmarks/nodes.py --seed 3 --random 5      further cases at random moments
+
+Each node is a network namespace with an address and a disk of its own (tests/nodes.py); root is
+needed. `mgt run --nnodes 1:2 train.py` is started on both, a small model, a checkpoint every five
+steps. Measured is the time from the fault until a step further than any before is done, and whether
+the run ends by itself with the weights of an undisturbed run on one rank, every step of it made of
+the same samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from node_run import PATIENCE_S, TRAIN, Run
+from nodes import Machine, Network, why_not
+
+
+@dataclass
+class Case:
+    name: str
+    what: str
+    play: Callable[[Run], float | None]  # seconds until training again
+    ends: Callable[[Run], list[Machine]]  # the nodes that see the end of the run
+    shared: bool = False
+    flags: tuple[str, ...] = ()
+
+
+def both(run: Run) -> list[Machine]:
+    return run.network.nodes
+
+
+def begin(run: Run, step: int = 12) -> tuple[Machine, Machine]:
+    first, second = run.network.nodes
+    for node in (first, second):
+        run.start(node)
+    run.reach(step, world=2 * run.ranks)
+    return first, second
+
+
+def again(run: Run, since: float, world: int | None = None) -> float:
+    """Seconds from `since` until training got further than it was."""
+    return run.reach(run.newest() + 1, world) - since
+
+
+def cut_for(seconds: float) -> Callable[[Run], float]:
+    def play(run: Run) -> float:
+        _, second = begin(run)
+        run.network.cut(second)
+        since = time.time()
+        time.sleep(0.5)
+        far = run.newest()
+        time.sleep(max(0.0, seconds - 0.5))
+        run.network.heal(second)
+        healed = time.time()
+        when = run.reach(far + 1)
+        # Both train again after the link is back.
+        run.network.when(
+            lambda: any(x["time"] > healed and x["world"] == 2 * run.ranks for x in run.lines()),
+            PATIENCE_S,
+            "both nodes",
+        )
+        return when - since
+
+    return play
+
+
+def killed(victim: int, returns: bool = True) -> Callable[[Run], float]:
+    def play(run: Run) -> float:
+        pair = begin(run)
+        pair[victim].kill()
+        since = time.time()
+        taken = again(run, since, world=run.ranks)
+        if returns:
+            run.start(pair[victim])
+            back = time.time()
+            run.network.when(
+                lambda: any(x["time"] > back and x["world"] == 2 * run.ranks for x in run.lines()),
+                PATIENCE_S,
+                "the node back",
+            )
+        return taken
+
+    return play
+
+
+def killed_and_at_once_back(victim: int) -> Callable[[Run], float]:
+    def play(run: Run) -> float:
+        pair = begin(run)
+        pair[victim].kill()
+        since = time.time()
+        run.start(pair[victim])
+        return again(run, since, world=2 * run.ranks)
+
+    return play
+
+
+def rank_killed(victim: int) -> Callable[[Run], float]:
+    def play(run: Run) -> float:
+        pair = begin(run)
+        for pid in pair[victim].pids():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes()
+                if b"\0LOCAL_RANK=0\0" in environment:
+                    os.kill(pid, 9)
+                    break
+            except OSError:
+                continue
+        return again(run, time.time(), world=2 * run.ranks)
+
+    return play
+
+
+def power_cut_of_leader(run: Run) -> float:
+    """Node 0 falls silent for good: the other cannot know, gives up, and is started again."""
+    first, second = run.network.nodes
+    flags = ("--recovery-timeout", "15")
+    for node in (first, second):
+        run.start(node, *flags)
+    run.reach(12, world=2 * run.ranks)
+    run.network.cut(first)
+    first.kill()
+    since = time.time()
+    run.end([second])
+    assert "--resume auto" in second.said, second.said
+    assert second.code == 1, second.code
+    far = run.newest()
+    run.settings = json.dumps({**json.loads(run.settings), "resume": "auto"})
+    hosts = ["--nnodes", "1:2", "--node-rank", 0, "--master-addr", second.address]
+    source = str(Path(__file__).parent.parent / "src")
+    command = ("-m", "multi_gpu_training", "run", *hosts, "--num-gpus", run.ranks)
+    second.start(*command, "train.py", run.settings, env={"PYTHONPATH": source})
+    return run.reach(far + 1) - since
+
+
+def one(number: int) -> Callable[[Run], list[Machine]]:
+    return lambda run: [run.network.nodes[number]]
+
+
+def cases() -> Iterator[Case]:
+    yield Case("undisturbed", "two nodes, nothing happens", lambda run: begin(run) and None, both)
+    yield Case("cut-5", "link cut for 5 s", cut_for(5), both)
+    yield Case("cut-60", "link cut for 60 s", cut_for(60), both)
+    yield Case("follower-killed", "node 1 killed", killed(1, returns=False), one(0))
+    yield Case("follower-returns", "node 1 killed, started again", killed(1), both)
+    yield Case("follower-at-once", "node 1 killed and started at once",
+               killed_and_at_once_back(1), both)  # fmt: skip
+    yield Case("leader-killed", "node 0 killed, which hosts the store",
+               killed(0, returns=False), one(1))  # fmt: skip
+    yield Case("leader-returns", "node 0 killed, started again", killed(0), both)
+    yield Case("leader-at-once", "node 0 killed and started at once",
+               killed_and_at_once_back(0), both)  # fmt: skip
+    yield Case("rank-killed", "a rank of node 1 killed", rank_killed(1), both)
+    yield Case("leader-rank-killed", "a rank of node 0 killed", rank_killed(0), both)
+    yield Case("shared-leader", "shared disk, node 0 killed, started again", killed(0), both,
+               shared=True)  # fmt: skip
+    yield Case("power-cut", "node 0 switched off without a word: needs --resume auto",
+               power_cut_of_leader, one(1))  # fmt: skip
+
+
+def random_cases(count: int, seed: int) -> Iterator[Case]:
+    chance = random.Random(seed)
+    for number in range(count):
+        if chance.random() < 0.5:
+            seconds = chance.choice([1, 3, 8, 9.5, 11, 14, 20, 30])
+            yield Case(f"random-{number}", f"link cut for {seconds} s", cut_for(seconds), both)
+        else:
+            victim = chance.randrange(2)
+            play = chance.choice([killed, killed_and_at_once_back])(victim)
+            yield Case(f"random-{number}", f"node {victim} killed and back", play, both)
+
+
+def perform(case: Case, epochs: int, pause: float, ranks: int) -> dict[str, Any]:
+    with Network(shared=case.shared) as network:
+        run = Run(network, epochs, pause, ranks)
+        row: dict[str, Any] = {"case": case.name, "what": case.what, "ok": False}
+        try:
+            taken = case.play(run)
+            run.hurry()
+            row["training_again_s"] = None if taken is None else round(taken, 1)
+            row["codes"] = run.end(case.ends(run))
+            row["weights"], row["orders"] = run.weights(), run.orders()
+            row["repeated"] = run.repeated()
+            row["steps"] = run.newest()
+            row["attempts"] = len({line["attempt"] for line in run.lines()})
+            row["ok"] = all(code == 0 for code in row["codes"])
+        except (AssertionError, OSError, ValueError) as error:
+            row["problem"] = str(error)[-6000:]
+        if not row["ok"]:
+            row.setdefault("problem", network.said())
+        return row
+
+
+def undisturbed(epochs: int, global_batch: int) -> dict[str, Any]:
+    """The same run on one rank: its weights, and the samples of each step."""
+    settings = {"epochs": epochs, "pause": 0.0, "global_batch_size": global_batch, "world_size": 1}
+    source = str(Path(__file__).parent.parent / "src")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "train.py").write_text(TRAIN)
+        command = [sys.executable, "train.py", json.dumps(settings)]
+        env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=folder, env=env, check=True)
+        lines = [json.loads(line) for line in (folder / "steps.txt").read_text().splitlines()]
+        orders = {line["step"]: {tuple(sorted(line["samples"]))} for line in lines}
+        return {"weights": json.loads((folder / "weights.json").read_text()), "orders": orders}
+
+
+def compare(row: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Weights to 1e-5, and every step of the same samples as in the undisturbed run."""
+    import torch
+
+    weights, orders = row.pop("weights", None), row.pop("orders", None)
+    if weights is None or orders is None:
+        row["same"] = False
+        return
+    worst = 0.0
+    for name, values in reference["weights"].items():
+        a, b = torch.tensor(values), torch.tensor(weights[name])
+        worst = max(worst, float((a - b).norm() / a.norm()))
+    row["difference"] = worst
+    whole = set(orders) == set(reference["orders"])
+    ordered = all(orders[step] == reference["orders"][step] for step in orders)
+    row["same_samples"] = whole and ordered
+    row["same"] = bool(row["ok"] and worst < 1e-5 and row["same_samples"])
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| case | training again after | attempts | steps repeated | same result |"]
+    lines += ["|---|---|---|---|---|"]
+    for row in rows:
+        again = row.get("training_again_s")
+        taken = "-" if again is None else f"{again:.1f} s"
+        same = f"yes ({row['difference']:.0e})" if row["same"] else "NO"
+        lines.append(
+            f"| {row['what']} | {taken} | {row.get('attempts', '-')} | {row.get('repeated', '-')} "
+            f"| {same} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="cases by name, with commas")
+    parser.add_argument("--random", type=int, default=0, help="so many further cases")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=40, help="of ten steps")
+    parser.add_argument(
+        "--pause", type=float, default=0.2, help="seconds between steps until the case is played"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="of a node")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces are removed
+    reason = why_not()
+    if reason is not None:
+        sys.exit(reason)
+    chosen = [*cases(), *random_cases(given.random, given.seed)]
+    if given.only:
+        names = given.only.split(",")
+        chosen = [case for case in chosen if case.name in names]
+    rows: list[dict[str, Any]] = []
+    reference = undisturbed(given.epochs, 8 * given.ranks)
+    for case in chosen:
+        row = perform(case, given.epochs, given.pause, given.ranks)
+        compare(row, reference)
+        print(json.dumps({k: v for k, v in row.items() if k != "problem"}), flush=True)
+        if not row["same"]:
+            print(row.get("problem", ""), flush=True)
+        rows.append(row)
+    print(table(rows))
+    if given.out is not None:
+        facts = {"machine": platform.platform(), "cpus": os.cpu_count(), "cases": rows}
+        given.out.write_text(json.dumps(facts, indent=1))
+    if not all(row["same"] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""The launchers of a run on several nodes: who leads, who takes part, what became of the others.
+
+Every launcher listens on its own address and tells the leader about itself twice a second. The
+leader, node 0 at first, forms the rounds (leader.py, membership.py).
+
+    answer                  means                       follows
+    connection refused      the launcher has ended      lost at once; of the leader: the next node
+                                                        in the roster leads
+    none for LOST_S         cut off, or switched off    the leader goes on without it; a node that
+                                                        lost the leader waits: only one side trains
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import replace
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousTimeoutError,
+)
+
+from multi_gpu_training.distributed.leader import Leader, View, announce, gone
+from multi_gpu_training.distributed.membership import LOST_S, Node, Phase
+from multi_gpu_training.distributed.messages import Gone, Listener, Message, ask
+from multi_gpu_training.distributed.rank_store import meeting
+from multi_gpu_training.distributed.restarts import Fault, Limits, Verdict
+from multi_gpu_training.errors import ConfigError, RankFailure
+
+BEAT_S = 0.5
+_HASTY_BEAT_S = 0.2  # where a change is under way
+_QUIET_S = 3 * BEAT_S  # from then on a node is asked whether it is there
+_REFUSALS = 2
+
+
+class Ended(RankFailure):
+    """Another node ended the run."""
+
+
+class Nodes(RendezvousHandler):
+    """This node's part in a run on `least` to `most` nodes.
+
+    `master` is where node 0 listens, `address` this node's own address on the way there.
+    """
+
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        node_rank: int,
+        ranks: int,
+        master: tuple[str, int],
+        address: str,
+        timeout_s: float,
+    ) -> None:
+        self.least, self.most = least, most
+        self.timeout_s = timeout_s
+        self._master = master
+        self._where = master  # the leader listens there, as far as this node knows
+        self._heard = time.monotonic()  # when the leader answered last
+        self._refusals = 0
+        self._view: View | None = None
+        self._leader: Leader | None = None  # on the node that leads
+        self._problem: str | None = None
+        self._closing = False
+        self._wake = threading.Event()  # something is to be told now
+        self._lock = threading.RLock()
+        with self._lock:
+            self._listener = Listener(address, master[1] if node_rank == 0 else 0, self._answer)
+            name = f"{node_rank}-{uuid.uuid4().hex[:8]}"
+            self.me = Node(name, node_rank, address, self._listener.port, ranks)
+            if node_rank == 0:
+                self._leader = Leader(least, most, self.me, timeout_s)
+        self._beats = threading.Thread(target=self._beat, name="launcher-beats", daemon=True)
+        self._beats.start()
+
+    # What PyTorch's agent asks
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "mgt"
+
+    def get_run_id(self) -> str:
+        return "" if self._view is None else self._view.run
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        """1 where this node's ranks must be started again, with other nodes or others gone."""
+        return int(self.why_again() is not None)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for the next round with this node in it."""
+        before = self.me.round
+        why = self.why_again() if before else None
+        if why is not None:
+            say(why)
+        deadline = time.monotonic() + self.timeout_s
+        with self._lock:
+            self.me = replace(self.me, phase="waiting")
+            if self._leader is not None:
+                self._leader.gather()
+        self._wake.set()
+        while True:
+            with self._lock:
+                self._raise_if_ended()
+                if self._leader is not None:
+                    said = self._leader.open_round(self.me)
+                    self._look()
+                    if said is not None:
+                        say(said)
+                info = self._joined(before)
+            if info is not None:
+                return info
+            if time.monotonic() > deadline:
+                raise RendezvousTimeoutError(self._missing())
+            time.sleep(0.05)
+
+    def shutdown(self) -> bool:
+        """Leave: the others see at once that this launcher is gone. How the run ended is told
+        first."""
+        deadline = time.monotonic() + LOST_S
+        while time.monotonic() < deadline:
+            with self._lock:
+                if self._leader is None or not self._leader.untold(self.me):
+                    break
+            time.sleep(0.05)
+        self._closing = True
+        self._wake.set()
+        self._beats.join()
+        self._listener.close()
+        self._leader = None
+        return True
+
+    # What our agent asks
+
+    @property
+    def round(self) -> View:
+        assert self._view is not None
+        return self._view
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run goes on without some of its nodes."""
+        return self.least < self.most
+
+    @property
+    def attempt(self) -> int:
+        return self.me.round - 1
+
+    @property
+    def first_rank(self) -> int:
+        """Of this node."""
+        names = [node.name for node in self.round.roster]
+        return sum(node.ranks for node in self.round.roster[: names.index(self.me.name)])
+
+    @property
+    def world(self) -> int:
+        return sum(node.ranks for node in self.round.roster)
+
+    def phase(self, phase: Phase) -> None:
+        with self._lock:
+            self.me = replace(self.me, phase=phase)
+            self._look()
+        self._wake.set()
+
+    def fault_elsewhere(self) -> str | None:
+        """What other node's fault ended ours; None if it cannot be told to be one's."""
+        self.phase("failed")
+        deadline = time.monotonic() + LOST_S + 2.0
+        while time.monotonic() < deadline:
+            why = self.why_again() or self.round.cause
+            if why is not None:
+                return why
+            if self._leader is not None and self.round.stopped:
+                return None
+            time.sleep(0.05)
+        return None
+
+    def judge(self, fault: Fault, limits: Limits | None) -> Verdict:
+        """The leader decides for all whether a fault is followed by a restart."""
+        told = {
+            "op": "fault",
+            "fault": fault.__dict__,
+            "limits": None if limits is None else [limits.restarts, limits.window_s],
+            "title": self.me.title,
+            "round": self.me.round,
+        }
+        answer = self._tell(told)
+        if answer is None:  # whoever leads next counts from there
+            return Verdict(True, "the leader is gone; restarting with those that are left")
+        return Verdict(**answer)
+
+    def end(self, code: int, text: str) -> None:
+        """This node gives the run up; so do all."""
+        named = {"title": self.me.title, "name": self.me.name}
+        self._tell({"op": "end", "code": code, "text": text, **named})
+
+    def why_again(self) -> str | None:
+        """Why the ranks here cannot go on as they are."""
+        view = self._view
+        if view is None or not self.me.round:
+            return None
+        if view.ended is not None:
+            return "the run was given up"
+        if self._cut_off() is not None:
+            return self._cut_off()
+        if view.number != self.me.round or self.me.name not in {n.name for n in view.roster}:
+            return "the others went on without this node"
+        return view.broken
+
+    def change(self) -> str | None:
+        """The same, waited for as long as it may take to be known."""
+        deadline = time.monotonic() + LOST_S
+        while self.why_again() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.why_again()
+
+    # What other launchers ask, in threads of their own
+
+    def _answer(self, message: Message) -> Message:
+        with self._lock:
+            operation = message["op"]
+            if operation == "lead":
+                self._hear_leader(message)
+            elif operation != "ping" and self._leader is None:
+                return {"ask": list(self._where)}
+            elif operation == "beat" and self._leader is not None:
+                return self._leader.hear_beat(message, self.me)
+            elif operation == "fault" and self._leader is not None:
+                return self._leader.hear_fault(message)
+            elif operation == "end" and self._leader is not None:
+                self._leader.hear_end(message)
+            return {}
+
+    def _hear_leader(self, message: Message) -> None:
+        """Another node leads a run that is further on: this one joins it."""
+        leader, number = Node.parse(message["leader"]), int(message["number"])
+        if self._leader is not None:
+            if number <= self._leader.members.number:
+                return
+            say(f"{leader.title} leads the run since this node was gone; joining it")
+        self._leader = None
+        self._where, self._refusals = (leader.address, leader.port), 0
+        self._heard = time.monotonic()
+
+    def _tell(self, message: Message) -> Message | None:
+        """The leader's answer, which may be this node."""
+        with self._lock:
+            if self._leader is not None:
+                answer = self._answer(message)
+                self._look()
+                return answer
+        with suppress(OSError):
+            answer = ask(*self._where, message)
+            return None if "ask" in answer else answer
+        return None
+
+    # The beats, in a thread of its own
+
+    def _beat(self) -> None:
+        while not self._closing:
+            self._wake.wait(BEAT_S if self.me.phase == "training" else _HASTY_BEAT_S)
+            self._wake.clear()
+            leader = self._leader
+            if leader is not None:
+                self._look_after_others(leader)
+            else:
+                self._tell_leader()
+
+    def _look_after_others(self, leader: Leader) -> None:
+        with self._lock:
+            self._look()
+            quiet = leader.members.quiet(time.monotonic(), _QUIET_S)
+        for node in gone(quiet):
+            with self._lock:
+                leader.members.lose(node.name, "ended")
+        if self._master != (self.me.address, self.me.port) and leader.members.number:
+            announce(self._master, self.me, leader.members.number)
+
+    def _look(self) -> None:
+        """On the leader: its own view."""
+        if self._leader is not None:
+            self._view, self._heard = self._leader.view(self.me), time.monotonic()
+
+    def _tell_leader(self) -> None:
+        message = {"op": "beat", "node": self.me.plain(), "nodes": [self.least, self.most]}
+        try:
+            answer = ask(*self._where, message)
+        except Gone:
+            self._refusals += 1
+            if self._refusals >= _REFUSALS and self.me.round:
+                self._follow_the_next()
+            return
+        except OSError:
+            return
+        self._refusals = 0
+        with self._lock:
+            new = self._leader is None and self._take(answer)
+        if new:
+            self._follow_the_next()
+
+    def _take(self, answer: Message) -> bool:
+        """Note what the leader says. True: it was started anew and knows nothing of the run."""
+        if "problem" in answer:
+            self._problem = str(answer["problem"])
+            return False
+        try:
+            if "ask" in answer:
+                self._where = (str(answer["ask"][0]), int(answer["ask"][1]))
+                return False
+            view, before = View.parse(answer), self._view
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return False
+        other = before is not None and view.leader.name != before.leader.name
+        if other and view.number < self.me.round:
+            return True
+        self._view, self._heard = view, time.monotonic()
+        return False
+
+    def _follow_the_next(self) -> None:
+        """The leader's launcher has ended: the first node of the roster that is there leads."""
+        view = self.round
+        for node in view.roster:
+            if node.name == view.leader.name:
+                continue
+            if node.name == self.me.name:
+                with self._lock:
+                    self._leader = Leader.in_place_of(
+                        view, self.least, self.most, self.me, self.timeout_s
+                    )
+                    self._where = (self.me.address, self.me.port)
+                    self._look()
+                say(f"{view.leader.title} ended; {self.me.title} leads the run from here on")
+                return
+            try:
+                ask(node.address, node.port, {"op": "ping"})
+                self._where, self._refusals = (node.address, node.port), 0
+                return
+            except Gone:
+                continue
+            except OSError:
+                return  # it may lead already: wait for it
+
+    # States
+
+    def _cut_off(self) -> str | None:
+        """Why this node knows nothing of the run: the leader is silent."""
+        if self._leader is not None or time.monotonic() - self._heard <= LOST_S:
+            return None
+        return f"the leader at {self._where[0]}:{self._where[1]} was silent for {LOST_S:g} s"
+
+    def _joined(self, before: int) -> RendezvousInfo | None:
+        view = self._view
+        if view is None or view.number <= before or self._cut_off() is not None:
+            return None
+        names = [node.name for node in view.roster]
+        if self.me.name not in names or view.broken is not None:
+            return None
+        self.me = replace(self.me, phase="training", round=view.number)
+        self._look()
+        return meeting(names.index(self.me.name), len(names), view.leader.address, view.store_port)
+
+    def _raise_if_ended(self) -> None:
+        if self._problem is not None:
+            raise ConfigError(self._problem)
+        view = self._view
+        if view is None:
+            return
+        error: Ended | None = None
+        if view.ended is not None:
+            error = Ended(f"{view.ended['title']} ended the run:\n{view.ended['text']}")
+            error.exit_code = int(view.ended["code"])
+        elif view.finished and self._leader is None:
+            error = Ended("the run has ended: nothing is left to do for this node")
+            error.exit_code = 0
+        if error is not None:
+            raise error
+
+    def _missing(self) -> str:
+        """Why no round came about."""
+        if self._leader is not None:
+            waiting = [n for n in self._leader.members.nodes.values() if n.phase == "waiting"]
+            return f"{len(waiting)} of at least {self.least} nodes came"
+        silent = self._cut_off()
+        if silent is not None and self.me.round:
+            return (
+                f"{silent}. Whether it trains on cannot be known from here, so this node does not: "
+                "start the same command again when it is reachable. If it is gone for good, start "
+                "the run anew on the nodes that are left, with --resume auto"
+            )
+        if silent is not None or self._view is None:
+            return "the leader did not answer"
+        titles = ", ".join(node.title for node in self._view.roster) or "nobody yet"
+        return f"the run of at most {self.most} nodes has {titles}"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
