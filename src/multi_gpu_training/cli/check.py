@@ -69,7 +69,11 @@ def _fit(flags: Flags, checkup: Checkup, printer: Printer) -> Callable[[], None]
     from multi_gpu_training.planning.check import advice, fit
 
     try:
-        say = (lambda text: None) if flags.as_json else printer.note
+
+        def say(text: str) -> None:
+            if not flags.as_json:
+                printer.note(fit.GROUP.name, text)
+
         found = checkup.fit(command_of(flags.command, "check"), say)
     except OSError as error:
         where = f"{error.strerror} ({error.filename})"

@@ -33,9 +33,7 @@ class Printer:
         return bool(self._group)
 
     def show(self, finding: Finding) -> None:
-        if finding.group != self._group:
-            self.console.print(Text(f"\n{finding.group}" if self._group else finding.group, "bold"))
-            self._group = finding.group
+        self._head(finding.group)
         text = f"{finding.host}: {finding.text}" if finding.host else finding.text
         lines = self._wrap(f"{finding.topic.ljust(TOPIC_WIDTH)} {text}")
         if finding.remedy:
@@ -45,8 +43,14 @@ class Printer:
         for line in lines[1:]:
             self.console.print(Text(" " * INDENT + line), soft_wrap=True)
 
-    def note(self, text: str) -> None:
-        """A word about what goes on, under the last line."""
+    def _head(self, group: str) -> None:
+        if group != self._group:
+            self.console.print(Text(f"\n{group}" if self._group else group, "bold"))
+            self._group = group
+
+    def note(self, group: str, text: str) -> None:
+        """A word about what goes on, under the heading that it belongs to."""
+        self._head(group)
         self.console.print(Text(f"       {text}", "dim"), soft_wrap=True)
 
     def _wrap(self, text: str) -> list[str]:
