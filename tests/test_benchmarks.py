@@ -117,3 +117,25 @@ def test_a_slowed_net_learns_what_a_fast_one_learns(monkeypatch: pytest.MonkeyPa
         balance.loss_fn(model, batch).backward()
         grads.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_memory_is_forecast_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    import memory_forecast
+
+    took = {8: 1000, 16: 1800, 12: 1400, 64: 7000}
+    tried: list[int] = []
+
+    def train(subject: Any, batch: int, device: str) -> Any:
+        tried.append(batch)
+        if len(tried) > 4:
+            raise torch.OutOfMemoryError("as if")
+        return memory_forecast.MemoryPoint(batch, took[batch] * 2**20)
+
+    monkeypatch.setattr(memory_forecast, "train", train)
+    name = "MLP 1024-4096-4096"
+    row = memory_forecast.examine(name, memory_forecast.TINY[name], "cpu")
+    assert [round(asked["error"], 3) for asked in row["asked"]] == [0.0, -0.057]
+    assert row["largest"]["trained"] is False  # said to fit, and did not
+    text = memory_forecast.table([row], "a GPU")
+    assert "OUT OF MEMORY" in text and "said to fit: 1" in text

@@ -97,6 +97,7 @@ SHOWN_IN = {
         "save_dir": "test_save_dir_recipe_and_run_name_make_the_run_folder",
         "recipe": "test_save_dir_recipe_and_run_name_make_the_run_folder",
         "run_name": "test_save_dir_recipe_and_run_name_make_the_run_folder",
+        "forecast": "test_forecast_is_kept_with_the_run",
         "log_every": "test_log_every_says_how_often_a_step_is_recorded",
         "tensorboard": "test_tensorboard_writes_curves",
         "progress": "test_progress_chooses_what_a_person_sees",

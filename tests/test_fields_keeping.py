@@ -241,6 +241,20 @@ def logged(folder: Path) -> list[int]:
     return [e["step"] for e in map(json.loads, lines) if e["event"] == "step"]
 
 
+def test_forecast_is_kept_with_the_run(tmp_path: Path) -> None:
+    expected = tmp_path / "estimate" / "forecast.json"
+    expected.parent.mkdir()
+    expected.write_text('{"gpus": {"1": {"step_time_s": 0.5}}}')
+    for given in (expected, expected.parent):
+        folder = trained(tmp_path, forecast=str(given))["folder"]
+        assert (folder / "forecast.json").read_text() == expected.read_text()
+    expected.write_text('{"rows": []}')
+    with pytest.raises(RankError, match=r"is no forecast; give the forecast\.json"):
+        trained(tmp_path, forecast=str(expected))
+    with pytest.raises(RankError, match=r"forecast=nothing\.json cannot be read: .*No such"):
+        trained(tmp_path, forecast="nothing.json")
+
+
 def test_log_every_says_how_often_a_step_is_recorded(tmp_path: Path) -> None:
     for every, steps in ((1, list(range(1, 9))), (3, [3, 6]), (20, [])):
         got = trained(tmp_path, batch_size=2, log_every=every)

@@ -33,9 +33,11 @@ PUBLIC = {
     "StepResult",
     "TrainingMode",
     "comparison_report",
+    "estimate_training_speedup",
     "get_gpu_info",
     "launch_distributed_training",
     "print_gpu_info",
+    "print_training_speedup_estimates",
 }
 
 

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from multi_gpu_training.monitoring.metrics import MetricsCollector
     from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.comparison import comparison_report
+    from multi_gpu_training.planning.estimate.speedup import (
+        estimate_training_speedup,
+        print_training_speedup_estimates,
+    )
     from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.training.data_parallel import DataParallelTrainer
@@ -36,6 +40,8 @@ _HOMES = {
     "MetricsCollector": "monitoring.metrics",
     "PerformanceMonitor": "monitoring.performance",
     "comparison_report": "planning.bench.comparison",
+    "estimate_training_speedup": "planning.estimate.speedup",
+    "print_training_speedup_estimates": "planning.estimate.speedup",
     "get_gpu_info": "planning.gpus",
     "print_gpu_info": "planning.gpus",
     "FaultToleranceManager": "reliability.fault_tolerance",
@@ -67,9 +73,11 @@ __all__ = [
     "StepResult",
     "TrainingMode",
     "comparison_report",
+    "estimate_training_speedup",
     "get_gpu_info",
     "launch_distributed_training",
     "print_gpu_info",
+    "print_training_speedup_estimates",
 ]
 
 

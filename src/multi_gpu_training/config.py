@@ -181,6 +181,9 @@ class MultiGPUConfig(BaseModel):
     save_dir: str = "runs"
     recipe: str = "custom"
     run_name: str | None = None
+    forecast: str | None = Field(
+        None, description="forecast.json of `mgt estimate`, kept with the run for its report"
+    )
     log_every: PositiveInt = 20
     tensorboard: bool = True
     progress: Literal["auto", "bar", "lines", "off"] = "auto"

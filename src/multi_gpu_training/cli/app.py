@@ -30,6 +30,7 @@ def options(
 PLACE = "Where it runs"
 HOSTS = "Several machines"
 TRAINING = "Training"
+PRICES = "What it costs"
 
 
 @app.command(context_settings={**EXTRA, **NAMES})
@@ -222,6 +223,97 @@ def bench(
         out,
     )
     raise typer.Exit(bench(flags))
+
+
+@app.command(context_settings={**EXTRA, **NAMES})
+def estimate(
+    ctx: typer.Context,
+    target: Annotated[str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = "image",
+    gpus: Annotated[
+        str | None, Option(help="like 1,2,8; default 1, 2, 4 ... 1024", rich_help_panel=PLACE)
+    ] = None,
+    interconnect: Annotated[
+        str | None, Option(help="what connects them; without it: a list", rich_help_panel=PLACE)
+    ] = None,
+    curve: Annotated[
+        str | None, Option(help="CSV of all-reduce times of your own", rich_help_panel=PLACE)
+    ] = None,
+    gpus_per_node: Annotated[int, Option(rich_help_panel=PLACE)] = 8,
+    scaling: Annotated[
+        str | None,
+        Option(help="weak: same batch per GPU; strong: same global batch", rich_help_panel=PLACE),
+    ] = None,
+    epochs: Annotated[float | None, Option(help="length of the training")] = None,
+    samples: Annotated[float | None, Option(help="the same, in samples")] = None,
+    price: Annotated[float | None, Option(help="of a GPU and hour", rich_help_panel=PRICES)] = None,
+    price_per: Annotated[str, Option(help="gpu or node", rich_help_panel=PRICES)] = "gpu",
+    price_source: Annotated[
+        str | None, Option(help="where the price is from, to be printed", rich_help_panel=PRICES)
+    ] = None,
+    price_date: Annotated[
+        str | None, Option(help="of which day it is; default today", rich_help_panel=PRICES)
+    ] = None,
+    catalog: Annotated[
+        str | None, Option(help="CSV in SkyPilot's format", rich_help_panel=PRICES)
+    ] = None,
+    accelerator: Annotated[
+        str | None, Option(help="its row, like H100", rich_help_panel=PRICES)
+    ] = None,
+    instance: Annotated[
+        str | None, Option(help="or its instance type", rich_help_panel=PRICES)
+    ] = None,
+    region: Annotated[str | None, Option(rich_help_panel=PRICES)] = None,
+    spot: Annotated[bool, Option("--spot", rich_help_panel=PRICES)] = False,
+    electricity: Annotated[
+        float | None, Option(help="price of a kWh, for GPUs of your own", rich_help_panel=PRICES)
+    ] = None,
+    profile: Annotated[
+        str | None, Option(help="profile.json of an earlier estimate: measure nothing")
+    ] = None,
+    steps: Annotated[int, Option(help="measured steps")] = 50,
+    warmup: Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")] = None,
+    device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
+    timeout: Annotated[float, Option(help="seconds that measuring may take")] = 600.0,
+    as_json: Annotated[bool, Option("--json", help="for programs")] = False,
+    out: Annotated[
+        str | None, Option(help="folder for what is written; default runs/estimate/NAME-TIME")
+    ] = None,
+) -> None:
+    """Know before you rent: measure one GPU, forecast time, memory and cost on many.
+
+    Other flags and words are the recipe's or the script's, as for `mgt train`.
+    """
+    from multi_gpu_training.cli.estimate import estimate
+    from multi_gpu_training.cli.estimate_flags import Flags
+
+    flags = Flags(
+        [target, *ctx.args],
+        gpus,
+        interconnect,
+        curve,
+        gpus_per_node,
+        scaling,
+        epochs,
+        samples,
+        price,
+        price_per,
+        price_source,
+        price_date,
+        catalog,
+        accelerator,
+        instance,
+        region,
+        spot,
+        electricity,
+        profile,
+        steps,
+        warmup,
+        device,
+        timeout,
+        as_json,
+        out,
+    )
+    raise typer.Exit(estimate(flags))
 
 
 @app.command()

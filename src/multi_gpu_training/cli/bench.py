@@ -110,12 +110,12 @@ def show(report: Report, console: Console) -> None:
         console.print(as_yaml(report.recommended), markup=False)
 
 
-def command_of(words: list[str]) -> list[str]:
+def command_of(words: list[str], command: str = "bench") -> list[str]:
     """What runs once a rank: a script, or `mgt train` of a recipe or config."""
     target = words[0]
     if target.endswith(".py"):
         if not Path(target).is_file():
-            raise ConfigError(f"mgt bench {target}: no such file")
+            raise ConfigError(f"mgt {command} {target}: no such file")
         return words
     return ["-m", "multi_gpu_training", "train", *words]
 

@@ -77,8 +77,9 @@ def training_loader(
     brought = data if isinstance(data, DataLoader) else None
     dataset = _dataset(data)
     # A DataLoader's batch size is what its author runs on one GPU, like batch_size.
-    use_its_size = brought is not None and "batch_size" not in config.model_fields_set
-    sizes = batch_sizes(config, replicas, brought.batch_size if use_its_size and brought else None)
+    given = "batch_size" in config.model_fields_set
+    its_own = brought.batch_size if brought is not None and not given else None
+    sizes = batch_sizes(config, replicas, its_own)
     feeding = _feeding(brought, dataset, config, placement, sizes.micro)
     if isinstance(dataset, IterableDataset):
         steps = config.steps_per_epoch

@@ -128,6 +128,21 @@ def _bits(tensor: Tensor) -> Tensor:
     return (whole * place).sum()
 
 
+def watch_buckets(ddp: DistributedDataParallel, ready: Callable[[int], None]) -> None:
+    """Call `ready(bytes)` whenever the gradients of a bucket are ready to be sent, and send
+    nothing from now on: for one rank alone."""
+
+    def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        ready(buffer.numel() * buffer.element_size())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    hook.__annotations__.clear()  # DDP compares them with its own classes, and these are strings
+    ddp.register_comm_hook(None, hook)
+
+
 def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
     """Sizes of the gradient buckets DDP really uses."""
     data = ddp._get_ddp_logging_data()

@@ -58,6 +58,7 @@ def open_run(
             (path / "events").mkdir(parents=True, exist_ok=True)
             lock = RunLock(path)
             _write_facts(path, {**config.plain(), **(options or {})}, placement.identity)
+            _keep_forecast(path, config.forecast)
             answer = {"path": str(path)}
         except ConfigError as error:
             answer = {"problem": error.problems[0]}
@@ -123,6 +124,24 @@ def _write_facts(path: Path, settings: dict[str, Any], identity: Identity) -> No
     (path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
     facts = {"run_id": identity.run_id, **environment()}
     (path / "environment.json").write_text(json.dumps(facts, indent=1))
+
+
+def _keep_forecast(path: Path, forecast: str | None) -> None:
+    """A copy of what was expected of this run, for the report that compares it."""
+    if forecast is None:
+        return
+    given = Path(forecast)
+    file = given / "forecast.json" if given.is_dir() else given
+    try:
+        text = file.read_text()
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"forecast={forecast} cannot be read: {error}") from None
+    if not isinstance(found, dict) or "gpus" not in found:
+        raise ConfigError(
+            f"forecast={forecast} is no forecast; give the forecast.json that `mgt estimate` writes"
+        )
+    (path / "forecast.json").write_text(text)
 
 
 def environment() -> dict[str, Any]:

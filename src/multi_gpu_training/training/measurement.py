@@ -20,6 +20,7 @@ from torch import Tensor
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import batch_count, share_of
+from multi_gpu_training.data.feeding import batch_sizes
 from multi_gpu_training.data.order import ShuffledBatches
 from multi_gpu_training.training.hooks import Hook
 
@@ -44,6 +45,7 @@ class Request:
     settings: fields of MultiGPUConfig that this case changes.
     silent: gradients stay on their rank, which shows what exchanging them costs.
     every: steps between two readings of the clock, for steps so short that reading it counts.
+    profile: afterwards take one step apart, for `mgt estimate`.
     """
 
     out: str
@@ -57,6 +59,7 @@ class Request:
     silent: bool = False
     every: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
+    profile: bool = False
 
     def save(self) -> str:
         path = Path(self.out) / "request.json"
@@ -97,6 +100,7 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "max_steps": None,
         "lr_scaling": "none",
         "resume": None,
+        "forecast": None,
         "run_name": None,
         "early_stopping_patience": None,
         "enable_fault_tolerance": False,
@@ -114,10 +118,27 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         given["sync_bn"] = False  # which DataParallel cannot do
     if request.silent:
         given["consistency_check_every"] = 0  # replicas go apart, as they must
+    if request.profile:
+        given |= _plain_exchange(config, request)
     for name in request.settings:
         for other in SYNONYMS.get(name, ()):
             given.pop(other, None)
     return MultiGPUConfig(**{**given, **request.settings})
+
+
+def _plain_exchange(config: MultiGPUConfig, request: Request) -> dict[str, Any]:
+    """Settings with which DDP's buckets can be watched; what the user asked for is noted."""
+    named = config.model_fields_set
+    asked = {
+        "epochs": config.epochs if "epochs" in named else None,
+        "per_rank_batch": batch_sizes(config, 1).per_rank,
+        "max_steps": config.max_steps,
+        "keeps_global_batch": config.global_batch_size is not None,
+        "compressed": config.compress_gradients,
+        "sync_bn": config.sync_bn,
+    }
+    (Path(request.out) / "asked.json").write_text(json.dumps(asked))
+    return {"use_fp16_allreduce": False, "fp16_compression": False}
 
 
 class Repeated(ShuffledBatches):
@@ -127,8 +148,10 @@ class Repeated(ShuffledBatches):
     def __init__(self, inner: ShuffledBatches, steps: int) -> None:
         super().__init__(steps * inner.batch_size, inner.batch_size, inner.shuffle)
         self.inner = inner
+        self.read = False
 
     def _order(self, seed: int, epoch: int) -> Tensor:
+        self.read = True
         parts: list[Tensor] = []
         for number in count(epoch):
             parts.append(self.inner._order(seed, number))
@@ -146,6 +169,7 @@ class Meter(Hook):
         self.device = manager.placement.device
         warm_up = WARM_UP[self.device.type if self.device.type in WARM_UP else "cpu"]
         self.warmup = max(1, warm_up if request.warmup is None else request.warmup)
+        self.steps = request.steps
         self.taken = 0
         self.samples = 0
         self.marks: list[Any] = []
@@ -163,8 +187,9 @@ class Meter(Hook):
             self._micro += batch_count(batch) * self.manager.placement.dp_size
         if result.moved:
             step = self._micro or getattr(share, "window_count", 0)
-            self._tick(step or self.manager.sizes.global_batch)
             self._micro = 0
+            if self._tick(step or self.manager.sizes.global_batch):
+                self._conclude()
         return result
 
     def on_run_end(self, manager: MultiGPUTrainingManager) -> None:
@@ -172,10 +197,11 @@ class Meter(Hook):
         if not self._done and len(self.walls) > 1:
             self._write()
 
-    def _tick(self, samples: int) -> None:
+    def _tick(self, samples: int) -> bool:
+        """A step is over; True if it was the last to measure."""
         self.taken += 1
         if self.taken < self.warmup:
-            return
+            return False
         if self.taken == self.warmup:
             self._synchronize()
             self.manager.placement.barrier()
@@ -183,17 +209,20 @@ class Meter(Hook):
         else:
             self.samples = samples
             if (self.taken - self.warmup) % self.request.every:
-                return
+                return False
         if self.device.type == "cuda":
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
             self.marks.append(mark)
         self.walls.append(time.perf_counter())
         self.epochs.append(self.manager.trainer.epoch)
-        if self.taken >= self.warmup + self.request.steps:
-            self._write()
-            self.manager.placement.barrier()
-            raise SystemExit(0)
+        return self.taken >= self.warmup + self.steps
+
+    def _conclude(self) -> None:
+        """All steps are measured."""
+        self._write()
+        self.manager.placement.barrier()
+        raise SystemExit(0)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -214,6 +243,14 @@ class Meter(Hook):
         return [value / self.request.every for value in kept], clock
 
     def _write(self) -> None:
+        self._save(self._record())
+
+    def _save(self, record: dict[str, Any]) -> None:
+        rank = self.manager.placement.identity.rank
+        (Path(self.request.out) / f"rank-{rank}.json").write_text(json.dumps(record))
+
+    def _record(self) -> dict[str, Any]:
+        """What was measured."""
         self._done = True
         ended = time.perf_counter()
         self._synchronize()
@@ -223,7 +260,7 @@ class Meter(Hook):
             late = self.drain_s / (len(times) * self.request.every)
             times = [value + late for value in times]
         manager, sizes = self.manager, self.manager.sizes
-        record = {
+        return {
             "step_times_s": times,
             "clock": clock,
             "samples_per_step": self.samples,
@@ -239,8 +276,6 @@ class Meter(Hook):
             "ddp_logger": _logged_by_ddp(manager.trainer.wrapped),
             **_memory(self.device, self.request.device_ids),
         }
-        rank = manager.placement.identity.rank
-        (Path(self.request.out) / f"rank-{rank}.json").write_text(json.dumps(record))
 
     def _execution(self) -> dict[str, Any]:
         found = self.manager.trainer.execution
@@ -262,7 +297,7 @@ class Meter(Hook):
 
 def measure(manager: MultiGPUTrainingManager, request: Request) -> None:
     """Measure this training; after the requested steps the process ends."""
-    meter = Meter(manager, request)
+    meter = _meter(manager, request)
     source = getattr(manager.train_loader, "source", None)
     if type(source) is ShuffledBatches:
         steps = meter.warmup + request.steps + 1
@@ -272,6 +307,14 @@ def measure(manager: MultiGPUTrainingManager, request: Request) -> None:
         wrapped.require_backward_grad_sync = False  # `no_sync`, for good
     manager.trainer.train_step = meter.train_step  # type: ignore[method-assign]
     manager.hooks.append(meter)
+
+
+def _meter(manager: MultiGPUTrainingManager, request: Request) -> Meter:
+    if not request.profile:
+        return Meter(manager, request)
+    from multi_gpu_training.planning.estimate.meter import ProfileMeter
+
+    return ProfileMeter(manager, request)
 
 
 def _memory(device: torch.device, device_ids: list[int] | None) -> dict[str, int]:

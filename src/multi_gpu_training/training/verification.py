@@ -89,6 +89,7 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "data_on_gpu": False,
         "max_steps": None,
         "resume": None,
+        "forecast": None,
         "enable_fault_tolerance": False,
         "tensorboard": False,
         "monitor": False,

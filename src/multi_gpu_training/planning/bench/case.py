@@ -29,7 +29,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a case cost, or why that is not known."""
+    """What a case cost, or why that is not known. `ended`: it did so by itself, too early."""
 
     case: Case
     step_times_s: tuple[float, ...] = ()
@@ -37,6 +37,7 @@ class Measurement:
     facts: Mapping[str, Any] = field(default_factory=dict)
     out_of_memory: bool = False
     error: str = ""
+    ended: bool = False
 
     @property
     def ok(self) -> bool:

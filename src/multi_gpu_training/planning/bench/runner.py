@@ -126,7 +126,7 @@ class Runner:
             reason = "was killed: by the system, where its memory was full"
         else:
             reason = complaint(text, code)
-        return Measurement(case, out_of_memory=full, error=reason)
+        return Measurement(case, out_of_memory=full, error=reason, ended=code == 0)
 
 
 def complaint(text: str, code: int) -> str:
@@ -134,10 +134,10 @@ def complaint(text: str, code: int) -> str:
     start = text.find("This run cannot start:")
     if code == 2 and start >= 0:
         return text[start:].strip()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.removeprefix("[rank0]: ").strip() for line in text.splitlines() if line.strip()]
     # The place of an error comes after it, in brackets.
     said = [line for line in lines if not line.startswith("(")]
-    return said[-1].removeprefix("[rank0]: ") if said else f"ended with code {code}"
+    return said[-1] if said else f"ended with code {code}"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

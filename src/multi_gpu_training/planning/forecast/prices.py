@@ -30,15 +30,17 @@ def price_per_node(
 
 def price_from_catalog(
     path: Path,
-    accelerator: str,
+    accelerator: str | None = None,
     *,
+    instance: str | None = None,
     gpus: int | None = None,
     region: str | None = None,
     spot: bool = False,
 ) -> Price:
     """The cheapest matching offer of a SkyPilot catalog CSV, by GPU, of its file's date.
 
-    `gpus` wants instances with exactly so many, which are then paid whole."""
+    `accelerator` is a GPU's name (H100), `instance` an instance type; `gpus` wants instances with
+    exactly so many. An instance is paid whole."""
     if not path.is_file():
         raise ConfigError(f"no price catalog at {path}")
     with path.open(newline="") as file:
@@ -51,10 +53,8 @@ def price_from_catalog(
                 "must name InstanceType, AcceleratorName, AcceleratorCount, Price, Region"
             )
         rows = list(reader)
-    wanted = [row for row in rows if row["AcceleratorName"].casefold() == accelerator.casefold()]
-    if not wanted:
-        names = sorted({row["AcceleratorName"] for row in rows if row["AcceleratorName"]})
-        raise ConfigError(f"{path} has no {accelerator}; it has {', '.join(names) or 'no GPUs'}")
+    wanted = _named(rows, "AcceleratorName", accelerator, path)
+    wanted = _named(wanted, "InstanceType", instance, path)
     offers = [
         offer
         for row in wanted
@@ -65,7 +65,7 @@ def price_from_catalog(
     if not offers:
         asked = [f"{gpus} GPUs" if gpus else "", region or "", "spot" if spot else ""]
         raise ConfigError(
-            f"{path} has {accelerator}, but none with a price and "
+            f"{path} has {instance or accelerator}, but none with a price and "
             f"{', '.join(filter(None, asked)) or 'a count of GPUs'}"
         )
     amount, count, row = min(offers, key=lambda offer: offer[0] / offer[1])
@@ -77,6 +77,19 @@ def price_from_catalog(
         datetime.date.fromtimestamp(path.stat().st_mtime).isoformat(),
         gpus_billed_together=count,
     )
+
+
+def _named(
+    rows: list[dict[str, str]], column: str, name: str | None, path: Path
+) -> list[dict[str, str]]:
+    """The rows of that name, in any case; all of them where none is asked for."""
+    if name is None:
+        return rows
+    found = [row for row in rows if (row.get(column) or "").casefold() == name.casefold()]
+    if not found:
+        names = sorted({row[column] for row in rows if row.get(column)})
+        raise ConfigError(f"{path} has no {name}; it has {', '.join(names) or 'no GPUs'}")
+    return found
 
 
 def _offer(row: dict[str, str], column: str) -> tuple[float, int, dict[str, str]] | None:

@@ -23,6 +23,10 @@ class MemoryPoint:
 
     per_rank_batch: int
     peak_bytes: int
+    # What torch's allocator took from the device for it: holes and rounding included.
+    reserved_bytes: int | None = None
+    # The most until the weights moved, in a step that was not recorded.
+    backward_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class StepProfile:
     step_times_s: tuple[float, ...]
     accumulation: int = 1
     dataset_samples: int | None = None
+    # How long the training is, where its config says so.
+    epochs: float | None = None
+    max_steps: int | None = None
     # Samples a second that this machine loads with so many workers for one rank.
     loader_rates: dict[int, float] = field(default_factory=dict)
     loader_workers: int = 0
@@ -47,7 +54,11 @@ class StepProfile:
     data_on_device: bool = False
     memory: tuple[MemoryPoint, ...] = ()
     memory_total_bytes: int | None = None
+    # Taken from the device by others than torch's allocator: CUDA itself, NCCL, other programs.
+    memory_outside_bytes: int = 0
     parameter_bytes: int = 0
+    # Whether the data are images or videos.
+    images: bool | None = None
     power_w: float | None = None
     precision: str = "fp32"
     execution: str = "eager"

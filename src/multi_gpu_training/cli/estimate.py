@@ -1,0 +1,186 @@
+"""`mgt estimate`: measure one GPU, forecast many, and say what they cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tempfile
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from multi_gpu_training.cli.bench import command_of, show
+from multi_gpu_training.cli.estimate_flags import (
+    Flags,
+    check,
+    gpus_of,
+    interconnect,
+    listing,
+    price_of,
+)
+from multi_gpu_training.errors import ConfigError
+
+if TYPE_CHECKING:
+    from multi_gpu_training.planning.estimate.measuring import Measured
+    from multi_gpu_training.planning.estimate.outcome import Outcome
+    from multi_gpu_training.planning.forecast.interconnect import Interconnect
+    from multi_gpu_training.planning.forecast.profile import StepProfile
+    from multi_gpu_training.planning.forecast.result import Price
+
+
+def estimate(flags: Flags) -> int:
+    """0 once the forecast is written."""
+    check(flags)
+    link, price = interconnect(flags), price_of(flags)
+    console = Console(highlight=False, soft_wrap=True, stderr=flags.as_json)
+    if flags.profile is None:
+        found = measured_here(flags, console)
+    else:
+        from multi_gpu_training.planning.estimate.measuring import Measured
+        from multi_gpu_training.planning.estimate.speedup import load_profile
+
+        found = Measured(load_profile(flags.profile))
+    outcome = forecast(flags, found, link, price)
+    files = outcome.save(Path(flags.out or default_folder(found.profile.name)))
+    if flags.as_json:
+        print(json.dumps(outcome.as_dict(), indent=1))
+    else:
+        say(outcome, console, asked_for_many=link is not None)
+    console.print(f"written: {', '.join(map(str, files))}", markup=False)
+    return 0
+
+
+def measured_here(flags: Flags, console: Console) -> Measured:
+    from multi_gpu_training.distributed.identity import from_environment
+    from multi_gpu_training.planning.estimate.measuring import ProfileRunner, measure
+
+    if from_environment() is not None:
+        raise ConfigError("mgt estimate starts a rank itself; start it without torchrun or srun")
+    command = command_of(flags.command, "estimate")
+    with tempfile.TemporaryDirectory(prefix="mgt-estimate-") as scratch:
+        runner = ProfileRunner(
+            command,
+            Path(scratch),
+            flags.steps,
+            flags.warmup,
+            flags.device,
+            flags.timeout_s,
+            say=lambda text: console.print(f"  {text}", markup=False),
+        )
+        if flags.device == "cuda" and not runner.gpus:
+            raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why")
+        return measure(runner, name_of(flags.command))
+
+
+def forecast(
+    flags: Flags, found: Measured, link: Interconnect | None, price: Price | None
+) -> Outcome:
+    from multi_gpu_training.planning.estimate.outcome import Outcome
+    from multi_gpu_training.planning.estimate.speedup import ONE_GPU
+    from multi_gpu_training.planning.forecast import predict
+
+    profile, notes = found.profile, list(found.notes)
+    samples, length = training_length(flags, profile, notes)
+    if profile.device == "CPU" and link is not None:
+        notes.append("measured on a CPU: this is a forecast for CPU ranks, not for GPUs")
+    if flags.electricity is not None and profile.power_w is None:
+        notes.append(
+            "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so there "
+            "is no cost of electricity"
+        )
+    strong = (flags.scaling or found.scaling) == "strong"
+    result = predict(
+        profile,
+        link or ONE_GPU,
+        possible(flags, link, profile, strong, notes),
+        gpus_per_node=flags.gpus_per_node,
+        scaling="strong" if strong else "weak",
+        samples=samples,
+        price=price,
+        electricity_per_kwh=flags.electricity if profile.power_w is not None else None,
+        images=profile.images,
+    )
+    return Outcome(profile, result, length, tuple(notes))
+
+
+def possible(
+    flags: Flags,
+    link: Interconnect | None,
+    profile: StepProfile,
+    strong: bool,
+    notes: list[str],
+) -> list[int]:
+    """The numbers of GPUs to forecast: those asked for, or all that can be."""
+    if flags.gpus is not None or link is None:
+        return gpus_of(flags)
+    known = []
+    for count in gpus_of(flags):
+        try:
+            link.allreduce_s(1.0, count, math.ceil(count / flags.gpus_per_node))
+            known.append(count)
+        except ConfigError as error:
+            refusal = error.problems[0]
+    if len(known) < len(gpus_of(flags)):
+        notes.append(f"other numbers of GPUs: {refusal}")
+    whole = profile.per_rank_batch * profile.accumulation
+    if strong and whole < known[-1]:
+        notes.append(f"strong scaling of a batch of {whole} ends at {whole} GPUs")
+        known = [count for count in known if count <= whole]
+    return known
+
+
+def training_length(
+    flags: Flags, profile: StepProfile, notes: list[str]
+) -> tuple[float | None, str]:
+    """Samples of the whole training, and the words for it."""
+    if flags.samples is not None:
+        return flags.samples, f"{flags.samples:,.0f} samples"
+    if flags.epochs is None and profile.max_steps is not None:
+        notes.append(
+            f"max_steps={profile.max_steps} ends the training; its length is what one GPU sees then"
+        )
+        seen = profile.max_steps * profile.per_rank_batch * profile.accumulation
+        return float(seen), f"{profile.max_steps} steps of one GPU"
+    if profile.dataset_samples is None:
+        notes.append(
+            "how many samples an epoch has is not known here, so that there is no time and no "
+            "cost; --samples says how many the whole training has"
+        )
+        return None, ""
+    epochs = flags.epochs or profile.epochs
+    if epochs is None:
+        notes.append("the number of epochs is not known: times are for one (--epochs)")
+        epochs = 1
+    return epochs * profile.dataset_samples, f"{epochs:g} epoch{'s' if epochs != 1 else ''}"
+
+
+def say(outcome: Outcome, console: Console, asked_for_many: bool) -> None:
+    from multi_gpu_training.planning.estimate.wording import measured_lines
+
+    console.print("measured", markup=False)
+    for line in measured_lines(outcome.profile):
+        console.print(f"  {line}", markup=False)
+    console.print()
+    show(outcome.report(), console)
+    if not asked_for_many:
+        console.print()
+        console.print(
+            "For more than one GPU say what connects them: --interconnect NAME, or --curve FILE "
+            "with times of your own. There are",
+            markup=False,
+        )
+        console.print(listing(), markup=False)
+
+
+def name_of(command: Sequence[str]) -> str:
+    """`image --mode cnn` or `train.py`: what the forecast is of."""
+    return " ".join([Path(command[0]).name, *command[1:]])
+
+
+def default_folder(name: str) -> Path:
+    word = re.sub(r"[^A-Za-z0-9]+", "-", Path(name.split()[0]).stem).strip("-") or "training"
+    return Path("runs/estimate") / f"{word}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -1,0 +1,204 @@
+"""Measures a recipe or script on one GPU or CPU rank: everything that a forecast starts from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.errors import MultiGPUError
+from multi_gpu_training.planning.bench.case import Case, Measurement
+from multi_gpu_training.planning.bench.runner import Runner
+from multi_gpu_training.planning.estimate.memory import BENT, Line
+from multi_gpu_training.planning.forecast.profile import Bucket, MemoryPoint, StepProfile
+from multi_gpu_training.training.measurement import Request
+
+DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
+MEMORY_STEPS = 4
+
+
+class EstimateError(MultiGPUError):
+    """The training could not be measured."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The profile, how the config wants it scaled, and what to tell the user."""
+
+    profile: StepProfile
+    scaling: str = "weak"
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class ProfileRunner(Runner):
+    """A Runner whose cases are taken apart, where `profiling` is on."""
+
+    profiling: bool = field(default=True, init=False)
+
+    def request(self, case: Case, out: Any) -> Request:
+        found = super().request(case, out)
+        if self.profiling:
+            return replace(found, profile=True)
+        # Enough for a step to be recorded, or compiled: both take memory of their own.
+        return replace(found, steps=MEMORY_STEPS)
+
+
+def measure(runner: ProfileRunner, name: str) -> Measured:
+    """Run the training for some steps; where its batch does not fit, with a smaller one."""
+    found, notes = _first_that_fits(runner)
+    facts = found.facts
+    profile = StepProfile(
+        name=name,
+        device=facts["device_name"],
+        per_rank_batch=facts["per_rank_batch"],
+        forward_s=facts["forward_s"],
+        backward_s=facts["backward_s"],
+        optimizer_s=facts["optimizer_s"],
+        buckets=tuple(Bucket(**bucket) for bucket in facts["buckets"]),
+        step_times_s=tuple(facts["step_times_s"]),
+        accumulation=facts["accumulation"],
+        dataset_samples=facts["dataset_samples"],
+        epochs=facts["epochs"],
+        max_steps=facts["max_steps"],
+        loader_rates={int(key): rate for key, rate in facts["loader_rates"].items()},
+        loader_workers=facts["loader_workers"],
+        data_on_device=facts["data_on_device"],
+        memory=tuple(_memory(runner, found, notes)),
+        memory_total_bytes=facts["total_bytes"] or None,
+        memory_outside_bytes=facts["outside_bytes"],
+        parameter_bytes=facts["parameter_bytes"],
+        images=facts["images"],
+        power_w=facts["power_w"],
+        precision=facts["precision"],
+        execution=_execution(facts),
+    )
+    notes += _notes(facts)
+    scaling = "strong" if facts["keeps_global_batch"] else "weak"
+    return Measured(profile, scaling, tuple(notes))
+
+
+def _first_that_fits(runner: ProfileRunner) -> tuple[Measurement, list[str]]:
+    asked: int | None = None
+    size: int | None = None
+    while True:
+        settings = {} if size is None else {"batch_size": size}
+        found = runner(Case("one rank" if size is None else f"batch {size}", DDP, 1, settings))
+        if found.ok and found.facts.get("profiled"):
+            break
+        if not found.out_of_memory:
+            raise EstimateError(_why(found, runner))
+        if size is None:
+            size = asked = _asked_batch(runner)
+        if asked is None or size is None or size == 1:
+            raise EstimateError(
+                f"the training does not fit into this GPU's memory even with a batch of "
+                f"{size or 'its own'}: {found.error}. Use a smaller model, mixed precision "
+                "(use_mixed_precision=true), use_gradient_checkpointing=true, or a larger GPU"
+            )
+        size = max(1, size // 2)
+    if asked is None:
+        return found, []
+    taken = found.facts["per_rank_batch"]
+    return found, [
+        f"batch_size={asked} does not fit on this GPU: measured, and forecast, with {taken} per GPU"
+    ]
+
+
+def _why(found: Measurement, runner: Runner) -> str:
+    """Why nothing is known, in terms of what the user gave."""
+    what, here = " ".join(runner.command), runner.folder / f"{runner.count:03d}"
+    if found.ok:
+        lines = (here / "output.txt").read_text(errors="replace").split("\n")
+        said = [line for line in lines if line.strip()] or ["it said nothing"]
+        return f"the steps of {what} could not be taken apart: {said[-1]}"
+    if not found.ended:
+        return f"{what}: {found.error}"
+    if not (here / "asked.json").exists():
+        return (
+            f"{what} ended without a MultiGPUTrainingManager, so that nothing was measured; "
+            "train with manager.fit, manager.train_epoch or manager.trainer.train_step"
+        )
+    return (
+        f"{what} ended before one step was trained through the manager; train with manager.fit, "
+        "manager.train_epoch or manager.trainer.train_step"
+    )
+
+
+def _asked_batch(runner: Runner) -> int | None:
+    """Samples per GPU that the config of the script or recipe asks for."""
+    file = runner.folder / f"{runner.count:03d}" / "asked.json"
+    if not file.exists():
+        return None
+    found: int = json.loads(file.read_text())["per_rank_batch"]
+    return found
+
+
+def _memory(runner: ProfileRunner, found: Measurement, notes: list[str]) -> list[MemoryPoint]:
+    """Peaks at the batch of the training and at half of it. Where the script makes its own batches,
+    or memory grows faster than the batch, those of one process that cut its batches count too."""
+    facts = found.facts
+    whole, half = facts["per_rank_batch"], facts["per_rank_batch"] // 2
+    cut = {int(size): tuple(peaks) for size, peaks in facts["memory_by_batch"].items()}
+    top = MemoryPoint(
+        whole, facts["peak_bytes"], facts["reserved_bytes"], cut.get(whole, (0, None))[1]
+    )
+    if half < 1:
+        return [top]
+    points = [top]
+    lower = _alone(runner, half, facts)
+    if lower is not None:
+        points.insert(0, replace(lower, backward_bytes=cut.get(half, (0, None))[1]))
+    elif half in cut:
+        points.insert(0, _cut(top, cut, half))
+    else:
+        notes.append(
+            "memory was measured for one batch size only: the script makes its own batches, and "
+            "they could not be cut"
+        )
+    quarter = half // 2
+    if quarter in cut and len(points) == 2:
+        third = _cut(top, cut, quarter)
+        line = Line.through([(size, cut[size][1]) for size in (half, whole)])
+        if abs(line(quarter) - cut[quarter][1]) > BENT * cut[quarter][1]:
+            points.insert(0, third)
+    return points
+
+
+def _cut(top: MemoryPoint, cut: Mapping[int, tuple[int, ...]], size: int) -> MemoryPoint:
+    """A smaller batch than that of `top`, by what a cut batch took less."""
+    less = cut[top.per_rank_batch][0] - cut[size][0]
+    reserved = (top.reserved_bytes or top.peak_bytes) - less
+    return MemoryPoint(size, top.peak_bytes - less, reserved, cut[size][1])
+
+
+def _alone(runner: ProfileRunner, size: int, facts: Mapping[str, Any]) -> MemoryPoint | None:
+    """The peak of the same training with another batch, in a process of its own."""
+    if facts["own_batches"]:
+        return None
+    settings = {"batch_size": size, "gradient_accumulation_steps": facts["accumulation"]}
+    runner.profiling = False
+    try:
+        found = runner(Case(f"batch {size}, for its memory", DDP, 1, settings))
+    finally:
+        runner.profiling = True
+    if not found.ok or found.facts["per_rank_batch"] != size:
+        return None
+    return MemoryPoint(size, found.facts["peak_bytes"], found.facts["reserved_bytes"])
+
+
+def _execution(facts: Mapping[str, Any]) -> str:
+    found = facts["execution"]
+    return str(found["mode"])
+
+
+def _notes(facts: Mapping[str, Any]) -> list[str]:
+    found = []
+    if facts["sync_bn"] and facts["norms"]:
+        found.append(
+            f"sync_bn exchanges the statistics of {facts['norms']} layers in every forward and "
+            "backward; that time is not in the forecast for several GPUs"
+        )
+    return found

@@ -1,0 +1,133 @@
+"""Guide 002's `estimate_training_speedup` and `print_training_speedup_estimates`.
+
+The guide assumes an efficiency. These start from what `mgt estimate` has measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.planning.estimate.outcome import Outcome
+from multi_gpu_training.planning.forecast import (
+    Interconnect,
+    Price,
+    StepProfile,
+    measured,
+    named,
+    predict,
+    price_per_gpu,
+)
+
+GUIDE_GPUS = (1, 2, 4, 8)
+PROFILES = Path("runs/estimate")
+ONE_GPU = Interconnect("one GPU", "nothing is exchanged", ())
+
+
+def estimate_training_speedup(
+    world_size: int,
+    profile: StepProfile | str | Path | None = None,
+    interconnect: Interconnect | str | Path | None = None,
+    *,
+    price: Price | float | None = None,
+    epochs: float | None = None,
+    scaling: str = "weak",
+    gpus_per_node: int = 8,
+) -> dict[str, Any]:
+    """What to expect of `world_size` GPUs: `theoretical_speedup`, `actual_speedup`, `efficiency`,
+    `training_s`, `cost`, and everything else that a row of `forecast.json` holds.
+
+    `profile` is what `mgt estimate` measured (its profile.json or folder; by default the newest
+    under runs/estimate), `interconnect` one of its names or a CSV of your own, `price` that of a
+    GPU and hour. Without a price `cost` is None.
+    """
+    outcome = _outcome([world_size], profile, interconnect, price, epochs, scaling, gpus_per_node)
+    return {"world_size": world_size, **outcome.rows[0]}
+
+
+def print_training_speedup_estimates(
+    gpus: Sequence[int] = GUIDE_GPUS,
+    profile: StepProfile | str | Path | None = None,
+    interconnect: Interconnect | str | Path | None = None,
+    *,
+    price: Price | float | None = None,
+    epochs: float | None = None,
+    scaling: str = "weak",
+    gpus_per_node: int = 8,
+) -> None:
+    """Print guide 002's table: GPUs, theoretical, actual, efficiency, time, cost."""
+    from rich.console import Console
+
+    from multi_gpu_training.cli.bench import show
+
+    outcome = _outcome(gpus, profile, interconnect, price, epochs, scaling, gpus_per_node)
+    show(outcome.report(), Console(highlight=False, soft_wrap=True))
+
+
+def _outcome(
+    gpus: Sequence[int],
+    profile: StepProfile | str | Path | None,
+    interconnect: Interconnect | str | Path | None,
+    price: Price | float | None,
+    epochs: float | None,
+    scaling: str,
+    gpus_per_node: int,
+) -> Outcome:
+    wrong = [count for count in gpus if count < 1]
+    if wrong or not gpus:
+        raise ConfigError(f"world_size={wrong[0] if wrong else 'nothing'}: use 1 or more")
+    if scaling not in ("weak", "strong"):
+        raise ConfigError(f"scaling={scaling!r}: use weak or strong")
+    found = profile if isinstance(profile, StepProfile) else load_profile(profile)
+    epochs = epochs or found.epochs or 1
+    known = found.dataset_samples is not None
+    result = predict(
+        found,
+        _link(interconnect, max(gpus)),
+        gpus,
+        gpus_per_node=gpus_per_node,
+        scaling="strong" if scaling == "strong" else "weak",
+        epochs=epochs if known else None,
+        price=price_per_gpu(price, source="price") if isinstance(price, int | float) else price,
+        images=found.images,
+    )
+    return Outcome(found, result, f"{epochs:g} epochs" if known else "")
+
+
+def load_profile(path: str | Path | None) -> StepProfile:
+    """A profile.json, that of a folder, or by default the newest under runs/estimate."""
+    if path is None:
+        there = sorted(PROFILES.glob("*/profile.json"), key=lambda file: file.stat().st_mtime)
+        if not there:
+            raise ConfigError(
+                "nothing was measured yet, and speed-up is not guessed: run `mgt estimate SCRIPT` "
+                f"once (it writes {PROFILES}/*/profile.json), or give profile=FILE"
+            )
+        path = there[-1]
+    file = Path(path) / "profile.json" if Path(path).is_dir() else Path(path)
+    try:
+        return StepProfile.load(file)
+    except OSError as error:
+        raise ConfigError(f"profile {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is no profile ({type(error).__name__}: {error}); give the profile.json that "
+            "`mgt estimate` writes"
+        ) from None
+
+
+def _link(interconnect: Interconnect | str | Path | None, most: int) -> Interconnect:
+    if isinstance(interconnect, Interconnect):
+        return interconnect
+    if isinstance(interconnect, Path) or (interconnect or "").endswith(".csv"):
+        return measured(Path(interconnect or ""))
+    if interconnect is not None:
+        return named(interconnect)
+    if most == 1:
+        return ONE_GPU
+    raise ConfigError(
+        f"{most} GPUs: what connects them decides how fast they exchange gradients, and that is "
+        "not guessed; give interconnect=NAME (`mgt estimate` lists them) or a CSV of your own"
+    )
