@@ -71,7 +71,9 @@ class Folder:
                 spent["comm_s"] = together - busy + transfer * (1 + noise * draw.random())
                 total = together + transfer
                 facts = {"source": "step", **spent, "step_s": total, "cpu_s": 0.9 * busy}
-                facts |= {"queued_s": phases.get("queued", 0.0), "interval_steps": 1}
+                forward = min(phases.get("queued", 0.0), spent["forward_s"])
+                facts |= {"queued_forward_s": forward, "interval_steps": 1}
+                facts["queued_backward_s"] = phases.get("queued", 0.0) - forward
                 facts |= {"interval_s": total + checkpoint_s, "interval_input_s": spent["input_s"]}
                 facts["interval_checkpoint_s"] = checkpoint_s
                 self.add(rank, "phases", step * total, step=step, **facts)

@@ -159,12 +159,9 @@ class PhaseClock:
         return self._micro_batches
 
     @property
-    def queued_s(self) -> float | None:
-        """Seconds without a core while this rank had something of its own to do."""
-        if not self._queued:
-            return None
-        found = _sums(self._queued, lambda a, b: b - a)
-        return sum(seconds for phase, seconds in found.items() if phase != "comm")
+    def queued(self) -> dict[str, float]:
+        """Seconds of each phase in which this rank had no core; empty where nobody knows."""
+        return _sums(self._queued, lambda a, b: b - a) if self._queued else {}
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase, and `step`, their sum."""

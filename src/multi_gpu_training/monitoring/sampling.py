@@ -169,8 +169,8 @@ class StepSampler:
         fields |= {k: round(v, 7) if isinstance(v, float) else v for k, v in facts.items()}
         if self.manager.placement.device.type == "cpu":
             fields["cpu_s"] = round(clock.cpu_s, 7)
-            queued = clock.queued_s
-            fields |= {} if queued is None else {"queued_s": round(queued, 7)}
+            queued = {f"queued_{k}_s": round(v, 7) for k, v in clock.queued.items() if v > 0}
+            fields |= queued
         self.manager.logger.record("phases", step=step, source=source, **fields)
 
     def _count(self) -> None:

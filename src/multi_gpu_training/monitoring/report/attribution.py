@@ -24,9 +24,9 @@ FEWEST = 3  # timed steps, to say anything
 class Steps:
     """The timed steps that all these ranks have, side by side.
 
-    phases[p] has a row a rank and a column a step, in seconds; `transfer` a value a step: what the
-    exchange takes once all have come; `waits` what each rank waits for a later one; `queued_s`
-    what a rank stood ready without a core.
+    phases[p] has a row a rank and a column a step, in seconds, without `queued`: the time in which
+    the rank was ready and other work on the machine had its core. `transfer` has a value a step:
+    what the exchange takes once all have come; `waits` what each rank waits for a later one.
     """
 
     ranks: list[int]
@@ -36,7 +36,7 @@ class Steps:
     transfer: np.ndarray
     waits: np.ndarray
     cpu_s: np.ndarray
-    queued_s: np.ndarray
+    queued: np.ndarray
     input_mean_s: np.ndarray
     checkpoint_share: float
     from_checks: bool
@@ -50,11 +50,6 @@ class Steps:
     def computing(self) -> np.ndarray:
         return np.asarray(sum(self.phases[phase] for phase in COMPUTING))
 
-    @property
-    def undisturbed(self) -> np.ndarray:
-        """Computing, without the time in which other work had the core."""
-        return np.asarray(np.maximum(self.computing - self.queued_s, 0.0))
-
     def typical(self, phase: str) -> np.ndarray:
         """Median seconds of a phase, a value a rank; of waiting for data the mean, which knows
         of batches between the timed ones too."""
@@ -64,8 +59,13 @@ class Steps:
 
     @property
     def step(self) -> float:
-        """Seconds of a typical step."""
+        """Seconds of a typical step, with a core for every rank at any time."""
         return float(np.median(self.modelled()))
+
+    @property
+    def loaded_step(self) -> float:
+        """Seconds of a typical step as it was."""
+        return float(np.median((self.own + self.queued).max(axis=0) + self.transfer))
 
     def modelled(self, less: np.ndarray | float = 0.0, transfer: float | None = None) -> np.ndarray:
         """Seconds of each step if every rank did its own part in `less` seconds less, and the
@@ -91,7 +91,9 @@ def side_by_side(run: Run) -> Steps | None:
     from_checks = any(found[rank].from_checks for rank in ranks)
     if from_checks:
         table = _stretched(table)
-    phases = {phase: table[:, :, COLUMNS.index(f"{phase}_s")] for phase in PHASES}
+    taken = {phase: table[:, :, COLUMNS.index(f"{phase}_s")] for phase in PHASES}
+    queued = {p: np.nan_to_num(table[:, :, COLUMNS.index(f"queued_{p}_s")]) for p in PHASES}
+    phases = {phase: np.maximum(taken[phase] - queued[phase], 0.0) for phase in PHASES}
     comm = phases["comm"]
     transfer = comm.min(axis=0)
     return Steps(
@@ -102,7 +104,7 @@ def side_by_side(run: Run) -> Steps | None:
         transfer=transfer,
         waits=comm - transfer,
         cpu_s=table[:, :, COLUMNS.index("cpu_s")],
-        queued_s=np.nan_to_num(table[:, :, COLUMNS.index("queued_s")]),
+        queued=np.asarray(sum(queued[phase] for phase in OWN)),
         input_mean_s=np.array([_mean_input(found[rank]) for rank in ranks]),
         checkpoint_share=max(_checkpoint_share(found[rank]) for rank in ranks),
         from_checks=from_checks,
@@ -158,7 +160,10 @@ def _mean_input(samples: Samples) -> float:
         return 0.0
     limit = np.quantile(waited, 0.95)
     inside = waited <= limit
-    return float(np.average(waited[inside], weights=steps[inside]))
+    timed = np.nansum(samples.column("input_s"))
+    queued = np.nansum(samples.column("queued_input_s"))
+    own = max(0.0, 1.0 - queued / timed) if timed > 0 else 1.0
+    return float(np.average(waited[inside], weights=steps[inside])) * own
 
 
 def _checkpoint_share(samples: Samples) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.run import Run
 
 NOTICEABLE = 0.10  # of a step, from which on a cause is one
+EVERYWHERE = 0.2  # the same for what all ranks have alike
 TINY_BATCH = {"cpu": 8, "cuda": 16}
 BETTER_BATCH = 64
 # Part of what the device could compute that it does compute, below which a step is mostly something
 # else.
 USED_ON_CPU, USED_ON_GPU = 0.25, 0.02
 SLOW_BYTES_PER_S = 100e6  # slower than a 1 Gbit network
+ALWAYS = 0.1  # what nearly every step has is no accident
 LATENCY_S = 3e-3  # of an exchange of next to nothing, on a busy machine
 
 
@@ -49,7 +51,7 @@ def find_causes(run: Run) -> list[Cause]:
     found += _shared(run, steps)
     found = _explained(run, found)
     found = [cause for cause in found if cause.saved_s >= NOTICEABLE * cause.step_s]
-    return sorted(found, key=lambda cause: -cause.saved_s)
+    return sorted(found, key=lambda cause: -cause.gain)
 
 
 def _data(run: Run, steps: Steps) -> Iterator[Cause]:
@@ -59,17 +61,36 @@ def _data(run: Run, steps: Steps) -> Iterator[Cause]:
     worst = float(waits.max())
     if worst <= 0.02 * steps.step:
         return
-    slow = _ranks(steps, waits > max(0.5 * worst, 0.02 * steps.step))
+    late = waits > max(0.5 * worst, 0.02 * steps.step)
     # A batch that comes late now and then is not in the median step, but in the mean.
-    rare = worst - float(np.median(steps.phases["input"], axis=1).max())
-    yield Cause("data", slow, worst, max(saved, rare), steps.step + max(rare, 0.0), {})
+    rare = max(worst - float(np.median(steps.phases["input"], axis=1).max()), 0.0)
+    found = Cause("data", _ranks(steps, late), worst, max(saved, rare), steps.step + rare, {})
+    apart = worst - float(waits[~late].max()) if not late.all() else 0.0
+    if apart >= NOTICEABLE * steps.step:
+        yield found
+    elif found.saved_s >= EVERYWHERE * found.step_s:  # reading a batch takes some time anyway
+        yield replace(found, ranks=())
 
 
 def _compute(run: Run, steps: Steps) -> Iterator[Cause]:
     """Ranks that compute longer than the others do; with what other work on their cores takes
     only where that is so much that it cannot be chance."""
-    found = list(_excess("compute", steps, steps.undisturbed, 0.2))
-    yield from found or _excess("compute", steps, steps.computing, 1.5, noticeable=0.3)
+    found = list(_excess("compute", steps, steps.computing, 0.2))
+    yield from found or _hogged(steps)
+
+
+def _hogged(steps: Steps) -> Iterator[Cause]:
+    """A rank whose core other work has most of the time, while the others have theirs."""
+    if len(steps.ranks) < 2:
+        return
+    queued = np.median(steps.queued, axis=1)
+    worst, usual = int(queued.argmax()), float(np.median(np.delete(queued, queued.argmax())))
+    excess, whole = float(queued[worst]) - usual, steps.loaded_step
+    if excess < 0.3 * whole or excess < 2 * usual:
+        return
+    computing = float(np.median(steps.computing[worst]))
+    facts = {"usual_s": computing, "typical_s": computing + excess}
+    yield Cause("compute", (steps.ranks[worst],), excess, excess, whole, facts)
 
 
 def _hooks(run: Run, steps: Steps) -> Iterator[Cause]:
@@ -83,9 +104,7 @@ def _hooks(run: Run, steps: Steps) -> Iterator[Cause]:
         yield Cause("hooks", (), float(typical.max()), saved, steps.step, {})
 
 
-def _excess(
-    kind: str, steps: Steps, seconds: np.ndarray, limit: float, noticeable: float = NOTICEABLE
-) -> Iterator[Cause]:
+def _excess(kind: str, steps: Steps, seconds: np.ndarray, limit: float) -> Iterator[Cause]:
     """Ranks whose `seconds` are more than `limit` times the usual longer than the usual."""
     if len(steps.ranks) < 2:
         return
@@ -95,7 +114,7 @@ def _excess(
     slow = (excess > limit * usual) & (excess > 0.05 * steps.step)
     excess = np.where(slow, excess, 0.0)
     saved = _saved(steps, excess[:, None])
-    if saved < noticeable * steps.step:
+    if saved < NOTICEABLE * steps.step:
         return
     facts = {"usual_s": usual, "typical_s": float(typical.max())}
     yield Cause(kind, _ranks(steps, slow), float(excess.max()), saved, steps.step, facts)
@@ -106,7 +125,7 @@ def _network(run: Run, steps: Steps) -> Iterator[Cause]:
     if len(steps.ranks) < 2:
         return
     # A slow network is so in every step; a busy machine delays an exchange now and then.
-    transfer = float(np.quantile(steps.transfer, 0.25))
+    transfer = float(np.quantile(steps.transfer, ALWAYS))
     share = transfer / steps.step
     facts = run.facts.get(steps.ranks[0], {})
     size = float(facts.get("gradient_bytes") or 0.0)
@@ -118,7 +137,7 @@ def _network(run: Run, steps: Steps) -> Iterator[Cause]:
     usual = min(transfer, LATENCY_S + sent / (10 * SLOW_BYTES_PER_S))
     saved = steps.step - float(np.median(steps.modelled(transfer=usual)))
     about = {"bytes": size, "rate": rate, "slow": slow}
-    yield Cause("network", (), transfer, saved, steps.step, about)
+    yield Cause("network", (), float(np.median(steps.transfer)), saved, steps.step, about)
 
 
 def _checkpoint(run: Run, steps: Steps) -> Iterator[Cause]:
@@ -148,10 +167,10 @@ def _batch(run: Run, steps: Steps) -> Iterator[Cause]:
     size, peak = facts.get("per_rank_batch"), facts.get("peak_flops")
     if not isinstance(size, int) or size > TINY_BATCH["cuda" if cuda else "cpu"] or not work:
         return
-    undisturbed = np.median(steps.undisturbed, axis=1)
-    computing = float(undisturbed.min())
-    cpu = float(np.median(steps.cpu_s[int(undisturbed.argmin())]))
-    transfer = float(np.quantile(steps.transfer, 0.25))
+    typical = np.median(steps.computing, axis=1)
+    computing = float(typical.min())
+    cpu = float(np.median(steps.cpu_s[int(typical.argmin())]))
+    transfer = float(np.quantile(steps.transfer, ALWAYS))
     used = float(work.get("flops") or 0) / (peak * computing) if peak and computing > 0 else 0.0
     asleep = not cuda and np.isfinite(cpu) and cpu < 0.5 * computing
     if used > (USED_ON_GPU if cuda else USED_ON_CPU) or asleep or transfer > 10e-3:
@@ -172,14 +191,16 @@ def _shared(run: Run, steps: Steps | None) -> Iterator[Cause]:
         rows = [steps.ranks.index(rank) for rank in ranks if rank in steps.ranks]
         if not rows:
             continue
-        computing = np.median(steps.computing[rows], axis=1)
-        lost = computing * (1 - 1 / len(ranks))
         if place.startswith("core"):
-            lost = np.median(steps.queued_s[rows], axis=1)
+            # Time without a core was another rank's, as far as these need the core at all.
+            most = (len(ranks) / (1 + place.count(",")) - 1) * np.median(steps.own[rows], axis=1)
+            lost = float(np.minimum(np.median(steps.queued[rows], axis=1), most).max())
+            yield Cause("shared", ranks, lost, lost, steps.step + lost, {"place": place})
+            continue
         less = np.zeros((len(steps.ranks), 1))
-        less[rows, 0] = lost
+        less[rows, 0] = np.median(steps.computing[rows], axis=1) * (1 - 1 / len(ranks))
         saved = _saved(steps, less)
-        yield Cause("shared", ranks, float(lost.max()), saved, steps.step, {"place": place})
+        yield Cause("shared", ranks, float(less.max()), saved, steps.step, {"place": place})
 
 
 def shared_places(run: Run) -> list[tuple[tuple[int, ...], str]]:

@@ -49,15 +49,17 @@ def judge(run: Run) -> Verdict:
 
 
 def _healthy(steps: Steps) -> str:
-    share = {phase: float(steps.typical(phase).mean()) / steps.step for phase in steps.phases}
+    typical = {phase: float(steps.typical(phase).mean()) for phase in steps.phases}
+    whole = max(sum(typical.values()), 1e-12)
+    share = {phase: seconds / whole for phase, seconds in typical.items()}
     computing = sum(share[phase] for phase in COMPUTING)
     text = (
         f"nothing stands out: of a step of {duration(steps.step)}, {computing:.0%} is computing, "
         f"{share['input']:.0%} waiting for data"
     )
     if len(steps.ranks) > 1:
-        transfer = float(np.median(steps.transfer)) / steps.step
-        waits = float(np.median(steps.waits, axis=1).mean()) / steps.step
+        transfer = min(float(np.median(steps.transfer)) / whole, share["comm"])
+        waits = share["comm"] - transfer
         text += f", {transfer:.0%} exchanging gradients, {waits:.0%} waiting for other ranks"
     return text
 
@@ -95,9 +97,10 @@ def _hooks(run: Run, steps: Steps | None, cause: Cause) -> str:
 
 
 def _network(run: Run, steps: Steps | None, cause: Cause) -> str:
-    megabytes = cause.facts["bytes"] / 1e6
-    size = f"{megabytes:,.1f} MB of gradients" if megabytes else "gradients"
-    rate = f" ({cause.facts['rate'] / 1e6:,.0f} MB/s)" if megabytes else ""
+    sent = cause.facts["bytes"]
+    amount = f"{sent / 1e6:,.1f} MB" if sent >= 1e5 else f"{sent / 1e3:,.1f} kB"
+    size = f"{amount} of gradients" if sent else "gradients"
+    rate = f" ({cause.facts['rate'] / 1e6:,.1f} MB/s)" if sent else ""
     slow = "the network is slow" if cause.facts["slow"] else "the network is the limit"
     return (
         f"{slow}: exchanging {size} takes {duration(cause.seconds)} a step on every rank{rate}, "
@@ -181,6 +184,13 @@ def _notes(run: Run, steps: Steps | None) -> list[str]:
             notes.append(
                 f"ranks wait for each other in turns, {duration(waits)} a step: none of them is "
                 "slow, but their times vary (other work on the machine, uneven batches)"
+            )
+    if steps is not None:
+        queued = float(np.median(steps.queued, axis=1).max())
+        if queued > 0.15 * steps.loaded_step:
+            notes.append(
+                f"the machine is busy: ranks stand ready without a core for up to "
+                f"{duration(queued)} a step, which is left out of the phases above"
             )
     crowd = [f for f in run.facts.values() if not f.get("device_uuid")]
     cores = min((int(f.get("machine_cores") or 0) for f in crowd), default=0)
