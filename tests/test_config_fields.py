@@ -84,7 +84,7 @@ SHOWN_IN = {
         "fp16_compression": "test_gradients_are_sent_in_half_the_bytes",
         "consistency_check_every": "test_consistency_check_every_finds_a_weight_that_differs",
     },
-    "test_policies": {
+    "faults.test_policies": {
         "on_nonfinite": "test_on_nonfinite_skip_leaves_the_step_out_on_every_rank",
         "on_loss_spike": "test_on_loss_spike_says_what_happens",
         "on_divergence": "test_on_divergence_stops_or_goes_back_to_equal_replicas",
