@@ -192,7 +192,7 @@ class FaultToleranceManager:
         if action not in (STOP, RESTART):
             self.logger.warning(text)
         elif aloud:
-            self.logger.error(text, rank=rank, step=step)
+            self.logger.error(text, rank=rank, step=self.trainer.step)
 
     def roll_back(self, path: Path) -> None:
         """Bring back the state of a checkpoint while the ranks go on. Collective."""
