@@ -80,15 +80,9 @@ def training_loader(
     brought = data if isinstance(data, DataLoader) else None
     dataset = _dataset(data)
     # A DataLoader's batch size is what its author runs on one GPU, like batch_size.
-<<<<<<< HEAD
-    use_its_size = brought is not None and "batch_size" not in config.model_fields_set
-    per_rank = brought.batch_size if use_its_size and brought else None
-    sizes = batch_sizes(config, replicas, per_rank, placement.identity.full_world_size)
-=======
     given = "batch_size" in config.model_fields_set
     its_own = brought.batch_size if brought is not None and not given else None
-    sizes = batch_sizes(config, replicas, its_own)
->>>>>>> main
+    sizes = batch_sizes(config, replicas, its_own, placement.identity.full_world_size)
     feeding = _feeding(brought, dataset, config, placement, sizes.micro)
     if isinstance(dataset, IterableDataset):
         steps = config.steps_per_epoch
