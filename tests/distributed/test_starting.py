@@ -378,12 +378,12 @@ def test_the_old_launcher_starts_a_recipe(program: Program) -> None:
 
 
 @given("training")
-def test_ctrl_c_ends_ranks_and_loader_workers_within_5_seconds(program: Program) -> None:
+def test_ctrl_c_ends_ranks_and_loader_workers_within_10_seconds(program: Program) -> None:
     program.when(lambda: len(program.children()) >= 4)  # two ranks, two workers
     sent = program.send(signal.SIGINT)
-    assert program.end_of_run(10) == 130
+    assert program.end_of_run(20) == 130
     assert program.nothing_left(within_s=0.5), program.alive()
-    assert time.monotonic() - sent < 5
+    assert time.monotonic() - sent < 10  # it saves first
     assert "Traceback" not in program.err, program.err
 
 
