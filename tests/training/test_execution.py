@@ -367,3 +367,31 @@ def test_ranks_that_see_shapes_at_different_times_never_wait_for_ever(tmp_path: 
             torch.testing.assert_close(
                 torch.tensor(recorded[name]), torch.tensor(values), rtol=1e-6, atol=1e-7
             )
+
+
+def compiled(folder: Path, fails_on: int) -> tuple[str, str, list[float]]:
+    """Ranks that compile, one of which cannot: what they run as, why, and what they learned."""
+    rank = int(os.environ.get("RANK", 0))
+
+    def compile_it(function: Any) -> Any:
+        def refuse(*_: Any) -> Any:
+            raise RuntimeError("no compiler here")
+
+        return refuse if rank == fails_on else function
+
+    config = quiet(folder / str(fails_on), step_execution="compile", batch_size=8, epochs=2)
+    manager = MultiGPUTrainingManager(config)
+    with mock.patch.object(torch, "compile", compile_it):
+        manager.fit(Net(), data(), optimizer=sgd)
+    run = manager.trainer.execution
+    return run.mode, run.reason, manager.model.head.weight.flatten().tolist()
+
+
+def test_a_rank_that_cannot_compile_keeps_all_of_them_from_it(tmp_path: Path) -> None:
+    well = run_ranks(2, compiled, tmp_path, -1)
+    badly = run_ranks(2, compiled, tmp_path, 1)
+    assert [mode for mode, *_ in well] == ["compile", "compile"]
+    assert [mode for mode, *_ in badly] == ["eager", "eager"]
+    assert badly[0][1] == "it does not compile on another rank"
+    assert badly[1][1] == "it does not compile: no compiler here"
+    assert badly[0][2] == well[0][2]

@@ -30,8 +30,9 @@ from multi_gpu_training.training.capture import (
     found,
     signature,
 )
+from multi_gpu_training.training.compiling import try_compiled
 from multi_gpu_training.training.guards import Guards, step_guards
-from multi_gpu_training.training.recordings import KEPT_BYTES, Chain, Recordings
+from multi_gpu_training.training.recordings import KEPT_BYTES, Chain, Recordings, apart
 from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy, step_bytes
 from multi_gpu_training.training.screening import StepWatch, make_capturable, obstacle
 
@@ -390,7 +391,7 @@ class StepExecution:
         return again, difference
 
     def _difference(self, losses: Tensor, others: Tensor) -> float:
-        return max(self._copies.difference("eager"), _apart(losses, others))
+        return max(self._copies.difference("eager"), apart(losses, others))
 
     def verify(self) -> None:
         """Compare the newest recorded step with the eager one; go back where they differ.
@@ -482,29 +483,16 @@ class StepExecution:
 
     def _compile(self, why: str, against_s: float | None = None) -> None:
         """Compile model and loss; keep it where it is faster and says the same."""
-        trainer = self.trainer
-        module = trainer.step_module
+        module = self.trainer.step_module
         self._recordings.graphs = None
-        problem = None
-        seconds = float("inf")
-        copies = self._copies
-        copies.keep("before")
         self.say("step: compiling, which can take a minute")
-        try:
-            expected = self._recordings.eager_step()
-            copies.restore("before")
-            module.compiled = torch.compile(module.loss_fn)
-            off = _apart(expected, self._recordings.eager_step())
-            # Compiled code draws other noise than eager code: then there is nothing to compare.
-            if off > 0.02 and not self._watch.draws_noise:
-                problem = f"compiled, the loss is {off:.1g} off"
-            self._recordings.eager_step()
-            seconds = self._timed(self._recordings.eager_step)
-        except Exception as error:  # whatever the compiler raises, training goes on without it
-            problem = f"it does not compile: {str(error).strip().splitlines()[0][:160]}"
-        copies.restore("before")
-        copies.drop()
-        trainer.drop_gradients()
+        problem, seconds = try_compiled(
+            self.trainer,
+            self._recordings,
+            self._copies,
+            self._watch.draws_noise,
+            lambda: self._timed(self._recordings.eager_step),
+        )
         slowest = self._all_slowest(seconds if against_s is not None else 0.0)
         slower = against_s is not None and slowest > WORTH_IT * against_s
         if not self._all_agree(problem is None and not slower):
@@ -557,8 +545,3 @@ def free_bytes(device: torch.device) -> int:
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
     """One stream a device for all runs of a process: libraries keep work memory for each."""
     return torch.cuda.Stream(device)
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    """The largest relative difference of two lists of losses."""
-    return float(((a - b).abs() / a.abs().clamp(min=1e-12)).nan_to_num().max())

@@ -144,3 +144,8 @@ class Recordings:
 
     def _parameters(self) -> list[Tensor]:
         return [*self.trainer._parameters, self.trainer.step_module.tally]
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """The largest relative difference of two lists of losses."""
+    return float(((a - b).abs() / a.abs().clamp(min=1e-12)).nan_to_num().max())
