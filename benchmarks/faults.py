@@ -227,12 +227,14 @@ def main() -> None:
     options = parser.parse_args()
     tiny = options.tiny or not GPU
     modes = ["eager"] if tiny else ["graph", "eager"]
+    sizes = {"eager": (12, 1) if tiny else (240, 3), "graph": (2400, 4)}  # steps, rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         costs = [
-            cost(folder / f"{kind}-{mode}-{i}", kind, mode, 12 if tiny else 1200, 1 if tiny else 5)
+            cost(folder / f"{kind}-{mode}-{i}", kind, mode, *sizes[mode])
             for i, (kind, mode) in enumerate((k, m) for k in ("mlp", "cnn") for m in modes)
         ]
+        print(costs, flush=True)
         nan = nan_gate(folder / "nan")
         memory = short_memory(folder / "memory", 2 if tiny else 4096)
     text = table(costs, nan, memory)

@@ -90,6 +90,9 @@ SHOWN_IN = {
     "faults.test_hangs": {
         "hang_timeout_s": "test_a_sleeping_and_a_stopped_rank_are_named_and_the_run_recovers",
     },
+    "faults.test_policies_memory": {
+        "on_out_of_memory": "test_on_out_of_memory_stop_ends_the_run",
+    },
     "faults.test_policies": {
         "on_nonfinite": "test_on_nonfinite_skip_leaves_the_step_out_on_every_rank",
         "on_loss_spike": "test_on_loss_spike_says_what_happens",

@@ -173,6 +173,10 @@ class MultiGPUConfig(BaseModel):
     on_save_failure: Literal["continue", "stop"] = Field(
         "continue", description="what training does when a checkpoint cannot be written"
     )
+    on_out_of_memory: Literal["split", "stop"] = Field(
+        "split",
+        description="a step that does not fit into memory: compute it in smaller parts, or stop",
+    )
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="a step whose gradient is NaN or infinite: stop with a diagnosis, skip "

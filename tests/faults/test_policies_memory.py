@@ -186,6 +186,13 @@ def test_one_process_halves_as_well(tmp_path: Path, mode: str) -> None:
     assert ours["parts"] == 4
 
 
+def test_on_out_of_memory_stop_ends_the_run(tmp_path: Path) -> None:
+    case = {"training_mode": "single", "ranks": (0,), "on_out_of_memory": "stop"}
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train(tmp_path, case, faults=True)
+    assert "batch_size" in "".join(caught.value.__notes__)
+
+
 def own_loop(folder: Path, short: bool) -> dict[str, Tensor]:
     """`train_step` with batches of the user's own, two to a step."""
     manager = tiny.manager_for(folder, bucket_cap_mb=0.0003, gradient_accumulation_steps=2)

@@ -177,17 +177,24 @@ class StepSampler:
         """Count the operations of the next step: once a run, and not in a timed step."""
         self._count_at = None
         trainer, work = self.trainer, WorkCount()
-        plain = type(trainer).compute
+        before = vars(trainer).get("compute")  # someone may have put theirs around it
+        plain = trainer.compute
+
+        def put_back() -> None:
+            if before is None:
+                vars(trainer).pop("compute", None)
+            else:
+                trainer.compute = before  # type: ignore[method-assign]
 
         def counted(batch: Any, samples: Any, share: Any) -> Any:
             try:
                 with work:
-                    found = plain(trainer, batch, samples, share)
+                    found = plain(batch, samples, share)
             except BaseException:
-                trainer.__dict__.pop("compute", None)
+                put_back()
                 raise
             if share.last:
-                trainer.__dict__.pop("compute", None)
+                put_back()
                 facts = {"operations": work.operations, "flops": work.flops}
                 self.manager.logger.record("work", step=trainer.step + 1, **facts)
             return found

@@ -111,6 +111,7 @@ def adapt(config: MultiGPUConfig, request: Request) -> MultiGPUConfig:
         "enable_fault_tolerance": False,
         "tensorboard": False,
         "monitor": False,
+        "on_out_of_memory": "stop",  # what does not fit is to be seen
         "progress": "off",
         "save_dir": str(Path(request.out) / "runs"),
         "max_restarts": 0,

@@ -102,6 +102,7 @@ class MemoryRecovery:
             return placement.breakable is not None and placement.breakable.announced
         alone = placement.dp_size == 1
         mendable = not self.trainer._stepping if alone else placement.breakable is not None
+        mendable = mendable and self.trainer.config.on_out_of_memory == "split"
         if not mendable:
             error.add_note(advice(self.trainer))
         return mendable
