@@ -248,6 +248,7 @@ class Ranks:
 def _as_rank(rank: int, world: int, folder: Path, work: Callable[[], Any]) -> None:
     file = os.open(folder / f"err-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
     torch.set_num_threads(1)
     if world > 1:
         place_of = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
