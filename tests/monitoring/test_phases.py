@@ -139,7 +139,7 @@ def test_a_checkpoint_is_no_computing(tmp_path: Path) -> None:
 
 def single(folder: Path, settings: dict[str, Any]) -> Path:
     manager = manager_for(folder, training_mode="single", batch_size=2, epochs=2, **settings)
-    with mock.patch.object(sampling, "COST_S", 0.0):  # steps as short as these are timed, too
+    with mock.patch.dict(sampling.COST_S, cpu=0.0):  # steps as short as these are timed, too
         manager.fit(Normed(), points(), loss_fn=squares, optimizer=sgd)
     return manager.run.path
 

@@ -313,8 +313,8 @@ class MultiGPUTrainingManager:
         note_phase(Phase.ENDING)
         try:
             if sys.exception() is None:
-                self.trainer.finite.look(now=True)
                 self.trainer.execution.verify()  # the weights of a loop of one's own, too
+                self.trainer.finite.look(now=True)
                 self.fault_tolerance.saver.settle()
             else:  # the other ranks may be anywhere
                 self.fault_tolerance.saver.drain()
@@ -471,8 +471,8 @@ class MultiGPUTrainingManager:
         call it. With wait=False training may go on once the state is copied to the host; it is
         written beside training. `score` says how good it is, for `keep_best`."""
         note_phase(Phase.CHECKPOINT)
-        self.trainer.finite.look(now=True)  # finds a NaN before it is saved
         self.trainer.execution.verify()
+        self.trainer.finite.look(now=True)  # finds a NaN before it is saved
         self.trainer.read_metrics()
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
         if score is not None:
@@ -529,12 +529,12 @@ class MultiGPUTrainingManager:
 
     def _end_of_epoch(self, epoch: int) -> dict[str, float]:
         note_phase(Phase.EPOCH)
-        self.trainer.finite.look(now=True)
         self.trainer.execution.verify()
         self._log.end_epoch()
         self._epoch_metrics.merge(self.trainer.read_metrics())
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
+        self.trainer.finite.look(now=True)  # here, where the device is waited for anyway
         if not metrics and self.config.on_nonfinite == "skip":
             text = f"every step of epoch {epoch + 1} was skipped: no gradient of it was finite"
             raise NonFiniteLossError(self.trainer.step, text=text)
