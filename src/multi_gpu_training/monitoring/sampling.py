@@ -56,7 +56,10 @@ class StepSampler:
         cost_s = COST_S[self.manager.placement.device.type]
         self._stride = max(1, math.ceil(cost_s / (COST_SHARE * max(step_s, 1e-9))))
         if not self._clock.running:
-            self.next_step = self._following(self.trainer.step)
+            step, upcoming = self.trainer.step, self._following(self.trainer.step)
+            # A step that is due is not put off again, each time that the pace changes a little.
+            due = self.next_step > step
+            self.next_step = min(self.next_step, upcoming) if due else upcoming
             self.attentive = self.next_step <= self.trainer.step + 1
 
     def _following(self, step: int) -> int:
