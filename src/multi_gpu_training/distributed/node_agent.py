@@ -78,7 +78,7 @@ class NodeAgent(RankAgent):
         try:
             result = self._success or super()._monitor_workers(worker_group)
         except SignalException:
-            if self._asked_here() or self.nodes.change() is None:
+            if self._signals.came or self.nodes.change() is None:
                 raise
             # Ranks end together when one is asked to; this node itself was not.
             return RunResult(state=WorkerState.HEALTHY)
@@ -89,10 +89,6 @@ class NodeAgent(RankAgent):
             self.nodes.phase("done")
         # Until every node has ended one may fail, and need this one for another round.
         return result if self.nodes.round.finished else RunResult(state=WorkerState.HEALTHY)
-
-    def _asked_here(self) -> bool:
-        """Whether the signal came for this launcher."""
-        return bool(getattr(getattr(self, "_signals", None), "_came", True))
 
     def _decide(self, fault: Fault) -> Verdict:
         cause = self.nodes.fault_elsewhere() if fault.contact else None

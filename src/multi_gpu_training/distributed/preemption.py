@@ -50,6 +50,11 @@ class LauncherSignals:
         for number in [*self._came[:1], *filter(None, asked)]:
             raise_for(number)
 
+    @property
+    def came(self) -> bool:
+        """Whether one came to this launcher itself."""
+        return bool(self._came)
+
     def interrupts(self) -> int:
         return self._came.count(signal.SIGINT)
 

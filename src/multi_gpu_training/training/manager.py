@@ -7,11 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -22,8 +20,6 @@ from multi_gpu_training.data.feeding import (
     BatchSizes,
     Data,
     Loader,
-    training_loader,
-    validation_loader,
 )
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.distributed.control import Control, LeaveWait
@@ -43,35 +39,33 @@ from multi_gpu_training.distributed.whereabouts import (
 from multi_gpu_training.errors import (
     CheckpointError,
     ConfigError,
-    ModelError,
     NonFiniteLossError,
 )
-from multi_gpu_training.monitoring.announce import announce, epoch_line, summary
+from multi_gpu_training.monitoring.announce import epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.interval import IntervalLog
 from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.observer import Observer
-from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
+from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.monitoring.tensorboard import Curves
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.reliability.saving import Save
+from multi_gpu_training.training.assembly import assemble, open_records
 from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
 from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
 from multi_gpu_training.training.hooks import Hook
-from multi_gpu_training.training.learning_rate import choose_schedule, scale_rate
-from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
+from multi_gpu_training.training.learning_rate import Scaling
+from multi_gpu_training.training.loss import SupervisedLoss
 from multi_gpu_training.training.measurement import adapt as place_case
 from multi_gpu_training.training.measurement import measure
 from multi_gpu_training.training.measurement import requested as case_to_measure
-from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
-from multi_gpu_training.training.recompute import use_recompute
 from multi_gpu_training.training.reminder import recall
-from multi_gpu_training.training.resuming import EpochSums, find_checkpoint, keep_place
+from multi_gpu_training.training.resuming import find_checkpoint, keep_place
 from multi_gpu_training.training.stopping import end_control, start_control, validation_batches
 from multi_gpu_training.training.trainer import (
     Augment,
@@ -84,7 +78,6 @@ from multi_gpu_training.training.verification import (
     adapt,
     begin,
     requested,
-    shorten,
 )
 
 TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
@@ -132,6 +125,12 @@ class MultiGPUTrainingManager:
         self.balance = Balance(self.config, self.placement)
         self.hooks: list[Hook] = []
         self.recipe_options: dict[str, Any] = {}
+        self.events: EventFile
+        self.curves: Curves
+        self.model: nn.Module
+        self.loss_fn: Any
+        self.eval_fn: EvalFn | None
+        self.scaling: Scaling
         self.train_loader: Loader
         self.val_loader: Loader | None = None
         self.run: RunFolder
@@ -143,6 +142,7 @@ class MultiGPUTrainingManager:
         self.evaluated = MetricsCollector()  # this rank's part of the last evaluation
         self._epoch_metrics = MetricsCollector()
         self._epoch_is_whole = True
+        self._announce_loss = False
         self._pending: tuple[int, dict[str, float]] | None = None
         self._started = time.perf_counter()
 
@@ -171,11 +171,12 @@ class MultiGPUTrainingManager:
         None. `states` are further objects with `state_dict`, saved and restored with the run;
         (object, "per_rank") for one that differs between ranks.
         """
-        self._open_run(states or {})
+        open_records(self, states or {})
         try:
             checkpoint = find_checkpoint(self)
             self.trainer.augment = augment
-            self._set_up(model, dataset, val_dataset, loss_fn, optimizer, scheduler, eval_fn)
+            given = (model, dataset, val_dataset, loss_fn, optimizer, scheduler, eval_fn)
+            assemble(self, *given)
             if checkpoint is not None:
                 self.fault_tolerance.resume(checkpoint)
                 keep_place(self, checkpoint)
@@ -198,54 +199,6 @@ class MultiGPUTrainingManager:
         for hook in self.hooks:
             hook.on_run_start(self)
         return self.model, self.train_loader, self.val_loader
-
-    def _set_up(
-        self,
-        model: Any,
-        dataset: Data,
-        val_dataset: Data | None,
-        loss_fn: Any,
-        optimizer: Any,
-        scheduler: Any,
-        eval_fn: EvalFn | None,
-    ) -> None:
-        """Loaders, model, optimizer, schedule: what `setup_training` is given, made ready."""
-        config, trainer, placement = self.config, self.trainer, self.placement
-        if self._verification is not None:
-            batch = config.global_batch_size or config.batch_size
-            dataset = shorten(dataset, self._verification.steps, batch)
-            val_dataset = shorten(val_dataset, self._verification.steps, batch)
-        self.loss_fn = choose_loss(loss_fn)
-        if isinstance(self.loss_fn, SupervisedLoss):
-            self.loss_fn.look_at(dataset)
-        self._check_metric(self.loss_fn, eval_fn)
-        self.train_loader, self.sizes = training_loader(
-            dataset, config, placement, trainer.replicas
-        )
-        if val_dataset is not None:
-            self.val_loader = validation_loader(val_dataset, config, placement, self.sizes)
-        self.eval_fn = eval_fn
-        self._announce_loss = isinstance(self.loss_fn, SupervisedLoss) and loss_fn is None
-        if not isinstance(model, nn.Module):
-            torch.manual_seed(config.seed)
-        built = model if isinstance(model, nn.Module) else model()
-        if not isinstance(built, nn.Module):
-            raise ModelError(f"model is a {type(built).__name__}; give a torch.nn.Module")
-        if config.use_gradient_checkpointing:
-            use_recompute(built)
-        if self._verification is not None and self._verification.double:
-            built.double()
-        trainer.loader = self.train_loader
-        trainer.memory.whole = self.sizes.per_rank
-        self.model = trainer.build(built, self.loss_fn)
-        trainer.take_optimizer(choose_optimizer(optimizer, self.model, config, self.console.line))
-        if trainer.gate_note:
-            self.console.line(trainer.gate_note)
-        self.scaling = scale_rate(trainer.optimizer, config, self.sizes.global_batch)
-        trainer.schedule = choose_schedule(
-            scheduler, trainer.optimizer, config, self.scaling, self.train_loader.steps
-        )
-        announce(self)
 
     def _start_execution(self) -> None:
         """Let steps be recorded where they can be, and say how to take recorded ones back."""
@@ -570,48 +523,6 @@ class MultiGPUTrainingManager:
             epoch, train = self._pending
             self._pending = None
             self._finish_epoch(epoch, train, None)
-
-    def _open_run(self, states: dict[str, Any]) -> None:
-        identity = self.placement.identity
-        self.run = open_run(self.config, self.placement, self.recipe_options)
-        self.events = EventFile(
-            self.run.events(identity.rank),
-            run=self.run.path.name,
-            attempt=identity.attempt,
-            rank=identity.rank,
-            world_size=identity.world_size,
-        )
-        self.logger = StructuredLogger(self.console, self.events)
-        curves = self.run.tensorboard if self.config.tensorboard and identity.is_main else None
-        self.curves = Curves(curves)
-        self.fault_tolerance = FaultToleranceManager(
-            self.config,
-            self.placement,
-            self.trainer,
-            self.logger,
-            self.run.checkpoints,
-            self.run.disks,
-        )
-        self.fault_tolerance.saver.on_saved = self._checkpoint_is_safe
-        self.trainer.memory.told = partial(self.fault_tolerance.record_fault, "out_of_memory")
-        self.trainer.finite.told = partial(self.fault_tolerance.record_fault, "nonfinite")
-        self.fault_tolerance.register("progress", self.progress)
-        self.fault_tolerance.register("shares", self.balance)
-        self.fault_tolerance.register(
-            "epoch_metrics", EpochSums(self._epoch_metrics, self.trainer.metrics), "per_rank"
-        )
-        for name, item in states.items():
-            self.fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
-
-    def _check_metric(self, loss_fn: Any, eval_fn: EvalFn | None) -> None:
-        """A metric that the built-in evaluation never gives is an error before training."""
-        known = {"loss", "accuracy", "f1"}
-        asked = self.config.best_metric
-        if eval_fn is None and isinstance(loss_fn, SupervisedLoss) and asked not in {None, *known}:
-            raise ConfigError(
-                f"best_metric={asked!r} is unknown; without an eval_fn there are "
-                f"{', '.join(sorted(known))}"
-            )
 
     def _say_loss(self, batch: Any) -> None:
         self._announce_loss = False
