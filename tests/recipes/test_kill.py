@@ -1,7 +1,7 @@
 """Every recipe, killed with SIGKILL at some instant and resumed, ends with the undisturbed bits.
 
-The image recipe runs as two ranks under its launcher; the others in a process each, forked from a
-warm one, with augmentation, dropout and loader workers where they have them.
+Each in a process forked from a warm one, with augmentation, dropout and loader workers where it
+has them; tests/faults kill launchers and their ranks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 from faults.kit import PATIENCE_S, Forked
-from processes import Program
 from ranks import run_ranks
 from tiny import fork_workers
 
 # Shortest runs that pass several checkpoints, some of them in the midst of an epoch.
 WORDS: dict[str, str] = {
-    "image": "--num-gpus 2 --epochs 2 --batch-size 30 --checkpoint-frequency 7",
+    "image": "--num-gpus 1 --epochs 2 --batch-size 30 --checkpoint-frequency 7",
     "video": "--num-gpus 1 --epochs 2 --batch-size 8 --videos 10 --frame-size 16 --width 2 "
     "--num-workers 2 --memory-gib 0 --checkpoint-frequency 4",
     "speech": "--num-gpus 1 --max-steps 14 --batch-size 2 --checkpoint-frequency 3",
@@ -38,17 +37,6 @@ ALIKE = "--device cpu --log-every 5 --tensorboard false --progress off --keep-la
 CLOCKS = {"steps_per_s", "collect_s", "update_s"}
 
 
-class Started(Program):
-    """`python -m multi_gpu_training WORDS`, with its launcher and ranks."""
-
-    def __init__(self, words: list[str], folder: Path) -> None:
-        super().__init__("-m", "multi_gpu_training", *words, cwd=folder)
-
-    @property
-    def ended(self) -> bool:
-        return self.process.poll() is not None
-
-
 def command_line(words: list[str]) -> None:
     """`mgt WORDS`, with an exit code for every end but a good one."""
     from multi_gpu_training.cli import main
@@ -61,15 +49,6 @@ def command_line(words: list[str]) -> None:
     except SystemExit as stop:
         if stop.code:
             raise
-
-
-def kill_all(run: Forked | Started) -> None:
-    """SIGKILL for the launcher, its ranks and all that they started, at once."""
-    if isinstance(run, Started):
-        for process in run.alive():
-            process.kill()
-    else:
-        os.killpg(run.pid, signal.SIGKILL)
 
 
 def checkpoints(folder: Path, recipe: str) -> list[Path]:
@@ -93,21 +72,15 @@ def cut_short(words: list[str], folder: Path, recipe: str) -> Path:
     """Where a run was killed after a checkpoint and before its end."""
     for trial in range(5):
         where = folder / f"cut-{trial}"
-        run = start(words, where)
+        run = Forked(command_line, words, cwd=where)
         deadline = time.monotonic() + PATIENCE_S
         while not checkpoints(where, recipe):
             assert not run.ended and time.monotonic() < deadline, run
             time.sleep(0.002)
-        kill_all(run)
+        os.killpg(run.pid, signal.SIGKILL)
         if run.end_of_run() == 128 + signal.SIGKILL:
             return where
     raise AssertionError("was done before it could be killed, five times")
-
-
-def start(words: list[str], folder: Path) -> Forked | Started:
-    if "image" in words:
-        return Started(words, folder)
-    return Forked(command_line, words, cwd=folder)
 
 
 @pytest.mark.timeout(4 * PATIENCE_S)
@@ -119,10 +92,9 @@ def test_a_killed_recipe_goes_on_to_the_bit(tmp_path: Path, recipe: str) -> None
     words = ["train", recipe, *WORDS[recipe].split(), *ALIKE.split(), "--run-name", "it"]
     cut = cut_short(words, tmp_path, recipe)
     saved = [path.name for path in checkpoints(cut, recipe)]
-    resumed = start([*words, "--resume", "auto"], cut)
+    resumed = Forked(command_line, [*words, "--resume", "auto"], cwd=cut)
     whole = tmp_path / "whole"
-    ranks = 2 if recipe == "image" else 1
-    run_ranks(ranks, command_line, [*words, "--save-dir", str(whole / "runs")])
+    run_ranks(1, command_line, [*words, "--save-dir", str(whole / "runs")])
     assert resumed.end_of_run() == 0, resumed
     weights, history = kept(whole, recipe)
     ours, seen = kept(cut, recipe)
