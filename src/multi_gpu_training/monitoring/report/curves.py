@@ -63,7 +63,8 @@ def _validation(run: Run, name: str, colour: int) -> dict[str, Series]:
         if isinstance(event.get("val"), dict) and is_number(event.get("step")):
             rows.append({"step": event["step"], **event["val"]})
     keys = dict.fromkeys(k for row in rows for k, v in row.items() if is_number(v) and k != "step")
-    return {key: _series(rows, "step", key, f"{name} validation", colour) for key in keys}
+    shown = "validation" if name == "training" else f"{name} validation"
+    return {key: _series(rows, "step", key, shown, colour) for key in keys}
 
 
 def _series(rows: Sequence[Event], x: str, y: str, name: str, colour: int) -> Series:
