@@ -170,9 +170,8 @@ class OnTheGpu(Hook):
 
     def on_run_start(self, manager: Any) -> None:
         gate = manager.trainer.finite
-        gate.mode = "gate"
-        vars(manager.trainer.optimizer)["found_inf"] = gate._found
-        gate._host, gate._event = torch.empty(()), NoEvent()
+        gate.use_gate(manager.trainer.optimizer, torch.zeros(2), NoEvent())
+        gate.start()
 
 
 def gated(folder: Path, kind: str, optimizer: str, settings: dict[str, Any]) -> dict[str, Any]:

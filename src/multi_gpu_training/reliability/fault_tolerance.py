@@ -206,6 +206,7 @@ class FaultToleranceManager:
         self.passed_over.load_state_dict(passed_over)
         keep_tensors(trainer.optimizer, before)
         trainer.execution.went_back()
+        trainer.finite.start()
 
     def _snapshot(self, facts: dict[str, Any]) -> Snapshot:
         trainer = self.trainer

@@ -11,6 +11,19 @@ if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensor by tensor, in one kernel for each type: torch goes one by one through a mixed
+    list."""
+    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        to, of = by_type.setdefault(target.dtype, ([], []))
+        to.append(target)
+        of.append(source)
+    with torch.no_grad():
+        for to, of in by_type.values():
+            torch._foreach_copy_(to, of)
+
+
 class BufferCopies:
     """On the device, made again at each step's begin where something may have changed."""
 
@@ -31,8 +44,7 @@ class BufferCopies:
             self._replayed = replayed
             return
         if self._tracked:
-            with torch.no_grad():
-                torch._foreach_copy_(self._tracked_kept, self._tracked)
+            copy_each(self._tracked_kept, self._tracked)
         for place, (buffer, kept) in enumerate(self._others):
             if buffer._version != self._versions[place]:
                 kept.copy_(buffer)
@@ -40,9 +52,8 @@ class BufferCopies:
 
     def put_back(self) -> None:
         if self._all:
-            with torch.no_grad():
-                torch._foreach_copy_(self._all, self._all_kept)
-                self._versions = [buffer._version for buffer, _ in self._others]
+            copy_each(self._all, self._all_kept)
+            self._versions = [buffer._version for buffer, _ in self._others]
 
     def _keep_all(self) -> None:
         model = self._trainer.model

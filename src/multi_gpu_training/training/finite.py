@@ -20,6 +20,7 @@ from torch import Tensor, optim
 
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.errors import NonFiniteLossError
+from multi_gpu_training.training.buffers import copy_each
 from multi_gpu_training.training.culprit import explain
 from multi_gpu_training.training.screening import optimizer_obstacle
 from multi_gpu_training.training.step import MicroResult
@@ -47,6 +48,8 @@ class FiniteGate:
         self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
         self.losses: list[tuple[Tensor, Share]] = []  # of this step, where they can be read
         self._pending: int | None = None  # the step after which it was asked for
+        self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own
+        self._alike: bool | None = None  # gradients are dense and of one type
         self._buffers: list[Tensor] = []
         self._newer: list[Tensor] = []  # the buffers when it was looked at last
         self._good: list[Tensor] = []  # when all was well for sure
@@ -65,12 +68,7 @@ class FiniteGate:
         elif device.type != "cuda":
             self.mode = "read"
         elif isinstance(optimizer, _WITH_GATE) and all(g["fused"] for g in optimizer.param_groups):
-            self.mode = "gate"
-            vars(optimizer)["found_inf"] = self._found
-            self._host = torch.empty((), pin_memory=True)
-            self._event = torch.cuda.Event()
-            if self.policy == "skip":
-                _begin_momentum(optimizer)
+            self.use_gate(optimizer, torch.zeros(2, pin_memory=True), torch.cuda.Event())
         elif trainer.config.step_execution in ("auto", "graph") and not optimizer_obstacle(
             optimizer
         ):
@@ -80,6 +78,27 @@ class FiniteGate:
             self.mode = "read"
             return f"{kind} has no gate for NaN: each step waits for the GPU to look for one"
         return None
+
+    def use_gate(self, optimizer: optim.Optimizer, host: Tensor, event: torch.cuda.Event) -> None:
+        """Let the optimizer's kernel look at the gate. host: where its state is read."""
+        self.mode = "gate"
+        vars(optimizer)["found_inf"] = self._found
+        self._host, self._event = host, event
+        # Where the gate stays closed, it holds back the optimizer's own count of steps, too: that
+        # says since when, and nothing has to be added up beside it.
+        self._counts = self.policy == "skip" or isinstance(optimizer, optim.SGD)
+        if self.policy == "skip":
+            _begin_momentum(optimizer)
+
+    def start(self) -> None:
+        """The state is that of a step whose weights are good: a run begins or went back."""
+        self._clear = (self.trainer.step, float(self._own_step()) if self.mode == "gate" else 0.0)
+
+    def _own_step(self) -> Tensor | float:
+        """How many steps the optimizer has made, as it counts itself."""
+        states = self.trainer.optimizer.state
+        steps = (state["step"] for state in states.values() if "step" in state)
+        return next(steps, 0.0)
 
     def tensors(self) -> list[Tensor]:
         """State of the gate, put back with the weights after a comparison."""
@@ -91,20 +110,33 @@ class FiniteGate:
     def finds(self) -> bool:
         """Mode `read`: whether the gradient holds something that is not finite."""
         self._found.zero_()
-        self._look_at([p.grad for p in self.trainer._parameters if p.grad is not None])
+        self._look_at_gradients()
         return bool(self._found)
 
-    @torch.no_grad()
     def close(self, norm: Tensor | None) -> None:
         """Mode `gate`: let the optimizer leave the weights where the gradient is not finite.
-        Part of a recording."""
+        Part of a recording. Every operation counts: an eager step of a small model waits for
+        Python."""
         if self.policy == "skip":
             self._found.zero_()
         if norm is not None:
             self._look_at([norm])  # not finite where any gradient is not
         else:
-            self._look_at([p.grad for p in self.trainer._parameters if p.grad is not None])
-        self._closed.add_(self._found)
+            self._look_at_gradients()
+        if self._counts:
+            self._closed.add_(self._found)
+
+    def _look_at_gradients(self) -> None:
+        parameters = self.trainer._parameters
+        found = [grad for p in parameters if (grad := p.grad) is not None]
+        if self._alike:
+            torch._amp_foreach_non_finite_check_and_unscale_(found, self._found, self._one)
+            return
+        if self._alike is None:
+            kinds = {grad.dtype for grad in found}
+            dense = not any(grad.is_sparse for grad in found)
+            self._alike = dense and len(kinds) == 1 and kinds <= set(_LOOKED_AT)
+        self._look_at(found)
 
     def _look_at(self, tensors: list[Tensor]) -> None:
         by_type: dict[torch.dtype, list[Tensor]] = {}
@@ -127,7 +159,7 @@ class FiniteGate:
         if not self._good:
             self._good = [buffer.clone() for buffer in self._buffers]
         if self._buffers:
-            torch._foreach_copy_(self._good, self._buffers)
+            copy_each(self._good, self._buffers)
 
     @torch.no_grad()
     def spare(self, result: MicroResult, share: Share) -> MicroResult:
@@ -172,7 +204,9 @@ class FiniteGate:
         if pending is not None:
             self._act(pending)
             self._good, self._newer = self._newer, self._good
-        self._host.copy_(self._closed, non_blocking=True)
+        self._host[0].copy_(self._closed if self._counts else self._found, non_blocking=True)
+        if not self._counts:
+            self._host[1].copy_(torch.as_tensor(self._own_step()), non_blocking=True)
         self._event.record()
         if now:
             self._act(self.trainer.step)
@@ -181,11 +215,11 @@ class FiniteGate:
         if self._buffers and not self.spares:
             if not self._newer:
                 self._newer = [buffer.clone() for buffer in self._buffers]
-            torch._foreach_copy_(self._newer, self._buffers)
+            copy_each(self._newer, self._buffers)
 
     def _act(self, step: int) -> None:
         self._event.synchronize()  # long done, unless asked for just now
-        closed = int(self._host)
+        closed = self._closed_up_to(step)
         if not closed:
             return
         trainer = self.trainer
@@ -198,10 +232,19 @@ class FiniteGate:
         position = trainer.position - 1 - (trainer.step - first)
         error = NonFiniteLossError(first, trainer.epoch, position)
         if self._good:
-            torch._foreach_copy_(self._buffers, self._good)
+            copy_each(self._buffers, self._good)
         self.reset()
         explain(trainer, error, [], [])
         raise error
+
+    def _closed_up_to(self, step: int) -> int:
+        """For how many of the steps up to this one the gate was closed: the last ones."""
+        value, own_step = self._host.tolist()
+        if self._counts or not value:
+            self._clear = (step, own_step)
+            return int(value)
+        since, then = self._clear
+        return max(1, min(step - since, (step - since) - int(own_step - then)))
 
     def reset(self) -> None:
         """Open the gate again."""

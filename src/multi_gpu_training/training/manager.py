@@ -208,6 +208,7 @@ class MultiGPUTrainingManager:
         execution.snapshot_more = self._keep_rest
         execution.redo_after_step = self._redo_hooks
         execution.start()
+        self.trainer.finite.start()
         self._log = IntervalLog(self)
         self.observer = Observer(self)
 
