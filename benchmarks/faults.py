@@ -3,11 +3,12 @@
     python benchmarks/faults.py --out faults          # on a GPU: about 3 minutes
     python benchmarks/faults.py --out faults --tiny   # tries the script out on a CPU
 
-Prints a table and writes it as faults.md and faults.json. A cost is the median over rounds of the
-difference between a run with and one without the readiness, which take turns. "Without" is the
-same training with nothing that looks for NaN, copies what a lack of memory would take back, notes
-where the rank is, or listens for a launcher and signals. "launcher" compares a script that is run
-alone with the same under `mgt run`, where heartbeat and supervision watch it.
+Prints a table and writes it as faults.md and faults.json. "Without" is the same training with
+nothing that looks for NaN, copies what a lack of memory would take back, or notes where the rank
+is. Recorded steps: whole runs with and without take turns, and a cost is the median of their
+differences. Eager steps: one run changes from with to without and back every BLOCK steps, and a
+cost is the difference of the medians over blocks. "launcher" compares a script that is run alone
+with the same under `mgt run`, where heartbeat and supervision watch it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from multi_gpu_training.training.finite import FiniteGate
 from multi_gpu_training.training.memory import MemoryRecovery
 
 GPU = torch.cuda.is_available()
+BLOCK = 20
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,13 @@ class Case:
 CASES = [
     Case("mlp", "graph", 64, 64, 2400, 5),
     Case("mlp", "graph", 64, 512, 6000, 5),
-    Case("mlp", "eager", 64, 512, 1200, 7),
+    Case("mlp", "eager", 64, 512, 4000, 2),
     Case("cnn", "graph", 64, 64, 1600, 5),
-    Case("cnn", "eager", 64, 64, 300, 7),
-    Case("wide mlp", "eager", 4096, 32, 400, 5),
-    Case("wide cnn", "eager", 1024, 16, 160, 5),
+    Case("cnn", "eager", 64, 64, 1600, 2),
+    Case("wide mlp", "eager", 4096, 32, 1600, 2),
+    Case("wide cnn", "eager", 1024, 16, 480, 1),
 ]
-TINY = [Case(model, "eager", 16, 4, 12, 1) for model in ("mlp", "cnn")]
+TINY = [Case(model, "eager", 16, 4, 4 * BLOCK, 1) for model in ("mlp", "cnn")]
 
 
 def mlp(width: int = 256) -> nn.Module:
@@ -112,6 +114,39 @@ class Clock(Hook):
             self._began = now
 
 
+class Alternate(Hook):
+    """Switches the readiness of eager steps off and on, every BLOCK steps, and times both."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {"without": [], "with": []}
+        self._began: float | None = None
+
+    def on_step_end(self, manager: Any, step: int) -> None:
+        if step % BLOCK:
+            return
+        if GPU:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        name = "without" if "begin_step" in vars(manager.trainer.memory) else "with"
+        if self._began is not None and step > 10 * BLOCK * GPU:
+            self.times[name].append((now - self._began) / BLOCK * 1e6)
+        self._switch(manager.trainer, off=name == "with")
+        self._began = time.perf_counter()
+
+    def _switch(self, trainer: Any, off: bool) -> None:
+        gate, optimizer = trainer.finite, vars(trainer.optimizer)
+        if off:
+            trainer.memory.begin_step = lambda: None
+            self._kept = gate.mode, optimizer.pop("found_inf", None)
+            gate.mode = "none"
+            return
+        del vars(trainer.memory)["begin_step"]
+        gate.mode, found = self._kept
+        if found is not None:
+            optimizer["found_inf"] = found
+        gate.start()
+
+
 @contextmanager
 def unready() -> Iterator[None]:
     """Steps without the gate for NaN, copies of BatchNorm's buffers, and notes of the place."""
@@ -157,7 +192,7 @@ def run(folder: Path, model: nn.Module, dataset: Any, **more: Any) -> MultiGPUTr
     return manager
 
 
-def step_us(folder: Path, case: Case) -> tuple[float, str]:
+def step_us(folder: Path, case: Case, *hooks: Hook) -> tuple[float, str]:
     clock = Clock(case.steps // 4, case.steps)
     done = run(
         folder,
@@ -166,7 +201,7 @@ def step_us(folder: Path, case: Case) -> tuple[float, str]:
         batch_size=case.batch,
         max_steps=case.steps,
         step_execution=case.execution,
-        hooks=[clock],
+        hooks=[clock, *hooks],
     )
     return clock.step_s * 1e6, done.trainer.execution.mode
 
@@ -174,6 +209,13 @@ def step_us(folder: Path, case: Case) -> tuple[float, str]:
 def cost(folder: Path, case: Case) -> dict[str, Any]:
     times: dict[str, list[float]] = {"without": [], "with": []}
     mode = ""
+    if case.execution == "eager":
+        for _ in range(case.rounds):
+            alternate = Alternate()
+            mode = step_us(folder, case, alternate)[1]
+            for name, found in alternate.times.items():
+                times[name] += found
+        return row(case, mode, times)
     ways = [("without", unready), ("with", ready)]
     for number in range(case.rounds):
         for name, context in ways if number % 2 else reversed(ways):
@@ -202,9 +244,12 @@ def launched(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def row(case: Case, mode: str, times: dict[str, list[float]]) -> dict[str, Any]:
-    both = list(zip(times["without"], times["with"], strict=True))
     without = statistics.median(times["without"])
-    extra = statistics.median(after - before for before, after in both)
+    if case.execution == "eager":
+        extra = statistics.median(times["with"]) - without
+    else:
+        both = zip(times["without"], times["with"], strict=True)
+        extra = statistics.median(after - before for before, after in both)
     return {
         "model": case.model,
         "asked": case.execution,
@@ -286,8 +331,7 @@ def table(costs: list[dict[str, Any]], nan: dict[str, Any], memory: dict[str, An
             f"| {row['with_us']:,.1f} us | {row['cost_us']:+.1f} us ({row['cost']:+.1%}) "
             f"| {noise(row):.1f} us | {'yes' if row['ok'] else 'no'} |"
         )
-    lines += ["", "Allowed: 1 % of the step or 5 us. Noise: half the spread of the middle half of"]
-    lines += ["the rounds without."]
+    lines += ["", "Allowed: 1 % of the step or 5 us. Noise: standard error of the median without."]
     lines += ["", "| fault | outcome |", "|---|---|"]
     lines.append(
         f"| NaN in one sample | found: {nan['found']}, at step {nan['step']}, sample named: "
@@ -305,7 +349,8 @@ def noise(row: dict[str, Any]) -> float:
     if len(rounds) < 2:
         return math.nan
     low, _, high = statistics.quantiles(rounds, n=4, method="inclusive")
-    return (high - low) / 2
+    # Of a median over n rounds, as if they were independent.
+    return 0.93 * (high - low) / math.sqrt(len(rounds))
 
 
 def main() -> None:

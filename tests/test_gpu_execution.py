@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training.errors import NonFiniteLossError
 
 pytestmark = pytest.mark.gpu
 HIDDEN = "MGT_TEST_GPU_WEIGHT"
@@ -201,6 +202,44 @@ def test_losses_that_are_kept_stay_what_they_were(tmp_path: Path) -> None:
         manager.finish()
     assert mode == "graph"
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+class Copied(Hook):
+    def __init__(self) -> None:
+        self.manager: Any = None
+        self.after: dict[int, dict[str, Tensor]] = {}
+
+    def on_step_end(self, manager: Any, step: int) -> None:
+        self.manager = manager
+        self.after[step] = {n: t.clone() for n, t in manager.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("execution", ["graph", "eager"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.AdamW(p, lr=1e-3),
+        lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+        lambda p: torch.optim.RMSprop(p, lr=1e-3, capturable=True),
+    ],
+    ids=["adamw", "sgd", "rmsprop"],
+)
+def test_a_nan_is_named_and_leaves_no_trace(tmp_path: Path, execution: str, optimizer: Any) -> None:
+    bad, dataset, copied = 1234, data(8000), Copied()
+    dataset.tensors[0][bad] = torch.nan
+    with pytest.raises(NonFiniteLossError) as caught:
+        train(tmp_path, execution, dataset=dataset, optimizer=optimizer, hooks=[copied])
+    manager = copied.manager
+    assert manager.trainer.execution.mode == execution, manager.trainer.execution.reason
+    places = [i for batch in manager.train_loader.source.batches(0, 0) for i in batch]
+    step = places.index(bad) // 32 + 1
+    assert caught.value.step == step > 20
+    assert f" {bad}," in str(caught.value) or f" {bad}\n" in str(caught.value)
+    before = copied.after[step - 1]
+    for name, value in manager.model.state_dict().items():
+        # In eager steps averages of BatchNorm are put back to where the host looked last.
+        if execution == "graph" or ("running" not in name and "num" not in name):
+            assert torch.equal(value, before[name]), name
 
 
 @pytest.mark.filterwarnings("default")  # a warning of torch's own compiler is not our error

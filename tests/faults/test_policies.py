@@ -157,20 +157,12 @@ def test_on_nonfinite_skip_leaves_the_step_out_on_every_rank(
         assert same(found["weights"], own)
 
 
-class NoEvent:
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 class OnTheGpu(Hook):
     """Looks for NaN as on a GPU: the fused optimizers of the CPU have the same gate."""
 
     def on_run_start(self, manager: Any) -> None:
         gate = manager.trainer.finite
-        gate.use_gate(manager.trainer.optimizer, torch.zeros(2), NoEvent())
+        gate.use_gate(manager.trainer.optimizer)
         gate.start()
 
 

@@ -7,8 +7,8 @@ recorded with the Python values of that time, and nothing else.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,74 +17,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
+from recorder import HIDDEN, hidden, recording, set_hidden
 from tiny import quiet
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Hook, MultiGPUTrainingManager
 from multi_gpu_training.training import execution
-from multi_gpu_training.training.capture import CaptureError
 from multi_gpu_training.training.guards import Guards
-from multi_gpu_training.training.rewind import StateCopies
-
-HIDDEN = "MGT_TEST_HIDDEN_WEIGHT"
-
-
-class StandIn:
-    """Repeats work with the value of HIDDEN that it was recorded with."""
-
-    def __init__(self, trainer: Any, fails: str | None = None) -> None:
-        self.copies = StateCopies(trainer)
-        self.fails = fails
-
-    def capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        self.copies.keep("outside")
-        # A recording does nothing yet: above all it does not send gradients.
-        wrapped = self.copies.trainer.wrapped
-        with getattr(wrapped, "no_sync", nullcontext)():
-            outputs = work()
-        self.copies.restore("outside")
-        if self.fails:
-            raise CaptureError(self.fails)
-        frozen = os.environ.get(HIDDEN)
-
-        class Recorded:
-            def replay(self) -> None:
-                with hidden(frozen):
-                    (result, norm) = work()
-                outputs[0].mean.copy_(result.mean)
-                if norm is not None:
-                    outputs[1].copy_(norm)
-
-        return Recorded(), outputs
-
-
-@contextmanager
-def hidden(value: str | None) -> Iterator[None]:
-    before = os.environ.get(HIDDEN)
-    set_hidden(value)
-    try:
-        yield
-    finally:
-        set_hidden(before)
-
-
-def set_hidden(value: str | None) -> None:
-    if value is None:
-        os.environ.pop(HIDDEN, None)
-    else:
-        os.environ[HIDDEN] = value
-
-
-@contextmanager
-def recording(fails: Callable[[int], str | None] = lambda rank: None) -> Iterator[None]:
-    start = execution.StepExecution.start
-
-    def with_stand_in(self: Any) -> None:
-        start(self, StandIn(self.trainer, fails(self.trainer.placement.dp_rank)))
-
-    with mock.patch.object(execution.StepExecution, "start", with_stand_in):
-        yield
 
 
 class Knob:

@@ -31,6 +31,7 @@ from multi_gpu_training.training.capture import (
     signature,
 )
 from multi_gpu_training.training.compiling import try_compiled
+from multi_gpu_training.training.finite import LOOK_RECORDED
 from multi_gpu_training.training.guards import Guards, step_guards
 from multi_gpu_training.training.recordings import KEPT_BYTES, Chain, Recordings, apart
 from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy, step_bytes
@@ -217,6 +218,8 @@ class StepExecution:
                 self._consider_shape()
             else:
                 self._recordings.newest = (self._keys, self._step)
+            if self.trainer.step % LOOK_RECORDED == 0 and self.trainer.finite.look_at_weights():
+                self._take_back()
             full = len(self._window.steps) >= self._window_limit
             full = full or self._window.kept_bytes > KEPT_BYTES
             full = full or (self._chain is not None and self._chain.is_full)
@@ -252,6 +255,7 @@ class StepExecution:
     def _decide(self) -> None:
         """After the warm-up: record the step, compare it, time it."""
         trainer = self.trainer
+        trainer.finite.check_before_recording()
         problem = self._watch.finding or self._stale()
         if problem is None and any(key[0] is None for key in self._keys):
             problem = "the batch holds objects that are no tensors"
@@ -330,8 +334,9 @@ class StepExecution:
         self.active = False
         self.mode = "eager"
         self.reason = problem
+        note = self.trainer.finite.stay_eager()
         if not quiet:
-            self.say(f"step: eager, {problem}")
+            self.say(f"step: eager, {problem}" + (f"; {note}" if note else ""))
 
     def give_up(self, problem: str) -> None:
         """From now on operation by operation: the step under way is computed again."""
@@ -414,6 +419,9 @@ class StepExecution:
             self._recordings.forget()
             self.give_up("there is no memory to compare its recording")
             return
+        if self.trainer.finite.weights_are_spoilt():
+            self._take_back()
+            return
         if not self._all_agree(difference <= self._tolerance):
             self._fall_back(difference)
             return
@@ -431,6 +439,7 @@ class StepExecution:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
         self.collect(self.trainer.metrics)
         self._copies.keep("before")
+        self.trainer.finite.ask_for_weights()
         self.check_begins()
         losses = self._recordings.eager_step()
         self.check_ends()
@@ -447,6 +456,9 @@ class StepExecution:
         assert self._guards is not None
         with self._guards.as_before():
             difference = self._newest_apart() if self._window.steps else 0.0
+            if self.trainer.finite.weights_are_spoilt():
+                self._take_back()
+                return
             if not self._all_agree(difference <= self._tolerance):
                 self._fall_back(difference)
                 return
@@ -455,6 +467,37 @@ class StepExecution:
 
     def _fall_back(self, difference: float) -> None:
         """Take back what was computed since the last verified step, and compute it eagerly."""
+        steps = self._rewind()
+        for step in steps:
+            self._redo(step)
+        self._copies.drop()
+        self._stay_eager(
+            f"a later step differs from the recorded one by {difference:.1g}: it reads something "
+            f"that changes, on this rank or another; {len(steps)} steps were computed again"
+        )
+
+    def _take_back(self) -> None:
+        """Recorded steps have moved the weights by something that is not finite: go back to the
+        last verified step and on, one by one, to the step that is to blame. It raises."""
+        finite = self.trainer.finite
+        self.mode = "eager"
+        steps = self._rewind()
+        try:
+            with finite.one_by_one():
+                for step in steps:
+                    finite.keep_buffers()
+                    self._redo(step)
+                    finite.look(now=True)
+        except BaseException:  # the recordings are as good as ever
+            self.mode = "graph"
+            self._copies.keep("verified")
+            self._begin_window()
+            raise
+        self._copies.drop()
+        self._stay_eager("as a graph its numbers were not finite")
+
+    def _rewind(self) -> list[list[Fed]]:
+        """Bring back the last verified state; the steps since."""
         trainer, window = self.trainer, self._window
         steps = list(window.steps)
         assert window.counters is not None
@@ -463,18 +506,16 @@ class StepExecution:
         # What hooks set after the verified step, they set again; what they count is put back.
         self.redo_after_step()
         self._copies.restore("verified")
+        self._recordings.forget()
         if window.restore_more is not None:
             window.restore_more()
-        for step in steps:
-            for batch, samples, share in step:
-                trainer.eager_step(found(batch), samples, share)
-            self.redo_after_step()
         self.replayed = max(0, self.replayed - len(steps))
-        self._copies.drop()
-        self._stay_eager(
-            f"a later step differs from the recorded one by {difference:.1g}: it reads something "
-            f"that changes, on this rank or another; {len(steps)} steps were computed again"
-        )
+        return steps
+
+    def _redo(self, step: list[Fed]) -> None:
+        for batch, samples, share in step:
+            self.trainer.eager_step(found(batch), samples, share)
+        self.redo_after_step()
 
     def _snapshot(self) -> Callable[[], None] | None:
         return self.snapshot_more() if self.snapshot_more is not None else None
@@ -500,6 +541,7 @@ class StepExecution:
             self._stay_eager(problem or f"{why}, and compiling does not help")
             return
         self.active, self.mode, self.reason = False, "compile", why
+        self.trainer.finite.stay_eager()
         note = f", {slowest * 1e3:.1f} ms instead of {against_s * 1e3:.1f} ms" if against_s else ""
         self.say(f"step: compiled, {why}{note}")
 

@@ -6,13 +6,20 @@ same, and does the same.
     read     on the CPU the gradient is looked at before every step
     gate     on a GPU the optimizer's own kernel is told to leave the weights alone from then on,
              until the host has seen it, which looks every LOOK steps and before every checkpoint
-    later    an optimizer without such a kernel, recorded as a CUDA graph: seen in the loss alone
+    later    an optimizer without such a kernel: as long as it may be recorded, nothing
     scaler   fp16 with loss scaling skips such steps by itself, and lowers its scale
+
+Steps that are recorded as a CUDA graph go without a gate, whose kernels would take a tenth of a
+small step: the weights are looked at every LOOK_RECORDED steps, and before anyone uses them. If
+they are not finite, the last verified state is brought back and the steps since are computed one
+by one, with a gate or read, up to the one that is to blame. Only `skip` records its gate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +36,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 LOOK = 32
+LOOK_RECORDED = 128
 _LOOKED_AT = (torch.float32, torch.float16, torch.float64)  # types that torch's kernel takes
 _WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
@@ -48,6 +56,7 @@ class FiniteGate:
         self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
         self.losses: list[tuple[Tensor, Share]] = []  # of this step, where they can be read
         self._pending: int | None = None  # the step after which it was asked for
+        self._pending_weights = False  # recorded steps: whether the weights were asked for
         self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own
         self._alike: bool | None = None  # gradients are dense and of one type
         self._buffers: list[Tensor] = []
@@ -62,33 +71,42 @@ class FiniteGate:
         self._one = torch.ones((), device=device)
         self._found = torch.zeros((), device=device)
         self._closed = torch.zeros((), device=device)  # steps that the gate was closed for
+        self._spoilt = torch.zeros((), device=device)  # weights that recorded steps have moved
+        self._host = torch.zeros(2, pin_memory=device.type == "cuda")
+        self._host_weights = torch.zeros(2, pin_memory=device.type == "cuda")
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
         kind = type(optimizer).__name__
         if trainer.precision.scaler.is_enabled():
             self.mode = "scaler"
         elif device.type != "cuda":
             self.mode = "read"
         elif isinstance(optimizer, _WITH_GATE) and all(g["fused"] for g in optimizer.param_groups):
-            self.use_gate(optimizer, torch.zeros(2, pin_memory=True), torch.cuda.Event())
+            self.use_gate(optimizer)
         elif trainer.config.step_execution in ("auto", "graph") and not optimizer_obstacle(
             optimizer
         ):
             self.mode = "later"
-            return f"{kind} has no gate for NaN: one is seen in the loss, when it is logged"
         else:
             self.mode = "read"
-            return f"{kind} has no gate for NaN: each step waits for the GPU to look for one"
+            return _NO_GATE.format(kind)
         return None
 
-    def use_gate(self, optimizer: optim.Optimizer, host: Tensor, event: torch.cuda.Event) -> None:
-        """Let the optimizer's kernel look at the gate. host: where its state is read."""
+    def use_gate(self, optimizer: optim.Optimizer) -> None:
+        """Let the optimizer's kernel look at the gate."""
         self.mode = "gate"
         vars(optimizer)["found_inf"] = self._found
-        self._host, self._event = host, event
         # Where the gate stays closed, it holds back the optimizer's own count of steps, too: that
         # says since when, and nothing has to be added up beside it.
         self._counts = self.policy == "skip" or isinstance(optimizer, optim.SGD)
         if self.policy == "skip":
             _begin_momentum(optimizer)
+
+    def stay_eager(self) -> str | None:
+        """No step will be recorded; a line for people where that costs something."""
+        if self.mode != "later":
+            return None
+        self.mode = "read"
+        return _NO_GATE.format(type(self.trainer.optimizer).__name__)
 
     def start(self) -> None:
         """The state is that of a step whose weights are good: a run begins or went back."""
@@ -120,7 +138,7 @@ class FiniteGate:
         if self.policy == "skip":
             self._found.zero_()
         if norm is not None:
-            self._look_at([norm])  # not finite where any gradient is not
+            self._look_at([norm], self._found)  # not finite where any gradient is not
         else:
             self._look_at_gradients()
         if self._counts:
@@ -136,9 +154,9 @@ class FiniteGate:
             kinds = {grad.dtype for grad in found}
             dense = not any(grad.is_sparse for grad in found)
             self._alike = dense and len(kinds) == 1 and kinds <= set(_LOOKED_AT)
-        self._look_at(found)
+        self._look_at(found, self._found)
 
-    def _look_at(self, tensors: list[Tensor]) -> None:
+    def _look_at(self, tensors: list[Tensor], flag: Tensor) -> None:
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             values = _values(tensor)
@@ -146,7 +164,96 @@ class FiniteGate:
         for kind, same in by_type.items():
             if kind not in _LOOKED_AT:
                 same = [torch.stack(torch._foreach_norm(same)).float()]
-            torch._amp_foreach_non_finite_check_and_unscale_(same, self._found, self._one)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, flag, self._one)
+
+    # Recorded steps
+
+    @property
+    def leaves_recordings_alone(self) -> bool:
+        return self.mode in ("gate", "later") and not self.spares
+
+    @property
+    def watches_weights(self) -> bool:
+        return self.trainer.execution.mode == "graph" and self.leaves_recordings_alone
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what is recorded."""
+        if not self.leaves_recordings_alone:
+            yield
+            return
+        optimizer, mode = vars(self.trainer.optimizer), self.mode
+        gate = optimizer.pop("found_inf", None)
+        self.mode = "none"
+        try:
+            yield
+        finally:
+            self.mode = mode
+            if gate is not None:
+                optimizer["found_inf"] = gate
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Around steps that are computed again: each is looked at before the next."""
+        mode = self.mode
+        self.mode = "read" if mode == "later" else mode
+        self.reset()
+        self.start()
+        try:
+            yield
+        finally:
+            self.mode = mode
+
+    def check_before_recording(self) -> None:
+        """What is verified from here on begins with good weights."""
+        self.look(now=True)
+        if self.mode == "later":
+            self.ask_for_weights()
+            if self.weights_are_spoilt():
+                step = self.trainer.step
+                text = (
+                    f"a weight is not finite after {step} steps; lower the learning rate, set "
+                    "max_grad_norm, or check the data"
+                )
+                raise NonFiniteLossError(step, text=text)
+
+    def look_at_weights(self) -> bool:
+        """Whether recorded steps had spoilt the weights when this was called the last time."""
+        if not self.watches_weights:
+            return False
+        spoilt = self._pending_weights and self.weights_are_spoilt()
+        if not spoilt:
+            self.ask_for_weights()
+        return spoilt
+
+    @torch.no_grad()
+    def ask_for_weights(self) -> None:
+        """Let the device look at them, without waiting for it."""
+        self._pending_weights = self.leaves_recordings_alone
+        if not self._pending_weights:
+            return
+        self._spoilt.zero_()
+        largest = torch._foreach_norm(list[Tensor](self.trainer._parameters), math.inf)
+        self._look_at(list(largest), self._spoilt)
+        self._host_weights[0].copy_(self._spoilt, non_blocking=True)
+        # A step of a shape that is not recorded has a gate.
+        self._host_weights[1].copy_(self._found, non_blocking=True)
+        self._record()
+
+    def weights_are_spoilt(self) -> bool:
+        """What was found. Waits for the device if it was asked just now."""
+        asked, self._pending_weights = self._pending_weights, False
+        if asked:
+            self._wait()
+        return asked and any(self._host_weights.tolist())
+
+    def _record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()  # long done, unless asked for just now
 
     @property
     def spares(self) -> bool:
@@ -155,7 +262,7 @@ class FiniteGate:
 
     @torch.no_grad()
     def keep_buffers(self) -> None:
-        """Where `spares`: what a forward is about to change. Part of a recording."""
+        """What a forward is about to change. Where `spares`, part of a recording."""
         if not self._good:
             self._good = [buffer.clone() for buffer in self._buffers]
         if self._buffers:
@@ -198,7 +305,7 @@ class FiniteGate:
     def look(self, now: bool = False) -> None:
         """Mode `gate`: read, a while after it was asked for, whether the gate was closed. All
         ranks look at the same steps. `now`: wait for the device."""
-        if self.mode != "gate":
+        if self.mode != "gate" or self.watches_weights:
             return
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -207,7 +314,7 @@ class FiniteGate:
         self._host[0].copy_(self._closed if self._counts else self._found, non_blocking=True)
         if not self._counts:
             self._host[1].copy_(torch.as_tensor(self._own_step()), non_blocking=True)
-        self._event.record()
+        self._record()
         if now:
             self._act(self.trainer.step)
             return
@@ -218,7 +325,7 @@ class FiniteGate:
             copy_each(self._newer, self._buffers)
 
     def _act(self, step: int) -> None:
-        self._event.synchronize()  # long done, unless asked for just now
+        self._wait()
         closed = self._closed_up_to(step)
         if not closed:
             return
@@ -248,12 +355,16 @@ class FiniteGate:
 
     def reset(self) -> None:
         """Open the gate again."""
-        self._pending = None
+        self._pending, self._pending_weights = None, False
+        self._good, self._newer = [], []
         self.skipped = False
         self.losses = []
         if self.mode == "gate":
             self._found.zero_()
             self._closed.zero_()
+
+
+_NO_GATE = "{} has no gate for NaN: each step waits for the GPU to look for one"
 
 
 def _begin_momentum(optimizer: optim.Optimizer) -> None:

@@ -467,7 +467,8 @@ class MultiGPUTrainingManager:
 
     def check_finite(self, metrics: dict[str, float]) -> None:
         if not math.isfinite(metrics.get("loss", 0.0)):
-            self.trainer.finite.look(now=True)  # it knows more
+            self.trainer.execution.verify()  # they know more
+            self.trainer.finite.look(now=True)
             rate = float(self.trainer.optimizer.param_groups[0]["lr"])
             raise NonFiniteLossError(
                 self.trainer.step,

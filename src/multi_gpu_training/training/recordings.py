@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multi_gpu_training.data.order import Share
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.capture import CapturedMicro, CaptureError, Graphs, found
 from multi_gpu_training.training.rewind import Fed, step_bytes
+from multi_gpu_training.training.step import MicroResult
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer, StepResult
@@ -71,7 +73,7 @@ class Recordings:
                 micros.append(
                     CapturedMicro(
                         self.graphs,
-                        trainer.compute,
+                        self._compute,
                         found(batch),
                         samples,
                         share,
@@ -86,6 +88,12 @@ class Recordings:
             trainer._counted = counted
         self.chains[keys[0]] = Chain(list(keys), micros)
         return None
+
+    def _compute(
+        self, batch: Any, samples: Tensor | None, share: Share
+    ) -> tuple[MicroResult, Tensor | None]:
+        with self.trainer.finite.aside():
+            return self.trainer.compute(batch, samples, share)
 
     def replay_step(self) -> Tensor:
         """The newest recorded step once more, without counting it; the losses."""
