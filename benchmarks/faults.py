@@ -58,11 +58,11 @@ class Case:
 CASES = [
     Case("mlp", "graph", 64, 64, 2400, 5),
     Case("mlp", "graph", 64, 512, 6000, 5),
-    Case("mlp", "eager", 64, 512, 4000, 2),
+    Case("mlp", "eager", 64, 500, 4000, 2),
     Case("cnn", "graph", 64, 64, 1600, 5),
-    Case("cnn", "eager", 64, 64, 1600, 2),
-    Case("wide mlp", "eager", 4096, 32, 1600, 2),
-    Case("wide cnn", "eager", 1024, 16, 480, 1),
+    Case("cnn", "eager", 64, 100, 1600, 2),
+    Case("wide mlp", "eager", 4096, 100, 1600, 2),
+    Case("wide cnn", "eager", 1024, 20, 480, 1),
 ]
 TINY = [Case(model, "eager", 16, 4, 4 * BLOCK, 1) for model in ("mlp", "cnn")]
 

@@ -44,7 +44,12 @@ class MetricsCollector:
 
     def add_mean(self, mean: Tensor, weight: Number, pairs: Mapping[str, Any]) -> None:
         """Add a mean loss that stands for `weight`, and (sum, weight) pairs beside it."""
-        self.add("loss", mean.detach().double() * weight, weight)
+        before, mean = self._sums.get("loss"), mean.detach()
+        if isinstance(before, Tensor) and not isinstance(weight, Tensor):
+            self._sums["loss"] = torch.add(before, mean, alpha=weight)
+            self._weights["loss"] = _plus(self._weights.get("loss"), weight)
+        else:
+            self.add("loss", mean.double() * weight, weight)
         for name, (total, share) in pairs.items():
             self.add(name, total, share)
 
@@ -136,6 +141,9 @@ def classification_scores(matrix: Tensor) -> dict[str, float]:
 
 
 def _plus(before: Tensor | float | None, value: Number) -> Tensor | float:
+    """Sums are of type double; a number of another type is made one by the addition itself, which
+    saves an operation in every step."""
     if isinstance(value, Tensor):
-        value = value.detach().double()
+        value = value.detach()
+        value = value if isinstance(before, Tensor) else value.double()
     return value if before is None else before + value
