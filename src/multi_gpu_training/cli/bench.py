@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from multi_gpu_training.cli.measuring import runner_for
 from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.errors import ConfigError
 
@@ -48,24 +47,10 @@ class Flags:
 def bench(flags: Flags) -> int:
     """0 if something could be measured, else 1."""
     check(flags)
-    from multi_gpu_training.distributed.identity import from_environment
     from multi_gpu_training.planning.bench.runner import Runner
 
-    if from_environment() is not None:
-        raise ConfigError("mgt bench starts ranks itself; start it without torchrun or srun")
     console = Console(highlight=False, soft_wrap=True)
-    with tempfile.TemporaryDirectory(prefix="mgt-bench-") as scratch:
-        runner = Runner(
-            command_of(flags.command),
-            Path(scratch),
-            flags.steps,
-            flags.warmup,
-            flags.device,
-            flags.timeout_s,
-            say=lambda text: console.print(f"  {text}", markup=False),
-        )
-        if flags.device == "cuda" and not runner.gpus:
-            raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why")
+    with runner_for("bench", flags, Runner, console) as runner:
         runner.ranks_at_hand = flags.ranks or runner.gpus or CPU_RANKS
         report = measure(flags, runner)
     show(report, console)
@@ -108,16 +93,6 @@ def show(report: Report, console: Console) -> None:
 
         console.print("\n# for your config file", markup=False)
         console.print(as_yaml(report.recommended), markup=False)
-
-
-def command_of(words: list[str], command: str = "bench") -> list[str]:
-    """What runs once a rank: a script, or `mgt train` of a recipe or config."""
-    target = words[0]
-    if target.endswith(".py"):
-        if not Path(target).is_file():
-            raise ConfigError(f"mgt {command} {target}: no such file")
-        return words
-    return ["-m", "multi_gpu_training", "train", *words]
 
 
 def check(flags: Flags) -> None:

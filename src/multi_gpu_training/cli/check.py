@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from multi_gpu_training.cli.bench import command_of
+from multi_gpu_training.cli.measuring import command_of
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tempfile
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from multi_gpu_training.cli.bench import command_of, show
+from multi_gpu_training.cli.bench import show
 from multi_gpu_training.cli.estimate_flags import (
     Flags,
     check,
@@ -22,6 +21,7 @@ from multi_gpu_training.cli.estimate_flags import (
     listing,
     price_of,
 )
+from multi_gpu_training.cli.measuring import runner_for
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,24 +55,9 @@ def estimate(flags: Flags) -> int:
 
 
 def measured_here(flags: Flags, console: Console) -> Measured:
-    from multi_gpu_training.distributed.identity import from_environment
     from multi_gpu_training.planning.estimate.measuring import ProfileRunner, measure
 
-    if from_environment() is not None:
-        raise ConfigError("mgt estimate starts a rank itself; start it without torchrun or srun")
-    command = command_of(flags.command, "estimate")
-    with tempfile.TemporaryDirectory(prefix="mgt-estimate-") as scratch:
-        runner = ProfileRunner(
-            command,
-            Path(scratch),
-            flags.steps,
-            flags.warmup,
-            flags.device,
-            flags.timeout_s,
-            say=lambda text: console.print(f"  {text}", markup=False),
-        )
-        if flags.device == "cuda" and not runner.gpus:
-            raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why")
+    with runner_for("estimate", flags, ProfileRunner, console) as runner:
         return measure(runner, name_of(flags.command))
 
 

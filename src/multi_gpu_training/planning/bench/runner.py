@@ -55,13 +55,12 @@ class Runner:
         log = out / "output.txt"
         code = self.start(request, log)
         found = self.read(case, out, code, log.read_text(errors="replace"))
-        self.say(describe(found))
-        if found.ok:
-            self.measured += 1
-        elif code == 2 and not self.measured:
+        if code == 2 and not self.measured:
             error = BenchError(found.error)
             error.exit_code = 2
             raise error
+        self.say(describe(found))
+        self.measured += found.ok
         return found
 
     def request(self, case: Case, out: Path) -> Request:
