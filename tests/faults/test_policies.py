@@ -199,6 +199,14 @@ def test_the_gate_holds_the_weights_until_the_host_looks(
         assert same(found["weights"], held)
 
 
+def test_large_gradients_are_looked_at_as_well(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("multi_gpu_training.training.finite.LARGE", 1)
+    for kind in ("loss", "gradient"):
+        found = gated(tmp_path / kind, kind, "adamw", {"training_mode": "single"})
+        step = found["bad_step"]
+        assert found["error"][0] == "NonFiniteLossError" and f"step {step}:" in found["error"][1]
+
+
 def test_the_gate_skips_a_step_without_a_trace(tmp_path: Path) -> None:
     more = {"on_nonfinite": "skip", "training_mode": "single"}
     (found,) = run_ranks(1, gated, tmp_path, "loss", "adamw", more)

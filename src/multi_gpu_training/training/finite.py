@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 LOOK = 32
 LOOK_RECORDED = 128
+LARGE = 2**20  # elements of a gradient, from which its norm is faster than torch's look at it
 _LOOKED_AT = (torch.float32, torch.float16, torch.float64)  # types that torch's kernel takes
 _WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
@@ -59,6 +60,7 @@ class FiniteGate:
         self._pending_weights = False  # recorded steps: whether the weights were asked for
         self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own
         self._alike: bool | None = None  # gradients are dense and of one type
+        self._large = False  # to read them is cheaper than to read and write them
         self._buffers: list[Tensor] = []
         self._newer: list[Tensor] = []  # the buffers when it was looked at last
         self._good: list[Tensor] = []  # when all was well for sure
@@ -148,12 +150,15 @@ class FiniteGate:
         parameters = self.trainer._parameters
         found = [grad for p in parameters if (grad := p.grad) is not None]
         if self._alike:
+            if self._large:
+                found = list(torch._foreach_norm(found, math.inf))
             torch._amp_foreach_non_finite_check_and_unscale_(found, self._found, self._one)
             return
         if self._alike is None:
             kinds = {grad.dtype for grad in found}
             dense = not any(grad.is_sparse for grad in found)
             self._alike = dense and len(kinds) == 1 and kinds <= set(_LOOKED_AT)
+            self._large = sum(grad.numel() for grad in found) >= LARGE * len(found)
         self._look_at(found, self._found)
 
     def _look_at(self, tensors: list[Tensor], flag: Tensor) -> None:
