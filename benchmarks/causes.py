@@ -85,21 +85,25 @@ class Images(Dataset[Any]):
 class Net(nn.Module):
     """A small net whose forward takes `wait_s` longer."""
 
-    def __init__(self, kind: str, wait_s: float) -> None:
+    def __init__(self, kind: str, wait_s: float, width: int = 1) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.wait_s = wait_s
         if kind == "mlp":
             self.body = nn.Sequential(
-                nn.Flatten(), nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256), nn.ReLU()
+                nn.Flatten(),
+                nn.Linear(256, 1024 * width),
+                nn.ReLU(),
+                nn.Linear(1024 * width, 256 * width),
+                nn.ReLU(),
             )
-            self.head = nn.Linear(256, 10)
+            self.head = nn.Linear(256 * width, 10)
         else:
             self.body = nn.Sequential(
-                nn.Conv2d(1, 32, 3, padding=1),
-                nn.BatchNorm2d(32),
+                nn.Conv2d(1, 32 * width, 3, padding=1),
+                nn.BatchNorm2d(32 * width),
                 nn.ReLU(),
-                nn.Conv2d(32, 32, 3, padding=1),
+                nn.Conv2d(32 * width, 32, 3, padding=1),
                 nn.ReLU(),
                 nn.AdaptiveAvgPool2d(2),
                 nn.Flatten(),
@@ -141,6 +145,9 @@ def train(options: argparse.Namespace, case: str, folder: str) -> None:
     wait_s = options.delay_ms / 1e3
     slow = rank == options.slow_rank
     batch = 2 if case == "batch" else options.batch
+    width = 1
+    if case == "shared" and options.device == "cuda":
+        width, batch = 8, 16 * batch  # so much to compute that the GPU is the limit
     cores = os.sched_getaffinity(0)
     if case == "shared" and options.device == "cpu" and rank < 2:
         os.sched_setaffinity(0, {min(cores)})
@@ -161,7 +168,7 @@ def train(options: argparse.Namespace, case: str, folder: str) -> None:
     manager = MultiGPUTrainingManager(config)
     samples = options.steps * batch * manager.placement.dp_size
     manager.setup_training(
-        Net(options.model, wait_s if case == "compute" and slow else 0.0),
+        Net(options.model, wait_s if case == "compute" and slow else 0.0, width),
         Images(samples, wait_s / batch if case == "loader" and slow else 0.0),
         loss_fn=loss_fn,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),

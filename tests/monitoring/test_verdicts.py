@@ -194,6 +194,14 @@ def test_a_slow_loader_is_worse_than_a_shared_gpu(folder: Any) -> None:
     assert any("share GPU GPU-a" in line for line in verdict.more)
 
 
+def test_a_rank_that_computes_far_longer_is_not_explained_by_a_shared_gpu(folder: Any) -> None:
+    run = folder(2, {"device_uuid": "GPU-a", "device": "cuda:0"})
+    run.time_steps([healthy(), healthy(forward=40.0)], noise=0.1)
+    verdict = judged(run)
+    assert (verdict.kind, verdict.causes[0].ranks) == ("compute", (1,))
+    assert any("share GPU GPU-a" in line for line in verdict.more)
+
+
 def test_a_hook_on_one_rank_is_found(folder: Any) -> None:
     run = folder(2)
     run.time_steps([healthy(other=25.0), healthy()])

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # Of a timed step, its line in the events included; on an H200 about 1.6 ms were measured.
 COST_S = {"cpu": 150e-6, "cuda": 2e-3}
 COST_SHARE = 0.004  # of the training that timing may take
-FIRST_STRIDE = 4
-UNKNOWN_STRIDE = 20  # until the ranks have agreed on how long a step is
+FIRST_STRIDE, FIRST_STEPS = 4, 40
+UNKNOWN_STRIDE = {"cpu": 20, "cuda": 200}  # until the ranks have agreed on how long a step is
 DENSE_STEPS = 1024  # from there on one step in 2, 4, 8, ...: a long run has no endless log
 
 
@@ -65,7 +65,8 @@ class StepSampler:
     def _following(self, step: int) -> int:
         stride = self._stride
         if stride is None:
-            stride = FIRST_STRIDE if step < 2 * UNKNOWN_STRIDE else UNKNOWN_STRIDE
+            later = UNKNOWN_STRIDE[self.manager.placement.device.type]
+            stride = FIRST_STRIDE if step < FIRST_STEPS else later
         if step >= DENSE_STEPS:
             stride = max(stride, 2 ** int(math.log2(step / DENSE_STEPS) + 1))
         # Off the multiples at which logs and checkpoints fall.

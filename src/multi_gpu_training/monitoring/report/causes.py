@@ -197,8 +197,11 @@ def _shared(run: Run, steps: Steps | None) -> Iterator[Cause]:
             lost = float(np.minimum(np.median(steps.queued[rows], axis=1), most).max())
             yield Cause("shared", ranks, lost, lost, steps.step + lost, {"place": place})
             continue
+        # A rank is held up by no more than what the others of its GPU compute.
+        own = np.median(steps.computing[rows], axis=1)
+        others = (own.sum() - own) / max(1, len(rows) - 1)
         less = np.zeros((len(steps.ranks), 1))
-        less[rows, 0] = np.median(steps.computing[rows], axis=1) * (1 - 1 / len(ranks))
+        less[rows, 0] = np.minimum(own, others) * (1 - 1 / len(ranks))
         saved = _saved(steps, less)
         yield Cause("shared", ranks, float(less.max()), saved, steps.step, {"place": place})
 
@@ -225,11 +228,13 @@ def shared_places(run: Run) -> list[tuple[tuple[int, ...], str]]:
 def _explained(run: Run, found: list[Cause]) -> list[Cause]:
     """Without causes that another one explains."""
     kinds = {cause.kind: cause for cause in found}
-    shared = [set(cause.ranks) for cause in found if cause.kind == "shared"]
+    shared = [(set(cause.ranks), cause.seconds) for cause in found if cause.kind == "shared"]
     kept = []
     for cause in found:
         slow = set(cause.ranks)
-        if cause.kind == "compute" and any(slow <= ranks for ranks in shared):
+        if cause.kind == "compute" and any(
+            slow <= ranks and cause.seconds <= 2 * lost for ranks, lost in shared
+        ):
             continue
         checkpoint = kinds.get("checkpoint")
         # The main rank writes beside training, in the same process.
