@@ -220,6 +220,33 @@ def test_ranks_name_each_other_where_no_launcher_watches() -> None:
     assert "it does not answer" in found[0].report
 
 
+def test_ranks_name_rank_0_where_the_store_stops_with_it() -> None:
+    """Nobody is heard any more. Rank 1 reports it, and rank 2 a while later; a rank whose steps go
+    on says nothing: then it is the launcher that was stopped."""
+    whereabouts.note_step(9, begun=True)
+    whereabouts.note_hang_limit(5.0)
+    try:
+        watches = [PeerWatch(rank, 3, None) for rank in range(3)]
+        for second in range(5):
+            whereabouts.note_step((whereabouts.here().step or 0) + 1, begun=True)
+            messages = [watch.message() for watch in watches]
+            assert [watch.look(messages, float(second)) for watch in watches] == [None] * 3
+        for second in range(5, 30):  # steps go on
+            whereabouts.note_step((whereabouts.here().step or 0) + 1, begun=True)
+            assert watches[1].look_alone(messages, float(second)) is None
+        reports: dict[int, float] = {}
+        for second in range(30, 45):
+            for rank in (1, 2):
+                found = watches[rank].look_alone(messages, float(second))
+                if found is not None and rank not in reports:
+                    reports[rank] = second
+                    assert "rank 0 holds the others up" in found.report
+                    assert "it does not answer" in found.report
+    finally:
+        whereabouts.note_hang_limit(math.nan)
+    assert 34 <= reports[1] <= 36 and reports[1] < reports[2] <= 40
+
+
 def test_hang_timeout_s_is_below_the_time_for_an_exchange() -> None:
     assert MultiGPUConfig(hang_timeout_s=600).exchange_timeout.total_seconds() > 10 * 600
     with pytest.raises(ConfigError, match="hang_timeout_s=60"):

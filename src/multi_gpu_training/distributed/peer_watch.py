@@ -3,6 +3,9 @@
 A thread of each rank puts where that rank is into the store, once a second, and reads the others'.
 The first rank that still answers says who holds the others up, and exits: the launcher does the
 rest. It cannot ask for a stack: what is shown is what each rank saw of itself a second ago.
+
+The store may lie in rank 0 and stop with it. Then nobody is heard any more: a rank that stands
+still itself says so.
 """
 
 from __future__ import annotations
@@ -34,15 +37,17 @@ class PeerWatch:
         self._heard: dict[int, tuple[int, float]] = {}
         self._stacks: dict[int, Stack] = {}
         self._progress = ProgressWatch()
+        self._answer: tuple[list[bytes], float] | None = None
         self._closed = threading.Event()
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="peers", daemon=True).start()
+        for work in (self._talk, self._watch):
+            threading.Thread(target=work, name=f"peers-{work.__name__}", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
 
-    def _run(self) -> None:
+    def _talk(self) -> None:
         while not self._closed.wait(EVERY_S):
             try:
                 self._store.set(self._keys[self._rank], self.message())
@@ -50,8 +55,17 @@ class PeerWatch:
                     continue
                 messages = [bytes(raw) for raw in self._store.multi_get(self._keys)]
             except RuntimeError:  # the store is gone, with the launcher
+                self._closed.set()
                 return
-            hang = self.look(messages, time.monotonic())
+            self._answer = messages, time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(EVERY_S):
+            if self._answer is None:
+                continue
+            (messages, when), now = self._answer, time.monotonic()
+            deaf = now - when > SILENT_S
+            hang = self.look_alone(messages, now) if deaf else self.look(messages, now)
             if hang is not None and not self._closed.is_set():
                 print(hang.report, file=sys.stderr, flush=True)
                 os._exit(1)
@@ -65,18 +79,32 @@ class PeerWatch:
 
     def look(self, messages: list[bytes], now: float) -> Hang | None:
         """A hang, on the one rank that is to report it."""
+        ranks = self._read(messages, now)
+        awake = {rank for rank, (_, when) in self._heard.items() if now - when < SILENT_S}
+        stall = self._progress.look(ranks, now, ranks.keys() - awake)
+        if stall is None or self._rank != min(awake, default=-1):
+            return None
+        return diagnose(stall, ranks, {rank: self._stacks[rank] for rank in awake}, {})
+
+    def look_alone(self, messages: list[bytes], now: float) -> Hang | None:
+        """The same where the store does not answer: `messages` are its last. Rank 0 is to blame,
+        if this rank does not move either; the next one reports if the first does not."""
+        ranks = self._read([*messages[: self._rank], self.message(), *messages[self._rank + 1 :]])
+        stall = self._progress.look({self._rank: ranks[self._rank]}, now)
+        if stall is None or stall.for_s < stall.limit_s + (self._rank - 1) * SILENT_S:
+            return None
+        return diagnose(stall, ranks, {r: s for r, s in self._stacks.items() if r > 0}, {})
+
+    def _read(self, messages: list[bytes], now: float | None = None) -> dict[int, Whereabouts]:
+        """now: when they were heard."""
         ranks: dict[int, Whereabouts] = {}
         for rank, raw in enumerate(messages):
             beat, step, begun, phase, count, hang_s, frames = json.loads(raw)
-            if self._heard.get(rank, (0, 0.0))[0] != beat:
+            if now is not None and self._heard.get(rank, (0, 0.0))[0] != beat:
                 self._heard[rank] = beat, now
             stack = Stack(tuple((file, line, name) for file, line, name in frames))
             self._stacks[rank] = stack
             ranks[rank] = Whereabouts(
                 step, begun, phase=Phase(phase), count=count, hang_s=hang_s, line=stack.line
             )
-        awake = {rank for rank, (_, when) in self._heard.items() if now - when < SILENT_S}
-        stall = self._progress.look(ranks, now, ranks.keys() - awake)
-        if stall is None or self._rank != min(awake, default=-1):
-            return None
-        return diagnose(stall, ranks, {rank: self._stacks[rank] for rank in awake}, {})
+        return ranks
