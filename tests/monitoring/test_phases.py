@@ -88,6 +88,30 @@ def test_the_cause_and_its_rank_are_named(
     assert verdict.causes[0].seconds == pytest.approx(LATE_S, rel=0.9)
 
 
+def own_loop(folder: Path, case: str) -> Path:
+    """60 steps of two micro-batches, called by a loop of one's own, in which rank 1 may be late."""
+    manager = manager_for(folder, batch_size=16, gradient_accumulation_steps=2, run_name=case)
+    manager.setup_training(Normed(), points(), loss_fn=squares, optimizer=sgd)
+    inputs, targets = points(16).tensors
+    for _ in range(120):
+        manager.trainer.train_step((inputs, targets))
+        if case == "hooks" and manager.placement.dp_rank == 1:
+            time.sleep(LATE_S / 2)
+    manager.finish()
+    return manager.run.path
+
+
+def test_a_loop_of_ones_own_is_timed_as_well(tmp_path: Path) -> None:
+    path = run_ranks(2, own_loop, tmp_path, "hooks")[0]
+    verdict = judge(read_run(path))
+    assert (verdict.kind, verdict.causes[0].ranks) == ("hooks", (1,)), verdict
+    assert verdict.causes[0].seconds == pytest.approx(LATE_S, rel=0.5)
+    timed = [events(path, rank, "phases") for rank in range(2)]
+    assert [event["step"] for event in timed[0]] == [event["step"] for event in timed[1]]
+    for event in timed[1]:
+        assert event["input_s"] == 0 and event["forward_s"] > 0 and event["other_s"] > LATE_S / 2
+
+
 def events(path: Path, rank: int, kind: str) -> list[dict[str, Any]]:
     lines = (path / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]

@@ -53,6 +53,7 @@ class IntervalLog:
     def start_epoch(self, total: int | None) -> None:
         self._total = total
         self.in_epoch = True
+        self.manager.trainer.own_steps = None
         self._started = time.perf_counter()
         self._first_step = self.manager.trainer.step
         self.wait.reset()
@@ -82,9 +83,10 @@ class IntervalLog:
     def end_epoch(self) -> None:
         self.finish()
         self.in_epoch = False
+        manager = self.manager
+        manager.trainer.own_steps = self.wait.sampler
         if self.wait.sampler is not None:
             self.wait.sampler.end_epoch()
-        manager = self.manager
         advice = self.wait.advice(manager.config.num_workers)
         if advice is not None:
             manager.logger.info(advice)

@@ -36,6 +36,7 @@ class Observer:
             return
         self.sampler = StepSampler(manager, manager._log.wait)
         manager._log.wait.sampler = self.sampler
+        manager.trainer.own_steps = self.sampler
         self._device = DeviceWatch(
             manager.placement.device,
             manager.config.monitor_interval_s,
@@ -76,6 +77,7 @@ class Observer:
             self._write_report()
 
     def stop(self) -> None:
+        self.manager.trainer.own_steps = None
         if self.sampler is not None:
             with contextlib.suppress(Exception):
                 self.sampler.end_epoch()

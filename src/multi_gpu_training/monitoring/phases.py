@@ -49,17 +49,17 @@ class PhaseClock:
 
     # The life of a measurement
 
-    def start(self, now: float | None = None) -> None:
+    def start(self, now: float | None = None, phase: str = "input") -> None:
         """A step begins: this rank asks for its first batch, or computes one again."""
-        self._host = [("input", time.perf_counter() if now is None else now)]
+        self._host = [(phase, time.perf_counter() if now is None else now)]
         self._events = []
         self._queued = []
-        self._queue_mark("input")
+        self._queue_mark(phase)
         self._micro_batches = 0
         self._cpu_started = time.thread_time()
         hooks = getattr(self._trainer.wrapped, "hook_time", None)
         self._hook_s = hooks.seconds if hooks is not None else 0.0
-        self._device_mark("input")
+        self._device_mark(phase)
         for name in COLLECTIVES:
             self._shadow(self._trainer.placement, name)
         # BatchNorm's running values of rank 0, sent before a forward: whoever is early waits there.

@@ -74,11 +74,12 @@ class StepSampler:
 
     # Where the loop is
 
-    def asked(self, now: float) -> None:
-        """A batch is asked for: a step begins, or goes on."""
+    def asked(self, now: float, phase: str = "input") -> None:
+        """A batch is asked for: a step begins, or goes on. phase: what the time until it comes
+        belongs to."""
         if self._clock.running:
             if self.trainer._micro:
-                self._clock.mark("input")
+                self._clock.mark(phase)
                 return
             self._finish(now)
         self._write_if_ready()
@@ -86,13 +87,26 @@ class StepSampler:
         if self._count_at is not None and step >= self._count_at:
             self._count()
         elif step >= self.next_step and not self.trainer._micro:
-            self._begin(now)
+            self._begin(now, phase)
         self.attentive = self._clock.running or self._pending is not None
         self.attentive = self.attentive or self._count_at is not None
 
     def got(self) -> None:
         if self._clock.running:
             self._clock.mark("other")
+
+    def own_step_begins(self) -> None:
+        """`train_step` is called by a loop of the user's own: its code since the last step has no
+        name of ours."""
+        if self._clock.running:
+            self._clock.mark("other")
+
+    def own_step_ends(self) -> None:
+        trainer = self.trainer
+        if not self.attentive and trainer.step + 1 >= self.next_step:
+            self.attentive = True
+        if self.attentive:
+            self.asked(time.perf_counter(), "other")
 
     def end_epoch(self) -> None:
         """No step follows at once: what was timed is recorded."""
@@ -116,14 +130,14 @@ class StepSampler:
         if self._clock.running:
             self._clock.mark("other")
 
-    def _begin(self, now: float) -> None:
+    def _begin(self, now: float, phase: str) -> None:
         execution = self.trainer.execution
         step = self.trainer.step + 1
         if execution.active:  # warming up for a recording, or replaying one
             self.next_step = self._following(step) if execution.mode == "graph" else step + 1
             return
         self.next_step = self._following(step)
-        self._clock.start(now)
+        self._clock.start(now, phase)
 
     def _finish(self, now: float) -> None:
         self._clock.stop(now)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,9 @@ from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.speed import choose_speed, fuse, lay_out_channels_last
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.verification import Recorder
+
+if TYPE_CHECKING:
+    from multi_gpu_training.monitoring.sampling import StepSampler
 
 # Changes a training batch on the device: augment(batch, random) -> batch.
 Augment = Callable[[Any, SampleRandom], Any]
@@ -131,6 +134,7 @@ class MultiGPUTrainer(ABC):
         self._epoch_key = EpochKey(placement.device)
         self.recorder: Recorder | None = None
         self.clock: PhaseClock | None = None
+        self.own_steps: StepSampler | None = None  # while a loop of the user's own calls train_step
 
     # What a kind of trainer must say
 
@@ -212,6 +216,8 @@ class MultiGPUTrainer(ABC):
         all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
         """
         note_step(self.step + 1, begun=True)
+        if self.own_steps is not None:
+            self.own_steps.own_step_begins()
         share = share_of(batch)
         ours = share is not None
         if self._given == 0 if share is None else share.first:
@@ -244,6 +250,8 @@ class MultiGPUTrainer(ABC):
             else:
                 result = self.eager_step(given, samples, share)
             self._given = 0 if share.last else self._given + 1
+            if self.own_steps is not None:
+                self.own_steps.own_step_ends()
             return result
         except RuntimeError as error:
             if memory.retrying or not memory.concerns(error):

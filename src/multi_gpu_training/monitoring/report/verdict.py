@@ -42,7 +42,7 @@ def judge(run: Run) -> Verdict:
     if steps is None:
         return Verdict(
             "nothing can be said about speed: fewer than three steps were timed on every rank "
-            "(monitor=false, a very short run, or a loop of one's own)",
+            "(monitor=false, or a very short run)",
             notes=notes,
         )
     return Verdict(_healthy(steps), notes=notes)
