@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from ranks import run_ranks
 from recorder import recording
 from torch import Tensor, nn, optim
@@ -151,3 +152,43 @@ def test_recorded_steps_skip_by_a_gate_of_their_own(tmp_path: Path) -> None:
     assert found["error"] is None and found["mode"] == "graph"
     assert same(found["after"][step], found["after"][step - 1])
     assert all(value.isfinite().all() for value in found["weights"].values())
+
+
+def test_what_a_recorded_gate_writes_to_stays_where_it_is(tmp_path: Path) -> None:
+    """A rollback for another reason opens the gate; the recordings live on."""
+    manager = tiny.manager_for(tmp_path, on_nonfinite="skip", training_mode="single")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
+    manager.setup_training(model, data, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["adamw"])
+    gate = manager.trainer.finite
+    gate.use_gate(manager.trainer.optimizer)
+    gate.keep_buffers()
+    kept = [buffer.data_ptr() for buffer in gate._good]
+    gate.reset()
+    gate.keep_buffers()
+    assert kept and [buffer.data_ptr() for buffer in gate._good] == kept
+    manager.finish()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_single_bad_weight_is_seen(tmp_path: Path, kind: torch.dtype, value: float) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            self.more = nn.Parameter(torch.ones(7, dtype=kind))
+            self.none = nn.Parameter(torch.ones(0))
+
+    manager = tiny.manager_for(tmp_path, training_mode="single")
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
+    manager.setup_training(Odd(), data, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["rmsprop"])
+    gate = manager.trainer.finite
+    gate.mode = "later"
+    gate.ask_for_weights()
+    assert not gate.weights_are_spoilt()
+    with torch.no_grad():
+        manager.model.more[3] = value
+    gate.ask_for_weights()
+    assert gate.weights_are_spoilt()
+    manager.finish()

@@ -151,7 +151,7 @@ class FiniteGate:
         found = [grad for p in parameters if (grad := p.grad) is not None]
         if self._alike:
             if self._large:
-                found = list(torch._foreach_norm(found, math.inf))
+                found = _largest(found)
             torch._amp_foreach_non_finite_check_and_unscale_(found, self._found, self._one)
             return
         if self._alike is None:
@@ -238,8 +238,7 @@ class FiniteGate:
         if not self._pending_weights:
             return
         self._spoilt.zero_()
-        largest = torch._foreach_norm(list[Tensor](self.trainer._parameters), math.inf)
-        self._look_at(list(largest), self._spoilt)
+        self._look_at(_largest(list[Tensor](self.trainer._parameters)), self._spoilt)
         self._host_weights[0].copy_(self._spoilt, non_blocking=True)
         # A step of a shape that is not recorded has a gate.
         self._host_weights[1].copy_(self._found, non_blocking=True)
@@ -361,7 +360,8 @@ class FiniteGate:
     def reset(self) -> None:
         """Open the gate again."""
         self._pending, self._pending_weights = None, False
-        self._good, self._newer = [], []
+        if not self.spares:  # there a recording writes to them
+            self._good, self._newer = [], []
         self.skipped = False
         self.losses = []
         if self.mode == "gate":
@@ -380,6 +380,11 @@ def _begin_momentum(optimizer: optim.Optimizer) -> None:
             for parameter in group["params"]:
                 state = optimizer.state[parameter]
                 state.setdefault("momentum_buffer", torch.zeros_like(parameter))
+
+
+def _largest(tensors: list[Tensor]) -> list[Tensor]:
+    """The largest element of each; not finite where one of them is not."""
+    return list(torch._foreach_norm([t for t in tensors if t.numel()], math.inf))
 
 
 def _values(tensor: Tensor) -> Tensor:
