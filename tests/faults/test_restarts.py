@@ -129,6 +129,10 @@ STARTS: dict[str, dict[str, Any]] = {
         "pause": 0.1,
         "launcher": ("-m", "multi_gpu_training", "run", "--num-gpus", "2"),
     },
+    "torchrun": {
+        "pause": 0.1,
+        "launcher": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+    },
 }
 
 
@@ -231,5 +235,14 @@ def test_a_launcher_killed_after_a_restart_leaves_no_rank(
     # port of the user's choice, which must be free for the second attempt too.
     run = runs("launcher").reach(7)
     kill_and_wait(run, victim=0)
+    run.program.send(signal.SIGKILL)
+    assert run.program.nothing_left(within_s=3), run.program.alive()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_S)
+def test_a_killed_torchrun_leaves_no_rank(runs: Callable[[str], Run]) -> None:
+    run = runs("torchrun").reach(3)
+    os.kill(run.ranks()[0].pid, signal.SIGSTOP)  # also none that can do nothing itself
     run.program.send(signal.SIGKILL)
     assert run.program.nothing_left(within_s=3), run.program.alive()
