@@ -135,6 +135,12 @@ def accumulated(folder: Path) -> Path:
     return train(folder, "none", gradient_accumulation_steps=2, batch_size=8)
 
 
+def test_timed_steps_fall_into_every_place_of_a_cycle() -> None:
+    for stride in (5, *map(sampling.out_of_step, (8, 20, 21, 64, 200, 312))):
+        for cycle in (2, 3, 4, 6, 8, 12, 16):
+            assert len({(stride * n + 1) % cycle for n in range(cycle)}) == cycle, (stride, cycle)
+
+
 def test_counting_the_work_of_a_step_changes_nothing(tmp_path: Path) -> None:
     on, off = run_ranks(2, both_ways, tmp_path)[0]
     assert on == off  # bit for bit

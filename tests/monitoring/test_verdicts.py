@@ -209,6 +209,16 @@ def test_a_hook_on_one_rank_is_found(folder: Any) -> None:
     assert (verdict.kind, verdict.causes[0].ranks) == ("hooks", (0,))
 
 
+def test_what_comes_every_few_steps_counts_by_its_mean(folder: Any) -> None:
+    run = folder(2)
+    for step in range(1, 41):
+        other = 160.0 if step % 8 == 0 else 0.5
+        run.time_steps([healthy(other=other)] * 2, steps=1, first=step)
+    verdict = judged(run)
+    assert (verdict.kind, verdict.causes[0].ranks) == ("hooks", ())
+    assert verdict.causes[0].seconds == pytest.approx(0.0205, rel=0.2)
+
+
 def test_replayed_steps_are_judged_by_their_real_length(folder: Any) -> None:
     """Phases of an eager comparison step are shares; the graph itself takes 0.1 ms."""
     run = folder(2, {"device": "cuda:0", "device_uuid": ("GPU-a", "GPU-b")})
