@@ -24,6 +24,7 @@ from multi_gpu_training.distributed.stacks import Stack
 from multi_gpu_training.distributed.whereabouts import Phase, Whereabouts
 
 SILENT_S = 3.0
+SOON_S = 0.1  # until all ranks have begun to talk
 
 
 class PeerWatch:
@@ -37,7 +38,9 @@ class PeerWatch:
         self._heard: dict[int, tuple[int, float]] = {}
         self._stacks: dict[int, Stack] = {}
         self._progress = ProgressWatch()
-        self._answer: tuple[list[bytes], float] | None = None
+        # What the store said last, and when. At first: nothing is known of the others.
+        nothing = json.dumps([0, None, False, int(Phase.SET_UP), 0, None, []]).encode()
+        self._answer = [nothing] * world, time.monotonic()
         self._closed = threading.Event()
 
     def start(self) -> None:
@@ -48,21 +51,21 @@ class PeerWatch:
         self._closed.set()
 
     def _talk(self) -> None:
-        while not self._closed.wait(EVERY_S):
+        pause_s = 0.0
+        while not self._closed.wait(pause_s):
             try:
                 self._store.set(self._keys[self._rank], self.message())
-                if not self._store.check(self._keys):
-                    continue
-                messages = [bytes(raw) for raw in self._store.multi_get(self._keys)]
+                everybody = self._store.check(self._keys)
+                messages = self._store.multi_get(self._keys) if everybody else []
             except RuntimeError:  # the store is gone, with the launcher
                 self._closed.set()
                 return
-            self._answer = messages, time.monotonic()
+            pause_s = EVERY_S if everybody else SOON_S
+            if everybody:
+                self._answer = [bytes(raw) for raw in messages], time.monotonic()
 
     def _watch(self) -> None:
         while not self._closed.wait(EVERY_S):
-            if self._answer is None:
-                continue
             (messages, when), now = self._answer, time.monotonic()
             deaf = now - when > SILENT_S
             hang = self.look_alone(messages, now) if deaf else self.look(messages, now)
