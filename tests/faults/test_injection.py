@@ -187,7 +187,9 @@ def test_killed_in_its_first_save_and_again_and_again_it_ends_as_if_nothing_had_
     while 0 not in codes and len(codes) <= len(faults):
         run = Forked(train_with, folder, faults, "auto", cwd=tmp_path)
         codes.append(run.end_of_run())
-    assert codes == [128 + signal.SIGKILL] * len(faults) + [0], run
+    # Checkpoints are written beside training: two faults may meet in one death.
+    assert codes[-1] == 0 and set(codes[:-1]) == {128 + signal.SIGKILL}, run
+    assert len(faults) - 2 <= len(codes) - 1 <= len(faults)
     ours, whole = torch.load(f"{folder}/weights.pt"), train(tmp_path / "whole")
     assert all(torch.equal(ours[name], whole[name]) for name in whole)
     left = [p.name for p in Path(folder, "custom/it/checkpoints").glob(".*")]
