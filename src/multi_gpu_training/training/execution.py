@@ -541,9 +541,9 @@ class StepExecution:
             self._stay_eager(problem or f"{why}, and compiling does not help")
             return
         self.active, self.mode, self.reason = False, "compile", why
-        self.trainer.finite.stay_eager()
+        costs = self.trainer.finite.stay_eager()
         note = f", {slowest * 1e3:.1f} ms instead of {against_s * 1e3:.1f} ms" if against_s else ""
-        self.say(f"step: compiled, {why}{note}")
+        self.say(f"step: compiled, {why}{note}" + (f"; {costs}" if costs else ""))
 
     # Small parts
 

@@ -17,7 +17,6 @@ by one, with a gate or read, up to the one that is to blame. Only `skip` records
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,12 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.errors import NonFiniteLossError
 from multi_gpu_training.training.buffers import copy_each
 from multi_gpu_training.training.culprit import explain
+from multi_gpu_training.training.nonfinite import (
+    LOOKED_AT,
+    flag_nonfinite,
+    largest_elements,
+    plain_values,
+)
 from multi_gpu_training.training.screening import optimizer_obstacle
 from multi_gpu_training.training.step import MicroResult
 
@@ -38,7 +43,6 @@ if TYPE_CHECKING:
 LOOK = 32
 LOOK_RECORDED = 128
 LARGE = 2**20  # elements of a gradient, from which its norm is faster than torch's look at it
-_LOOKED_AT = (torch.float32, torch.float16, torch.float64)  # types that torch's kernel takes
 _WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
 
@@ -140,7 +144,7 @@ class FiniteGate:
         if self.policy == "skip":
             self._found.zero_()
         if norm is not None:
-            self._look_at([norm], self._found)  # not finite where any gradient is not
+            flag_nonfinite([norm], self._found, self._one)  # not finite where any gradient is not
         else:
             self._look_at_gradients()
         if self._counts:
@@ -151,25 +155,15 @@ class FiniteGate:
         found = [grad for p in parameters if (grad := p.grad) is not None]
         if self._alike:
             if self._large:
-                found = _largest(found)
+                found = largest_elements(found)
             torch._amp_foreach_non_finite_check_and_unscale_(found, self._found, self._one)
             return
         if self._alike is None:
             kinds = {grad.dtype for grad in found}
             dense = not any(grad.is_sparse for grad in found)
-            self._alike = dense and len(kinds) == 1 and kinds <= set(_LOOKED_AT)
+            self._alike = dense and len(kinds) == 1 and kinds <= set(LOOKED_AT)
             self._large = sum(grad.numel() for grad in found) >= LARGE * len(found)
-        self._look_at(found, self._found)
-
-    def _look_at(self, tensors: list[Tensor], flag: Tensor) -> None:
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            values = _values(tensor)
-            by_type.setdefault(values.dtype, []).append(values)
-        for kind, same in by_type.items():
-            if kind not in _LOOKED_AT:
-                same = [torch.stack(torch._foreach_norm(same)).float()]
-            torch._amp_foreach_non_finite_check_and_unscale_(same, flag, self._one)
+        flag_nonfinite(found, self._found, self._one)
 
     # Recorded steps
 
@@ -238,7 +232,8 @@ class FiniteGate:
         if not self._pending_weights:
             return
         self._spoilt.zero_()
-        self._look_at(_largest(list[Tensor](self.trainer._parameters)), self._spoilt)
+        largest = largest_elements(list[Tensor](self.trainer._parameters))
+        flag_nonfinite(largest, self._spoilt, self._one)
         self._host_weights[0].copy_(self._spoilt, non_blocking=True)
         # A step of a shape that is not recorded has a gate.
         self._host_weights[1].copy_(self._found, non_blocking=True)
@@ -292,7 +287,7 @@ class FiniteGate:
         names = [
             name
             for name, p in trainer.model.named_parameters()
-            if p.grad is not None and not bool(_values(p.grad).isfinite().all())
+            if p.grad is not None and not bool(plain_values(p.grad).isfinite().all())
         ]
         share, losses = trainer._computed[3], list(self.losses)
         trainer.drop_gradients()
@@ -380,13 +375,3 @@ def _begin_momentum(optimizer: optim.Optimizer) -> None:
             for parameter in group["params"]:
                 state = optimizer.state[parameter]
                 state.setdefault("momentum_buffer", torch.zeros_like(parameter))
-
-
-def _largest(tensors: list[Tensor]) -> list[Tensor]:
-    """The largest element of each; not finite where one of them is not."""
-    return list(torch._foreach_norm([t for t in tensors if t.numel()], math.inf))
-
-
-def _values(tensor: Tensor) -> Tensor:
-    tensor = tensor._values() if tensor.is_sparse else tensor
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
