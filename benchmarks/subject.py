@@ -83,6 +83,7 @@ class Subject:
         self.steps = steps
         self.faults: list[dict[str, Any]] = []  # from inside: arguments of fail_at
         self.port: int | None = None  # where the ranks meet; None: a free one
+        self.launch: list[str] = []  # what starts its ranks; [] is our own launcher
         self.given = {"steps": steps, "width": width, "dropout": dropout, "settings": settings}
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
@@ -105,7 +106,7 @@ class Subject:
         }
         with (self.folder / "out.txt").open("a") as out:
             self.launcher = subprocess.Popen(
-                [sys.executable, "train.py", json.dumps(given)],
+                [sys.executable, *self.launch, "train.py", json.dumps(given)],
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -247,6 +247,33 @@ def test_ranks_name_rank_0_where_the_store_stops_with_it() -> None:
     assert 34 <= reports[1] <= 36 and reports[1] < reports[2] <= 40
 
 
+THREADS = """
+import time
+from torch.distributed import TCPStore
+from multi_gpu_training.distributed import peer_watch
+from multi_gpu_training.distributed.listening import Listener
+
+peer_watch.EVERY_S = peer_watch.SOON_S = 0.0
+store = TCPStore("127.0.0.1", 0, is_master=True)
+watches = [peer_watch.PeerWatch(rank, 4, store.clone()) for rank in range(4)]
+mine = store.clone()
+watches.append(Listener(print, lambda: mine.check(["asked"]), print, 0.0))
+for watch in watches:
+    watch.start()
+time.sleep(0.2)
+for watch in watches:
+    watch.close()
+"""
+
+
+def test_threads_that_ask_the_store_do_not_abort_the_exit(tmp_path: Path) -> None:
+    """Python 3.11 ends a thread that comes back from C++ after the interpreter, and all with it."""
+    script = tmp_path / "threads.py"
+    script.write_text(THREADS)
+    with Program(script, cwd=tmp_path) as program:
+        assert program.end_of_run() == 0, program
+
+
 def test_hang_timeout_s_is_below_the_time_for_an_exchange() -> None:
     assert MultiGPUConfig(hang_timeout_s=600).exchange_timeout.total_seconds() > 10 * 600
     with pytest.raises(ConfigError, match="hang_timeout_s=60"):

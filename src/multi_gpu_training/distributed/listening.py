@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+JOIN_S = 5.0
 _listening: Listener | None = None  # handlers belong to the process: one at a time has them
 
 
@@ -83,6 +84,7 @@ class Listener:
         if self._write >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._write, b"\0")
+        join(self._thread)
 
     def _take_wakeup(self) -> bool:
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -124,6 +126,17 @@ class Listener:
                 self._read = self._write = -1
                 os.close(read)
                 os.close(write)
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait for a thread that has been told to end and that may be asking the store.
+
+    One that comes back from C++ while the interpreter shuts down is ended by force, and the whole
+    process with it ("terminate called without an active exception"). A store that no longer
+    answers is not waited for.
+    """
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(JOIN_S)
 
 
 def end_unsaved(number: int, _frame: FrameType | None) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from multi_gpu_training.distributed import whereabouts
 from multi_gpu_training.distributed.hangs import Hang, ProgressWatch, diagnose
 from multi_gpu_training.distributed.heartbeat import EVERY_S, sample
+from multi_gpu_training.distributed.listening import join
 from multi_gpu_training.distributed.stacks import Stack
 from multi_gpu_training.distributed.whereabouts import Phase, Whereabouts
 
@@ -42,13 +43,19 @@ class PeerWatch:
         nothing = json.dumps([0, None, False, int(Phase.SET_UP), 0, None, []]).encode()
         self._answer = [nothing] * world, time.monotonic()
         self._closed = threading.Event()
+        self._threads = [
+            threading.Thread(target=work, name=f"peers-{work.__name__}", daemon=True)
+            for work in (self._talk, self._watch)
+        ]
 
     def start(self) -> None:
-        for work in (self._talk, self._watch):
-            threading.Thread(target=work, name=f"peers-{work.__name__}", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         self._closed.set()
+        for thread in self._threads:
+            join(thread)
 
     def _talk(self) -> None:
         pause_s = 0.0
