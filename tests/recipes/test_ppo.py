@@ -18,7 +18,9 @@ from ranks import run_ranks
 from multi_gpu_training import Hook, MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.ppo import DistributedCLSTMPPOTrainer, PPOOptions, recipe
+from multi_gpu_training.recipes.ppo.gymnasium_environments import GymnasiumEnvironments
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS
+from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 CARTPOLE = {
     "env": "CartPole-v1",
@@ -143,33 +145,56 @@ def test_a_stopped_run_goes_on_to_the_bit(
             assert torch.equal(mine[name], value) if torch.is_tensor(value) else mine[name] == value
 
 
-class SignalSelf(Hook):
-    """SIGTERM to rank 0 after its first iteration."""
+def train_signalled(
+    folder: Path, settings: dict[str, Any], options: dict[str, Any], where: str, call: int
+) -> Any:
+    """SIGTERM to rank 0 at that call of a part of the work; the exit code, and how many calls of
+    it there were in all."""
+    kind = {"rollout": GymnasiumEnvironments, "update": MultiGPUTrainer}[where]
+    name = {"rollout": "step", "update": "train_step"}[where]
+    work, calls = getattr(kind, name), 0
 
-    def on_epoch_end(self, manager: Any, epoch: int, metrics: dict[str, float]) -> None:
-        if epoch == 0 and manager.placement.is_main:
+    def counted(self: Any, *given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and int(os.environ["RANK"]) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.5)  # let it be heard before the run is over
+        if calls >= call:
+            time.sleep(0.1)  # let it be heard, and agreed on
+        return work(self, *given)
 
-
-def train_signalled(folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[__name__], "StopAfter", lambda _: SignalSelf())
+        patch.setattr(kind, name, counted)
         try:
-            return train(folder, settings, options)
+            train(folder, settings, options)
         except SystemExit as stopped:
-            return stopped.code
+            return stopped.code, calls
+    return None
 
 
-def test_a_signal_stops_it_after_an_iteration_and_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    options = CARTPOLE | {"total_steps": 6 * 24 * 7, "decay": "linear"}
+# A rollout has 24 steps of the environments, the update after it two passes of three.
+@pytest.mark.parametrize(
+    ("where", "call", "saved"),
+    [("rollout", 30, 6), ("update", 9, 6), ("update", 2, None)],
+    ids=["second rollout", "second update", "first update"],
+)
+def test_a_signal_takes_it_back_to_its_last_iteration_and_it_goes_on_to_the_bit(
+    tmp_path: Path, where: str, call: int, saved: int | None
+) -> None:
+    options = CARTPOLE | {"total_steps": 4 * 24 * 7, "decay": "linear"}
     keep = {"enable_fault_tolerance": True, "checkpoint_frequency": 1000}
     whole = run_ranks(2, train, tmp_path, keep | {"run_name": "whole"}, options)
     stopped = keep | {"run_name": "stopped"}
-    assert run_ranks(2, train_signalled, tmp_path, stopped, options) == [143, 143]
+    for code, calls in run_ranks(2, train_signalled, tmp_path, stopped, options, where, call):
+        assert code == 143
+        assert calls <= call + 12, "it did not wait for the end of the iteration"
+    found = sorted(path.name for path in tmp_path.glob("ppo/stopped/checkpoints/step-*"))
+    assert found == ([] if saved is None else [f"step-{saved:08d}"])
     resumed = run_ranks(2, train, tmp_path, stopped | {"resume": "auto"}, options)
-    for (_, ours, _), (_, reference, _) in zip(resumed, whole, strict=True):
+    for (_, ours, progress), (_, reference, expected) in zip(resumed, whole, strict=True):
         assert [k for k in reference if not torch.equal(ours[k], reference[k])] == []
+        assert progress["recent"] == expected["recent"]
+        assert progress["passes"] == expected["passes"]
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_environments(tmp_path: Path) -> None:

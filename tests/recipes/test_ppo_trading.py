@@ -265,7 +265,7 @@ def test_a_copy_does_the_same_whoever_holds_it_and_goes_on_to_the_bit() -> None:
         assert torch.equal(one.observations[4:], other.observations)
     resumed = copies(range(1, 3))
     resumed.reset()
-    seen = resumed.load(take_environments(everyone.state(), range(1, 3)))
+    seen = resumed.load(take_environments(everyone.mark()(), range(1, 3)))
     assert torch.equal(seen, one.observations[1:3])
     for step in actions[30:]:
         one, other = everyone.step(step), resumed.step(step[1:3])

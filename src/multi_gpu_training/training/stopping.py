@@ -41,13 +41,6 @@ def start_control(manager: MultiGPUTrainingManager) -> Control:
     return control
 
 
-def pass_boundary(manager: MultiGPUTrainingManager, save: Callable[[], Any]) -> None:
-    """For a loop that can go on from certain places only, where `save` saves it. Collective."""
-    control = manager.control
-    control.on_stop = lambda: stop(manager, save)
-    control.arrive()
-
-
 def validation_batches(manager: MultiGPUTrainingManager, batches: Iterable[Any]) -> Iterator[Any]:
     """Batches of a validation, which is left once all ranks stop behind it."""
     control = manager.control
@@ -71,7 +64,8 @@ _END = object()
 
 
 def stop(manager: MultiGPUTrainingManager, save: Callable[[], Any] | None = None) -> None:
-    """Save the step that all ranks stand at, unless it is saved already, and leave. Collective."""
+    """Save the step that all ranks stand at, unless it is saved already, and leave. `save`: how,
+    where a manager's checkpoint alone would not do. Collective."""
     wait_for_no_worker()
     begun, step = time.perf_counter(), manager.trainer.step
     problem = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,8 +46,9 @@ class Environments(Protocol):
 
     def step(self, actions: Tensor) -> Step: ...
 
-    def state(self) -> ByEnvironment:
-        """All that is needed to go on, by environment."""
+    def mark(self) -> Callable[[], ByEnvironment]:
+        """Note where they stand. Asked later, it tells all that is needed to go on from there, by
+        environment."""
         ...
 
     def load(self, state: ByEnvironment) -> Tensor:

@@ -10,7 +10,7 @@ and goes on by taking them again, whatever the environment keeps inside.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,9 +87,15 @@ class GymnasiumEnvironments:
             ended,
         )
 
-    def state(self) -> ByEnvironment:
-        taken = [[np.asarray(action).tolist() for action in actions] for actions in self.taken]
-        return {"episode": list(self.episode), "taken": taken}
+    def mark(self) -> Callable[[], ByEnvironment]:
+        # Actions are added to these lists, and an episode that begins has a list of its own.
+        episode, taken = list(self.episode), [(actions, len(actions)) for actions in self.taken]
+
+        def state() -> ByEnvironment:
+            plain = [[np.asarray(a).tolist() for a in actions[:n]] for actions, n in taken]
+            return {"episode": episode, "taken": plain}
+
+        return state
 
     def load(self, state: ByEnvironment) -> Tensor:
         rows = np.zeros((len(self.numbers), self._size), np.float32)

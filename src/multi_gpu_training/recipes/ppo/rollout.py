@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -95,7 +96,9 @@ class Collector:
         self.discounted = torch.zeros(count, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
-    def collect(self, steps: int, noise: Tensor | None) -> tuple[Rollout, Finished]:
+    def collect(
+        self, steps: int, noise: Tensor | None, before_step: Callable[[], None] = lambda: None
+    ) -> tuple[Rollout, Finished]:
         """`steps` of every environment. `noise` (steps, N, ...) makes the choices; without it
         the likeliest action is taken."""
         policy, actions = self.policy, self.policy.actions
@@ -107,6 +110,7 @@ class Collector:
         recent = state = None
         whole, ended = True, False
         for t in range(steps):
+            before_step()
             whole = whole and not ended
             if t == 0 or ended:
                 self._forget()
@@ -188,9 +192,10 @@ class Collector:
             self.lengths = torch.where(done, 0, self.lengths)
             self.discounted = torch.where(done, 0.0, self.discounted)
 
-    def state_by_environment(self) -> ByEnvironment:
-        return {
-            **{f"environment.{name}": value for name, value in self.environments.state().items()},
+    def mark(self) -> Callable[[], ByEnvironment]:
+        """Note where environments and policy stand, to be told later."""
+        environments = self.environments.mark()
+        own: ByEnvironment = {
             "recent": self.recent,
             "hidden": self.state.permute(2, 0, 1, 3).contiguous(),
             "starts": self.starts,
@@ -198,6 +203,7 @@ class Collector:
             "lengths": self.lengths,
             "discounted": self.discounted,
         }
+        return lambda: {**{f"environment.{n}": v for n, v in environments().items()}, **own}
 
     def load(self, saved: ByEnvironment) -> None:
         prefix = "environment."

@@ -11,6 +11,7 @@ ask the device whether an episode is over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -186,15 +187,16 @@ class TradingEnvironments:
         self.shares = torch.zeros(count, assets, dtype=torch.float64, device=self.device)
         self.elapsed = 0
 
-    def state(self) -> ByEnvironment:
+    def mark(self) -> Callable[[], ByEnvironment]:
         count = len(self.numbers)
-        return {
+        state: ByEnvironment = {  # tensors that no step changes in place
             "day": self.day,
             "balance": self.balance,
             "shares": self.shares,
             "episode": torch.full((count,), self.episode, device=self.device),
             "elapsed": torch.full((count,), self.elapsed, device=self.device),
         }
+        return lambda: state
 
     def load(self, state: ByEnvironment) -> Tensor:
         tensors = {name: torch.as_tensor(value) for name, value in state.items()}

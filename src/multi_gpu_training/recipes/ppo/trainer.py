@@ -17,10 +17,13 @@ import torch
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import cut, derive_seed
-from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.recipes.ppo.environment import gather_environments, take_environments
+from multi_gpu_training.recipes.ppo.environment import (
+    ByEnvironment,
+    gather_environments,
+    take_environments,
+)
 from multi_gpu_training.recipes.ppo.evaluation import evaluate
 from multi_gpu_training.recipes.ppo.loss import PPOLoss
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
@@ -32,7 +35,8 @@ from multi_gpu_training.recipes.ppo.worlds import World, build_world
 from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
-from multi_gpu_training.training.stopping import pass_boundary
+from multi_gpu_training.training.rewind import Counters, StateCopies
+from multi_gpu_training.training.stopping import stop
 from multi_gpu_training.training.verification import requested
 
 # What the seed of a run is combined with, so that its uses have nothing in common.
@@ -121,14 +125,13 @@ class DistributedCLSTMPPOTrainer:
             hooks=self.hooks,
             states={"ppo": self.progress},
         )
-        # It goes on after whole iterations only: rollouts are not saved.
-        self.manager.trainer.boundary = Boundary()
         assert isinstance(model, CLSTMPolicy)
         self.policy = model
         order = derive_seed(self.config.seed, _ORDER)
         self.update = Update(
             self.manager, options, self.progress, self.held, order, endless=self.verifying
         )
+        self._copies = StateCopies(self.manager.trainer)
         self.collector = Collector(environments, model, options.normalises, options.gamma)
         if self.progress.environments is not None:
             self.collector.load(take_environments(self.progress.environments, self.stepped))
@@ -154,7 +157,7 @@ class DistributedCLSTMPPOTrainer:
             self.initialize()
         try:
             while self._rest() > 0 and not self.manager.should_stop:
-                pass_boundary(self.manager, lambda: self._save_checkpoint(False))
+                self._begin_iteration()
                 started = time.perf_counter()
                 rollout, finished = self._collect()
                 collected = time.perf_counter()
@@ -165,6 +168,28 @@ class DistributedCLSTMPPOTrainer:
             self.manager.finish()
             self.world.environments.close()
         return self.manager.result()
+
+    def _begin_iteration(self) -> None:
+        """Rollouts are not saved: a signal in the midst of an iteration takes the run back to its
+        begin, saves that, and the resumed run makes the iteration anew."""
+        manager, trainer = self.manager, self.manager.trainer
+        counters, passes, standing = (
+            Counters.of(trainer),
+            self.progress.passes,
+            self.collector.mark(),
+        )
+        if trainer.step:
+            self._copies.keep("begin")
+
+        def leave() -> None:
+            counters.restore(trainer)
+            self.progress.passes = passes
+            if trainer.step:
+                self._copies.restore("begin")
+            stop(manager, lambda: self._save_checkpoint(False, standing()))
+
+        manager.control.on_stop = leave
+        manager.control.arrive()
 
     def _rest(self) -> float:
         """The part of the run that is still to do: 1 at the beginning, 0 when it is done."""
@@ -182,7 +207,9 @@ class DistributedCLSTMPPOTrainer:
         seed = derive_seed(self.config.seed, _NOISE, self.progress.iteration)
         noise = self.policy.actions.noise(options.steps, options.num_envs, seed)
         noise = noise[:, self.stepped.start : self.stepped.stop]
-        rollout, finished = self.collector.collect(options.steps, noise)
+        # Every rank takes the same number of steps: each is a place where all can stop.
+        arrive = self.manager.control.arrive
+        rollout, finished = self.collector.collect(options.steps, noise, arrive)
         if self.verifying:
             rollout = rollout.take(slice(self.held.start, self.held.stop))
         return rollout, finished
@@ -227,13 +254,12 @@ class DistributedCLSTMPPOTrainer:
         if self.config.enable_fault_tolerance and (
             progress.passed(step, self.config.checkpoint_frequency, "saved") or self._rest() <= 0
         ):
-            self._save_checkpoint(better)
+            self._save_checkpoint(better, self.collector.mark()())
 
-    def _save_checkpoint(self, best: bool) -> None:
+    def _save_checkpoint(self, best: bool, state: ByEnvironment) -> None:
         """Everything by environment, so that any number of ranks can go on."""
         total, ranks = self.options.num_envs, self.placement.dp_size
         held = [stop - start for start, stop in (cut(total, ranks, r) for r in range(ranks))]
-        state = self.collector.state_by_environment()
         self.progress.environments = gather_environments(state, self.placement, held)
         self.manager.save_checkpoint(best)
 
