@@ -282,18 +282,31 @@ def test_a_spike_is_far_above_a_noisy_curve_and_a_flat_one() -> None:
 class Astray(Hook):
     """Changes a weight on one rank alone, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, at: int) -> None:
+        self.at = at
         self.done = False
 
     def on_step_end(self, manager: Any, step: int) -> None:
-        if step == 5 and not self.done:
+        if step == self.at and not self.done:
             self.done = True
             if manager.placement.dp_rank == 1:
                 with torch.no_grad():
                     next(manager.model.parameters()).add_(1e-3)
 
 
-def diverge(folder: Path, policy: str, astray: bool) -> tuple[str | None, int, dict[str, Tensor]]:
+class Damaged(Astray):
+    """And the checkpoints from step 4 on are damaged; the first epoch ends with it."""
+
+    def on_step_end(self, manager: Any, step: int) -> None:
+        if step == self.at and not self.done and manager.placement.is_main:
+            manager.fault_tolerance.saver.wait()
+            for path in manager.run.checkpoints.glob("step-*/model.safetensors"):
+                if int(path.parent.name.removeprefix("step-")) >= 4:
+                    path.write_bytes(path.read_bytes()[:-1])
+        super().on_step_end(manager, step)
+
+
+def diverge(folder: Path, policy: str, *hooks: Hook) -> tuple[str | None, int, dict[str, Tensor]]:
     manager = tiny.manager_for(
         folder,
         batch_size=2,
@@ -305,21 +318,21 @@ def diverge(folder: Path, policy: str, astray: bool) -> tuple[str | None, int, d
     )
     model = tiny.line()
     try:
-        hooks = [Astray()] if astray else []
-        manager.fit(model, tiny.points(), optimizer=tiny.sgd, hooks=hooks)
+        manager.fit(model, tiny.points(), optimizer=tiny.sgd, hooks=list(hooks))
     except DivergenceError as error:
         return str(error), manager.trainer.step, tiny.weights(model)
     return None, manager.trainer.step, tiny.weights(model)
 
 
 def test_on_divergence_stops_or_goes_back_to_equal_replicas(tmp_path: Path) -> None:
-    for text, step, _ in run_ranks(2, diverge, tmp_path / "stop", "stop", True):
+    for text, step, _ in run_ranks(2, diverge, tmp_path / "stop", "stop", Astray(5)):
         assert step == 5 and text is not None and "ranks [1]" in text
-    whole = run_ranks(2, diverge, tmp_path / "whole", "stop", False)
-    back = run_ranks(2, diverge, tmp_path / "back", "rollback", True)
-    for (text, step, ours), (_, steps, reference) in zip(back, whole, strict=True):
-        assert text is None and step == steps
-        assert same(ours, reference)
+    whole = run_ranks(2, diverge, tmp_path / "whole", "stop")
+    for hook in (Astray(5), Damaged(7)):  # of the same epoch, and of the one before
+        back = run_ranks(2, diverge, tmp_path / type(hook).__name__, "rollback", hook)
+        for (text, step, ours), (_, steps, reference) in zip(back, whole, strict=True):
+            assert text is None and step == steps == 8
+            assert same(ours, reference)
 
 
 @pytest.mark.parametrize(

@@ -249,13 +249,19 @@ class MultiGPUTrainingManager:
         if epochs is not None:
             self.config.epochs = epochs
         self.setup_training(model, dataset, val_dataset, **setup)
+        epoch = self.progress.epochs_done
         try:
-            for epoch in range(self.progress.epochs_done, self.config.epochs):
-                self.train_epoch(self.train_loader, epoch)
+            while epoch < self.config.epochs:
+                try:
+                    self.train_epoch(self.train_loader, epoch)
+                except EarlierEpoch as back:
+                    epoch = back.epoch
+                    continue
                 if self.val_loader is not None:
                     self.validate_epoch(self.val_loader)
                 if self.should_stop:
                     break
+                epoch += 1
         finally:
             self.finish()
         return self.result()
@@ -337,12 +343,9 @@ class MultiGPUTrainingManager:
 
     def _go_back(self, epoch: int) -> None:
         """The state of a checkpoint was brought back: go on from its place in the data."""
-        if self.progress.epochs_done != epoch:
-            raise CheckpointError(
-                f"the last intact checkpoint is of epoch {self.progress.epochs_done + 1}, and this "
-                f"is epoch {epoch + 1}; start the run again with --resume auto"
-            )
         self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+        if self.progress.epochs_done != epoch:
+            raise EarlierEpoch(self.progress.epochs_done, epoch)
         if self.train_loader.epoch != epoch:
             self.train_loader.seek(epoch)
         self._log.went_back()
@@ -538,6 +541,18 @@ class MultiGPUTrainingManager:
     def _last_metrics(self) -> dict[str, float]:
         last = self.progress.last
         return last["val"] or last["train"]
+
+
+class EarlierEpoch(CheckpointError):
+    """The state of an earlier epoch was brought back. `fit` goes on there; a loop of the user's
+    own cannot."""
+
+    def __init__(self, epoch: int, asked: int) -> None:
+        self.epoch = epoch
+        super().__init__(
+            f"the last intact checkpoint is of epoch {epoch + 1}, and this is epoch {asked + 1}; "
+            "start the run again with --resume auto"
+        )
 
 
 def _batches(loader: Iterable[Any]) -> Iterable[Any]:
