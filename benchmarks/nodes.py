@@ -1,11 +1,11 @@
-"""Two nodes train one run; links are cut and nodes are killed: what happens, and how long it takes.
+"""Nodes train one run; links are cut and nodes are killed: what happens, and how long it takes.
 
     python benchmarks/nodes.py --out nodes.json
     python benchmarks/nodes.py --only follower-killed,leader-killed
     python benchmarks/nodes.py --seed 3 --random 5      further cases at random moments
 
 Each node is a network namespace with an address and a disk of its own (tests/nodes.py); root is
-needed. `mgt run --nnodes 1:2 train.py` is started on both, a small model, a checkpoint every five
+needed. `mgt run --nnodes 1:2 train.py` is started on each, a small model, a checkpoint every five
 steps. Measured is the time from the fault until a step further than any before is done, and whether
 the run ends by itself with the weights of an undisturbed run on one rank, every step of it made of
 the same samples.
@@ -34,26 +34,30 @@ from node_run import PATIENCE_S, TRAIN, Run
 from nodes import Machine, Network, why_not
 
 
+def everyone(run: Run) -> list[Machine]:
+    return run.network.nodes
+
+
+def all_but(*numbers: int) -> Callable[[Run], list[Machine]]:
+    return lambda run: [n for i, n in enumerate(run.network.nodes) if i not in numbers]
+
+
 @dataclass
 class Case:
     name: str
     what: str
     play: Callable[[Run], float | None]  # seconds until training again
-    ends: Callable[[Run], list[Machine]]  # the nodes that see the end of the run
+    ends: Callable[[Run], list[Machine]] = everyone  # the nodes that see the end of the run
     shared: bool = False
-    flags: tuple[str, ...] = ()
+    nodes: int = 2
 
 
-def both(run: Run) -> list[Machine]:
+def begin(run: Run, *flags: str) -> list[Machine]:
+    """All nodes train."""
+    for node in run.network.nodes:
+        run.start(node, *flags)
+    run.reach(12, world=run.world)
     return run.network.nodes
-
-
-def begin(run: Run, step: int = 12) -> tuple[Machine, Machine]:
-    first, second = run.network.nodes
-    for node in (first, second):
-        run.start(node)
-    run.reach(step, world=2 * run.ranks)
-    return first, second
 
 
 def again(run: Run, since: float, world: int | None = None) -> float:
@@ -61,42 +65,43 @@ def again(run: Run, since: float, world: int | None = None) -> float:
     return run.reach(run.newest() + 1, world) - since
 
 
+def all_train(run: Run, since: float) -> None:
+    """Wait until all nodes do, after `since`."""
+    run.network.when(
+        lambda: any(x["time"] > since and x["world"] == run.world for x in run.lines()),
+        PATIENCE_S,
+        "all nodes",
+    )
+
+
 def cut_for(seconds: float) -> Callable[[Run], float]:
     def play(run: Run) -> float:
-        _, second = begin(run)
-        run.network.cut(second)
+        last = begin(run)[-1]
+        run.network.cut(last)
         since = time.time()
         time.sleep(0.5)
         far = run.newest()
         time.sleep(max(0.0, seconds - 0.5))
-        run.network.heal(second)
+        run.network.heal(last)
         healed = time.time()
         when = run.reach(far + 1)
-        # Both train again after the link is back.
-        run.network.when(
-            lambda: any(x["time"] > healed and x["world"] == 2 * run.ranks for x in run.lines()),
-            PATIENCE_S,
-            "both nodes",
-        )
+        all_train(run, healed)
         return when - since
 
     return play
 
 
-def killed(victim: int, returns: bool = True) -> Callable[[Run], float]:
+def killed(*victims: int, returns: bool = True) -> Callable[[Run], float]:
     def play(run: Run) -> float:
-        pair = begin(run)
-        pair[victim].kill()
+        nodes = begin(run)
+        for victim in victims:
+            nodes[victim].kill()
         since = time.time()
-        taken = again(run, since, world=run.ranks)
+        taken = again(run, since, world=run.world - len(victims) * run.ranks)
         if returns:
-            run.start(pair[victim])
-            back = time.time()
-            run.network.when(
-                lambda: any(x["time"] > back and x["world"] == 2 * run.ranks for x in run.lines()),
-                PATIENCE_S,
-                "the node back",
-            )
+            for victim in victims:
+                run.start(nodes[victim])
+            all_train(run, time.time())
         return taken
 
     return play
@@ -104,19 +109,29 @@ def killed(victim: int, returns: bool = True) -> Callable[[Run], float]:
 
 def killed_and_at_once_back(victim: int) -> Callable[[Run], float]:
     def play(run: Run) -> float:
-        pair = begin(run)
-        pair[victim].kill()
+        nodes = begin(run)
+        nodes[victim].kill()
         since = time.time()
-        run.start(pair[victim])
-        return again(run, since, world=2 * run.ranks)
+        run.start(nodes[victim])
+        return again(run, since, world=run.world)
 
     return play
 
 
+def one_after_the_other(run: Run) -> float:
+    """Node 0 is killed; before the others train again, the one that leads now is, too."""
+    nodes = begin(run)
+    nodes[0].kill()
+    time.sleep(1.0)
+    nodes[1].kill()
+    since = time.time()
+    return again(run, since, world=run.ranks)
+
+
 def rank_killed(victim: int) -> Callable[[Run], float]:
     def play(run: Run) -> float:
-        pair = begin(run)
-        for pid in pair[victim].pids():
+        nodes = begin(run)
+        for pid in nodes[victim].pids():
             try:
                 environment = Path(f"/proc/{pid}/environ").read_bytes()
                 if b"\0LOCAL_RANK=0\0" in environment:
@@ -124,18 +139,14 @@ def rank_killed(victim: int) -> Callable[[Run], float]:
                     break
             except OSError:
                 continue
-        return again(run, time.time(), world=2 * run.ranks)
+        return again(run, time.time(), world=run.world)
 
     return play
 
 
 def power_cut_of_leader(run: Run) -> float:
     """Node 0 falls silent for good: the other cannot know, gives up, and is started again."""
-    first, second = run.network.nodes
-    flags = ("--recovery-timeout", "15")
-    for node in (first, second):
-        run.start(node, *flags)
-    run.reach(12, world=2 * run.ranks)
+    first, second = begin(run, "--recovery-timeout", "15")
     run.network.cut(first)
     first.kill()
     since = time.time()
@@ -151,29 +162,32 @@ def power_cut_of_leader(run: Run) -> float:
     return run.reach(far + 1) - since
 
 
-def one(number: int) -> Callable[[Run], list[Machine]]:
-    return lambda run: [run.network.nodes[number]]
-
-
 def cases() -> Iterator[Case]:
-    yield Case("undisturbed", "two nodes, nothing happens", lambda run: begin(run) and None, both)
-    yield Case("cut-5", "link cut for 5 s", cut_for(5), both)
-    yield Case("cut-60", "link cut for 60 s", cut_for(60), both)
-    yield Case("follower-killed", "node 1 killed", killed(1, returns=False), one(0))
-    yield Case("follower-returns", "node 1 killed, started again", killed(1), both)
-    yield Case("follower-at-once", "node 1 killed and started at once",
-               killed_and_at_once_back(1), both)  # fmt: skip
+    yield Case("undisturbed", "two nodes, nothing happens", lambda run: begin(run) and None)
+    yield Case("cut-5", "link cut for 5 s", cut_for(5))
+    yield Case("cut-60", "link cut for 60 s", cut_for(60))
+    yield Case("follower-killed", "node 1 killed", killed(1, returns=False), all_but(1))
+    yield Case("follower-returns", "node 1 killed, started again", killed(1))
+    yield Case("follower-at-once", "node 1 killed and started at once", killed_and_at_once_back(1))
     yield Case("leader-killed", "node 0 killed, which hosts the store",
-               killed(0, returns=False), one(1))  # fmt: skip
-    yield Case("leader-returns", "node 0 killed, started again", killed(0), both)
-    yield Case("leader-at-once", "node 0 killed and started at once",
-               killed_and_at_once_back(0), both)  # fmt: skip
-    yield Case("rank-killed", "a rank of node 1 killed", rank_killed(1), both)
-    yield Case("leader-rank-killed", "a rank of node 0 killed", rank_killed(0), both)
-    yield Case("shared-leader", "shared disk, node 0 killed, started again", killed(0), both,
-               shared=True)  # fmt: skip
+               killed(0, returns=False), all_but(0))  # fmt: skip
+    yield Case("leader-returns", "node 0 killed, started again", killed(0))
+    yield Case("leader-at-once", "node 0 killed and started at once", killed_and_at_once_back(0))
+    yield Case("rank-killed", "a rank of node 1 killed", rank_killed(1))
+    yield Case("leader-rank-killed", "a rank of node 0 killed", rank_killed(0))
+    yield Case("shared-leader", "shared disk, node 0 killed, started again", killed(0), shared=True)
     yield Case("power-cut", "node 0 switched off without a word: needs --resume auto",
-               power_cut_of_leader, one(1))  # fmt: skip
+               power_cut_of_leader, all_but(0))  # fmt: skip
+    yield Case("three", "three nodes, nothing happens", lambda run: begin(run) and None, nodes=3)
+    yield Case("three-cut", "three nodes, link of one cut for 20 s", cut_for(20), nodes=3)
+    yield Case("three-follower", "three nodes, node 1 killed, started again", killed(1), nodes=3)
+    yield Case("three-leader", "three nodes, node 0 killed, started again", killed(0), nodes=3)
+    yield Case("three-followers", "three nodes, 1 and 2 killed, started again",
+               killed(1, 2), nodes=3)  # fmt: skip
+    yield Case("three-leaders", "three nodes, 0 and 1 killed, started again",
+               killed(0, 1), nodes=3)  # fmt: skip
+    yield Case("three-in-turn", "three nodes, 0 killed and a second later 1",
+               one_after_the_other, all_but(0, 1), nodes=3)  # fmt: skip
 
 
 def random_cases(count: int, seed: int) -> Iterator[Case]:
@@ -181,15 +195,15 @@ def random_cases(count: int, seed: int) -> Iterator[Case]:
     for number in range(count):
         if chance.random() < 0.5:
             seconds = chance.choice([1, 3, 8, 9.5, 11, 14, 20, 30])
-            yield Case(f"random-{number}", f"link cut for {seconds} s", cut_for(seconds), both)
+            yield Case(f"random-{number}", f"link cut for {seconds} s", cut_for(seconds))
         else:
             victim = chance.randrange(2)
             play = chance.choice([killed, killed_and_at_once_back])(victim)
-            yield Case(f"random-{number}", f"node {victim} killed and back", play, both)
+            yield Case(f"random-{number}", f"node {victim} killed and back", play)
 
 
 def perform(case: Case, epochs: int, pause: float, ranks: int) -> dict[str, Any]:
-    with Network(shared=case.shared) as network:
+    with Network(case.shared, case.nodes) as network:
         run = Run(network, epochs, pause, ranks)
         row: dict[str, Any] = {"case": case.name, "what": case.what, "ok": False}
         try:
@@ -278,10 +292,13 @@ def main() -> None:
         names = given.only.split(",")
         chosen = [case for case in chosen if case.name in names]
     rows: list[dict[str, Any]] = []
-    reference = undisturbed(given.epochs, 8 * given.ranks)
+    references = {
+        nodes: undisturbed(given.epochs, 4 * nodes * given.ranks)
+        for nodes in {case.nodes for case in chosen}
+    }
     for case in chosen:
         row = perform(case, given.epochs, given.pause, given.ranks)
-        compare(row, reference)
+        compare(row, references[case.nodes])
         print(json.dumps({k: v for k, v in row.items() if k != "problem"}), flush=True)
         if not row["same"]:
             print(row.get("problem", ""), flush=True)

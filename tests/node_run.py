@@ -64,19 +64,24 @@ class Run:
         self.network = network
         self.settings = json.dumps({"epochs": epochs, "pause": pause})
         self.ranks = ranks
-        self.steps = epochs * (80 // (4 * 2 * ranks))
         for node in network.nodes:
             (node.disk / "train.py").write_text(TRAIN)
 
     def start(self, node: Machine, *flags: str) -> None:
         number = self.network.nodes.index(node)
-        hosts = ["--nnodes", "1:2", "--node-rank", number, "--master-addr"]
+        many = len(self.network.nodes)
+        hosts = ["--nnodes", f"1:{many}", "--node-rank", number, "--master-addr"]
         hosts += [self.network.nodes[0].address, "--master-port", 29500, "--num-gpus", self.ranks]
         source = str(Path(__file__).parent.parent / "src")
         node.start(
             *("-m", "multi_gpu_training", "run", *hosts, *flags, "train.py", self.settings),
             env={"PYTHONPATH": source},
         )
+
+    @property
+    def world(self) -> int:
+        """Ranks of all nodes."""
+        return len(self.network.nodes) * self.ranks
 
     def hurry(self) -> None:
         """No pause between steps from now on."""

@@ -1,4 +1,4 @@
-"""Two nodes for tests: network namespaces on a switch of their own, each with its own disk.
+"""Nodes for tests: network namespaces on a switch of their own, each with its own disk.
 
     with Network() as network:
         first, second = network.nodes
@@ -7,8 +7,8 @@
         network.heal(second)
         second.kill()            # every process of the node, kill -9
 
-Addresses are 10.77.0.1 and 10.77.0.2. A node sees its own disk at the same path as the other sees
-its own, by a mount of its own; with shared=True both see one disk there.
+Addresses are 10.77.0.1, 10.77.0.2 and so on. A node sees its own disk at the same path as the
+others see theirs, by a mount of its own; with shared=True all see one disk there.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Machine:
 
 
 class Network:
-    """The switch, two nodes on it, and an end to all of it."""
+    """The switch, the nodes on it, and an end to all of it."""
 
     def __init__(self, shared: bool = False, nodes: int = 2) -> None:
         self.name = f"mgt{os.getpid()}{os.urandom(2).hex()}"
