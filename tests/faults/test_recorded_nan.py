@@ -183,12 +183,12 @@ def test_a_single_bad_weight_is_seen(tmp_path: Path, kind: torch.dtype, value: f
     manager = tiny.manager_for(tmp_path, training_mode="single")
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
     manager.setup_training(Odd(), data, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["rmsprop"])
-    gate = manager.trainer.finite
-    gate.mode = "later"
-    gate.ask_for_weights()
-    assert not gate.weights_are_spoilt()
+    watch = manager.trainer.weight_watch
+    manager.trainer.finite.mode = "later"
+    watch.ask()
+    assert not watch.are_spoilt()
     with torch.no_grad():
         manager.model.more[3] = value
-    gate.ask_for_weights()
-    assert gate.weights_are_spoilt()
+    watch.ask()
+    assert watch.are_spoilt()
     manager.finish()

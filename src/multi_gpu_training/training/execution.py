@@ -31,11 +31,11 @@ from multi_gpu_training.training.capture import (
     signature,
 )
 from multi_gpu_training.training.compiling import try_compiled
-from multi_gpu_training.training.finite import LOOK_RECORDED
 from multi_gpu_training.training.guards import Guards, step_guards
 from multi_gpu_training.training.recordings import KEPT_BYTES, Chain, Recordings, apart
 from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy, step_bytes
 from multi_gpu_training.training.screening import StepWatch, make_capturable, obstacle
+from multi_gpu_training.training.weight_watch import LOOK_RECORDED
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer, StepResult
@@ -218,7 +218,7 @@ class StepExecution:
                 self._consider_shape()
             else:
                 self._recordings.newest = (self._keys, self._step)
-            if self.trainer.step % LOOK_RECORDED == 0 and self.trainer.finite.look_at_weights():
+            if self.trainer.step % LOOK_RECORDED == 0 and self.trainer.weight_watch.look():
                 self._take_back()
             full = len(self._window.steps) >= self._window_limit
             full = full or self._window.kept_bytes > KEPT_BYTES
@@ -255,7 +255,7 @@ class StepExecution:
     def _decide(self) -> None:
         """After the warm-up: record the step, compare it, time it."""
         trainer = self.trainer
-        trainer.finite.check_before_recording()
+        trainer.weight_watch.check_before_recording()
         problem = self._watch.finding or self._stale()
         if problem is None and any(key[0] is None for key in self._keys):
             problem = "the batch holds objects that are no tensors"
@@ -419,7 +419,7 @@ class StepExecution:
             self._recordings.forget()
             self.give_up("there is no memory to compare its recording")
             return
-        if self.trainer.finite.weights_are_spoilt():
+        if self.trainer.weight_watch.are_spoilt():
             self._take_back()
             return
         if not self._all_agree(difference <= self._tolerance):
@@ -439,7 +439,7 @@ class StepExecution:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
         self.collect(self.trainer.metrics)
         self._copies.keep("before")
-        self.trainer.finite.ask_for_weights()
+        self.trainer.weight_watch.ask()
         self.check_begins()
         losses = self._recordings.eager_step()
         self.check_ends()
@@ -456,7 +456,7 @@ class StepExecution:
         assert self._guards is not None
         with self._guards.as_before():
             difference = self._newest_apart() if self._window.steps else 0.0
-            if self.trainer.finite.weights_are_spoilt():
+            if self.trainer.weight_watch.are_spoilt():
                 self._take_back()
                 return
             if not self._all_agree(difference <= self._tolerance):

@@ -10,9 +10,7 @@ same, and does the same.
     scaler   fp16 with loss scaling skips such steps by itself, and lowers its scale
 
 Steps that are recorded as a CUDA graph go without a gate, whose kernels would take a tenth of a
-small step: the weights are looked at every LOOK_RECORDED steps, and before anyone uses them. If
-they are not finite, the last verified state is brought back and the steps since are computed one
-by one, with a gate or read, up to the one that is to blame. Only `skip` records its gate.
+small step: their weights are looked at instead (weight_watch.py). Only `skip` records its gate.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from multi_gpu_training.training.buffers import copy_each
 from multi_gpu_training.training.culprit import explain
 from multi_gpu_training.training.nonfinite import (
     LOOKED_AT,
+    Readback,
     flag_nonfinite,
     largest_elements,
     plain_values,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 LOOK = 32
-LOOK_RECORDED = 128
 LARGE = 2**20  # elements of a gradient, from which its norm is faster than torch's look at it
 _WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 
@@ -49,8 +47,9 @@ _WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 class FiniteGate:
     """Keeps weights from a gradient that is not finite.
 
-    mode: how, see above. skipped: the step just computed did not move the weights, and does not
-    count in the metrics. told: called with (action, text, facts) for a step that was skipped.
+    mode: how, see above. found: on the device, 1 where something is not finite. skipped: the step
+    just computed did not move the weights, and does not count in the metrics. told: called with
+    (action, text, facts) for a step that was skipped.
     """
 
     def __init__(self, trainer: MultiGPUTrainer) -> None:
@@ -61,7 +60,6 @@ class FiniteGate:
         self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
         self.losses: list[tuple[Tensor, Share]] = []  # of this step, where they can be read
         self._pending: int | None = None  # the step after which it was asked for
-        self._pending_weights = False  # recorded steps: whether the weights were asked for
         self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own
         self._alike: bool | None = None  # gradients are dense and of one type
         self._large = False  # to read them is cheaper than to read and write them
@@ -75,12 +73,9 @@ class FiniteGate:
         device = trainer.placement.device
         self._buffers = [buffer.detach() for buffer in trainer.model.buffers()]
         self._one = torch.ones((), device=device)
-        self._found = torch.zeros((), device=device)
+        self.found = torch.zeros((), device=device)
         self._closed = torch.zeros((), device=device)  # steps that the gate was closed for
-        self._spoilt = torch.zeros((), device=device)  # weights that recorded steps have moved
-        self._host = torch.zeros(2, pin_memory=device.type == "cuda")
-        self._host_weights = torch.zeros(2, pin_memory=device.type == "cuda")
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._readback = Readback(device, 2)
         kind = type(optimizer).__name__
         if trainer.precision.scaler.is_enabled():
             self.mode = "scaler"
@@ -100,7 +95,7 @@ class FiniteGate:
     def use_gate(self, optimizer: optim.Optimizer) -> None:
         """Let the optimizer's kernel look at the gate."""
         self.mode = "gate"
-        vars(optimizer)["found_inf"] = self._found
+        vars(optimizer)["found_inf"] = self.found
         # Where the gate stays closed, it holds back the optimizer's own count of steps, too: that
         # says since when, and nothing has to be added up beside it.
         self._counts = self.policy == "skip" or isinstance(optimizer, optim.SGD)
@@ -126,29 +121,29 @@ class FiniteGate:
 
     def tensors(self) -> list[Tensor]:
         """State of the gate, put back with the weights after a comparison."""
-        return [self._found, self._closed] if self.mode == "gate" else []
+        return [self.found, self._closed] if self.mode == "gate" else []
 
     # In the step
 
     @torch.no_grad()
     def finds(self) -> bool:
         """Mode `read`: whether the gradient holds something that is not finite."""
-        self._found.zero_()
+        self.found.zero_()
         self._look_at_gradients()
-        return bool(self._found)
+        return bool(self.found)
 
     def close(self, norm: Tensor | None) -> None:
         """Mode `gate`: let the optimizer leave the weights where the gradient is not finite.
         Part of a recording. Every operation counts: an eager step of a small model waits for
         Python."""
         if self.policy == "skip":
-            self._found.zero_()
+            self.found.zero_()
         if norm is not None:
-            flag_nonfinite([norm], self._found, self._one)  # not finite where any gradient is not
+            flag_nonfinite([norm], self.found, self._one)  # not finite where any gradient is not
         else:
             self._look_at_gradients()
         if self._counts:
-            self._closed.add_(self._found)
+            self._closed.add_(self.found)
 
     def _look_at_gradients(self) -> None:
         parameters = self.trainer._parameters
@@ -156,24 +151,20 @@ class FiniteGate:
         if self._alike:
             if self._large:
                 found = largest_elements(found)
-            torch._amp_foreach_non_finite_check_and_unscale_(found, self._found, self._one)
+            torch._amp_foreach_non_finite_check_and_unscale_(found, self.found, self._one)
             return
         if self._alike is None:
             kinds = {grad.dtype for grad in found}
             dense = not any(grad.is_sparse for grad in found)
             self._alike = dense and len(kinds) == 1 and kinds <= set(LOOKED_AT)
             self._large = sum(grad.numel() for grad in found) >= LARGE * len(found)
-        flag_nonfinite(found, self._found, self._one)
+        flag_nonfinite(found, self.found, self._one)
 
     # Recorded steps
 
     @property
     def leaves_recordings_alone(self) -> bool:
         return self.mode in ("gate", "later") and not self.spares
-
-    @property
-    def watches_weights(self) -> bool:
-        return self.trainer.execution.mode == "graph" and self.leaves_recordings_alone
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -203,57 +194,6 @@ class FiniteGate:
         finally:
             self.mode = mode
 
-    def check_before_recording(self) -> None:
-        """What is verified from here on begins with good weights."""
-        self.look(now=True)
-        if self.mode == "later":
-            self.ask_for_weights()
-            if self.weights_are_spoilt():
-                step = self.trainer.step
-                text = (
-                    f"a weight is not finite after {step} steps; lower the learning rate, set "
-                    "max_grad_norm, or check the data"
-                )
-                raise NonFiniteLossError(step, text=text)
-
-    def look_at_weights(self) -> bool:
-        """Whether recorded steps had spoilt the weights when this was called the last time."""
-        if not self.watches_weights:
-            return False
-        spoilt = self._pending_weights and self.weights_are_spoilt()
-        if not spoilt:
-            self.ask_for_weights()
-        return spoilt
-
-    @torch.no_grad()
-    def ask_for_weights(self) -> None:
-        """Let the device look at them, without waiting for it."""
-        self._pending_weights = self.leaves_recordings_alone
-        if not self._pending_weights:
-            return
-        self._spoilt.zero_()
-        largest = largest_elements(list[Tensor](self.trainer._parameters))
-        flag_nonfinite(largest, self._spoilt, self._one)
-        self._host_weights[0].copy_(self._spoilt, non_blocking=True)
-        # A step of a shape that is not recorded has a gate.
-        self._host_weights[1].copy_(self._found, non_blocking=True)
-        self._record()
-
-    def weights_are_spoilt(self) -> bool:
-        """What was found. Waits for the device if it was asked just now."""
-        asked, self._pending_weights = self._pending_weights, False
-        if asked:
-            self._wait()
-        return asked and any(self._host_weights.tolist())
-
-    def _record(self) -> None:
-        if self._event is not None:
-            self._event.record()
-
-    def _wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()  # long done, unless asked for just now
-
     @property
     def spares(self) -> bool:
         """Whether a skipped step must leave no trace on the device either."""
@@ -272,7 +212,7 @@ class FiniteGate:
         """Where `spares`: buffers as they were before a skipped step, and no part in the
         metrics for a loss that is not finite. Part of a recording."""
         if share.last:
-            bad = self._found > 0
+            bad = self.found > 0
             for buffer, before in zip(self._buffers, self._good, strict=True):
                 buffer.copy_(torch.where(bad, before, buffer))
         fine = result.mean.isfinite()
@@ -304,16 +244,16 @@ class FiniteGate:
     def look(self, now: bool = False) -> None:
         """Mode `gate`: read, a while after it was asked for, whether the gate was closed. All
         ranks look at the same steps. `now`: wait for the device."""
-        if self.mode != "gate" or self.watches_weights:
+        if self.mode != "gate" or self.trainer.weight_watch.on:
             return
         pending, self._pending = self._pending, None
         if pending is not None:
             self._act(pending)
             self._good, self._newer = self._newer, self._good
-        self._host[0].copy_(self._closed if self._counts else self._found, non_blocking=True)
-        if not self._counts:
-            self._host[1].copy_(torch.as_tensor(self._own_step()), non_blocking=True)
-        self._record()
+        if self._counts:
+            self._readback.ask(self._closed)
+        else:
+            self._readback.ask(self.found, torch.as_tensor(self._own_step()))
         if now:
             self._act(self.trainer.step)
             return
@@ -324,7 +264,6 @@ class FiniteGate:
             copy_each(self._newer, self._buffers)
 
     def _act(self, step: int) -> None:
-        self._wait()
         closed = self._closed_up_to(step)
         if not closed:
             return
@@ -345,7 +284,7 @@ class FiniteGate:
 
     def _closed_up_to(self, step: int) -> int:
         """For how many of the steps up to this one the gate was closed: the last ones."""
-        value, own_step = self._host.tolist()
+        value, own_step = self._readback.read()
         if self._counts or not value:
             self._clear = (step, own_step)
             return int(value)
@@ -354,13 +293,14 @@ class FiniteGate:
 
     def reset(self) -> None:
         """Open the gate again."""
-        self._pending, self._pending_weights = None, False
+        self._pending = None
+        self.trainer.weight_watch.reset()
         if not self.spares:  # there a recording writes to them
             self._good, self._newer = [], []
         self.skipped = False
         self.losses = []
         if self.mode == "gate":
-            self._found.zero_()
+            self.found.zero_()
             self._closed.zero_()
 
 

@@ -27,6 +27,28 @@ def largest_elements(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm([t for t in tensors if t.numel()], math.inf))
 
 
+class Readback:
+    """Numbers of the device, brought to the host without waiting for them."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        cuda = device.type == "cuda"
+        self._host = torch.zeros(count, pin_memory=cuda)
+        self._event = torch.cuda.Event() if cuda else None
+
+    def ask(self, *numbers: Tensor) -> None:
+        for place, number in zip(self._host.unbind(), numbers, strict=False):
+            place.copy_(number, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """What was asked for last; those that were not are 0. Waits if that was just now."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
 def plain_values(tensor: Tensor) -> Tensor:
     """What a sparse or complex tensor holds, as real numbers."""
     tensor = tensor._values() if tensor.is_sparse else tensor

@@ -52,6 +52,7 @@ from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.speed import choose_speed, fuse, lay_out_channels_last
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.verification import Recorder
+from multi_gpu_training.training.weight_watch import WeightWatch
 
 if TYPE_CHECKING:
     from multi_gpu_training.monitoring.sampling import StepSampler
@@ -123,6 +124,7 @@ class MultiGPUTrainer(ABC):
         self.execution = StepExecution(self)
         self.memory = MemoryRecovery(self)
         self.finite = FiniteGate(self)
+        self.weight_watch = WeightWatch(self)
         self._micro = 0
         self._given = 0  # micro-batches that this step was given, before any was cut
         self._counted: bool | None = None
