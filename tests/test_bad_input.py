@@ -321,6 +321,7 @@ def test_a_batch_smaller_than_the_ranks_is_refused(tmp_path: Path) -> None:
 
 def save(folder: Path) -> str:
     manager = manager_for(folder, enable_fault_tolerance=True, epochs=1)
+    manager.recipe_options = {"width": 4, "data": Path("here"), "same": True}
     manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
     return str(manager.save_checkpoint())
 
@@ -338,9 +339,9 @@ def go_on(folder: Path, checkpoint: str, change: str) -> tuple[str, int, str]:
         optimizer = lambda p: torch.optim.SGD([{"params": [q]} for q in p], lr=0.1)  # noqa: E731
     dtype = torch.float64 if change == "dtype" else torch.float32
     try:
-        MultiGPUTrainingManager(quiet(folder, resume=checkpoint, epochs=2)).fit(
-            model, points(dtype=dtype), loss_fn=squares, optimizer=optimizer
-        )
+        manager = MultiGPUTrainingManager(quiet(folder, resume=checkpoint, epochs=2))
+        manager.recipe_options = {"width": 3, "data": Path("here"), "same": True}
+        manager.fit(model, points(dtype=dtype), loss_fn=squares, optimizer=optimizer)
     except MultiGPUError as error:
         return type(error).__name__, error.exit_code, str(error)
     return "nothing", 0, ""
@@ -359,6 +360,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
             missing = [word for word in expected if word not in message]
             assert not missing, f"{missing} not in {message}"
             assert checkpoint in message
+            assert message.endswith("That run had width=4; this one has width=3")
 
 
 # As a user sees it

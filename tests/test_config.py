@@ -249,6 +249,11 @@ def test_all_problems_are_told_at_once() -> None:
     assert "unknown key 'batchsize'; did you mean 'batch_size'?" in problems
 
 
+def test_an_assigned_name_that_is_none_proposes_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'batchsize'; did you mean 'batch_size'"):
+        MultiGPUConfig().batchsize = 3  # type: ignore[attr-defined]
+
+
 def test_fields_can_be_assigned() -> None:
     config = MultiGPUConfig(pin_memory=False)
     config.pin_memory = True

@@ -86,6 +86,17 @@ def test_device_ids_name_the_gpus(tmp_path: Path, gpus: Any) -> None:
         device(tmp_path, device_ids=[7])
 
 
+def test_device_ids_without_a_gpu_are_told(tmp_path: Path, capsys: Any) -> None:
+    asked = {"training_mode": "single", "device": "auto", "device_ids": [0], "progress": "lines"}
+    manager = manager_for(tmp_path, **asked)
+    manager.fit(line(), points(), optimizer=sgd)
+    said = capsys.readouterr().out
+    if torch.cuda.is_available():
+        assert "torch sees no GPU" not in said
+    else:
+        assert "device_ids=[0]: torch sees no GPU, so this trains on the CPU" in said
+
+
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The device and the arguments with which a rank that is started by hand asks to join."""

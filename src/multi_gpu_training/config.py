@@ -366,6 +366,6 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 def _describe(detail: ErrorDetails, known: list[str]) -> str:
     name = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden":
+    if detail["type"] in ("extra_forbidden", "no_such_attribute"):
         return unknown_key(name, known)
     return f"{name}={detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"

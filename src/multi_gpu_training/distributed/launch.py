@@ -198,7 +198,8 @@ def own_command() -> list[str] | None:
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         return ["-m", spec.name.removesuffix(".__main__"), *arguments]
-    if not getattr(main, "__file__", None) or hasattr(sys, "ps1"):
+    read_in = sys.argv[0] in ("", "-")  # python < FILE, which can be read once only
+    if not getattr(main, "__file__", None) or hasattr(sys, "ps1") or read_in:
         return None
     return [sys.argv[0], *arguments]
 

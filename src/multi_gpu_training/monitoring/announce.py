@@ -18,6 +18,8 @@ def announce(manager: MultiGPUTrainingManager) -> None:
     say = manager.console.line
     for gpu in get_gpu_info() if placement.device.type == "cuda" else []:
         say(f"GPU {gpu['index']}: {gpu['name']} ({gpu['uuid']})")
+    if config.device_ids is not None and config.device != "cpu" and placement.device.type == "cpu":
+        say(f"device_ids={config.device_ids}: torch sees no GPU, so this trains on the CPU")
     ranks = placement.dp_size
     say(
         f"mode: {config.training_mode.value}, {ranks} rank{'s' if ranks > 1 else ''} "

@@ -65,7 +65,7 @@ from multi_gpu_training.training.measurement import requested as case_to_measure
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.reminder import recall
-from multi_gpu_training.training.resuming import find_checkpoint, keep_place
+from multi_gpu_training.training.resuming import find_checkpoint, go_on_from, plain_options
 from multi_gpu_training.training.stopping import end_control, start_control, validation_batches
 from multi_gpu_training.training.trainer import (
     Augment,
@@ -178,9 +178,7 @@ class MultiGPUTrainingManager:
             given = (model, dataset, val_dataset, loss_fn, optimizer, scheduler, eval_fn)
             assemble(self, *given)
             if checkpoint is not None:
-                self.fault_tolerance.resume(checkpoint)
-                keep_place(self, checkpoint)
-                self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+                go_on_from(self, checkpoint)
             recall(self.run.path, self.trainer.memory, self.placement)
             if self.trainer.memory.parts > 1:
                 self.console.line(self.trainer.memory.describe())
@@ -432,6 +430,7 @@ class MultiGPUTrainingManager:
         self.trainer.finite.look(now=True)  # finds a NaN before it is saved
         self.trainer.read_metrics()
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
+        facts["options"] = plain_options(self)
         if score is not None:
             facts["score"] = score
         with self.observer.checkpoint():

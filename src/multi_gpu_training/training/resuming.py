@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.data.order import FormsBatches
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.reliability.integrity import read_manifest
 
@@ -30,7 +31,31 @@ def find_checkpoint(manager: MultiGPUTrainingManager) -> Path | None:
     return path
 
 
-def keep_place(manager: MultiGPUTrainingManager, checkpoint: Path) -> None:
+def go_on_from(manager: MultiGPUTrainingManager, checkpoint: Path) -> None:
+    """Bring back its state, and its place in the data. Collective."""
+    try:
+        manager.fault_tolerance.resume(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_other_options(manager, checkpoint)}") from None
+    _keep_place(manager, checkpoint)
+    manager.train_loader.seek(manager.trainer.epoch, manager.trainer.position)
+
+
+def plain_options(manager: MultiGPUTrainingManager) -> dict[str, Any]:
+    """The recipe's own options, as a checkpoint keeps them."""
+    plain: dict[str, Any] = json.loads(json.dumps(manager.recipe_options, default=str))
+    return plain
+
+
+def _other_options(manager: MultiGPUTrainingManager, checkpoint: Path) -> str:
+    """In words, the recipe's options that the checkpoint's run had and this one has not."""
+    had, have = read_manifest(checkpoint).get("options") or {}, plain_options(manager)
+    other = [f"{name}={value}" for name, value in had.items() if have.get(name) != value]
+    mine = [f"{name}={have.get(name)}" for name, value in had.items() if have.get(name) != value]
+    return f"\nThat run had {', '.join(other)}; this one has {', '.join(mine)}" if other else ""
+
+
+def _keep_place(manager: MultiGPUTrainingManager, checkpoint: Path) -> None:
     """With another global batch than the checkpoint's, go on behind the samples it has seen."""
     saved = read_manifest(checkpoint).get("global_batch_size")
     size, loader = manager.sizes.global_batch, manager.train_loader

@@ -105,7 +105,7 @@ def load_digits() -> ImageData:
     except ImportError:
         raise DataError(
             "the default images come with scikit-learn, which is not installed; run "
-            "pip install 'multi-gpu-training[image]', or set data_dir to a folder with IDX files"
+            "pip install -e '.[image]', or set data_dir to a folder with IDX files"
         ) from None
     digits = datasets.load_digits()
     train_x, test_x, train_y, test_y = model_selection.train_test_split(

@@ -155,7 +155,7 @@ def make(name: str) -> Any:
         import gymnasium
     except ImportError:
         raise ConfigError(
-            f"env={name} needs Gymnasium; pip install 'multi-gpu-training[ppo]', or use env=trading"
+            f"env={name} needs Gymnasium; pip install -e '.[ppo]', or use env=trading"
         ) from None
     try:
         return gymnasium.make(name, disable_env_checker=True)

@@ -87,7 +87,7 @@ def _soundfile(path: Path) -> Any:
     except ImportError:
         raise DataError(
             f"{path} is no WAV of 16-bit samples; other formats are read by soundfile, which is "
-            "not installed: run pip install 'multi-gpu-training[speech]'"
+            "not installed: run pip install -e '.[speech]'"
         ) from None
     return soundfile
 

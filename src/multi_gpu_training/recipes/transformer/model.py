@@ -28,7 +28,7 @@ def transformers() -> Any:
     except ImportError:
         raise ModelError(
             "the transformer recipe needs the transformers library, which is not installed; run "
-            "pip install 'multi-gpu-training[transformer]'"
+            "pip install -e '.[transformer]'"
         ) from None
     return library
 

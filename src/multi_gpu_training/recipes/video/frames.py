@@ -75,8 +75,7 @@ def open_video(path: Path) -> Any:
         import av
     except ImportError:
         raise DataError(
-            "reading videos needs PyAV, which is not installed; run "
-            "pip install 'multi-gpu-training[video]'"
+            "reading videos needs PyAV, which is not installed; run pip install -e '.[video]'"
         ) from None
     try:
         container = av.open(str(path))
