@@ -340,8 +340,8 @@ def test_sigterm_to_a_launcher_saves_and_the_run_goes_on_to_the_same_bits(tmp_pa
     ours = ("multi_gpu_training", "run", "--num-gpus", 2)
     stock = ("torch.distributed.run", "--nproc-per-node", 2, "--standalone")
     with (
-        start(tmp_path, ours, "ours", 0.03) as one,
-        start(tmp_path, stock, "stock", 0.03) as other,
+        start(tmp_path, ours, "ours", 0.2) as one,  # long enough to be met by the signal
+        start(tmp_path, stock, "stock", 0.2) as other,
     ):
         for name, program in (("ours", one), ("stock", other)):
             program.when(lambda name=name: checkpoints(tmp_path, name), 2 * PATIENCE_S)

@@ -28,7 +28,6 @@ import torch.distributed.distributed_c10d as c10d
 from multi_gpu_training.distributed.listening import Listener
 from multi_gpu_training.distributed.peer_watch import PeerWatch
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.rank_main import die_with_parent
 from multi_gpu_training.distributed.whereabouts import launcher_reads, note_asked, note_grace
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
@@ -89,7 +88,6 @@ class Control(Boundary):
             self._store = c10d.PrefixStore(f"mgt/control/{everybody[0]['token']}", store)
         self._peers: PeerWatch | None = None
         if placement.dp_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():
-            die_with_parent()  # as under a launcher of ours: torchrun's ranks outlive a kill -9
             connection = self._store.clone()
             self._peers = PeerWatch(placement.dp_rank, placement.dp_size, connection)
         self._keys = [f"rank{rank}" for rank in range(placement.dp_size)]

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from multi_gpu_training.errors import ConfigError
 
@@ -49,7 +50,7 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
             local_world_size=_integer(env, "LOCAL_WORLD_SIZE", world_size),
             launched=True,
             attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-            run_id=env.get("TORCHELASTIC_RUN_ID", ""),
+            run_id=_launch_of_torchrun(env),
             full_world_size=_integer(env, FULL_WORLD, 0),
         )
     if _integer(env, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env and "MASTER_ADDR" in env:
@@ -61,9 +62,23 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
             local_world_size=_integer(env, "SLURM_NTASKS_PER_NODE", 1),
             launched=True,
             attempt=_integer(env, "SLURM_RESTART_COUNT", 0),
-            run_id=env.get("SLURM_JOB_ID", ""),
+            run_id=f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}",
         )
     return None
+
+
+def _launch_of_torchrun(env: Mapping[str, str]) -> str:
+    """What all starts of this rank's launch have in common, and no other launch has. torchrun's
+    own id is "none" unless it is told another: then it is the process that starts the ranks."""
+    name = env.get("TORCHELASTIC_RUN_ID", "")
+    if name != "none":
+        return name
+    agent = os.getppid()
+    try:
+        begun = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        begun = ""
+    return f"{socket.gethostname()}-{agent}-{begun}"
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 JOIN_S = 5.0
+_END = 0  # written to the pipe where signals are
 _listening: Listener | None = None  # handlers belong to the process: one at a time has them
 
 
@@ -35,7 +36,7 @@ class Listener:
         self._heard, self._look, self._in_main = heard, look, in_main
         self._poll_s = poll_s
         self._before: dict[signal.Signals, Any] = {}
-        self._closed = False
+        self._closing = self._closed = False
         self._given_back = False
         self._wakes = False
         self._read, self._write = -1, -1
@@ -72,19 +73,20 @@ class Listener:
             signal.pthread_kill(main, usable[0])
 
     def close(self) -> None:
-        """Give the signals back and let the thread end."""
+        """Give the signals back and let the thread end, once it has heard those that came."""
         global _listening
-        if self._closed:
+        if self._closing:
             return
+        self._closing = True
         if threading.current_thread() is threading.main_thread():
             self._give_back()
-        self._closed = True
         if _listening is self:
             _listening = None
         if self._write >= 0:
             with contextlib.suppress(OSError):
-                os.write(self._write, b"\0")
+                os.write(self._write, bytes([_END]))
         join(self._thread)
+        self._closed = True
 
     def _take_wakeup(self) -> bool:
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -116,7 +118,9 @@ class Listener:
                 select.select([self._read], [], [], self._poll_s)
                 with contextlib.suppress(BlockingIOError):
                     for number in os.read(self._read, 64):
-                        if number in SIGNALS and not self._closed:
+                        if number == _END:
+                            self._closed = True
+                        elif number in SIGNALS:
                             self._heard(signal.Signals(number))
                 if not self._closed:
                     self._look()

@@ -17,9 +17,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
+from multi_gpu_training.distributed.rank_main import die_with_parent
 from multi_gpu_training.distributed.regroup import BreakableGroup, breakable_group
 from multi_gpu_training.distributed.restarts import Limits
-from multi_gpu_training.distributed.whereabouts import note_hang_limit, note_limits
+from multi_gpu_training.distributed.whereabouts import (
+    launcher_reads,
+    note_hang_limit,
+    note_limits,
+)
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 T = TypeVar("T")
@@ -243,6 +248,8 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
     if dist.is_initialized():
         # A second manager in this process: the group belongs to whoever made it.
         return _in_world(config, identity, device)
+    if "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():
+        die_with_parent()  # as under a launcher of ours: torchrun's ranks outlive a kill -9
     for name, value in _rendezvous_defaults().items():
         os.environ.setdefault(name, value)
     limits = Limits.of(config)

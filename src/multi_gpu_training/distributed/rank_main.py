@@ -95,7 +95,8 @@ def install_error_hook() -> None:
             before(kind, error, trace)
             return
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
-        print(f"{error}{notes}", file=sys.stderr, flush=True)
+        # Not sys.stderr: there torch's hook of a rank has put a buffer that it prints after us.
+        print(f"{error}{notes}", file=sys.__stderr__ or sys.stderr, flush=True)
         sys.exit(error.exit_code)
 
     hook._mgt = True  # type: ignore[attr-defined]

@@ -39,6 +39,13 @@ class Console:
             target.print(text, markup=False)
             sys.stdout.flush()
 
+    def warn(self, text: str) -> None:
+        """A line that is shown even where progress is off."""
+        if self.main and self.style == "off":
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
+        self.line(text)
+
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if not self.main or self.style == "off":
             return

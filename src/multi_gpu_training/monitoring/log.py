@@ -109,8 +109,10 @@ class StructuredLogger:
 
     def _log(self, level: str, message: str, fields: dict[str, Any]) -> None:
         shown = "".join(f"  {key}={format_value(value)}" for key, value in fields.items())
-        prefix = "" if level == "info" else f"{level}: "
-        self._console.line(prefix + message + shown)
+        if level == "info":
+            self._console.line(message + shown)
+        else:
+            self._console.warn(f"{level}: {message}{shown}")
         self._events.write("log", level=level, message=message, **fields)
 
 

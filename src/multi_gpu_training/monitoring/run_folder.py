@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -21,6 +22,8 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.reliability.disks import Disks, find_disks
 from multi_gpu_training.reliability.lock import RunLock
+
+_opened = itertools.count()  # runs of this process, alike on all ranks
 
 
 class RunFolder:
@@ -57,9 +60,10 @@ def open_run(
     """
     answer: dict[str, Any] = {}
     lock: RunLock | None = None
+    number = next(_opened)
     if placement.is_main:
         try:
-            path = _choose(config, placement.identity)
+            path = _choose(config, placement.identity, number)
             (path / "events").mkdir(parents=True, exist_ok=True)
             lock = RunLock(path)
             _keep_forecast(path, config.forecast)
@@ -80,7 +84,7 @@ def open_run(
         if disks.keeps and not placement.is_main:
             lock = RunLock(path)
         if disks.keeps:
-            _write_facts(path, settings, placement.identity)
+            _write_facts(path, settings, placement.identity, number)
     except OSError as error:
         raise ConfigError(_unwritable(error, config)) from None
     return RunFolder(path, lock, disks)
@@ -97,12 +101,12 @@ def _unwritable(error: OSError, config: MultiGPUConfig) -> str:
     )
 
 
-def _choose(config: MultiGPUConfig, identity: Identity) -> Path:
+def _choose(config: MultiGPUConfig, identity: Identity, number: int) -> Path:
     base = _base(config)
     if config.run_name is not None:
         return base / config.run_name
     if identity.attempt and identity.run_id:
-        restarted = _run_of(base, identity.run_id)
+        restarted = _run_of(base, identity.run_id, number)
         if restarted is not None:
             return restarted
     if config.resume is not None and config.resume != "auto":
@@ -131,20 +135,22 @@ def latest_run(base: Path) -> Path | None:
     return max(saved)[1] if saved else None
 
 
-def _run_of(base: Path, run_id: str) -> Path | None:
-    """The newest run that ranks of this launch began before they were restarted."""
-    for facts in sorted(base.glob("*/environment.json"), reverse=True):
+def _run_of(base: Path, run_id: str, number: int) -> Path | None:
+    """The run that ranks of this launch began before they were restarted. A script may train
+    several, one after the other: the one with the same number."""
+    for file in sorted(base.glob("*/environment.json"), reverse=True):
         try:
-            if json.loads(facts.read_text()).get("run_id") == run_id:
-                return facts.parent
-        except (OSError, ValueError):
+            facts = json.loads(file.read_text())
+            if (facts.get("run_id"), facts.get("number", 0)) == (run_id, number):
+                return file.parent
+        except (OSError, ValueError, AttributeError):
             continue
     return None
 
 
-def _write_facts(path: Path, settings: dict[str, Any], identity: Identity) -> None:
+def _write_facts(path: Path, settings: dict[str, Any], identity: Identity, number: int) -> None:
     (path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
-    facts = {"run_id": identity.run_id, **environment()}
+    facts = {"run_id": identity.run_id, "number": number, **environment()}
     (path / "environment.json").write_text(json.dumps(facts, indent=1))
 
 

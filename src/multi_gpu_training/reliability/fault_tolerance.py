@@ -173,7 +173,14 @@ class FaultToleranceManager:
         self.rollbacks += 1
         self.passed_over.add(error)
         if path is not None:
+            reached = self.trainer.step
             self.roll_back(path)
+            if aloud and reached > self.trainer.step:  # else train_epoch gives the batches again
+                self.logger.warning(
+                    f"back at step {self.trainer.step}; a loop of your own goes on with its next "
+                    f"batch: what the {reached - self.trainer.step} steps since then learned is "
+                    "gone. `train_epoch` gives their batches again"
+                )
         # Else the weights are still those of the step before: only its batch is left out.
 
     def record_fault(

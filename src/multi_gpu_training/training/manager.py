@@ -144,6 +144,7 @@ class MultiGPUTrainingManager:
         self._epoch_is_whole = True
         self._announce_loss = False
         self._pending: tuple[int, dict[str, float]] | None = None
+        self._asked_epoch: int | None = None
         self._started = time.perf_counter()
 
     # Setting up
@@ -249,7 +250,7 @@ class MultiGPUTrainingManager:
         self.setup_training(model, dataset, val_dataset, **setup)
         epoch = self.progress.epochs_done
         try:
-            while epoch < self.config.epochs:
+            while epoch < self.config.epochs and not (self._is_over or self.progress.exhausted):
                 try:
                     self.train_epoch(self.train_loader, epoch)
                 except EarlierEpoch as back:
@@ -257,8 +258,6 @@ class MultiGPUTrainingManager:
                     continue
                 if self.val_loader is not None:
                     self.validate_epoch(self.val_loader)
-                if self.should_stop:
-                    break
                 epoch += 1
         finally:
             self.finish()
@@ -295,9 +294,18 @@ class MultiGPUTrainingManager:
     @property
     def should_stop(self) -> bool:
         """True once max_steps is reached or early stopping has seen enough."""
-        if self.config.max_steps is not None and self.trainer.step >= self.config.max_steps:
-            return True
-        return self.progress.exhausted
+        return self._has_all_steps or self.progress.exhausted
+
+    @property
+    def _has_all_steps(self) -> bool:
+        return self.config.max_steps is not None and self.trainer.step >= self.config.max_steps
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether max_steps is reached, and the epoch of the last step is recorded."""
+        progress = self.progress
+        recorded = progress.unfinished is not None or progress.epochs_done > self.trainer.epoch
+        return self._has_all_steps and recorded
 
     def result(self) -> FitResult:
         last = self.progress.last
@@ -317,8 +325,11 @@ class MultiGPUTrainingManager:
         An epoch that a resumed run has finished already is not trained again: its recorded
         metrics are returned.
         """
+        self._asked_epoch = epoch
         if epoch < self.progress.epochs_done:
             return self.progress.history[epoch]["train"]
+        if self._is_over:
+            return self.progress.last["train"]
         self._finish_pending()
         loader = self.train_loader if train_loader is self.train_loader else None
         if loader is not None and loader.epoch != epoch:
@@ -333,7 +344,10 @@ class MultiGPUTrainingManager:
         self.trainer.execution.mark()
         while True:
             try:
-                self._train_on(_batches(train_loader), total)
+                if self._has_all_steps:  # it was ended before the epoch was recorded
+                    self._epoch_is_whole = total is not None and self.trainer.position >= total
+                else:
+                    self._train_on(_batches(train_loader), total)
                 return self._end_of_epoch(epoch)
             except Exception as error:
                 self.fault_tolerance.handle_error(error, aloud=False)  # back: it rolled back
@@ -391,8 +405,10 @@ class MultiGPUTrainingManager:
         loader = val_loader if val_loader is not None else self.val_loader
         if loader is None:
             raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
-        if self._pending is None and self.progress.history and loader is self.val_loader:
-            return self.progress.history[-1]["val"]
+        own = loader is self.val_loader
+        recorded = self.progress.record_of(self._asked_epoch) if own else None
+        if self._pending is None and recorded is not None:
+            return recorded["val"]
         note_phase(Phase.VALIDATION)
         metrics = self.evaluate(validation_batches(self, loader))
         note_phase(Phase.EPOCH)
@@ -465,7 +481,7 @@ class MultiGPUTrainingManager:
             check_replicas(self.model, self.placement, step)
         if saving:
             self.save_checkpoint(wait=False)
-        return self.config.max_steps is not None and step >= self.config.max_steps
+        return self._has_all_steps
 
     def check_finite(self, metrics: dict[str, float]) -> None:
         if not math.isfinite(metrics.get("loss", 0.0)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,12 @@ class Progress:
             return self.unfinished
         return self.history[-1] if self.history else {"train": {}, "val": {}}
 
+    def record_of(self, epoch: int | None) -> dict[str, dict[str, float]] | None:
+        """What is known of an epoch that was trained already, if anything; None: of the newest."""
+        if epoch is None:
+            return self.last if self.history or self.unfinished else None
+        return self.history[epoch] if epoch < self.epochs_done else self.unfinished
+
     def finish_epoch(
         self, train: dict[str, float], val: dict[str, float] | None, whole: bool = True
     ) -> bool:
@@ -72,8 +79,10 @@ class Progress:
                 f"{', '.join(sorted(judged))}"
             )
         value = judged[self.metric]
-        better = self.best is None or (
-            value < self.best if self.smaller_is_better else value > self.best
+        better = not math.isnan(value) and (
+            self.best is None
+            or math.isnan(self.best)
+            or (value < self.best if self.smaller_is_better else value > self.best)
         )
         if better:
             self.best, self.best_epoch = value, self.epochs_done - whole
@@ -94,9 +103,15 @@ class Progress:
         return any(word in self.metric for word in _SMALLER_IS_BETTER)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history, "best": self.best, "best_epoch": self.best_epoch}
+        return {
+            "history": self.history,
+            "unfinished": self.unfinished,
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.history = list(state["history"])
+        self.unfinished = state.get("unfinished")
         self.best = state["best"]
         self.best_epoch = state["best_epoch"]

@@ -1,0 +1,232 @@
+"""A run that is taken up again: the right one, and no further than it was to go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from torch import Tensor
+
+from multi_gpu_training import MultiGPUConfig
+from multi_gpu_training.distributed.identity import from_environment
+from multi_gpu_training.distributed.listening import Listener
+from multi_gpu_training.training.progress import Progress
+
+
+def fit(folder: Path, **settings: Any) -> tuple[int, dict[str, Tensor], Any]:
+    manager = tiny.manager_for(
+        folder, enable_fault_tolerance=True, run_name="it", resume="auto", batch_size=4, **settings
+    )
+    model = tiny.line()
+    result = manager.fit(model, tiny.points(), tiny.points(), optimizer=tiny.sgd)
+    return manager.trainer.step, tiny.weights(model), result
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"epochs": 3, "max_steps": 6},
+        {"epochs": 3, "max_steps": 8},
+        {"epochs": 9, "early_stopping_patience": 2, "best_metric_mode": "max"},
+    ],
+    ids=["max_steps in an epoch", "max_steps at its end", "early stopping"],
+)
+def test_a_run_that_is_over_trains_nothing_more(tmp_path: Path, settings: dict[str, Any]) -> None:
+    steps, weights, result = fit(tmp_path, **settings)
+    for _ in range(2):
+        again, same, told = fit(tmp_path, **settings)
+        assert again == steps
+        assert all(torch.equal(same[name], weights[name]) for name in weights)
+        assert told.metrics == result.metrics != {}
+    if "max_steps" in settings:
+        further, _, _ = fit(tmp_path, **{**settings, "max_steps": settings["max_steps"] + 1})
+        assert further == steps + 1
+
+
+def test_an_epoch_that_was_not_recorded_is_closed_without_further_steps(tmp_path: Path) -> None:
+    """Ended between the last step's checkpoint and the epoch's end."""
+    settings = {"epochs": 3, "max_steps": 6, "checkpoint_frequency": 2}
+    _, weights, result = fit(tmp_path / "whole", **settings)
+    given = {"enable_fault_tolerance": True, "run_name": "it", "batch_size": 4, **settings}
+    manager = tiny.manager_for(tmp_path / "cut", **given)
+    manager.setup_training(tiny.line(), tiny.points(), tiny.points(), optimizer=tiny.sgd)
+    manager.train_epoch(manager.train_loader, 0)
+    manager.validate_epoch()
+    manager._end_of_epoch = lambda epoch: {}  # type: ignore[method-assign]
+    manager.train_epoch(manager.train_loader, 1)
+    manager.finish()
+    steps, ours, told = fit(tmp_path / "cut", **settings)
+    assert steps == 6 and told.metrics == result.metrics
+    assert all(torch.equal(ours[name], weights[name]) for name in weights)
+
+
+def test_a_loop_of_ones_own_gets_each_epochs_own_validation(tmp_path: Path) -> None:
+    def losses(epochs: int) -> list[float]:
+        given = {"enable_fault_tolerance": True, "run_name": "it", "resume": "auto"}
+        manager = tiny.manager_for(tmp_path, batch_size=4, epochs=epochs, **given)
+        _, train, val = manager.setup_training(
+            tiny.line(), tiny.points(), tiny.points(), optimizer=tiny.sgd
+        )
+        found = []
+        for epoch in range(epochs):
+            manager.train_epoch(train, epoch)
+            found.append(manager.validate_epoch(val)["loss"])
+        manager.finish()
+        return found
+
+    first = losses(3)
+    assert len(set(first)) == 3
+    assert losses(4)[:3] == first
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_nan_is_never_the_best(mode: str) -> None:
+    progress = Progress(MultiGPUConfig(best_metric_mode=mode, early_stopping_patience=2))
+    values = [float("nan"), 3.0, float("nan"), 2.0]
+    better = [progress.finish_epoch({"loss": value}, None) for value in values]
+    assert better == [False, True, False, mode == "min"]
+    assert progress.best == (2.0 if mode == "min" else 3.0)
+
+
+FOLDS = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+
+class Killed(Hook):
+    def on_step_end(self, manager, step):
+        mark = Path("killed")
+        if fold == 1 and step == 3 and manager.placement.dp_rank == 1 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+for fold in range(3):
+    manager = MultiGPUTrainingManager(MultiGPUConfig(
+        device="cpu", batch_size=2, epochs=1, checkpoint_frequency=1, save_dir="runs",
+        tensorboard=False, progress="off"))
+    torch.manual_seed(fold)
+    x = torch.randn(16, 4)
+    model = nn.Linear(4, 1)
+    hooks = [Killed()] if sys.argv[1] == "kill" else []
+    manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), hooks=hooks)
+    if manager.placement.is_main:
+        print("fold", fold, manager.run.path.name, model.weight.flatten().tolist(), flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_script_of_several_runs_goes_on_with_each_of_them(tmp_path: Path) -> None:
+    told = {}
+    for way in ("whole", "kill"):
+        folder = tmp_path / way
+        folder.mkdir()
+        (folder / "folds.py").write_text(FOLDS.format(tests=str(Path(__file__).parent.parent)))
+        command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
+        done = subprocess.run(
+            [*command, "folds.py", way], cwd=folder, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = [line.split(maxsplit=3) for line in done.stdout.splitlines() if "fold" in line[:5]]
+        told[way] = {fold: weights for _, fold, _, weights in lines}
+        assert len(set(path.name for path in (folder / "runs/custom").iterdir())) == 3
+    assert (tmp_path / "kill/killed").exists()
+    assert told["kill"] == told["whole"]
+
+
+def test_launches_of_torchrun_without_a_name_are_told_apart() -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    ask = (
+        "from multi_gpu_training.distributed.identity import from_environment as ask;"
+        "print(ask().run_id)"
+    )
+    mine = from_environment(env)
+    assert mine is not None and mine.run_id != "none"
+    again = [
+        subprocess.run(
+            [sys.executable, "-c", ask],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert again[0] == again[1], "ranks of one agent, started again"
+    assert again[0].strip() != mine.run_id, "another agent"
+    named = from_environment({**env, "TORCHELASTIC_RUN_ID": "job-7"})
+    assert named is not None and named.run_id == "job-7"
+
+
+def test_a_signal_right_before_the_end_is_heard() -> None:
+    for _ in range(20):
+        heard: list[signal.Signals] = []
+        listener = Listener(heard.append, lambda: None, lambda: None, 10.0)
+        listener.start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        listener.close()
+        assert heard == [signal.SIGTERM]
+
+
+REFUSED = """
+import sys
+from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
+from torch import nn
+manager = MultiGPUTrainingManager(MultiGPUConfig(device="cpu", save_dir=sys.argv[1]))
+manager.fit(nn.Linear(1, 1), [])
+"""
+
+
+def test_a_rank_under_torchrun_says_why_it_ends(tmp_path: Path) -> None:
+    (tmp_path / "refused.py").write_text(REFUSED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "1", "refused.py", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "the training dataset list has 0 samples" in done.stderr, done.stderr
+
+
+def test_a_rollback_in_a_loop_over_steps_says_what_is_gone(tmp_path: Path, capsys: Any) -> None:
+    manager = tiny.manager_for(
+        tmp_path, enable_fault_tolerance=True, on_nonfinite="rollback", batch_size=4
+    )
+    _, loader, _ = manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)
+    batches = list(loader)
+    manager.trainer.train_step(batches[0])
+    manager.save_checkpoint()
+    manager.trainer.train_step(batches[1])
+    batches[2][0].fill_(torch.nan)
+    try:
+        manager.trainer.train_step(batches[2])
+    except Exception as error:
+        manager.fault_tolerance.handle_error(error)
+    manager.finish()
+    said = capsys.readouterr().err
+    assert "back at step 1; a loop of your own goes on with its next batch" in said
+    assert "the 1 steps since" in said
+
+
+def test_warnings_are_seen_with_progress_off(tmp_path: Path, capsys: Any) -> None:
+    manager = tiny.manager_for(tmp_path)
+    manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)
+    manager.logger.info("quiet")
+    manager.logger.warning("the disk is full")
+    manager.finish()
+    said = capsys.readouterr()
+    assert said.err == "warning: the disk is full\n" and "quiet" not in said.out
