@@ -111,13 +111,6 @@ class Outcome:
         if any(row.gpus > 1 for row in forecast.rows):
             found.append(f"all-reduce times: {forecast.interconnect_source}")
             found.append(f"band: {forecast.band_meaning}")
-            rises = forecast.cost_rises_from
-            most = max(row.gpus for row in forecast.rows)
-            found.append(
-                f"from {rises} GPUs on a sample costs 10 % more GPU time than on one"
-                if rises is not None
-                else f"up to {most} GPUs a sample never costs 10 % more GPU time than on one"
-            )
         together = forecast.price.gpus_billed_together if forecast.price is not None else 1
         if forecast.price is None:
             found.append("no price was given (--price, --catalog): GPU-hours only")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.planning.estimate.length import training_length
 from multi_gpu_training.planning.estimate.outcome import Outcome
 from multi_gpu_training.planning.forecast import (
     Interconnect,
@@ -81,19 +82,19 @@ def _outcome(
     if scaling not in ("weak", "strong"):
         raise ConfigError(f"scaling={scaling!r}: use weak or strong")
     found = profile if isinstance(profile, StepProfile) else load_profile(profile)
-    epochs = epochs or found.epochs or 1
-    known = found.dataset_samples is not None
+    length = training_length(found, epochs)
     result = predict(
         found,
         _link(interconnect, max(gpus)),
         gpus,
         gpus_per_node=gpus_per_node,
         scaling="strong" if scaling == "strong" else "weak",
-        epochs=epochs if known else None,
+        epochs=length.epochs,
+        samples=length.samples,
         price=price_per_gpu(price, source="price") if isinstance(price, int | float) else price,
         images=found.images,
     )
-    return Outcome(found, result, f"{epochs:g} epochs" if known else "")
+    return Outcome(found, result, length.words, length.notes)
 
 
 def load_profile(path: str | Path | None) -> StepProfile:

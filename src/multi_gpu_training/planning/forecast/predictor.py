@@ -9,15 +9,16 @@ from multi_gpu_training.errors import ConfigError
 
 from . import bill, published
 from .interconnect import Interconnect
+from .length import Length
 from .profile import StepProfile
 from .question import Phases, Question, check, loader_rate
 from .result import Forecast, Limit, Price, Row, Scaling
+from .rising import Rising
 from .stragglers import straggler_s
 from .timeline import exchange
 
 # A loss below this share of the step limits nothing.
 NOTICED = 0.02
-DEARER = 1.1
 
 BAND_MEANING = (
     "80 % of published trainings like this one lie inside: models, machines and projects that the "
@@ -55,16 +56,14 @@ def predict(
     communication, stragglers and input; `images` says whether the data are images, which lose
     less.
     """
-    check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, electricity_per_kwh)
-    if samples is None and epochs is not None and profile.dataset_samples:
-        samples = epochs * profile.dataset_samples
+    check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, samples, electricity_per_kwh)
     question = Question(
         profile,
         interconnect,
         gpus_per_node,
         scaling,
         global_batch or profile.per_rank_batch * profile.accumulation,
-        samples,
+        Length.of(profile.dataset_samples, epochs, samples),
         loader_rate(profile, loader_workers),
         node_loader_rate,
         price,
@@ -74,6 +73,7 @@ def predict(
         0.5 if images is None else float(images),
     )
     rows = tuple(row_for(question, each) for each in gpus)
+    rising = _rising(question, gpus)
     return Forecast(
         profile.name,
         profile.device,
@@ -83,9 +83,9 @@ def predict(
         rows,
         published.shipped().level,
         BAND_MEANING if residual else "none: what published trainings lose was left out",
-        _dearer_from(question, max(gpus)),
+        rising.lastingly_from,
         price,
-        _notes(question, rows),
+        tuple(filter(None, (rising.sentence(), *_notes(question, rows)))),
     )
 
 
@@ -151,7 +151,7 @@ def row_for(question: Question, gpus: int) -> Row:
     )
     return bill.priced(
         row,
-        question.samples,
+        question.length,
         question.price,
         profile.power_w,
         question.electricity_per_kwh,
@@ -188,22 +188,27 @@ def _band(question: Question, gpus: int, compute: float, busy: float) -> tuple[f
     return compute / high, compute / low
 
 
-def _dearer_from(question: Question, most: int) -> int | None:
-    """The number of GPUs from which a sample stays 10 % dearer than on one."""
-    node = question.gpus_per_node
-    counts = [*range(2, min(node, most) + 1), *range(2 * node, most + 1, node)]
-    dearer = None
-    for gpus in reversed(counts):
-        if question.scaling == "strong" and gpus > question.global_batch:
-            continue
+def _rising(question: Question, gpus: Sequence[int]) -> Rising:
+    """Of the numbers asked for, every one within a node, and whole nodes up to the largest."""
+    most, node = max(gpus), question.gpus_per_node
+    counts = [*gpus, *range(2, min(node, most) + 1), *range(2 * node, most + 1, node)]
+    alone = _gpu_time(question, 1)
+
+    def cost(count: int) -> float | None:
+        if question.scaling == "strong" and count > question.global_batch:
+            return None
         try:
-            efficiency = row_for(question, gpus).efficiency
+            return _gpu_time(question, count) / alone
         except ConfigError:  # nothing measured for so few: the answer is about the others
-            continue
-        if efficiency * DEARER > 1:
-            break
-        dearer = gpus
-    return dearer
+            return None
+
+    return Rising.of([count for count in counts if count > 1], cost)
+
+
+def _gpu_time(question: Question, gpus: int) -> float:
+    """Of the training where its length is known, else of a sample."""
+    row = row_for(question, gpus)
+    return row.gpu_hours or gpus / row.samples_per_s
 
 
 def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -222,7 +227,14 @@ def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
         )
     if question.loader_rate is not None and question.node_loader_rate is None and rows:
         notes.append("Every rank is taken to load as fast as the one measured: with its own cores.")
-    if question.price is not None and question.samples is None:
+    unfilled = [row.gpus for row in rows if row.global_batch > question.epoch_samples]
+    if unfilled:
+        notes.append(
+            f"From {min(unfilled)} GPU{'s' if min(unfilled) > 1 else ''} on a step has room for "
+            f"more than the {question.epoch_samples:,.0f} samples of an epoch: each epoch is one "
+            "step that is not filled, and is counted with the time of a whole one."
+        )
+    if question.price is not None and question.length is None:
         notes.append("No cost: it is not known how many samples the training has.")
     if question.price is not None:
         cost = question.price
