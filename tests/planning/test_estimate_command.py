@@ -197,6 +197,19 @@ def test_the_length_of_the_training_is_what_was_asked_for(mgt: Mgt, tmp_path: Pa
     assert written()["gpus"]["1"]["training_s"] == pytest.approx(10, rel=0.01)
 
 
+def test_a_profile_is_scaled_as_its_config_asked(mgt: Mgt, tmp_path: Path) -> None:
+    replace(PROFILE, scaling="strong").save(tmp_path / "strong.json")
+    link = ("--gpus", "8", "--interconnect", "h100-nvlink", "--profile", "strong.json")
+    assert "h100-nvlink, strong scaling" in mgt(*link).out
+    strong = written()["gpus"]["8"]
+    assert strong["global_batch"] == 64
+    found = multi_gpu_training.estimate_training_speedup(8, "strong.json", "h100-nvlink")
+    assert found["actual_speedup"] == pytest.approx(strong["actual_speedup"])
+    mgt(*link, "--scaling", "weak")
+    assert written()["gpus"]["8"]["global_batch"] == 8 * 64
+    assert written()["profile"]["scaling"] == "strong"  # what was measured stays
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

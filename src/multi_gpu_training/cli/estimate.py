@@ -79,7 +79,7 @@ def forecast(
             "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so there "
             "is no cost of electricity"
         )
-    strong = (flags.scaling or found.scaling) == "strong"
+    strong = (flags.scaling or profile.scaling) == "strong"
     result = predict(
         profile,
         link or ONE_GPU,

@@ -21,6 +21,7 @@ from multi_gpu_training.planning.forecast import (
     predict,
     price_per_gpu,
 )
+from multi_gpu_training.planning.forecast.result import Scaling
 
 GUIDE_GPUS = (1, 2, 4, 8)
 PROFILES = Path("runs/estimate")
@@ -34,7 +35,7 @@ def estimate_training_speedup(
     *,
     price: Price | float | None = None,
     epochs: float | None = None,
-    scaling: str = "weak",
+    scaling: Scaling | None = None,
     gpus_per_node: int = 8,
 ) -> dict[str, Any]:
     """What to expect of `world_size` GPUs: `theoretical_speedup`, `actual_speedup`, `efficiency`,
@@ -42,7 +43,8 @@ def estimate_training_speedup(
 
     `profile` is what `mgt estimate` measured (its profile.json or folder; by default the newest
     under runs/estimate), `interconnect` one of its names or a CSV of your own, `price` that of a
-    GPU and hour. Without a price `cost` is None.
+    GPU and hour. Without a price `cost` is None. `scaling` is weak (the same batch per GPU) or
+    strong (the same global batch), by default as the config that was measured wants it.
     """
     outcome = _outcome([world_size], profile, interconnect, price, epochs, scaling, gpus_per_node)
     return {"world_size": world_size, **outcome.rows[0]}
@@ -55,7 +57,7 @@ def print_training_speedup_estimates(
     *,
     price: Price | float | None = None,
     epochs: float | None = None,
-    scaling: str = "weak",
+    scaling: Scaling | None = None,
     gpus_per_node: int = 8,
 ) -> None:
     """Print guide 002's table: GPUs, theoretical, actual, efficiency, time, cost."""
@@ -73,14 +75,12 @@ def _outcome(
     interconnect: Interconnect | str | Path | None,
     price: Price | float | None,
     epochs: float | None,
-    scaling: str,
+    scaling: Scaling | None,
     gpus_per_node: int,
 ) -> Outcome:
     wrong = [count for count in gpus if count < 1]
     if wrong or not gpus:
         raise ConfigError(f"world_size={wrong[0] if wrong else 'nothing'}: use 1 or more")
-    if scaling not in ("weak", "strong"):
-        raise ConfigError(f"scaling={scaling!r}: use weak or strong")
     found = profile if isinstance(profile, StepProfile) else load_profile(profile)
     length = training_length(found, epochs)
     result = predict(
@@ -88,7 +88,7 @@ def _outcome(
         _link(interconnect, max(gpus)),
         gpus,
         gpus_per_node=gpus_per_node,
-        scaling="strong" if scaling == "strong" else "weak",
+        scaling=scaling,
         epochs=length.epochs,
         samples=length.samples,
         price=price_per_gpu(price, source="price") if isinstance(price, int | float) else price,
