@@ -9,7 +9,8 @@ carried over from the nearest group of the same kind (within one node, or across
 
 with M measured GPUs and the time of the smallest message for latency: the depth of a tree, and the
 bytes that a ring sends through each link. Never from one node to several, nor back: where there is
-neither table nor measurement, there is an error.
+neither table nor measurement, there is an error. Networks were measured between nodes that are fast
+inside; an all-reduce across slower ones takes at least as long as within one of them.
 """
 
 from __future__ import annotations
@@ -79,6 +80,12 @@ class Interconnect:
         """Seconds of one all-reduce. Raises ConfigError where nothing was measured to go by."""
         if gpus <= 1:
             return 0.0
+        time = self._carried_s(size_bytes, gpus, nodes)
+        inside = self._inside(gpus, nodes)
+        return max(time, self._carried_s(size_bytes, inside, 1)) if inside > 1 else time
+
+    def _carried_s(self, size_bytes: float, gpus: int, nodes: int) -> float:
+        """Carried over from the nearest group of that kind."""
         curve = self.nearest(gpus, nodes)
         time, latency = curve.time_s(size_bytes), curve.times_s[0]
         depth = math.log2(gpus) / math.log2(curve.gpus)
@@ -99,9 +106,18 @@ class Interconnect:
         )
 
     def extrapolated(self, gpus: int, nodes: int = 1) -> bool:
-        """Whether this group is larger than every one of its kind that was measured."""
+        """Whether this group, or what of it lies in one node, is larger than every one of its
+        kind that was measured."""
         kind = [curve.gpus for curve in self.curves if (curve.nodes > 1) == (nodes > 1)]
-        return gpus > 1 and gpus > max(kind, default=0)
+        inside = self._inside(gpus, nodes)
+        return (gpus > 1 and gpus > max(kind, default=0)) or (
+            inside > 1 and self.extrapolated(inside)
+        )
+
+    def _inside(self, gpus: int, nodes: int) -> int:
+        """GPUs in each of several nodes, where it is known how fast those exchange; else 0."""
+        known = nodes > 1 and any(curve.nodes == 1 for curve in self.curves)
+        return math.ceil(gpus / nodes) if known else 0
 
     @property
     def source(self) -> str:

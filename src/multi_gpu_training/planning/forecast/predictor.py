@@ -51,10 +51,10 @@ def predict(
     accumulation shrinks, then the micro-batch. Time, GPU-hours and cost need to know how long the
     training is: `samples` in all, or `epochs` of the profile's `dataset_samples`. Each rank loads
     as fast as the one measured did with `loader_workers` (default: the profile's);
-    `node_loader_rate` says what the ranks of a node load together at most. `power_overhead` multiplies the measured power of the GPU to get
-    that of the plug. `residual=False` leaves out what published trainings lose beyond
-    communication, stragglers and input; `images` says whether the data are images, which lose
-    less.
+    `node_loader_rate` says what the ranks of a node load together at most. `power_overhead`
+    multiplies the measured power of the GPU to get that of the plug. `residual=False` leaves out
+    what published trainings lose beyond communication, stragglers and input; `images` says whether
+    the data are images, which lose less.
     """
     scaling = scaling or profile.scaling
     check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, samples, electricity_per_kwh)
