@@ -160,6 +160,13 @@ def test_prices_of_a_node_of_a_catalog_and_of_electricity(mgt: Mgt, tmp_path: Pa
     assert "h100-8x, here" in written()["price"]["source"]
     mgt(*link, "--catalog", "sky.csv", "--accelerator", "h100", "--region", "there")
     assert written()["price"]["per_gpu_hour"] == 4.0
+    note = "8 GPUs: no such instance holds a node of the forecast"
+    assert any(note in line for line in written()["notes"])
+    said = mgt(*link, "--catalog", "sky.csv", "--accelerator", "H100", "--spot")
+    assert "Price on 1 GPU: 2 USD per GPU-hour, sky.csv: spot, h100-1x, there, 20" in said.out
+    assert "Price on 8 GPUs: 2 USD per GPU-hour, sky.csv: spot, h100-8x, here, 20" in said.out
+    paid = {count: row["price"]["instance"] for count, row in written()["gpus"].items()}
+    assert paid == {"1": "h100-1x", "8": "h100-8x"} and written()["price"] is None
     said = mgt(*link, "--catalog", "sky.csv", "--instance", "none")
     assert said.code == 2 and "h100-1x, h100-8x" in said.err
     mgt(*link, "--electricity", 0.3)

@@ -19,7 +19,7 @@ from multi_gpu_training.cli.estimate_flags import (
     gpus_of,
     interconnect,
     listing,
-    price_of,
+    prices_of,
 )
 from multi_gpu_training.cli.measuring import runner_for
 from multi_gpu_training.errors import ConfigError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def estimate(flags: Flags) -> int:
     """0 once the forecast is written."""
     check(flags)
-    link, price = interconnect(flags), price_of(flags)
+    link, prices = interconnect(flags), prices_of(flags)
     console = Console(highlight=False, soft_wrap=True, stderr=flags.as_json)
     if flags.profile is None:
         found = measured_here(flags, console)
@@ -44,7 +44,7 @@ def estimate(flags: Flags) -> int:
         from multi_gpu_training.planning.estimate.speedup import load_profile
 
         found = Measured(load_profile(flags.profile))
-    outcome = forecast(flags, found, link, price)
+    outcome = forecast(flags, found, link, prices)
     files = outcome.save(Path(flags.out or default_folder(found.profile.name)))
     if flags.as_json:
         print(json.dumps(outcome.as_dict(), indent=1))
@@ -62,7 +62,7 @@ def measured_here(flags: Flags, console: Console) -> Measured:
 
 
 def forecast(
-    flags: Flags, found: Measured, link: Interconnect | None, price: Price | None
+    flags: Flags, found: Measured, link: Interconnect | None, prices: tuple[Price, ...]
 ) -> Outcome:
     from multi_gpu_training.planning.estimate.length import training_length
     from multi_gpu_training.planning.estimate.outcome import Outcome
@@ -88,7 +88,7 @@ def forecast(
         scaling="strong" if strong else "weak",
         epochs=length.epochs,
         samples=length.samples,
-        price=price,
+        price=prices,
         electricity_per_kwh=flags.electricity if profile.power_w is not None else None,
         images=profile.images,
     )

@@ -80,15 +80,16 @@ def interconnect(flags: Flags) -> Interconnect | None:
     return None
 
 
-def price_of(flags: Flags) -> Price | None:
+def prices_of(flags: Flags) -> tuple[Price, ...]:
+    """What was given, or what a catalog offers; nothing without either."""
     from multi_gpu_training.planning.forecast import (
-        price_from_catalog,
         price_per_gpu,
         price_per_node,
+        prices_from_catalog,
     )
 
     if flags.catalog is not None:
-        return price_from_catalog(
+        return prices_from_catalog(
             Path(flags.catalog),
             flags.accelerator,
             instance=flags.instance,
@@ -96,13 +97,12 @@ def price_of(flags: Flags) -> Price | None:
             spot=flags.spot,
         )
     if flags.price is None:
-        return None
+        return ()
     source = flags.price_source or "given with --price"
     if flags.price_per == "node":
-        return price_per_node(
-            flags.price, flags.gpus_per_node, source=source, date=flags.price_date
-        )
-    return price_per_gpu(flags.price, source=source, date=flags.price_date)
+        node = flags.gpus_per_node
+        return (price_per_node(flags.price, node, source=source, date=flags.price_date),)
+    return (price_per_gpu(flags.price, source=source, date=flags.price_date),)
 
 
 def listing() -> str:

@@ -76,9 +76,10 @@ def _efficiency(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
 
 def _cost(axes: Any, outcome: Outcome, gpus: list[int]) -> None:
     """Money where there is a price, else GPU-hours, else GPU-seconds of a million samples."""
-    rows, price = outcome.rows, outcome.forecast.price
-    if all(row["cost"] is not None for row in rows) and price is not None:
-        values, title = [row["cost"] for row in rows], f"cost of {outcome.length}, {price.currency}"
+    rows = outcome.rows
+    if all(row["cost"] is not None for row in rows):
+        values = [row["cost"] for row in rows]
+        title = f"cost of {outcome.length}, {outcome.currency}"
         axes.fill_between(
             gpus,
             [row["low_cost"] for row in rows],

@@ -2,7 +2,7 @@
 
 from .interconnect import Curve, Interconnect, joined, measured, named, named_interconnects
 from .predictor import predict
-from .prices import price_from_catalog, price_per_gpu, price_per_node
+from .prices import price_per_gpu, price_per_node, prices_from_catalog
 from .profile import Bucket, MemoryPoint, StepProfile
 from .result import Forecast, Price, Row
 
@@ -20,7 +20,7 @@ __all__ = [
     "named",
     "named_interconnects",
     "predict",
-    "price_from_catalog",
     "price_per_gpu",
     "price_per_node",
+    "prices_from_catalog",
 ]

@@ -38,7 +38,7 @@ def predict(
     samples: float | None = None,
     loader_workers: int | None = None,
     node_loader_rate: float | None = None,
-    price: Price | None = None,
+    price: Price | Sequence[Price] | None = None,
     electricity_per_kwh: float | None = None,
     power_overhead: float = 1.0,
     residual: bool = True,
@@ -67,7 +67,7 @@ def predict(
         Length.of(profile.dataset_samples, epochs, samples),
         loader_rate(profile, loader_workers),
         node_loader_rate,
-        price,
+        (price,) if isinstance(price, Price) else tuple(price or ()),
         electricity_per_kwh,
         power_overhead,
         residual,
@@ -85,7 +85,6 @@ def predict(
         published.shipped().level,
         BAND_MEANING if residual else "none: what published trainings lose was left out",
         rising.lastingly_from,
-        price,
         tuple(filter(None, (rising.sentence(), *_notes(question, rows)))),
     )
 
@@ -153,7 +152,7 @@ def row_for(question: Question, gpus: int) -> Row:
     return bill.priced(
         row,
         question.length,
-        question.price,
+        question.offers,
         profile.power_w,
         question.electricity_per_kwh,
         question.power_overhead,
@@ -235,12 +234,4 @@ def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
             f"more than the {question.epoch_samples:,.0f} samples of an epoch: each epoch is one "
             "step that is not filled, and is counted with the time of a whole one."
         )
-    if question.price is not None and question.length is None:
-        notes.append("No cost: it is not known how many samples the training has.")
-    if question.price is not None:
-        cost = question.price
-        notes.append(
-            f"Price: {cost.per_gpu_hour:.4g} {cost.currency} per GPU-hour, {cost.source}, "
-            f"{cost.date}."
-        )
-    return tuple(notes)
+    return (*notes, *bill.notes(rows, question.length))

@@ -29,7 +29,7 @@ class Question:
     length: Length | None
     loader_rate: float | None
     node_loader_rate: float | None
-    price: Price | None
+    offers: tuple[Price, ...]
     electricity_per_kwh: float | None
     power_overhead: float
     residual: bool
