@@ -235,6 +235,10 @@ def test_a_profile_is_scaled_as_its_config_asked(mgt: Mgt, tmp_path: Path) -> No
         (("--profile", "nothing.json"), "profile nothing.json: No such file"),
         (("--profile", "wrong.json"), "is no profile"),
         (("--device", "tpu"), "use auto, cpu or cuda"),
+        (("--interconnect", "h100-nvlink+a100-nvlink"), "a100-nvlink is a node; join one node"),
+        (("--interconnect", "efa-8x400g+ethernet-10g"), "ethernet-10g is a network; join one"),
+        (("train.py",), "--profile measures nothing, so that train.py would not be used"),
+        (("--price-date", "2025-01-01"), "--price-date describe a --price; add it"),
     ],
 )
 def test_what_cannot_be_is_refused(mgt: Mgt, words: tuple[str, ...], said: str) -> None:
@@ -272,6 +276,19 @@ def test_guide_002s_functions_rest_on_what_was_measured(
     multi_gpu_training.print_training_speedup_estimates(interconnect="h100-nvlink", price=2.0)
     shown = capsys.readouterr().out
     assert "theoretical" in shown and "cost" in shown and "8.0x" in shown
+
+
+@pytest.mark.parametrize("count", [0, -2, 2.5, "8", None])
+def test_a_number_of_gpus_is_a_whole_number(count: Any) -> None:
+    with pytest.raises(ConfigError, match=r"world_size=.*: use a whole number, 1 or more"):
+        multi_gpu_training.estimate_training_speedup(count, PROFILE, "h100-nvlink")
+
+
+@pytest.mark.parametrize("wrong", [-3, 0, float("nan"), float("inf"), "3", True])
+@pytest.mark.parametrize("name", ["epochs", "price"])
+def test_epochs_and_prices_are_above_zero(name: str, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.*: give a number above 0"):
+        multi_gpu_training.estimate_training_speedup(8, PROFILE, "h100-nvlink", **{name: wrong})
 
 
 def test_times_and_money_read_as_in_the_guide() -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.planning.forecast.result import Price
 
 MOST_GPUS = 1024
+NO_TARGET = "image"  # the recipe that is measured where the command names none
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,15 @@ def check(flags: Flags) -> None:
         problems.append("--accelerator, --instance, --region and --spot choose from a --catalog")
     if flags.catalog is not None and not (flags.accelerator or flags.instance):
         problems.append("--catalog needs --accelerator (like H100) or --instance to choose a row")
-    if flags.price is None and (flags.price_per == "node" or flags.price_source):
-        problems.append("--price-per and --price-source describe a --price; add it")
+    if flags.price is None and (
+        flags.price_per == "node" or flags.price_source or flags.price_date
+    ):
+        problems.append("--price-per, --price-source and --price-date describe a --price; add it")
+    if flags.profile is not None and flags.command != [NO_TARGET]:
+        problems.append(
+            f"--profile measures nothing, so that {' '.join(flags.command)} would not be used; "
+            "drop one of the two"
+        )
     for name, value in (
         ("--price", flags.price),
         ("--electricity", flags.electricity),

@@ -5,7 +5,10 @@ The guide assumes an efficiency. These start from what `mgt estimate` has measur
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -78,23 +81,45 @@ def _outcome(
     scaling: Scaling | None,
     gpus_per_node: int,
 ) -> Outcome:
-    wrong = [count for count in gpus if count < 1]
-    if wrong or not gpus:
-        raise ConfigError(f"world_size={wrong[0] if wrong else 'nothing'}: use 1 or more")
+    counts = [_whole("world_size", count) for count in gpus]
+    if not counts:
+        raise ConfigError("world_size=nothing: use 1 or more")
+    if epochs is not None:
+        epochs = _amount("epochs", epochs)
+    if price is not None and not isinstance(price, Price):
+        price = price_per_gpu(_amount("price", price), source="price")
     found = profile if isinstance(profile, StepProfile) else load_profile(profile)
     length = training_length(found, epochs)
     result = predict(
         found,
-        _link(interconnect, max(gpus)),
-        gpus,
-        gpus_per_node=gpus_per_node,
+        _link(interconnect, max(counts)),
+        counts,
+        gpus_per_node=_whole("gpus_per_node", gpus_per_node),
         scaling=scaling,
         epochs=length.epochs,
         samples=length.samples,
-        price=price_per_gpu(price, source="price") if isinstance(price, int | float) else price,
+        price=price,
         images=found.images,
     )
     return Outcome(found, result, length.words, length.notes)
+
+
+def _whole(name: str, value: object) -> int:
+    """Also of numpy's integers."""
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"{name}={value!r}: use a whole number, 1 or more")
+    return count
+
+
+def _amount(name: str, value: object) -> float:
+    amount = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    if not 0 < amount < math.inf:
+        raise ConfigError(f"{name}={value!r}: give a number above 0")
+    return amount
 
 
 def load_profile(path: str | Path | None) -> StepProfile:

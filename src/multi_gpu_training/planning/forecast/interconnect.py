@@ -161,10 +161,16 @@ def named(name: str) -> Interconnect:
             f"no all-reduce times for {', '.join(unknown)!r}; there are {', '.join(ABOUT)}, or "
             "node+network of them; measure your own with 'mgt check --save-curve FILE'"
         )
-    result = table[parts[0]]
-    for part in parts[1:]:
-        result = joined(result, table[part])
-    return result
+    links = [table[part] for part in parts]
+    if len(links) == 1:
+        return links[0]
+    if sorted(link.kind for link in links) != ["network", "node"]:
+        said = ", ".join(f"{link.name} is a {link.kind}" for link in links)
+        raise ConfigError(
+            f"interconnect {name}: {said}; join one node type ({', '.join(_names('node'))}) and "
+            f"one network ({', '.join(_names('network'))})"
+        )
+    return joined(*links)
 
 
 def joined(node: Interconnect, network: Interconnect) -> Interconnect:
