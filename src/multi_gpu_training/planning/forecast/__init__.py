@@ -1,6 +1,7 @@
 """From one measured step to N GPUs: time, memory, cost. Arithmetic only, without torch."""
 
-from .interconnect import Curve, Interconnect, joined, measured, named, named_interconnects
+from .curves import Curve
+from .interconnect import Interconnect, joined, measured, named, named_interconnects
 from .predictor import predict
 from .prices import price_per_gpu, price_per_node, prices_from_catalog
 from .profile import Bucket, MemoryPoint, StepProfile
