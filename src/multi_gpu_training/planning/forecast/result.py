@@ -82,8 +82,8 @@ class Forecast:
     rows: tuple[Row, ...]
     band_level: float
     band_meaning: str
-    # The smallest N (of every N up to the largest asked for) from which a sample costs 10 % more
-    # GPU time than on one GPU; None if none does.
+    # The smallest N from which a sample costs 10 % more GPU time than on one GPU, and stays so up
+    # to the largest asked for; None if it does not stay so. `notes` name smaller ones.
     cost_rises_from: int | None
     notes: tuple[str, ...] = ()
 
