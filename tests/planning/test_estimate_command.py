@@ -160,6 +160,13 @@ def test_prices_of_a_node_of_a_catalog_and_of_electricity(mgt: Mgt, tmp_path: Pa
     assert "h100-8x, here" in written()["price"]["source"]
     mgt(*link, "--catalog", "sky.csv", "--accelerator", "h100", "--region", "there")
     assert written()["price"]["per_gpu_hour"] == 4.0
+    note = "8 GPUs: no such instance holds a node of the forecast"
+    assert any(note in line for line in written()["notes"])
+    said = mgt(*link, "--catalog", "sky.csv", "--accelerator", "H100", "--spot")
+    assert "Price on 1 GPU: 2 USD per GPU-hour, sky.csv: spot, h100-1x, there, 20" in said.out
+    assert "Price on 8 GPUs: 2 USD per GPU-hour, sky.csv: spot, h100-8x, here, 20" in said.out
+    paid = {count: row["price"]["instance"] for count, row in written()["gpus"].items()}
+    assert paid == {"1": "h100-1x", "8": "h100-8x"} and written()["price"] is None
     said = mgt(*link, "--catalog", "sky.csv", "--instance", "none")
     assert said.code == 2 and "h100-1x, h100-8x" in said.err
     mgt(*link, "--electricity", 0.3)
@@ -197,6 +204,19 @@ def test_the_length_of_the_training_is_what_was_asked_for(mgt: Mgt, tmp_path: Pa
     assert written()["gpus"]["1"]["training_s"] == pytest.approx(10, rel=0.01)
 
 
+def test_a_profile_is_scaled_as_its_config_asked(mgt: Mgt, tmp_path: Path) -> None:
+    replace(PROFILE, scaling="strong").save(tmp_path / "strong.json")
+    link = ("--gpus", "8", "--interconnect", "h100-nvlink", "--profile", "strong.json")
+    assert "h100-nvlink, strong scaling" in mgt(*link).out
+    strong = written()["gpus"]["8"]
+    assert strong["global_batch"] == 64
+    found = multi_gpu_training.estimate_training_speedup(8, "strong.json", "h100-nvlink")
+    assert found["actual_speedup"] == pytest.approx(strong["actual_speedup"])
+    mgt(*link, "--scaling", "weak")
+    assert written()["gpus"]["8"]["global_batch"] == 8 * 64
+    assert written()["profile"]["scaling"] == "strong"  # what was measured stays
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -215,6 +235,10 @@ def test_the_length_of_the_training_is_what_was_asked_for(mgt: Mgt, tmp_path: Pa
         (("--profile", "nothing.json"), "profile nothing.json: No such file"),
         (("--profile", "wrong.json"), "is no profile"),
         (("--device", "tpu"), "use auto, cpu or cuda"),
+        (("--interconnect", "h100-nvlink+a100-nvlink"), "a100-nvlink is a node; join one node"),
+        (("--interconnect", "efa-8x400g+ethernet-10g"), "ethernet-10g is a network; join one"),
+        (("train.py",), "--profile measures nothing, so that train.py would not be used"),
+        (("--price-date", "2025-01-01"), "--price-date describe a --price; add it"),
     ],
 )
 def test_what_cannot_be_is_refused(mgt: Mgt, words: tuple[str, ...], said: str) -> None:
@@ -252,6 +276,19 @@ def test_guide_002s_functions_rest_on_what_was_measured(
     multi_gpu_training.print_training_speedup_estimates(interconnect="h100-nvlink", price=2.0)
     shown = capsys.readouterr().out
     assert "theoretical" in shown and "cost" in shown and "8.0x" in shown
+
+
+@pytest.mark.parametrize("count", [0, -2, 2.5, "8", None])
+def test_a_number_of_gpus_is_a_whole_number(count: Any) -> None:
+    with pytest.raises(ConfigError, match=r"world_size=.*: use a whole number, 1 or more"):
+        multi_gpu_training.estimate_training_speedup(count, PROFILE, "h100-nvlink")
+
+
+@pytest.mark.parametrize("wrong", [-3, 0, float("nan"), float("inf"), "3", True])
+@pytest.mark.parametrize("name", ["epochs", "price"])
+def test_epochs_and_prices_are_above_zero(name: str, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}=.*: give a number above 0"):
+        multi_gpu_training.estimate_training_speedup(8, PROFILE, "h100-nvlink", **{name: wrong})
 
 
 def test_times_and_money_read_as_in_the_guide() -> None:

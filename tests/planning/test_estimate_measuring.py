@@ -237,7 +237,7 @@ def test_compressed_gradients_count_half_and_synchronised_norms_are_named(estima
     found = estimated(fit(settings=settings))
     assert found.profile.gradient_bytes == (GRADIENTS + 4) // 2
     assert any("sync_bn exchanges the statistics of 1 layers" in note for note in found.notes)
-    assert found.scaling == "strong" and found.profile.max_steps == 50
+    assert found.profile.scaling == "strong" and found.profile.max_steps == 50
     assert found.profile.accumulation == 2
 
 

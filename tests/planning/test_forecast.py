@@ -226,3 +226,23 @@ def test_a_profile_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     first = profile(loader_rates={0: 1.0, 4: 2.0})
     first.save(tmp_path / "profile.json")
     assert StepProfile.load(tmp_path / "profile.json") == first
+
+
+def test_a_profile_scales_as_its_config_asks_unless_told_otherwise() -> None:
+    kept = {"scaling": "strong"}
+    assert forecast([8], changes=kept).scaling == "strong"
+    assert forecast([8], changes=kept).rows[0].global_batch == 32
+    assert forecast([8], changes=kept, scaling="weak").rows[0].global_batch == 256
+    with pytest.raises(ConfigError, match="scaling='huge' must be weak or strong"):
+        forecast([8], scaling="huge")
+
+
+def test_a_profile_from_before_scaling_was_kept_still_loads(tmp_path: Path) -> None:
+    import json
+
+    file = tmp_path / "profile.json"
+    profile(scaling="strong").save(file)
+    assert StepProfile.load(file).scaling == "strong"
+    old = {key: value for key, value in json.loads(file.read_text()).items() if key != "scaling"}
+    file.write_text(json.dumps(old))
+    assert StepProfile.load(file) == profile()

@@ -14,7 +14,8 @@ from multi_gpu_training.planning.forecast import (
     named,
     named_interconnects,
 )
-from multi_gpu_training.planning.forecast.interconnect import ABOUT, CURVE_COLUMNS
+from multi_gpu_training.planning.forecast.curves import CURVE_COLUMNS
+from multi_gpu_training.planning.forecast.interconnect import ABOUT
 
 MB = 2**20
 
@@ -117,3 +118,19 @@ def test_a_curve_that_says_nothing_is_refused(tmp_path: Path) -> None:
         measured(curve_file(tmp_path, "x,y,z,1,1,1024,5,"))
     with pytest.raises(ConfigError, match=r"line 3: .*'-5'"):
         measured(curve_file(tmp_path, "x,y,z,2,1,1024,5,", "x,y,z,2,1,2048,-5,"))
+
+
+def test_slow_nodes_are_no_faster_together_than_one_of_them() -> None:
+    """The network's times are of nodes with NVLink: PCIe inside is slower than that."""
+    slow, network = named("pcie-gen3"), named("infiniband-8x200g")
+    both = named("pcie-gen3+infiniband-8x200g")
+    for size in (4096, MB, 25 * MB, 400 * MB):
+        within = slow.allreduce_s(size, 8)
+        for nodes in (2, 4, 128):
+            across = network.allreduce_s(size, 8 * nodes, nodes)
+            assert both.allreduce_s(size, 8 * nodes, nodes) == max(within, across)
+    assert both.allreduce_s(25 * MB, 16, 2) == slow.allreduce_s(25 * MB, 8)
+    # Nodes of one GPU have nothing inside.
+    assert both.allreduce_s(MB, 2, 2) == network.allreduce_s(MB, 2, 2)
+    assert both.extrapolated(16, 2)  # four GPUs on PCIe were measured, not eight
+    assert not both.extrapolated(8, 2)

@@ -19,7 +19,7 @@ from multi_gpu_training.cli.estimate_flags import (
     gpus_of,
     interconnect,
     listing,
-    price_of,
+    prices_of,
 )
 from multi_gpu_training.cli.measuring import runner_for
 from multi_gpu_training.errors import ConfigError
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def estimate(flags: Flags) -> int:
     """0 once the forecast is written."""
     check(flags)
-    link, price = interconnect(flags), price_of(flags)
+    link, prices = interconnect(flags), prices_of(flags)
     console = Console(highlight=False, soft_wrap=True, stderr=flags.as_json)
     if flags.profile is None:
         found = measured_here(flags, console)
@@ -44,7 +44,7 @@ def estimate(flags: Flags) -> int:
         from multi_gpu_training.planning.estimate.speedup import load_profile
 
         found = Measured(load_profile(flags.profile))
-    outcome = forecast(flags, found, link, price)
+    outcome = forecast(flags, found, link, prices)
     files = outcome.save(Path(flags.out or default_folder(found.profile.name)))
     if flags.as_json:
         print(json.dumps(outcome.as_dict(), indent=1))
@@ -62,14 +62,16 @@ def measured_here(flags: Flags, console: Console) -> Measured:
 
 
 def forecast(
-    flags: Flags, found: Measured, link: Interconnect | None, price: Price | None
+    flags: Flags, found: Measured, link: Interconnect | None, prices: tuple[Price, ...]
 ) -> Outcome:
+    from multi_gpu_training.planning.estimate.length import training_length
     from multi_gpu_training.planning.estimate.outcome import Outcome
     from multi_gpu_training.planning.estimate.speedup import ONE_GPU
     from multi_gpu_training.planning.forecast import predict
 
-    profile, notes = found.profile, list(found.notes)
-    samples, length = training_length(flags, profile, notes)
+    profile = found.profile
+    length = training_length(profile, flags.epochs, flags.samples)
+    notes = [*found.notes, *length.notes]
     if profile.device == "CPU" and link is not None:
         notes.append("measured on a CPU: this is a forecast for CPU ranks, not for GPUs")
     if flags.electricity is not None and profile.power_w is None:
@@ -77,19 +79,20 @@ def forecast(
             "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so there "
             "is no cost of electricity"
         )
-    strong = (flags.scaling or found.scaling) == "strong"
+    strong = (flags.scaling or profile.scaling) == "strong"
     result = predict(
         profile,
         link or ONE_GPU,
         possible(flags, link, profile, strong, notes),
         gpus_per_node=flags.gpus_per_node,
         scaling="strong" if strong else "weak",
-        samples=samples,
-        price=price,
+        epochs=length.epochs,
+        samples=length.samples,
+        price=prices,
         electricity_per_kwh=flags.electricity if profile.power_w is not None else None,
         images=profile.images,
     )
-    return Outcome(profile, result, length, tuple(notes))
+    return Outcome(profile, result, length.words, tuple(notes))
 
 
 def possible(
@@ -116,31 +119,6 @@ def possible(
         notes.append(f"strong scaling of a batch of {whole} ends at {whole} GPUs")
         known = [count for count in known if count <= whole]
     return known
-
-
-def training_length(
-    flags: Flags, profile: StepProfile, notes: list[str]
-) -> tuple[float | None, str]:
-    """Samples of the whole training, and the words for it."""
-    if flags.samples is not None:
-        return flags.samples, f"{flags.samples:,.0f} samples"
-    if flags.epochs is None and profile.max_steps is not None:
-        notes.append(
-            f"max_steps={profile.max_steps} ends the training; its length is what one GPU sees then"
-        )
-        seen = profile.max_steps * profile.per_rank_batch * profile.accumulation
-        return float(seen), f"{profile.max_steps} steps of one GPU"
-    if profile.dataset_samples is None:
-        notes.append(
-            "how many samples an epoch has is not known here, so that there is no time and no "
-            "cost; --samples says how many the whole training has"
-        )
-        return None, ""
-    epochs = flags.epochs or profile.epochs
-    if epochs is None:
-        notes.append("the number of epochs is not known: times are for one (--epochs)")
-        epochs = 1
-    return epochs * profile.dataset_samples, f"{epochs:g} epoch{'s' if epochs != 1 else ''}"
 
 
 def say(outcome: Outcome, console: Console, asked_for_many: bool) -> None:

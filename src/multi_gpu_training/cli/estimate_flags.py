@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.planning.forecast.result import Price
 
 MOST_GPUS = 1024
+NO_TARGET = "image"  # the recipe that is measured where the command names none
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,16 @@ def interconnect(flags: Flags) -> Interconnect | None:
     return None
 
 
-def price_of(flags: Flags) -> Price | None:
+def prices_of(flags: Flags) -> tuple[Price, ...]:
+    """What was given, or what a catalog offers; nothing without either."""
     from multi_gpu_training.planning.forecast import (
-        price_from_catalog,
         price_per_gpu,
         price_per_node,
+        prices_from_catalog,
     )
 
     if flags.catalog is not None:
-        return price_from_catalog(
+        return prices_from_catalog(
             Path(flags.catalog),
             flags.accelerator,
             instance=flags.instance,
@@ -96,13 +98,12 @@ def price_of(flags: Flags) -> Price | None:
             spot=flags.spot,
         )
     if flags.price is None:
-        return None
+        return ()
     source = flags.price_source or "given with --price"
     if flags.price_per == "node":
-        return price_per_node(
-            flags.price, flags.gpus_per_node, source=source, date=flags.price_date
-        )
-    return price_per_gpu(flags.price, source=source, date=flags.price_date)
+        node = flags.gpus_per_node
+        return (price_per_node(flags.price, node, source=source, date=flags.price_date),)
+    return (price_per_gpu(flags.price, source=source, date=flags.price_date),)
 
 
 def listing() -> str:
@@ -133,8 +134,15 @@ def check(flags: Flags) -> None:
         problems.append("--accelerator, --instance, --region and --spot choose from a --catalog")
     if flags.catalog is not None and not (flags.accelerator or flags.instance):
         problems.append("--catalog needs --accelerator (like H100) or --instance to choose a row")
-    if flags.price is None and (flags.price_per == "node" or flags.price_source):
-        problems.append("--price-per and --price-source describe a --price; add it")
+    if flags.price is None and (
+        flags.price_per == "node" or flags.price_source or flags.price_date
+    ):
+        problems.append("--price-per, --price-source and --price-date describe a --price; add it")
+    if flags.profile is not None and flags.command != [NO_TARGET]:
+        problems.append(
+            f"--profile measures nothing, so that {' '.join(flags.command)} would not be used; "
+            "drop one of the two"
+        )
     for name, value in (
         ("--price", flags.price),
         ("--electricity", flags.electricity),

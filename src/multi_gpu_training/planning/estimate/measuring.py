@@ -25,10 +25,9 @@ class EstimateError(MultiGPUError):
 
 @dataclass(frozen=True)
 class Measured:
-    """The profile, how the config wants it scaled, and what to tell the user."""
+    """The profile, and what to tell the user."""
 
     profile: StepProfile
-    scaling: str = "weak"
     notes: tuple[str, ...] = ()
 
 
@@ -63,6 +62,7 @@ def measure(runner: ProfileRunner, name: str) -> Measured:
         dataset_samples=facts["dataset_samples"],
         epochs=facts["epochs"],
         max_steps=facts["max_steps"],
+        scaling="strong" if facts["keeps_global_batch"] else "weak",
         loader_rates={int(key): rate for key, rate in facts["loader_rates"].items()},
         loader_workers=facts["loader_workers"],
         data_on_device=facts["data_on_device"],
@@ -76,8 +76,7 @@ def measure(runner: ProfileRunner, name: str) -> Measured:
         execution=_execution(facts),
     )
     notes += _notes(facts)
-    scaling = "strong" if facts["keeps_global_batch"] else "weak"
-    return Measured(profile, scaling, tuple(notes))
+    return Measured(profile, tuple(notes))
 
 
 def _first_that_fits(runner: ProfileRunner) -> tuple[Measurement, list[str]]:

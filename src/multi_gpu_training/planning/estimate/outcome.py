@@ -88,7 +88,7 @@ class Outcome:
             columns.append(Column(f"time ({self.length})", lambda row: duration(row["training_s"])))
             columns.append(Column("GPU-hours", lambda row: hours(row["gpu_hours"])))
         if any(row["cost"] is not None for row in self.rows):
-            columns.append(Column("cost", lambda row: money(row["cost"], self._currency)))
+            columns.append(Column("cost", lambda row: money(row["cost"], self.currency)))
         if any(row["electricity_cost"] is not None for row in self.rows):
             columns.append(Column("electricity", lambda row: money(row["electricity_cost"], "")))
         columns += [
@@ -103,33 +103,24 @@ class Outcome:
         return columns
 
     @property
-    def _currency(self) -> str:
-        return self.forecast.price.currency if self.forecast.price is not None else ""
+    def currency(self) -> str:
+        prices = self.forecast.prices
+        return prices[0].currency if prices else ""
 
     def _notes(self) -> list[str]:
         forecast, found = self.forecast, []
         if any(row.gpus > 1 for row in forecast.rows):
             found.append(f"all-reduce times: {forecast.interconnect_source}")
             found.append(f"band: {forecast.band_meaning}")
-            rises = forecast.cost_rises_from
-            most = max(row.gpus for row in forecast.rows)
-            found.append(
-                f"from {rises} GPUs on a sample costs 10 % more GPU time than on one"
-                if rises is not None
-                else f"up to {most} GPUs a sample never costs 10 % more GPU time than on one"
-            )
-        together = forecast.price.gpus_billed_together if forecast.price is not None else 1
-        if forecast.price is None:
+        if not forecast.prices:
             found.append("no price was given (--price, --catalog): GPU-hours only")
-        elif together > 1:
-            found.append(f"{together} GPUs are paid together, used or not")
         return [*found, *forecast.notes, *self.notes]
 
     # As files
 
     def as_dict(self) -> dict[str, Any]:
         """What `forecast.json` holds: `gpus` by number, for a later run to be compared with."""
-        forecast = self.forecast.to_json()
+        forecast, prices = self.forecast.to_json(), self.forecast.prices
         return {
             "schema": SCHEMA,
             "kind": "forecast",
@@ -137,6 +128,7 @@ class Outcome:
             "length": self.length or None,
             "gpus": {str(row["gpus"]): _comparable(row) for row in self.rows},
             **{key: value for key, value in forecast.items() if key != "rows"},
+            "price": asdict(prices[0]) if len(prices) == 1 else None,
             "notes": self._notes(),
             "largest_batch": largest_batch(self.profile),
             "profile": asdict(self.profile),

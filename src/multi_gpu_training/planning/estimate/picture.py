@@ -45,11 +45,16 @@ def _by_gpus(axes: Any, gpus: list[int]) -> None:
     axes.grid(alpha=0.3)
 
 
+def _from_zero(axes: Any, values: list[float], room: float = 1.08) -> None:
+    """The axis begins at 0 and ends above the highest of `values`."""
+    axes.set_ylim(0, room * max(values))
+
+
 def _speed(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
     found = [row["samples_per_s"] for row in rows]
     lows = [row["low_samples_per_s"] for row in rows]
     highs = [row["high_samples_per_s"] for row in rows]
-    base = found[0] / gpus[0]
+    base = found[0] / rows[0]["actual_speedup"]  # one GPU, which need not be a row
     axes.plot(gpus, [base * count for count in gpus], "--", color=GREY, label="linear")
     axes.fill_between(gpus, lows, highs, color=BLUE, alpha=0.2, label="band")
     axes.plot(gpus, found, "o-", color=BLUE, label="forecast")
@@ -69,30 +74,26 @@ def _efficiency(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
         gpus, percent["low_efficiency"], percent["high_efficiency"], color=BLUE, alpha=0.2
     )
     axes.plot(gpus, percent["efficiency"], "o-", color=BLUE)
-    axes.set_ylim(0, max(105, *percent["high_efficiency"]))
+    _from_zero(axes, [100, *percent["high_efficiency"]])
     _by_gpus(axes, gpus)
     axes.set_title("efficiency, %")
 
 
 def _cost(axes: Any, outcome: Outcome, gpus: list[int]) -> None:
     """Money where there is a price, else GPU-hours, else GPU-seconds of a million samples."""
-    rows, price = outcome.rows, outcome.forecast.price
-    if all(row["cost"] is not None for row in rows) and price is not None:
-        values, title = [row["cost"] for row in rows], f"cost of {outcome.length}, {price.currency}"
-        axes.fill_between(
-            gpus,
-            [row["low_cost"] for row in rows],
-            [row["high_cost"] for row in rows],
-            color=BLUE,
-            alpha=0.2,
-        )
+    rows, highest = outcome.rows, []
+    if all(row["cost"] is not None for row in rows):
+        values = [row["cost"] for row in rows]
+        title = f"cost of {outcome.length}, {outcome.currency}"
+        lowest, highest = ([row[key] for row in rows] for key in ("low_cost", "high_cost"))
+        axes.fill_between(gpus, lowest, highest, color=BLUE, alpha=0.2)
     elif all(row["gpu_hours"] is not None for row in rows):
         values, title = [row["gpu_hours"] for row in rows], f"GPU-hours of {outcome.length}"
     else:
         values = [1e6 * row["gpus"] / row["samples_per_s"] / 3600 for row in rows]
         title = "GPU-hours of a million samples"
     axes.plot(gpus, values, "o-", color=BLUE)
-    axes.set_ylim(bottom=0)
+    _from_zero(axes, [*values, *highest])
     rises = outcome.forecast.cost_rises_from
     if rises is not None and gpus[0] <= rises <= gpus[-1]:
         axes.axvline(rises, color=GREY, linestyle=":", label=f"+10 % from {rises} GPUs on")
@@ -113,4 +114,5 @@ def _parts(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
     axes.set_xlabel("GPUs")
     axes.grid(alpha=0.3, axis="y")
     axes.set_title("where a step's time goes, ms")
-    axes.legend(fontsize=8)
+    _from_zero(axes, bottom, room=1.3)  # for the legend, which would hide the highest bar
+    axes.legend(fontsize=8, loc="upper left", ncols=3)

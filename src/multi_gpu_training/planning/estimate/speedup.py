@@ -5,11 +5,15 @@ The guide assumes an efficiency. These start from what `mgt estimate` has measur
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.planning.estimate.length import training_length
 from multi_gpu_training.planning.estimate.outcome import Outcome
 from multi_gpu_training.planning.forecast import (
     Interconnect,
@@ -20,6 +24,7 @@ from multi_gpu_training.planning.forecast import (
     predict,
     price_per_gpu,
 )
+from multi_gpu_training.planning.forecast.result import Scaling
 
 GUIDE_GPUS = (1, 2, 4, 8)
 PROFILES = Path("runs/estimate")
@@ -33,7 +38,7 @@ def estimate_training_speedup(
     *,
     price: Price | float | None = None,
     epochs: float | None = None,
-    scaling: str = "weak",
+    scaling: Scaling | None = None,
     gpus_per_node: int = 8,
 ) -> dict[str, Any]:
     """What to expect of `world_size` GPUs: `theoretical_speedup`, `actual_speedup`, `efficiency`,
@@ -41,7 +46,8 @@ def estimate_training_speedup(
 
     `profile` is what `mgt estimate` measured (its profile.json or folder; by default the newest
     under runs/estimate), `interconnect` one of its names or a CSV of your own, `price` that of a
-    GPU and hour. Without a price `cost` is None.
+    GPU and hour. Without a price `cost` is None. `scaling` is weak (the same batch per GPU) or
+    strong (the same global batch), by default as the config that was measured wants it.
     """
     outcome = _outcome([world_size], profile, interconnect, price, epochs, scaling, gpus_per_node)
     return {"world_size": world_size, **outcome.rows[0]}
@@ -54,7 +60,7 @@ def print_training_speedup_estimates(
     *,
     price: Price | float | None = None,
     epochs: float | None = None,
-    scaling: str = "weak",
+    scaling: Scaling | None = None,
     gpus_per_node: int = 8,
 ) -> None:
     """Print guide 002's table: GPUs, theoretical, actual, efficiency, time, cost."""
@@ -72,28 +78,48 @@ def _outcome(
     interconnect: Interconnect | str | Path | None,
     price: Price | float | None,
     epochs: float | None,
-    scaling: str,
+    scaling: Scaling | None,
     gpus_per_node: int,
 ) -> Outcome:
-    wrong = [count for count in gpus if count < 1]
-    if wrong or not gpus:
-        raise ConfigError(f"world_size={wrong[0] if wrong else 'nothing'}: use 1 or more")
-    if scaling not in ("weak", "strong"):
-        raise ConfigError(f"scaling={scaling!r}: use weak or strong")
+    counts = [_whole("world_size", count) for count in gpus]
+    if not counts:
+        raise ConfigError("world_size=nothing: use 1 or more")
+    if epochs is not None:
+        epochs = _amount("epochs", epochs)
+    if price is not None and not isinstance(price, Price):
+        price = price_per_gpu(_amount("price", price), source="price")
     found = profile if isinstance(profile, StepProfile) else load_profile(profile)
-    epochs = epochs or found.epochs or 1
-    known = found.dataset_samples is not None
+    length = training_length(found, epochs)
     result = predict(
         found,
-        _link(interconnect, max(gpus)),
-        gpus,
-        gpus_per_node=gpus_per_node,
-        scaling="strong" if scaling == "strong" else "weak",
-        epochs=epochs if known else None,
-        price=price_per_gpu(price, source="price") if isinstance(price, int | float) else price,
+        _link(interconnect, max(counts)),
+        counts,
+        gpus_per_node=_whole("gpus_per_node", gpus_per_node),
+        scaling=scaling,
+        epochs=length.epochs,
+        samples=length.samples,
+        price=price,
         images=found.images,
     )
-    return Outcome(found, result, f"{epochs:g} epochs" if known else "")
+    return Outcome(found, result, length.words, length.notes)
+
+
+def _whole(name: str, value: object) -> int:
+    """Also of numpy's integers."""
+    try:
+        count = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise ConfigError(f"{name}={value!r}: use a whole number, 1 or more")
+    return count
+
+
+def _amount(name: str, value: object) -> float:
+    amount = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
+    if not 0 < amount < math.inf:
+        raise ConfigError(f"{name}={value!r}: give a number above 0")
+    return amount
 
 
 def load_profile(path: str | Path | None) -> StepProfile:

@@ -1,8 +1,9 @@
 """From one measured step to N GPUs: time, memory, cost. Arithmetic only, without torch."""
 
-from .interconnect import Curve, Interconnect, joined, measured, named, named_interconnects
+from .curves import Curve
+from .interconnect import Interconnect, joined, measured, named, named_interconnects
 from .predictor import predict
-from .prices import price_from_catalog, price_per_gpu, price_per_node
+from .prices import price_per_gpu, price_per_node, prices_from_catalog
 from .profile import Bucket, MemoryPoint, StepProfile
 from .result import Forecast, Price, Row
 
@@ -20,7 +21,7 @@ __all__ = [
     "named",
     "named_interconnects",
     "predict",
-    "price_from_catalog",
     "price_per_gpu",
     "price_per_node",
+    "prices_from_catalog",
 ]

@@ -9,7 +9,8 @@ carried over from the nearest group of the same kind (within one node, or across
 
 with M measured GPUs and the time of the smallest message for latency: the depth of a tree, and the
 bytes that a ring sends through each link. Never from one node to several, nor back: where there is
-neither table nor measurement, there is an error.
+neither table nor measurement, there is an error. Networks were measured between nodes that are fast
+inside; an all-reduce across slower ones takes at least as long as within one of them.
 """
 
 from __future__ import annotations
@@ -17,18 +18,14 @@ from __future__ import annotations
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-import numpy as np
-
 from multi_gpu_training.errors import ConfigError
 
-CURVE_COLUMNS = ("source", "method", "hardware", "gpus", "nodes", "bytes", "time_us", "busbw_GBps")
-NEEDED = ("gpus", "nodes", "bytes", "time_us")
+from .curves import Curve, curves_of, read_rows
 
 ABOUT = {
     "v100-nvlink": "V100 SXM2 node, 2-8 GPUs on NVLink 2",
@@ -48,26 +45,6 @@ ABOUT = {
 
 
 @dataclass(frozen=True)
-class Curve:
-    """All-reduce times of one group of GPUs by message size, sizes ascending."""
-
-    gpus: int
-    nodes: int
-    sizes_bytes: tuple[int, ...]
-    times_s: tuple[float, ...]
-    source: str
-
-    def time_s(self, size_bytes: float) -> float:
-        first, last = self.sizes_bytes[0], self.sizes_bytes[-1]
-        if size_bytes <= first:
-            return self.times_s[0]
-        if size_bytes >= last:
-            return self.times_s[-1] * size_bytes / last
-        logs = np.interp(math.log(size_bytes), np.log(self.sizes_bytes), np.log(self.times_s))
-        return math.exp(float(logs))
-
-
-@dataclass(frozen=True)
 class Interconnect:
     """A named machine type, network or both, with its curves."""
 
@@ -79,6 +56,12 @@ class Interconnect:
         """Seconds of one all-reduce. Raises ConfigError where nothing was measured to go by."""
         if gpus <= 1:
             return 0.0
+        time = self._carried_s(size_bytes, gpus, nodes)
+        inside = self._inside(gpus, nodes)
+        return max(time, self._carried_s(size_bytes, inside, 1)) if inside > 1 else time
+
+    def _carried_s(self, size_bytes: float, gpus: int, nodes: int) -> float:
+        """Carried over from the nearest group of that kind."""
         curve = self.nearest(gpus, nodes)
         time, latency = curve.time_s(size_bytes), curve.times_s[0]
         depth = math.log2(gpus) / math.log2(curve.gpus)
@@ -99,9 +82,18 @@ class Interconnect:
         )
 
     def extrapolated(self, gpus: int, nodes: int = 1) -> bool:
-        """Whether this group is larger than every one of its kind that was measured."""
+        """Whether this group, or what of it lies in one node, is larger than every one of its
+        kind that was measured."""
         kind = [curve.gpus for curve in self.curves if (curve.nodes > 1) == (nodes > 1)]
-        return gpus > 1 and gpus > max(kind, default=0)
+        inside = self._inside(gpus, nodes)
+        return (gpus > 1 and gpus > max(kind, default=0)) or (
+            inside > 1 and self.extrapolated(inside)
+        )
+
+    def _inside(self, gpus: int, nodes: int) -> int:
+        """GPUs in each of several nodes, where it is known how fast those exchange; else 0."""
+        known = nodes > 1 and any(curve.nodes == 1 for curve in self.curves)
+        return math.ceil(gpus / nodes) if known else 0
 
     @property
     def source(self) -> str:
@@ -145,10 +137,16 @@ def named(name: str) -> Interconnect:
             f"no all-reduce times for {', '.join(unknown)!r}; there are {', '.join(ABOUT)}, or "
             "node+network of them; measure your own with 'mgt check --save-curve FILE'"
         )
-    result = table[parts[0]]
-    for part in parts[1:]:
-        result = joined(result, table[part])
-    return result
+    links = [table[part] for part in parts]
+    if len(links) == 1:
+        return links[0]
+    if sorted(link.kind for link in links) != ["network", "node"]:
+        said = ", ".join(f"{link.name} is a {link.kind}" for link in links)
+        raise ConfigError(
+            f"interconnect {name}: {said}; join one node type ({', '.join(_names('node'))}) and "
+            f"one network ({', '.join(_names('network'))})"
+        )
+    return joined(*links)
 
 
 def joined(node: Interconnect, network: Interconnect) -> Interconnect:
@@ -164,16 +162,7 @@ def measured(path: Path, *, name: str | None = None) -> Interconnect:
     """Your own curve: a CSV with CURVE_COLUMNS, as `mgt check --save-curve` writes it."""
     if not path.is_file():
         raise ConfigError(f"no all-reduce curve at {path}; 'mgt check --save-curve' writes one")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
-        if missing:
-            raise ConfigError(
-                f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
-                f"'mgt check --save-curve' writes {', '.join(CURVE_COLUMNS)}"
-            )
-        rows = list(reader)
-    curves = _curves(path, rows, str(path))
+    curves = curves_of(path, read_rows(path), str(path))
     if not curves:
         raise ConfigError(f"{path} holds no time of two or more GPUs: nothing to forecast from")
     return Interconnect(name or path.stem, f"measured: {path}", curves)
@@ -187,48 +176,10 @@ def _shipped() -> dict[str, Interconnect]:
         for row in csv.DictReader(file):
             groups[row["hardware"]].append(row)
     return {
-        name: Interconnect(name, about, _curves(path, groups[name], name))
+        name: Interconnect(name, about, curves_of(path, groups[name], name))
         for name, about in ABOUT.items()
     }
 
 
 def _names(kind: str) -> list[str]:
     return [each.name for each in named_interconnects() if each.kind == kind]
-
-
-def _curves(path: Path, rows: Iterable[dict[str, str]], default: str) -> tuple[Curve, ...]:
-    """One curve for each group of GPUs; several sources of one group give their geometric mean."""
-    points: dict[tuple[int, int], dict[str, dict[int, float]]] = defaultdict(dict)
-    for number, row in enumerate(rows, start=2):
-        try:
-            gpus, nodes, size = int(row["gpus"]), int(row["nodes"]), int(float(row["bytes"]))
-            time = float(row["time_us"]) * 1e-6
-            if not (gpus >= 1 and 1 <= nodes <= gpus and size > 0 and 0 < time < math.inf):
-                raise ValueError
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"{path}, line {number}: gpus, nodes, bytes and time_us must be positive numbers, "
-                f"and nodes at most gpus; found {[row.get(column) for column in NEEDED]}"
-            ) from None
-        source = row.get("source") or default
-        if gpus > 1:
-            points[gpus, nodes].setdefault(source, {})[size] = time
-    return tuple(_merged(gpus, nodes, points[gpus, nodes]) for gpus, nodes in sorted(points))
-
-
-def _merged(gpus: int, nodes: int, sources: dict[str, dict[int, float]]) -> Curve:
-    single = [
-        Curve(gpus, nodes, tuple(sorted(times)), tuple(times[s] for s in sorted(times)), source)
-        for source, times in sources.items()
-    ]
-    sizes = sorted({size for curve in single for size in curve.sizes_bytes})
-    times = []
-    for size in sizes:
-        covering = [c for c in single if c.sizes_bytes[0] <= size <= c.sizes_bytes[-1]]
-        times.append(math.exp(np.mean([math.log(c.time_s(size)) for c in covering])))
-    # A first small message often carries the setting up of connections: never slower than a
-    # larger one.
-    monotonic = np.minimum.accumulate(times[::-1])[::-1]
-    return Curve(
-        gpus, nodes, tuple(sizes), tuple(float(t) for t in monotonic), "; ".join(sorted(sources))
-    )

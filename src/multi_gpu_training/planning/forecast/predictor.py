@@ -9,15 +9,16 @@ from multi_gpu_training.errors import ConfigError
 
 from . import bill, published
 from .interconnect import Interconnect
+from .length import Length
 from .profile import StepProfile
 from .question import Phases, Question, check, loader_rate
 from .result import Forecast, Limit, Price, Row, Scaling
+from .rising import Rising
 from .stragglers import straggler_s
 from .timeline import exchange
 
 # A loss below this share of the step limits nothing.
 NOTICED = 0.02
-DEARER = 1.1
 
 BAND_MEANING = (
     "80 % of published trainings like this one lie inside: models, machines and projects that the "
@@ -31,13 +32,13 @@ def predict(
     gpus: Sequence[int],
     *,
     gpus_per_node: int = 8,
-    scaling: Scaling = "weak",
+    scaling: Scaling | None = None,
     global_batch: int | None = None,
     epochs: float | None = None,
     samples: float | None = None,
     loader_workers: int | None = None,
     node_loader_rate: float | None = None,
-    price: Price | None = None,
+    price: Price | Sequence[Price] | None = None,
     electricity_per_kwh: float | None = None,
     power_overhead: float = 1.0,
     residual: bool = True,
@@ -45,35 +46,35 @@ def predict(
 ) -> Forecast:
     """What to expect on each number of GPUs.
 
-    `weak` keeps the profile's batch per GPU and its accumulation; `strong` keeps `global_batch`
-    (by default what one GPU takes a step) and shares it out: first accumulation shrinks, then the
-    micro-batch. Time, GPU-hours and cost need to know how long the training is: `samples` in all,
-    or `epochs` of the profile's `dataset_samples`. Each rank loads as fast as the one measured did
-    with `loader_workers` (default: the profile's); `node_loader_rate` says what the ranks of a
-    node load together at most. `power_overhead` multiplies the measured power of the GPU to get
-    that of the plug. `residual=False` leaves out what published trainings lose beyond
-    communication, stragglers and input; `images` says whether the data are images, which lose
-    less.
+    `scaling` is by default the profile's: `weak` keeps its batch per GPU and its accumulation,
+    `strong` keeps `global_batch` (by default what one GPU takes a step) and shares it out: first
+    accumulation shrinks, then the micro-batch. Time, GPU-hours and cost need to know how long the
+    training is: `samples` in all, or `epochs` of the profile's `dataset_samples`. Each rank loads
+    as fast as the one measured did with `loader_workers` (default: the profile's);
+    `node_loader_rate` says what the ranks of a node load together at most. `power_overhead`
+    multiplies the measured power of the GPU to get that of the plug. `residual=False` leaves out
+    what published trainings lose beyond communication, stragglers and input; `images` says whether
+    the data are images, which lose less.
     """
-    check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, electricity_per_kwh)
-    if samples is None and epochs is not None and profile.dataset_samples:
-        samples = epochs * profile.dataset_samples
+    scaling = scaling or profile.scaling
+    check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, samples, electricity_per_kwh)
     question = Question(
         profile,
         interconnect,
         gpus_per_node,
         scaling,
         global_batch or profile.per_rank_batch * profile.accumulation,
-        samples,
+        Length.of(profile.dataset_samples, epochs, samples),
         loader_rate(profile, loader_workers),
         node_loader_rate,
-        price,
+        (price,) if isinstance(price, Price) else tuple(price or ()),
         electricity_per_kwh,
         power_overhead,
         residual,
         0.5 if images is None else float(images),
     )
     rows = tuple(row_for(question, each) for each in gpus)
+    rising = _rising(question, gpus)
     return Forecast(
         profile.name,
         profile.device,
@@ -83,9 +84,8 @@ def predict(
         rows,
         published.shipped().level,
         BAND_MEANING if residual else "none: what published trainings lose was left out",
-        _dearer_from(question, max(gpus)),
-        price,
-        _notes(question, rows),
+        rising.lastingly_from,
+        tuple(filter(None, (rising.sentence(), *_notes(question, rows)))),
     )
 
 
@@ -151,8 +151,8 @@ def row_for(question: Question, gpus: int) -> Row:
     )
     return bill.priced(
         row,
-        question.samples,
-        question.price,
+        question.length,
+        question.offers,
         profile.power_w,
         question.electricity_per_kwh,
         question.power_overhead,
@@ -188,22 +188,27 @@ def _band(question: Question, gpus: int, compute: float, busy: float) -> tuple[f
     return compute / high, compute / low
 
 
-def _dearer_from(question: Question, most: int) -> int | None:
-    """The number of GPUs from which a sample stays 10 % dearer than on one."""
-    node = question.gpus_per_node
-    counts = [*range(2, min(node, most) + 1), *range(2 * node, most + 1, node)]
-    dearer = None
-    for gpus in reversed(counts):
-        if question.scaling == "strong" and gpus > question.global_batch:
-            continue
+def _rising(question: Question, gpus: Sequence[int]) -> Rising:
+    """Of the numbers asked for, every one within a node, and whole nodes up to the largest."""
+    most, node = max(gpus), question.gpus_per_node
+    counts = [*gpus, *range(2, min(node, most) + 1), *range(2 * node, most + 1, node)]
+    alone = _gpu_time(question, 1)
+
+    def cost(count: int) -> float | None:
+        if question.scaling == "strong" and count > question.global_batch:
+            return None
         try:
-            efficiency = row_for(question, gpus).efficiency
+            return _gpu_time(question, count) / alone
         except ConfigError:  # nothing measured for so few: the answer is about the others
-            continue
-        if efficiency * DEARER > 1:
-            break
-        dearer = gpus
-    return dearer
+            return None
+
+    return Rising.of([count for count in counts if count > 1], cost)
+
+
+def _gpu_time(question: Question, gpus: int) -> float:
+    """Of the training where its length is known, else of a sample."""
+    row = row_for(question, gpus)
+    return row.gpu_hours or gpus / row.samples_per_s
 
 
 def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -222,12 +227,11 @@ def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
         )
     if question.loader_rate is not None and question.node_loader_rate is None and rows:
         notes.append("Every rank is taken to load as fast as the one measured: with its own cores.")
-    if question.price is not None and question.samples is None:
-        notes.append("No cost: it is not known how many samples the training has.")
-    if question.price is not None:
-        cost = question.price
+    unfilled = [row.gpus for row in rows if row.global_batch > question.epoch_samples]
+    if unfilled:
         notes.append(
-            f"Price: {cost.per_gpu_hour:.4g} {cost.currency} per GPU-hour, {cost.source}, "
-            f"{cost.date}."
+            f"From {min(unfilled)} GPU{'s' if min(unfilled) > 1 else ''} on a step has room for "
+            f"more than the {question.epoch_samples:,.0f} samples of an epoch: each epoch is one "
+            "step that is not filled, and is counted with the time of a whole one."
         )
-    return tuple(notes)
+    return (*notes, *bill.notes(rows, question.length))

@@ -28,7 +28,7 @@ def price_per_node(
     return Price(each, source, date or _today(), gpus_billed_together=gpus_per_node)
 
 
-def price_from_catalog(
+def prices_from_catalog(
     path: Path,
     accelerator: str | None = None,
     *,
@@ -36,8 +36,9 @@ def price_from_catalog(
     gpus: int | None = None,
     region: str | None = None,
     spot: bool = False,
-) -> Price:
-    """The cheapest matching offer of a SkyPilot catalog CSV, by GPU, of its file's date.
+) -> tuple[Price, ...]:
+    """Matching offers of a SkyPilot catalog CSV, of its file's date: for each number of GPUs in an
+    instance the cheapest. Which of them is best depends on how many GPUs are used.
 
     `accelerator` is a GPU's name (H100), `instance` an instance type; `gpus` wants instances with
     exactly so many. An instance is paid whole."""
@@ -68,15 +69,21 @@ def price_from_catalog(
             f"{path} has {instance or accelerator}, but none with a price and "
             f"{', '.join(filter(None, asked)) or 'a count of GPUs'}"
         )
-    amount, count, row = min(offers, key=lambda offer: offer[0] / offer[1])
-    place = ", ".join(filter(None, [row.get("InstanceType"), row.get("Region")]))
-    kind = "spot, " if spot else ""
-    return Price(
-        amount / count,
-        f"{path.name}: {kind}{place}",
-        datetime.date.fromtimestamp(path.stat().st_mtime).isoformat(),
-        gpus_billed_together=count,
+    cheapest: dict[int, tuple[float, int, dict[str, str]]] = {}
+    for offer in sorted(offers, key=lambda each: each[0]):
+        cheapest.setdefault(offer[1], offer)
+    date = datetime.date.fromtimestamp(path.stat().st_mtime).isoformat()
+    label = f"{path.name}: spot," if spot else f"{path.name}:"
+    return tuple(
+        _price(amount, count, row, label, date)
+        for amount, count, row in sorted(cheapest.values(), key=lambda each: each[1])
     )
+
+
+def _price(amount: float, count: int, row: dict[str, str], label: str, date: str) -> Price:
+    instance = row.get("InstanceType") or ""
+    place = ", ".join(filter(None, [instance, row.get("Region")]))
+    return Price(amount / count, f"{label} {place}", date, "USD", count, instance)
 
 
 def _named(
@@ -98,7 +105,7 @@ def _offer(row: dict[str, str], column: str) -> tuple[float, int, dict[str, str]
         amount, count = float(row[column]), float(row["AcceleratorCount"])
     except (TypeError, ValueError):
         return None
-    if not (0 < amount < math.inf) or count < 1:
+    if not (0 < amount < math.inf and 1 <= count < math.inf):
         return None
     return amount, int(count), row
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .result import Scaling
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -47,6 +49,8 @@ class StepProfile:
     # How long the training is, where its config says so.
     epochs: float | None = None
     max_steps: int | None = None
+    # How its config wants more GPUs to be used; profiles from before this was kept do not say.
+    scaling: Scaling = "weak"
     # Samples a second that this machine loads with so many workers for one rank.
     loader_rates: dict[int, float] = field(default_factory=dict)
     loader_workers: int = 0

@@ -11,6 +11,7 @@ import numpy as np
 from multi_gpu_training.errors import ConfigError
 
 from .interconnect import Interconnect
+from .length import Length
 from .profile import Bucket, StepProfile
 from .result import Price, Scaling
 from .timeline import step_s
@@ -25,10 +26,10 @@ class Question:
     gpus_per_node: int
     scaling: Scaling
     global_batch: int
-    samples: float | None
+    length: Length | None
     loader_rate: float | None
     node_loader_rate: float | None
-    price: Price | None
+    offers: tuple[Price, ...]
     electricity_per_kwh: float | None
     power_overhead: float
     residual: bool
@@ -36,6 +37,11 @@ class Question:
 
     def nodes(self, gpus: int) -> int:
         return math.ceil(gpus / self.gpus_per_node)
+
+    @property
+    def epoch_samples(self) -> float:
+        """Without end where the length is not known."""
+        return math.inf if self.length is None else self.length.epoch_samples
 
     def share(self, gpus: int) -> tuple[int, int]:
         """Micro-batch and accumulation of each rank."""
@@ -119,6 +125,7 @@ def check(
     scaling: str,
     global_batch: int | None,
     epochs: float | None,
+    samples: float | None,
     electricity_per_kwh: float | None,
 ) -> None:
     problems = []
@@ -137,6 +144,9 @@ def check(
                 f"a global batch of {whole} cannot be shared by {max(gpus)} GPUs; "
                 f"use at most {whole} GPUs, a larger global batch, or weak scaling"
             )
+    for name, amount in (("epochs", epochs), ("samples", samples)):
+        if amount is not None and not 0 < amount < math.inf:
+            problems.append(f"{name}={amount:g} must be a number above 0")
     if epochs is not None and not profile.dataset_samples:
         problems.append("epochs need the size of the dataset, which the profile does not hold")
     if electricity_per_kwh is not None and profile.power_w is None:

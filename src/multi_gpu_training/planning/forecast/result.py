@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,13 @@ class Price:
     currency: str = "USD"
     # Where nodes are rented whole: this many GPUs are paid together.
     gpus_billed_together: int = 1
+    # Its type, where it is an offer of a catalog.
+    instance: str = ""
+
+    def hourly(self, gpus: int) -> float:
+        """An hour of so many GPUs, and of those that come with them."""
+        together = self.gpus_billed_together
+        return math.ceil(gpus / together) * together * self.per_gpu_hour
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,7 @@ class Row:
     unexplained_s: float
     limit: Limit
     extrapolated: bool  # the all-reduce time is beyond what was measured
+    price: Price | None = None
     training_s: float | None = None
     gpu_hours: float | None = None
     cost: float | None = None
@@ -73,11 +82,15 @@ class Forecast:
     rows: tuple[Row, ...]
     band_level: float
     band_meaning: str
-    # The smallest N (of every N up to the largest asked for) from which a sample costs 10 % more
-    # GPU time than on one GPU; None if none does.
+    # The smallest N from which a sample costs 10 % more GPU time than on one GPU, and stays so up
+    # to the largest asked for; None if it does not stay so. `notes` name smaller ones.
     cost_rises_from: int | None
-    price: Price | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def prices(self) -> tuple[Price, ...]:
+        """What the rows are paid with; several where a catalog has cheaper ones for some."""
+        return tuple(dict.fromkeys(row.price for row in self.rows if row.price is not None))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
