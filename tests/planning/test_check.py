@@ -15,9 +15,11 @@ from ranks import run_ranks
 from test_bench import run_in_rank
 
 from multi_gpu_training.cli import train
+from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.planning.bench.runner import Runner
 from multi_gpu_training.planning.check.findings import Finding, Level
-from multi_gpu_training.planning.check.fit import Fit, FitRunner, Fitting, judge
+from multi_gpu_training.planning.check.fit import Fit, judge
+from multi_gpu_training.planning.check.fitting import FitRunner, Fitting
 from multi_gpu_training.planning.forecast.interconnect import measured
 from multi_gpu_training.training.measurement import Request
 
@@ -121,6 +123,9 @@ def test_a_step_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(tmp_path: Path) -> None:
     fit, said = fitted(tmp_path, 5, ranks=1)
     assert fit is not None and fit.batch == 4
+    # The step stays what it was, in four parts.
+    assert fit.chosen.batch == BatchSizes(4, 4, 1, 16)
+    assert fit.chosen.settings == {"batch_size": 4, "global_batch_size": 16}
     assert "16 samples a CPU rank do not fit" in said[0].text and "4 do" in said[0].text
     assert "--batch-size 4 global_batch_size=16" in said[0].remedy
     nothing, said = fitted(tmp_path, 0, ranks=1)
@@ -142,6 +147,8 @@ def test_a_recipe_ends_with_a_command_that_is_ready(
             "step_times_s": times,
             "samples_per_step": batch * request.ranks,
             "per_rank_batch": batch,
+            "accumulation": 1,
+            "copies": request.ranks,
             "global_batch": batch * request.ranks,
             "peak_bytes": 10**8 + batch * 10**4,
             "reserved_bytes": 10**8,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.planning.check import (
     advice,
     container,
@@ -430,7 +431,7 @@ def fit_of(*speeds: Speed, **changes: Any) -> Fit:
     return Fit(**{**values, **changes})
 
 
-ONE = Speed("1 GPU", "single", 1, 100.0, 0.32)
+ONE = Speed("1 GPU", "single", 1, 100.0, 0.32, BatchSizes(32, 1, 1, 32))
 
 
 def test_memory_adds_up() -> None:
@@ -442,7 +443,7 @@ def test_memory_adds_up() -> None:
 
 
 def test_the_recommended_command_is_the_faster_way() -> None:
-    two = Speed("2 GPUs", "ddp", 2, 190.0, 0.34)
+    two = Speed("2 GPUs", "ddp", 2, 190.0, 0.34, BatchSizes(32, 1, 2, 64))
     words = ["image", "--mode", "cnn", "--batch-size", "99", "num_workers=5", "lr=0.1"]
     found = advice.recommend(fit_of(ONE, two), words, 3, 2)
     assert found.command == (
