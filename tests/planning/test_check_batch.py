@@ -126,13 +126,17 @@ def test_a_batch_is_said_with_all_its_parts() -> None:
 
 
 def measured(
-    folder: Path, config: MultiGPUConfig, monkeypatch: pytest.MonkeyPatch, **machine: Any
+    folder: Path,
+    config: MultiGPUConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int = 2,
+    **machine: Any,
 ) -> tuple[Fit, list[Finding], Machine]:
     there = Machine(config, **machine)
     monkeypatch.setattr(Runner, "start", lambda *given: there.start(*given))
     said: list[Finding] = []
-    runner = FitRunner(["train.py"], folder, 4, 1, "cpu", ranks_at_hand=2)
-    found = Fitting(runner, 2, [], 2**33, said.append).measure()
+    runner = FitRunner(["train.py"], folder, 4, 1, "cpu", ranks_at_hand=ranks)
+    found = Fitting(runner, ranks, [], 2**33, said.append).measure()
     assert found is not None
     return found, [*said, *fit.judge(found, None)], there
 
@@ -177,3 +181,53 @@ def test_the_batch_of_a_data_loader_is_left_alone() -> None:
     )
     chosen = advice.recommend(found, ["train.py"], 0, 1)
     assert chosen.batch_size == 24 and "batch_size" not in chosen.command
+
+
+def held_up(*at: int) -> Rate:
+    """Two ranks 1.8 times as fast as one, but those cases of one rank were held up."""
+    cases = iter(range(100))
+    return lambda sizes: 1800.0 if sizes.ranks > 1 else 200.0 if next(cases) in at else 1000.0
+
+
+@pytest.mark.parametrize(
+    ("at", "times", "busy", "ranks"),
+    [((), 3, False, 2), ((0,), 5, False, 2), ((0, 2), 5, True, 1)],
+)
+def test_a_speed_up_that_cannot_be_is_measured_again_and_not_recommended_by(
+    at: tuple[int, ...],
+    times: int,
+    busy: bool,
+    ranks: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = MultiGPUConfig(batch_size=32)
+    found, said, machine = measured(tmp_path, config, monkeypatch, rate=held_up(*at))
+    assert len(machine.trained) == times
+    chosen = advice.recommend(found, ["train.py"], 0, 2)
+    assert (found.too_busy, chosen.ranks) == (busy, ranks)
+    warned = [one for one in said if one.topic == "speed"]
+    assert [one.level for one in warned] == [Level.WARN] * busy
+    if busy:
+        assert "9.00 times as fast as one" in warned[0].text
+        assert "too busy to tell" in chosen.reasons[0] and "measured" not in chosen.reasons[0]
+        assert [row[3] for row in advice.time_rows(found)] == ["1.00x", "?"]
+    else:
+        assert "1.80 times as fast as one (measured)" in chosen.reasons[0]
+
+
+def test_larger_parts_may_be_faster_than_each_rank_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has no room for 30 samples and takes 15 at a time; each of three takes 20."""
+    config = MultiGPUConfig(global_batch_size=60)
+    found, _, _ = measured(
+        tmp_path,
+        config,
+        monkeypatch,
+        ranks=3,
+        largest=25,
+        rate=lambda sizes: 900.0 * sizes.ranks * (1 if sizes.per_rank > 15 else 0.5),
+    )
+    assert not found.too_busy
+    assert found.chosen.batch == BatchSizes(20, 1, 3, 60)

@@ -149,7 +149,7 @@ def time_rows(fit: Fit) -> list[tuple[str, ...]]:
                 speed.name,
                 "-" if speed.step_s is None else f"{speed.step_s * 1e3:.3g} ms",
                 f"{speed.samples_per_s:,.0f}",
-                f"{speed.samples_per_s / base:.2f}x",
+                "?" if fit.too_busy and speed.ranks > 1 else f"{speed.samples_per_s / base:.2f}x",
                 "-" if epoch is None else duration(epoch),
                 "-" if whole is None else duration(whole),
             )
