@@ -20,7 +20,8 @@ from multi_gpu_training.planning.check import advice, fit
 from multi_gpu_training.planning.check.checkup import Checkup
 from multi_gpu_training.planning.check.findings import Finding, Level
 from multi_gpu_training.planning.check.fit import Fit, Speed
-from multi_gpu_training.planning.check.fitting import FitRunner, Fitting
+from multi_gpu_training.planning.check.fit_runner import FitRunner
+from multi_gpu_training.planning.check.fitting import Fitting
 from multi_gpu_training.planning.check.footprint import Breakdown, growth_of
 from multi_gpu_training.training.footprint import FILE, SIZES, note_asked
 from multi_gpu_training.training.measurement import Request, adapt

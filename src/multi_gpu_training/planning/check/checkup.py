@@ -123,6 +123,7 @@ class Checkup:
         """Measure `command` (a script, or `-m module` with its words) on this machine; `say` hears
         of each case when it is done."""
         from multi_gpu_training.planning.check import fit, fitting
+        from multi_gpu_training.planning.check.fit_runner import FitRunner
 
         if self.standing.together and self.report.exit_code:
             remedy = "mend the lines above, or run it on one machine alone"
@@ -136,7 +137,7 @@ class Checkup:
         free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
         count = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
         with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
-            runner = fitting.FitRunner(
+            runner = FitRunner(
                 command,
                 Path(folder),
                 fitting.GPU_STEPS if gpus else fitting.CPU_STEPS,

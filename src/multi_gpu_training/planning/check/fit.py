@@ -134,6 +134,8 @@ def broken(found: Measurement) -> Finding:
     elif found.error.startswith("not done after"):
         remedy = "a longer --timeout: a case may take five times as long"
     reason = "out of memory" if found.out_of_memory else found.error
+    if found.ended:
+        reason, _, remedy = reason.partition("; ")
     return GROUP.fail(found.case.name, f"it did not train: {reason}", remedy)
 
 

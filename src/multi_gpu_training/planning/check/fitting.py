@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.planning.bench.case import Case, Measurement
-from multi_gpu_training.planning.bench.runner import Runner
 from multi_gpu_training.planning.check.devices import Gpu
 from multi_gpu_training.planning.check.findings import Finding
 from multi_gpu_training.planning.check.fit import Fit, Speed, broken, nothing_fits, too_large
+from multi_gpu_training.planning.check.fit_runner import FitRunner
 from multi_gpu_training.planning.check.footprint import KEPT_FREE, Breakdown, growth_of, rounded
-from multi_gpu_training.training.footprint import ASKED, FILE, SIZES
-from multi_gpu_training.training.measurement import Request
+from multi_gpu_training.training.footprint import ASKED, SIZES
 
 SINGLE, DDP = TrainingMode.SINGLE, TrainingMode.DISTRIBUTED_DATA_PARALLEL
 HALVINGS = 6
@@ -26,27 +23,6 @@ NOISE = 1.2  # times what the ranks give each alone: more is no speed-up
 # CPU steps are slow and need no graph to settle; None is what `mgt bench` takes on a GPU.
 CPU_STEPS, CPU_WARMUP = 8, 3
 GPU_STEPS = 30
-
-
-class FitRunner(Runner):
-    """A runner that counts memory too; `gpu` trains single cases on that GPU."""
-
-    gpu: int | None = None
-
-    def request(self, case: Case, out: Path) -> Request:
-        request = replace(super().request(case, out), footprint=True)
-        if case.mode is SINGLE and self.gpu is not None:
-            request = replace(request, device_ids=[self.gpu])
-        return request
-
-    def counted(self, name: str = FILE) -> dict[str, Any]:
-        """What the last case wrote beside its times; empty where it did not come so far."""
-        try:
-            text = (self.folder / f"{self.count:03d}" / name).read_text()
-        except OSError:
-            return {}
-        found: dict[str, Any] = json.loads(text)
-        return found
 
 
 class Fitting:
