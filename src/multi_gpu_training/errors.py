@@ -34,9 +34,11 @@ class ConfigError(MultiGPUError):
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__(
-            "This run cannot start:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
-        )
+        super().__init__(self.under("This run cannot start:"))
+
+    def under(self, heading: str) -> str:
+        """The problems below this heading."""
+        return "\n".join([heading, *(f"  - {problem}" for problem in self.problems)])
 
 
 class DataError(ConfigError):

@@ -130,6 +130,29 @@ def given(*words: str) -> MultiGPUConfig:
     return config
 
 
+@pytest.mark.parametrize(
+    ("words", "heading", "says"),
+    [
+        (["train", "imag"], "This run cannot start:", "unknown recipe 'imag'"),
+        (["run", "nowhere.py"], "This run cannot start:", "nowhere.py: no such file"),
+        (["checkpoints", "nowhere"], "This cannot be done:", "a run folder like runs/RECIPE/NAME"),
+        (["report", "nowhere"], "This cannot be done:", "runs/RECIPE/NAME"),
+        (["estimate", "--profile", "no.json"], "This cannot be done:", "profile no.json"),
+    ],
+)
+def test_what_is_refused_stands_under_a_heading_that_fits(
+    mgt: Mgt, words: list[str], heading: str, says: str
+) -> None:
+    said = mgt(*words)
+    assert said.code == 2 and said.err.startswith(f"{heading}\n  - ") and says in said.err
+
+
+@pytest.mark.parametrize("command", ["train", "run", "verify", "check", "bench", "estimate"])
+def test_an_unknown_flag_is_no_recipe(mgt: Mgt, command: str) -> None:
+    said = mgt(command, "--frob=3", "image")
+    assert said.code == 2 and f"unknown flag --frob; `mgt {command} --help`" in said.err
+
+
 def test_settings_can_be_flags_or_words_and_dashes_do_not_matter() -> None:
     for words in (
         ["image", "early_stopping_patience=3", "lr=2e-3"],

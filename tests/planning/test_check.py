@@ -15,9 +15,12 @@ from ranks import run_ranks
 from test_bench import run_in_rank
 
 from multi_gpu_training.cli import train
+from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.planning.bench.runner import Runner
 from multi_gpu_training.planning.check.findings import Finding, Level
-from multi_gpu_training.planning.check.fit import Fit, FitRunner, Fitting, judge
+from multi_gpu_training.planning.check.fit import Fit, judge
+from multi_gpu_training.planning.check.fit_runner import FitRunner
+from multi_gpu_training.planning.check.fitting import Fitting
 from multi_gpu_training.planning.forecast.interconnect import measured
 from multi_gpu_training.training.measurement import Request
 
@@ -112,6 +115,7 @@ def test_a_step_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
     assert fit.capped_by_data and fit.largest == 200
     assert [speed.ranks for speed in fit.speeds] == [1, 2]
     assert all(speed.samples_per_s > 0 for speed in fit.speeds)
+    fit.too_busy = False  # which is not this test's
     lines = {one.topic: one for one in judge(fit, 2**30)}
     assert all(one.level is Level.PASS for one in lines.values())
     full = {one.topic: one for one in judge(fit, 100)}
@@ -121,6 +125,9 @@ def test_a_step_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(tmp_path: Path) -> None:
     fit, said = fitted(tmp_path, 5, ranks=1)
     assert fit is not None and fit.batch == 4
+    # The step stays what it was, in four parts.
+    assert fit.chosen.batch == BatchSizes(4, 4, 1, 16)
+    assert fit.chosen.settings == {"batch_size": 4, "global_batch_size": 16}
     assert "16 samples a CPU rank do not fit" in said[0].text and "4 do" in said[0].text
     assert "--batch-size 4 global_batch_size=16" in said[0].remedy
     nothing, said = fitted(tmp_path, 0, ranks=1)
@@ -142,6 +149,8 @@ def test_a_recipe_ends_with_a_command_that_is_ready(
             "step_times_s": times,
             "samples_per_step": batch * request.ranks,
             "per_rank_batch": batch,
+            "accumulation": 1,
+            "copies": request.ranks,
             "global_batch": batch * request.ranks,
             "peak_bytes": 10**8 + batch * 10**4,
             "reserved_bytes": 10**8,
@@ -209,6 +218,10 @@ def test_a_machine_with_gpus_is_checked_and_a_recipe_measured(tmp_path: Path) ->
         (["--device", "tpu"], "--device tpu: use auto, cpu or cuda"),
         (["--num-gpus", "0"], "--num-gpus 0"),
         (["--nnodes", "2"], "--nnodes 2 needs --master-addr"),
+        (["--nnodes", "1:2"], "--nnodes 2 needs --master-addr"),
+        (["--nnodes", "two"], "--nnodes two: give a number, or LEAST:MOST"),
+        (["--frob"], "unknown flag --frob; `mgt check --help`"),
+        (["--frob", "image"], "unknown flag --frob; `mgt check --help`"),
     ],
 )
 def test_wrong_words_are_said_at_once(

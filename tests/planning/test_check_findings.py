@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.data.feeding import BatchSizes
+from multi_gpu_training.planning.bench.case import Case
 from multi_gpu_training.planning.check import (
     advice,
     container,
     devices,
     exchange,
+    fit,
+    fit_runner,
     links,
     machine,
     network,
@@ -26,6 +31,7 @@ from multi_gpu_training.planning.check import (
 from multi_gpu_training.planning.check.devices import Gpu
 from multi_gpu_training.planning.check.findings import Finding, Level, Report
 from multi_gpu_training.planning.check.fit import Fit, Speed
+from multi_gpu_training.planning.check.fit_runner import FitRunner
 from multi_gpu_training.planning.check.footprint import Breakdown, growth_of, rounded
 from multi_gpu_training.planning.check.links import Port, expected_gbps
 from multi_gpu_training.planning.check.nvml import Nvml
@@ -35,6 +41,8 @@ from multi_gpu_training.planning.check.rates import network_gbps
 from multi_gpu_training.planning.check.software import Software, nvidia_devices, runs_on
 from multi_gpu_training.planning.check.team import Watched
 from multi_gpu_training.planning.check.visible import problem_of
+from multi_gpu_training.planning.estimate import measuring as estimating
+from multi_gpu_training.training.footprint import ASKED
 
 GIB = 2**30
 TWO = ["GPU-aa11", "GPU-bb22"]
@@ -430,7 +438,7 @@ def fit_of(*speeds: Speed, **changes: Any) -> Fit:
     return Fit(**{**values, **changes})
 
 
-ONE = Speed("1 GPU", "single", 1, 100.0, 0.32)
+ONE = Speed("1 GPU", "single", 1, 100.0, 0.32, BatchSizes(32, 1, 1, 32))
 
 
 def test_memory_adds_up() -> None:
@@ -442,7 +450,7 @@ def test_memory_adds_up() -> None:
 
 
 def test_the_recommended_command_is_the_faster_way() -> None:
-    two = Speed("2 GPUs", "ddp", 2, 190.0, 0.34)
+    two = Speed("2 GPUs", "ddp", 2, 190.0, 0.34, BatchSizes(32, 1, 2, 64))
     words = ["image", "--mode", "cnn", "--batch-size", "99", "num_workers=5", "lr=0.1"]
     found = advice.recommend(fit_of(ONE, two), words, 3, 2)
     assert found.command == (
@@ -453,6 +461,25 @@ def test_the_recommended_command_is_the_faster_way() -> None:
     assert "--multi-gpu single" in slower.command and slower.ranks == 1
     script = advice.recommend(fit_of(ONE, two), ["my train.py", "--lr", "1"], 0, 2)
     assert script.command.startswith("mgt run --num-gpus 2 'my train.py' --lr 1    # with")
+
+
+@pytest.mark.parametrize("with_manager", [False, True])
+def test_a_script_that_measures_nothing_is_told_as_by_estimate(
+    tmp_path: Path, with_manager: bool
+) -> None:
+    runner = FitRunner(["plain.py"], tmp_path, 8, 3, "cpu")
+    out = tmp_path / "000"
+    out.mkdir()
+    if with_manager:
+        (out / ASKED).write_text('{"epochs": 1}')
+        (out / "asked.json").write_text("{}")
+    found = runner.read(Case("one rank", TrainingMode.SINGLE, 1), out, 0, "")
+    line = fit.broken(found)
+    assert line.remedy.startswith(fit_runner.HOW)
+    assert "--warmup" not in found.error and "--steps" not in found.error
+    estimate = estimating._why(found, runner)
+    assert found.error == estimate or with_manager
+    assert fit_runner.HOW in estimate
 
 
 # The report

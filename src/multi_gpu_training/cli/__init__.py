@@ -6,8 +6,12 @@ import os
 import signal
 import sys
 
+from multi_gpu_training.errors import ConfigError, MultiGPUError
+
 # `python -m torch.distributed.launch -m multi_gpu_training ...` puts it before the command.
 LOCAL_RANK = ("--local-rank=", "--local_rank=")
+# What others refuse is no run that was to start.
+STARTS_A_RUN = ("train", "run")
 
 
 def main() -> None:
@@ -15,7 +19,6 @@ def main() -> None:
 
     end_on_signals(signal.SIGTERM, signal.SIGUSR1)
     from multi_gpu_training.cli.app import app
-    from multi_gpu_training.errors import MultiGPUError
 
     words = sys.argv[1:]
     while words and words[0].startswith(LOCAL_RANK):
@@ -32,10 +35,18 @@ def main() -> None:
         # In a rank the error belongs to the launcher, which prints the first one once.
         if debug or "MGT_DEBUG" in os.environ or "TORCHELASTIC_ERROR_FILE" in os.environ:
             raise
-        print(error, file=sys.stderr)
+        print(_told(error, words), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     finally:
         end_no_more(signal.SIGTERM, signal.SIGUSR1)
+
+
+def _told(error: MultiGPUError, words: list[str]) -> str:
+    """The message, under a heading that fits the command."""
+    command = next((word for word in words if not word.startswith("-")), "")
+    if isinstance(error, ConfigError) and command not in STARTS_A_RUN:
+        return error.under("This cannot be done:")
+    return str(error)

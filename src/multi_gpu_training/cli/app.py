@@ -27,6 +27,18 @@ def options(
     """Train a PyTorch model on many GPUs and get what one GPU computes."""
 
 
+def no_flag(ctx: typer.Context, word: str | None) -> str | None:
+    """Flags that a command does not know belong to its recipe or script, which stands first."""
+    if word is not None and word.startswith("-"):
+        from multi_gpu_training.errors import ConfigError
+
+        raise ConfigError(
+            f"unknown flag {word.partition('=')[0]}; `mgt {ctx.info_name} --help` lists the flags, "
+            "and those of a recipe or script come after its name"
+        )
+    return word
+
+
 PLACE = "Where it runs"
 HOSTS = "Several machines"
 TRAINING = "Training"
@@ -36,7 +48,10 @@ PRICES = "What it costs"
 @app.command(context_settings={**EXTRA, **NAMES})
 def train(
     ctx: typer.Context,
-    target: Annotated[str, Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them")],
+    target: Annotated[
+        str,
+        Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them", callback=no_flag),
+    ],
     multi_gpu: Annotated[
         str | None, Option(help="ddp, dp or single", rich_help_panel=PLACE)
     ] = None,
@@ -117,7 +132,9 @@ def train(
 @app.command(context_settings={**EXTRA, "allow_interspersed_args": False})
 def run(
     ctx: typer.Context,
-    script: Annotated[str, Argument(metavar="SCRIPT.py", help="any training script")],
+    script: Annotated[
+        str, Argument(metavar="SCRIPT.py", help="any training script", callback=no_flag)
+    ],
     num_gpus: Annotated[
         int, Option("--num-gpus", "--num_gpus", help="-1: all; without GPUs, CPU ranks")
     ] = -1,
@@ -173,7 +190,7 @@ def launch(
 @app.command(context_settings=EXTRA)
 def verify(
     ctx: typer.Context,
-    target: Annotated[str, Argument(metavar="RECIPE|CONFIG|SCRIPT.py")],
+    target: Annotated[str, Argument(metavar="RECIPE|CONFIG|SCRIPT.py", callback=no_flag)],
     ranks: Annotated[str, Option(help="compared with one rank")] = "2,3",
     steps: Annotated[int, Option(help="optimizer steps")] = 8,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
@@ -187,7 +204,9 @@ def verify(
 @app.command(context_settings={**EXTRA, **NAMES})
 def check(
     ctx: typer.Context,
-    target: Annotated[str | None, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = None,
+    target: Annotated[
+        str | None, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)
+    ] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
     num_gpus: Annotated[
         int, Option(help="-1: all; without GPUs, CPU ranks", rich_help_panel=PLACE)
@@ -198,7 +217,9 @@ def check(
     save_curve: Annotated[
         str | None, Option(help="all-reduce times as CSV, for `mgt estimate --curve`")
     ] = None,
-    nnodes: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+    nnodes: Annotated[
+        str | None, Option(help="machines: 2, or of LEAST:MOST the most", rich_help_panel=HOSTS)
+    ] = None,
     node_rank: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
     master_addr: Annotated[str | None, Option(rich_help_panel=HOSTS)] = None,
     master_port: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
@@ -224,7 +245,9 @@ def check(
 @app.command(context_settings={**EXTRA, **NAMES})
 def bench(
     ctx: typer.Context,
-    target: Annotated[str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = "image",
+    target: Annotated[
+        str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)
+    ] = "image",
     ranks: Annotated[int | None, Option(help="default: every GPU; without GPUs, 2")] = None,
     steps: Annotated[int, Option(help="measured steps of a case")] = 50,
     warmup: Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")] = None,
@@ -277,7 +300,9 @@ def bench(
 @app.command(context_settings={**EXTRA, **NAMES})
 def estimate(
     ctx: typer.Context,
-    target: Annotated[str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = "image",
+    target: Annotated[
+        str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)
+    ] = "image",
     gpus: Annotated[
         str | None, Option(help="like 1,2,8; default 1, 2, 4 ... 1024", rich_help_panel=PLACE)
     ] = None,

@@ -82,8 +82,7 @@ def _fit(flags: Flags, checkup: Checkup, printer: Printer) -> Callable[[], None]
         return None
     if found is None:
         return None
-    best = advice.chosen_speed(found)
-    workers = checkup.workers(best.ranks)
+    workers = checkup.workers(found.chosen.ranks)
     chosen = advice.recommend(found, flags.command, workers, checkup.ranks_here)
     checkup.report.advice = advice.plain(found, chosen)
     return lambda: printer.advice(found, chosen)

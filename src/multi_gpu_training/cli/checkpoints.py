@@ -17,7 +17,7 @@ def show_checkpoints(run: str, as_json: bool) -> int:
     given = Path(run)
     if not given.is_dir():
         raise ConfigError(
-            f"mgt checkpoints {run}: no such folder; give a run folder like runs/NAME"
+            f"mgt checkpoints {run}: no such folder; give a run folder like runs/RECIPE/NAME"
         )
     listing = inspect(given)
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
 
 FILE = "footprint.json"
 ASKED = "footprint-asked.json"
+SIZES = "footprint-sizes.json"
 ASKED_FIELDS = (
     "epochs",
     "max_steps",
     "batch_size",
     "global_batch_size",
+    "gradient_accumulation_steps",
     "num_workers",
     "keep_last",
 )
@@ -32,6 +35,8 @@ ASKED_FIELDS = (
 def note_asked(config: MultiGPUConfig, folder: str) -> None:
     """What the user's own config says, before a measurement changes it."""
     found = {name: getattr(config, name) for name in ASKED_FIELDS}
+    if config.lr_scaling != "none":
+        found["base_batch_size"] = config.base_batch_size or config.batch_size
     Path(folder, ASKED).write_text(json.dumps(found))
 
 
@@ -39,6 +44,8 @@ def note_footprint(manager: MultiGPUTrainingManager, folder: str) -> None:
     """Count the first step of this training and write it to `folder`, from rank 0."""
     if not manager.placement.is_main:
         return
+    # Before the first step, which a batch that does not fit would end.
+    Path(folder, SIZES).write_text(json.dumps(asdict(manager.sizes)))
     trainer = manager.trainer
     step = trainer.train_step
     found = _length(manager)

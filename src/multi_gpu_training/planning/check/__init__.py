@@ -12,6 +12,9 @@ disk       where checkpoints go
 network    names, addresses, ports
 team       real ranks in processes of their own, with a time limit
 exchange   what these ranks found, and the curve they measured
-fit        a recipe or script: memory, largest batch, time, recommendation
+fit_runner trains one case of a recipe or script
+fitting    all cases: memory, largest batch, time
+fit        what that gave, and what it means
+advice     the tables, and a command that is ready
 checkup    all of it in order
 """

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from multi_gpu_training.config_file import ALIASES
+from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.planning.check.fit import Fit, Speed, size
 
-WORTH_IT = 1.1  # times faster than one GPU: below it, more of them are wasted
-# Flags of which the recommendation has its own, and how many words follow them.
-OWN_FLAGS = ("--batch-size", "--num-gpus", "--multi-gpu")
-OWN_FIELDS = ("batch_size", "num_workers", "use_mixed_precision", "world_size", "training_mode")
+PLACE = ("world_size", "training_mode")  # of which the recommendation has its own
 
 
 @dataclass(frozen=True)
 class Recommendation:
+    """`batch_size` is that of a rank; `global_batch` is what a step takes of all of them."""
+
     mode: str
     ranks: int
     batch_size: int
+    accumulation: int
+    global_batch: int
     num_workers: int
     mixed_precision: bool
     precision: str
@@ -29,14 +32,8 @@ class Recommendation:
 
 def recommend(fit: Fit, words: Sequence[str], workers: int, ranks_at_hand: int) -> Recommendation:
     """The fastest way to run this training here with the batch that the user chose."""
-    speed = chosen_speed(fit)
-    reasons = []
-    if speed.ranks > 1:
-        gain = speed.samples_per_s / fit.speeds[0].samples_per_s
-        text = "put together from each kind's speed" if speed.predicted else "measured"
-        reasons.append(f"{speed.ranks} {fit.unit}s are {gain:.2f} times as fast as one ({text})")
-    elif ranks_at_hand > 1:
-        reasons.append(f"{ranks_at_hand} {fit.unit}s are hardly faster than one, or slower")
+    speed = fit.chosen
+    reasons = [*_why(fit, speed, ranks_at_hand)]
     if fit.counted.get("in_memory"):
         workers = 0
         reasons.append("the data is in memory: loader workers would only carry it about")
@@ -46,27 +43,56 @@ def recommend(fit: Fit, words: Sequence[str], workers: int, ranks_at_hand: int) 
         reasons.append("no core is left for loader workers")
     mixed = "mixed" in fit.precision
     reasons.append(f"{fit.precision} is what this training takes here")
-    settings = {
-        "batch_size": fit.batch,
-        "num_workers": workers,
-        "use_mixed_precision": mixed,
-    }
-    command = command_for(words, speed, settings)
+    settings = {**batch_settings(fit, speed), "num_workers": workers, "use_mixed_precision": mixed}
+    batch = speed.batch
     return Recommendation(
-        speed.mode, speed.ranks, fit.batch, workers, mixed, fit.precision, command, tuple(reasons)
+        speed.mode,
+        speed.ranks,
+        batch.per_rank,
+        batch.accumulation,
+        batch.global_batch,
+        workers,
+        mixed,
+        fit.precision,
+        command_for(words, speed, settings),
+        tuple(reasons),
     )
 
 
-def chosen_speed(fit: Fit) -> Speed:
-    """The fastest, or one rank where more are not worth it."""
-    best = fit.best
-    single = max(
-        (speed for speed in fit.speeds if speed.ranks == 1), key=lambda speed: speed.samples_per_s
-    )
-    return best if best.samples_per_s >= WORTH_IT * single.samples_per_s else single
+def _why(fit: Fit, speed: Speed, ranks_at_hand: int) -> Iterator[str]:
+    """Why so many ranks."""
+    if speed.ranks > 1:
+        gain = speed.samples_per_s / fit.speeds[0].samples_per_s
+        text = "put together from each kind's speed" if speed.predicted else "measured"
+        yield f"{speed.ranks} {fit.unit}s are {gain:.2f} times as fast as one ({text})"
+    elif fit.too_busy:
+        yield f"this machine is too busy to tell what {ranks_at_hand} {fit.unit}s give"
+    elif ranks_at_hand > 1:
+        yield f"{ranks_at_hand} {fit.unit}s are hardly faster than one, or slower"
 
 
-def command_for(words: Sequence[str], speed: Speed, settings: dict[str, Any]) -> str:
+def batch_settings(fit: Fit, speed: Speed) -> dict[str, Any]:
+    """What the command says about the batch, so that it trains what was measured. A global batch
+    and the batch of a DataLoader are the user's: another batch_size would divide them anew."""
+    if speed.settings:
+        return dict(speed.settings)
+    own = fit.asked.get("batch_size")
+    if fit.asked.get("global_batch_size") or own != speed.batch.per_rank:
+        return {}
+    return {"batch_size": own}
+
+
+def batch_text(batch: BatchSizes) -> str:
+    """As in `8 samples each, 2 accumulated, 32 a step`."""
+    text = f"{batch.per_rank} samples" + (" each" if batch.ranks > 1 else "")
+    if batch.accumulation > 1:
+        text += f", {batch.accumulation} accumulated"
+    if batch.global_batch != batch.per_rank:
+        text += f", {batch.global_batch} a step"
+    return text
+
+
+def command_for(words: Sequence[str], speed: Speed, settings: Mapping[str, Any]) -> str:
     """As the user would type it; a script has its settings in its own config."""
     if words[0].endswith(".py"):
         run = ["mgt", "run", "--num-gpus", str(speed.ranks), *words]
@@ -75,21 +101,21 @@ def command_for(words: Sequence[str], speed: Speed, settings: dict[str, Any]) ->
     place = ["--num-gpus", str(speed.ranks)]
     if speed.mode == "single":
         place = ["--multi-gpu", "single"]
-    own = [
-        f"{name}={str(value).lower()}" for name, value in settings.items() if name != "batch_size"
-    ]
-    batch = ["--batch-size", str(settings["batch_size"])]
-    return shlex.join(["mgt", "train", *_others(words), *place, *batch, *own])
+    own = []
+    for name, value in settings.items():
+        flag = name == "batch_size"
+        own += ["--batch-size", str(value)] if flag else [f"{name}={str(value).lower()}"]
+    return shlex.join(["mgt", "train", *_others(words, {*PLACE, *settings}), *place, *own])
 
 
-def _others(words: Sequence[str]) -> list[str]:
+def _others(words: Sequence[str], replaced: Collection[str]) -> list[str]:
     """The user's own words, without those that the recommendation replaces."""
     kept, rest = [], list(words)
     while rest:
         word = rest.pop(0)
         name, equals, _ = word.partition("=")
         field = name.lstrip("-").replace("-", "_")
-        if f"--{field.replace('_', '-')}" in OWN_FLAGS or field in OWN_FIELDS:
+        if ALIASES.get(field, field) in replaced:
             if word.startswith("--") and not equals and rest and not rest[0].startswith("--"):
                 rest.pop(0)
             continue
@@ -123,7 +149,7 @@ def time_rows(fit: Fit) -> list[tuple[str, ...]]:
                 speed.name,
                 "-" if speed.step_s is None else f"{speed.step_s * 1e3:.3g} ms",
                 f"{speed.samples_per_s:,.0f}",
-                f"{speed.samples_per_s / base:.2f}x",
+                "?" if fit.too_busy and speed.ranks > 1 else f"{speed.samples_per_s / base:.2f}x",
                 "-" if epoch is None else duration(epoch),
                 "-" if whole is None else duration(whole),
             )

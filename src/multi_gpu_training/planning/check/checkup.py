@@ -122,7 +122,8 @@ class Checkup:
     def fit(self, command: Sequence[str], say: Callable[[str], None]) -> Fit | None:
         """Measure `command` (a script, or `-m module` with its words) on this machine; `say` hears
         of each case when it is done."""
-        from multi_gpu_training.planning.check import fit
+        from multi_gpu_training.planning.check import fit, fitting
+        from multi_gpu_training.planning.check.fit_runner import FitRunner
 
         if self.standing.together and self.report.exit_code:
             remedy = "mend the lines above, or run it on one machine alone"
@@ -136,19 +137,19 @@ class Checkup:
         free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
         count = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
         with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
-            runner = fit.FitRunner(
+            runner = FitRunner(
                 command,
                 Path(folder),
-                fit.GPU_STEPS if gpus else fit.CPU_STEPS,
-                None if gpus else fit.CPU_WARMUP,
+                fitting.GPU_STEPS if gpus else fitting.CPU_STEPS,
+                None if gpus else fitting.CPU_WARMUP,
                 "auto" if gpus else "cpu",
                 LONGER_TO_TRAIN * self.options.timeout_s,
                 ranks_at_hand=count,
                 say=say,
             )
             share = free if gpus else free // count
-            fitting = fit.Fitting(runner, count, gpus, share, lambda one: self.report.add([one]))
-            found = fitting.measure()
+            trial = fitting.Fitting(runner, count, gpus, share, lambda one: self.report.add([one]))
+            found = trial.measure()
         if found is not None:
             self.report.add(fit.judge(found, self._disk_free()))
         return found

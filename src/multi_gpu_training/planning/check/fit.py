@@ -1,73 +1,42 @@
-"""Whether a recipe or script fits here: measured by really training some steps of it."""
+"""What was measured of one training here, and what the figures mean."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from multi_gpu_training.config import TrainingMode
-from multi_gpu_training.planning.bench.case import Case, Measurement
-from multi_gpu_training.planning.bench.runner import Runner
-from multi_gpu_training.planning.check.devices import Gpu
+from multi_gpu_training.data.feeding import BatchSizes
+from multi_gpu_training.planning.bench.case import Measurement
 from multi_gpu_training.planning.check.findings import Finding, Group
-from multi_gpu_training.planning.check.footprint import (
-    KEPT_FREE,
-    Breakdown,
-    Growth,
-    growth_of,
-    rounded,
-)
-from multi_gpu_training.training.footprint import ASKED, FILE
-from multi_gpu_training.training.measurement import Request
+from multi_gpu_training.planning.check.footprint import KEPT_FREE, Breakdown, Growth
 
 GROUP = Group("Fit")
-SINGLE, DDP = TrainingMode.SINGLE, TrainingMode.DISTRIBUTED_DATA_PARALLEL
-HALVINGS = 6
-TRIES = 3
-# CPU steps are slow and need no graph to settle; None is what `mgt bench` takes on a GPU.
-CPU_STEPS, CPU_WARMUP = 8, 3
-GPU_STEPS = 30
-
-
-class FitRunner(Runner):
-    """A runner that counts memory too; `gpu` trains single cases on that GPU."""
-
-    gpu: int | None = None
-
-    def request(self, case: Case, out: Path) -> Request:
-        request = replace(super().request(case, out), footprint=True)
-        if case.mode is SINGLE and self.gpu is not None:
-            request = replace(request, device_ids=[self.gpu])
-        return request
-
-    def counted(self, name: str = FILE) -> dict[str, Any]:
-        """What the last case wrote beside its times; empty where it did not come so far."""
-        try:
-            text = (self.folder / f"{self.count:03d}" / name).read_text()
-        except OSError:
-            return {}
-        found: dict[str, Any] = json.loads(text)
-        return found
+WORTH_IT = 1.1  # times faster than one GPU: below it, more of them are wasted
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One line of the table of times. `predicted`: not measured, put together from others."""
+    """One line of the table of times. `batch` is what a step took, `settings` what the user's
+    config needs for it. `predicted`: not measured, put together from others."""
 
     name: str
     mode: str
     ranks: int
     samples_per_s: float
     step_s: float | None
+    batch: BatchSizes
+    settings: Mapping[str, Any] = field(default_factory=dict)
     predicted: bool = False
 
 
 @dataclass
 class Fit:
-    """All that was measured of one training on this machine."""
+    """All that was measured of one training on this machine.
+
+    `too_busy`: the ranks together came out faster than they can be, so that the speeds tell
+    nothing about each other.
+    """
 
     unit: str
     asked: dict[str, Any]
@@ -80,170 +49,32 @@ class Fit:
     largest: int | None = None
     largest_tried: bool = False
     capped_by_data: bool = False
+    too_busy: bool = False
 
     @property
     def batch(self) -> int:
+        """Samples of one rank that trains alone."""
         return self.breakdown.per_rank_batch
 
     @property
-    def best(self) -> Speed:
-        return max(self.speeds, key=lambda speed: speed.samples_per_s)
+    def chosen(self) -> Speed:
+        """The fastest way, or one rank where more are not worth it or nobody can tell."""
+        best = max(self.speeds, key=_rate)
+        single = max((speed for speed in self.speeds if speed.ranks == 1), key=_rate)
+        worth = best.samples_per_s >= WORTH_IT * single.samples_per_s
+        return best if worth and not self.too_busy else single
 
 
-class Fitting:
-    """Measures `runner`'s training on `ranks` ranks; `gpus` are those they use, `free_bytes` is
-    what one rank may take."""
-
-    def __init__(
-        self,
-        runner: FitRunner,
-        ranks: int,
-        gpus: Sequence[Gpu],
-        free_bytes: int,
-        say: Callable[[Finding], None],
-    ) -> None:
-        self.runner = runner
-        self.ranks = ranks
-        self.gpus = list(gpus)
-        self.unit = "GPU" if gpus else "CPU rank"
-        self.budget = int(free_bytes * (1 - KEPT_FREE))
-        self.say = say
-
-    def measure(self) -> Fit | None:
-        """The findings go to `say`; None where not even one sample could be trained."""
-        if self.gpus:
-            self.runner.gpu = min(self.gpus, key=lambda gpu: gpu.free_bytes).index
-        first = self.runner(Case("one rank", SINGLE, 1))
-        asked, counted = self.runner.counted(ASKED), self.runner.counted()
-        if not first.ok and first.out_of_memory:
-            found = self._halved(asked)
-            if found is None:
-                return None
-            first, counted = found
-        elif not first.ok:
-            self.say(_broken(first))
-            return None
-        fit = self._fit(first, asked, counted)
-        self._largest(fit)
-        self._speeds(fit)
-        return fit
-
-    def _halved(self, asked: dict[str, Any]) -> tuple[Measurement, dict[str, Any]] | None:
-        """The first smaller batch that fits."""
-        whole = batch = int(asked.get("batch_size") or 0)
-        for _ in range(HALVINGS):
-            batch //= 2
-            if batch < 1:
-                break
-            found = self.runner(Case(f"batch {batch}", SINGLE, 1, {"batch_size": batch}))
-            if found.ok:
-                self.say(
-                    GROUP.fail(
-                        "memory",
-                        f"{whole} samples a {self.unit} do not fit: out of memory; {batch} do",
-                        f"--batch-size {batch} global_batch_size={whole * self.ranks} keeps the "
-                        "step as it is, in smaller parts; or use_gradient_checkpointing=true",
-                    )
-                )
-                return found, self.runner.counted()
-        self.say(
-            GROUP.fail(
-                "memory",
-                f"{whole} samples do not fit, nor do {max(batch, 1)}: out of memory",
-                "a smaller model, use_gradient_checkpointing=true, or a GPU with more memory",
-            )
-        )
-        return None
-
-    def _fit(self, first: Measurement, asked: dict[str, Any], counted: dict[str, Any]) -> Fit:
-        batch = int(first.facts["per_rank_batch"])
-        peak = int(first.facts["peak_bytes"])
-        breakdown = Breakdown.of(counted, batch, peak)
-        other = self._other_batch(batch, counted.get("samples"))
-        points = [(batch, peak)]
-        if other is not None:
-            second = self.runner(Case(f"batch {other}", SINGLE, 1, {"batch_size": other}))
-            if second.ok:
-                points.append(
-                    (int(second.facts["per_rank_batch"]), int(second.facts["peak_bytes"]))
-                )
-        growth = growth_of(points, breakdown.bytes_per_sample)
-        name = "1 GPU" if self.gpus else "1 CPU rank"
-        speed = Speed(name, "single", 1, first.samples_per_s, first.step_s)
-        precision = str(first.facts["precision"])
-        return Fit(self.unit, asked, counted, breakdown, growth, self.budget, precision, [speed])
-
-    @staticmethod
-    def _other_batch(batch: int, samples: int | None) -> int | None:
-        """A second size, so that the growth can be told from the rest."""
-        if samples is None or 2 * batch <= samples:
-            return 2 * batch
-        return batch // 2 if batch > 1 else None
-
-    def _largest(self, fit: Fit) -> None:
-        """The largest batch: by the line, then on a GPU really tried."""
-        batch = fit.growth.largest(self.budget)
-        samples = fit.counted.get("samples")
-        if samples is not None and (batch is None or batch >= samples):
-            batch, fit.capped_by_data = int(samples), True
-        if batch is None:
-            return
-        fit.largest = max(fit.batch, rounded(batch)) if not fit.capped_by_data else batch
-        for _ in range(TRIES if self.gpus and fit.largest > fit.batch else 0):
-            case = Case(f"batch {fit.largest}", SINGLE, 1, {"batch_size": fit.largest})
-            found = self.runner(case)
-            if found.ok:
-                fit.largest_tried = True
-                return
-            fit.capped_by_data = False
-            fit.largest = max(fit.batch, rounded(int(fit.largest * 0.85)))
-
-    def _speeds(self, fit: Fit) -> None:
-        kinds = {gpu.name: gpu.index for gpu in reversed(self.gpus)}
-        if len(kinds) > 1:
-            self._kinds(fit, kinds)
-        if self.ranks < 2:
-            return
-        settings = {} if fit.batch == fit.asked.get("batch_size") else {"batch_size": fit.batch}
-        found = self.runner(Case(f"{self.ranks} ranks", DDP, self.ranks, settings))
-        if not found.ok:
-            self.say(_broken(found))
-            return
-        name = f"{self.ranks} {self.unit}s"
-        fit.speeds.append(Speed(name, "ddp", self.ranks, found.samples_per_s, found.step_s))
-
-    def _kinds(self, fit: Fit, kinds: dict[str, int]) -> None:
-        """Mixed GPUs: each kind alone, and what all of them would give without any exchange."""
-        total = 0.0
-        fit.speeds.clear()
-        for name, index in sorted(kinds.items()):
-            self.runner.gpu = index
-            found = self.runner(Case(f"1 {name}", SINGLE, 1, {"batch_size": fit.batch}))
-            if not found.ok:
-                self.say(_broken(found))
-                continue
-            fit.speeds.append(Speed(f"1 {name}", "single", 1, found.samples_per_s, found.step_s))
-            count = sum(gpu.name == name for gpu in self.gpus[: self.ranks])
-            total += count * found.samples_per_s
-        text = "all of them, shares by speed, without exchange"
-        fit.speeds.append(Speed(text, "ddp", self.ranks, total, None, predicted=True))
-
-
-def _broken(found: Measurement) -> Finding:
-    remedy = "mend this first; `mgt train` or `mgt run` shows the whole message"
-    if found.out_of_memory:
-        remedy = "a smaller batch: --batch-size"
-    elif found.error.startswith("not done after"):
-        remedy = "a longer --timeout: a case may take five times as long"
-    reason = "out of memory" if found.out_of_memory else found.error
-    return GROUP.fail(found.case.name, f"it did not train: {reason}", remedy)
+def _rate(speed: Speed) -> float:
+    return speed.samples_per_s
 
 
 def judge(fit: Fit, disk_free_bytes: int | None) -> Iterator[Finding]:
-    """What the figures mean: memory, largest batch, space for checkpoints."""
-    need = fit.growth.bytes_at(fit.batch)
+    """What the figures mean: memory, largest batch, speed, space for checkpoints."""
+    batch = fit.chosen.batch.per_rank
+    need = fit.growth.bytes_at(batch)
     text = (
-        f"{fit.batch} samples a {fit.unit} take {size(need)} of {size(fit.budget_bytes)} "
+        f"{batch} samples a {fit.unit} take {size(need)} of {size(fit.budget_bytes)} "
         f"({KEPT_FREE:.0%} kept free)"
     )
     if need > fit.budget_bytes:
@@ -253,6 +84,8 @@ def judge(fit: Fit, disk_free_bytes: int | None) -> Iterator[Finding]:
     else:
         yield GROUP.passed("memory", text, bytes=int(need))
     yield _largest_line(fit)
+    if fit.too_busy:
+        yield _busy_line(fit)
     yield from _checkpoints(fit, disk_free_bytes)
 
 
@@ -267,6 +100,18 @@ def _largest_line(fit: Fit) -> Finding:
     return GROUP.passed("largest batch", text, largest=fit.largest, tried=fit.largest_tried)
 
 
+def _busy_line(fit: Fit) -> Finding:
+    many = fit.speeds[-1]
+    gain = many.samples_per_s / fit.speeds[0].samples_per_s
+    return GROUP.warn(
+        "speed",
+        f"{many.name} came out {gain:.2f} times as fast as one, measured twice, and cannot be: "
+        "this machine is too busy to tell",
+        "run it again when nothing else runs here",
+        gain=gain,
+    )
+
+
 def _checkpoints(fit: Fit, free: int | None) -> Iterator[Finding]:
     if free is None:
         return
@@ -279,6 +124,46 @@ def _checkpoints(fit: Fit, free: int | None) -> Iterator[Finding]:
         )
     else:
         yield GROUP.passed("checkpoints", text, bytes=one)
+
+
+def broken(found: Measurement) -> Finding:
+    """A case that did not train."""
+    remedy = "mend this first; `mgt train` or `mgt run` shows the whole message"
+    if found.out_of_memory:
+        remedy = "a smaller batch: --batch-size"
+    elif found.error.startswith("not done after"):
+        remedy = "a longer --timeout: a case may take five times as long"
+    reason = "out of memory" if found.out_of_memory else found.error
+    if found.ended:
+        reason, _, remedy = reason.partition("; ")
+    return GROUP.fail(found.case.name, f"it did not train: {reason}", remedy)
+
+
+def too_large(fit: Fit, whole: int) -> Finding:
+    """`whole` samples do not fit on one rank; `fit` was measured with fewer."""
+    text = f"{whole} samples a {fit.unit} do not fit: out of memory; {fit.batch} do"
+    many = fit.speeds[-1]
+    if not many.settings:
+        each = many.batch.per_rank
+        return GROUP.warn(
+            "memory",
+            f"{text}. {many.name} take {each} each, and that fits",
+            f"on one {fit.unit}: --batch-size {fit.batch}",
+        )
+    return GROUP.fail(
+        "memory",
+        text,
+        f"--batch-size {fit.batch} global_batch_size={fit.chosen.batch.global_batch} keeps the "
+        "step as it is, in smaller parts; or use_gradient_checkpointing=true",
+    )
+
+
+def nothing_fits(whole: int, least: int) -> Finding:
+    return GROUP.fail(
+        "memory",
+        f"{whole} samples do not fit, nor do {least}: out of memory",
+        "a smaller model, use_gradient_checkpointing=true, or a GPU with more memory",
+    )
 
 
 def size(count: float) -> str:

@@ -77,7 +77,7 @@ class Printer:
 
     def advice(self, fit: Fit, advice: Recommendation) -> None:
         """The tables and the command that `mgt check RECIPE` ends with."""
-        from multi_gpu_training.planning.check.advice import memory_rows, time_rows
+        from multi_gpu_training.planning.check.advice import batch_text, memory_rows, time_rows
 
         memory = _table(f"Memory of one {fit.unit}, {fit.batch} samples", "part", "bytes", "share")
         for row in memory_rows(fit):
@@ -91,12 +91,10 @@ class Printer:
             self.console.print(table)
         how = f"{advice.ranks} {fit.unit}{'s' if advice.ranks > 1 else ''}"
         self.console.print(Text("\nRecommended", "bold"))
-        together = advice.batch_size * advice.ranks
-        each = f"{advice.batch_size} samples" + (
-            f" each, {together} together" if advice.ranks > 1 else ""
-        )
+        batch = batch_text(fit.chosen.batch)
         self.say(
-            f"{advice.mode}, {how}, {each}, {advice.num_workers} loader workers, {advice.precision}"
+            f"{advice.mode}, {how}, {batch}, {advice.num_workers} loader workers, "
+            f"{advice.precision}"
         )
         for reason in advice.reasons:
             self.say(f"- {reason}")
