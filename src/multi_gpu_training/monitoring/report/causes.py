@@ -148,7 +148,7 @@ def _checkpoint(run: Run, steps: Steps) -> Iterator[Cause]:
     kept = [e for e in run.notable if e["event"] == "checkpoint"]
     if not kept:
         return
-    whole = max(run.ended - run.began, 1e-9)
+    whole = max(run.trained_s, 1e-9)
     writing = sum(float(e.get("write_s") or 0.0) for e in kept) / whole
     share = steps.checkpoint_share
     if share < NOTICEABLE:

@@ -27,7 +27,7 @@ class Figures:
 
 def figures(run: Run) -> Figures:
     # The first interval holds the start: compilation, autotuning, filling caches.
-    rates = run.column("samples_per_s")
+    rates = run.rates()
     rate = median(rates[1:] or rates) if rates else None
     facts = run.facts.get(run.ranks[0], {})
     batch = float(facts["global_batch"]) if is_number(facts.get("global_batch")) else None
@@ -40,7 +40,7 @@ def figures(run: Run) -> Figures:
     return Figures(
         samples_per_s=rate,
         step_s=step_s,
-        elapsed_s=run.ended - run.began if run.ended else None,
+        elapsed_s=run.trained_s or None,
         peak_bytes=max(readings(run, "peak_bytes"), default=None),
         gpu_utilization=_mean(readings(run, "gpu_utilization")),
         power_w=_mean(readings(run, "power_w")),
