@@ -33,7 +33,7 @@ from multi_gpu_training.reliability.lock import owner
 
 INTERVAL = ("interval_steps", "interval_s", "interval_input_s", "interval_checkpoint_s")
 QUEUED = tuple(f"queued_{phase}_s" for phase in PHASES)
-COLUMNS = (*(f"{phase}_s" for phase in PHASES), "step_s", *INTERVAL, "cpu_s", *QUEUED)
+COLUMNS = (*(f"{phase}_s" for phase in PHASES), "step_s", *INTERVAL, "cpu_s", *QUEUED, "time")
 
 
 @dataclass

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from multi_gpu_training.monitoring.report.attribution import COMPUTING, Steps, side_by_side
-from multi_gpu_training.monitoring.report.causes import BETTER_BATCH, Cause, find_causes
+from multi_gpu_training.monitoring.report.cause import Cause
+from multi_gpu_training.monitoring.report.causes import BETTER_BATCH, find_causes
 from multi_gpu_training.monitoring.report.run import Run
 
 AFFORDABLE = 0.01  # of the time, for checkpoints
@@ -26,7 +27,7 @@ class Verdict:
 
     @property
     def kind(self) -> str:
-        """data, compute, hooks, network, batch, checkpoint, shared; none; unknown."""
+        """That of the worst cause; none; unknown."""
         if self.causes:
             return self.causes[0].kind
         return "unknown" if self.headline.startswith("nothing can be said") else "none"
@@ -35,7 +36,7 @@ class Verdict:
 def judge(run: Run) -> Verdict:
     steps = side_by_side(run)
     causes = find_causes(run)
-    notes = _notes(run, steps)
+    notes = _notes(run, steps, causes)
     if causes:
         sentences = [WORDS[cause.kind](run, steps, cause) for cause in causes]
         return Verdict(sentences[0], causes, sentences[1:], notes)
@@ -53,11 +54,22 @@ def _healthy(steps: Steps) -> str:
     whole = max(sum(typical.values()), 1e-12)
     share = {phase: seconds / whole for phase, seconds in typical.items()}
     computing = sum(share[phase] for phase in COMPUTING)
-    text = (
-        f"nothing stands out: of a step of {duration(steps.step)}, {computing:.0%} is computing, "
-        f"{share['input']:.0%} waiting for data"
-    )
-    if len(steps.ranks) > 1:
+    mean, usual = duration(steps.mean_loaded_step), duration(steps.loaded_step)
+    text = f"nothing stands out: of a step of {duration(steps.step)}"
+    if steps.mean_loaded_step > 2 * steps.loaded_step:
+        text = (
+            f"some steps take far longer than most ({mean} on the mean, {usual} typically), but "
+            f"neither always on one rank nor in one phase: of a typical {duration(steps.step)}"
+        )
+    elif steps.mean_loaded_step > 2 * steps.step:
+        text = (
+            f"nothing stands out but other work on the machine: steps take {mean} with the time "
+            f"without a core; of the {duration(steps.step)} without it"
+        )
+    text += f", {computing:.0%} is computing, {share['input']:.0%} waiting for data"
+    if steps.unseen:
+        text += f", {share['comm']:.0%} waiting for {_strangers(steps)} or the network"
+    elif len(steps.ranks) > 1:
         transfer = min(float(np.median(steps.transfer)) / whole, share["comm"])
         waits = share["comm"] - transfer
         text += f", {transfer:.0%} exchanging gradients, {waits:.0%} waiting for other ranks"
@@ -74,25 +86,44 @@ def _data(run: Run, steps: Steps | None, cause: Cause) -> str:
         )
     return (
         f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} a step for data"
-        f"{_waiting(steps, cause)}; fix {_its(cause)} loader and {gain(cause)}"
+        f"{_waiting(steps, cause)}; fix {_its(cause)} loader and {gain(cause, _at_most(steps))}"
     )
 
 
 def _compute(run: Run, steps: Steps | None, cause: Cause) -> str:
     facts = cause.facts
+    if "part" in facts:
+        return (
+            f"{_who(run, cause, 'compute')} {duration(facts['spike_s'])} longer than usual in "
+            f"{facts['part']:.0%} of the steps, {duration(cause.seconds)} a step on the mean"
+            f"{_waiting(steps, cause)}; find what is done in those steps, and "
+            f"{gain(cause, _at_most(steps))}"
+        )
     return (
         f"{ranks_do(cause.ranks, 'compute')} {duration(cause.seconds)} a step longer than the "
         f"others ({duration(facts['typical_s'])} instead of {duration(facts['usual_s'])})"
         f"{_waiting(steps, cause)}; look at {_its(cause)} device (other processes, clocks, heat), "
-        f"or give it a smaller share (balance=measured), and {gain(cause)}"
+        f"or give it a smaller share (balance=measured), and {gain(cause, _at_most(steps))}"
     )
 
 
 def _hooks(run: Run, steps: Steps | None, cause: Cause) -> str:
-    who = ranks_do(cause.ranks, "spend") if cause.ranks else "every rank spends"
+    facts = cause.facts
+    often = (
+        f" ({duration(facts['spike_s'])} in {facts['part']:.0%} of them)" if "part" in facts else ""
+    )
     return (
-        f"{who} {duration(cause.seconds)} a step between steps, in hooks, the log or other Python"
-        f"{_waiting(steps, cause)}; make them cheaper and {gain(cause)}"
+        f"{_who(run, cause, 'spend')} {duration(cause.seconds)} a step between steps{often}, in "
+        f"hooks, the log or other Python{_waiting(steps, cause)}; make them cheaper and "
+        f"{gain(cause, _at_most(steps))}"
+    )
+
+
+def _unseen(run: Run, steps: Steps | None, cause: Cause) -> str:
+    others = "other ranks" if steps is None else _strangers(steps)
+    return (
+        f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} a step for {others} or for the "
+        "network: which of them, only the events that are missing could tell"
     )
 
 
@@ -112,14 +143,36 @@ def _network(run: Run, steps: Steps | None, cause: Cause) -> str:
 def _checkpoint(run: Run, steps: Steps | None, cause: Cause) -> str:
     facts = cause.facts
     every = facts["every"]
-    text = (
-        f"checkpoints come too often: training stands still for them {facts['share']:.0%} of the "
-        f"time, {duration(facts['stall_s'])} each time"
+    stands = (
+        f"training stands still for them {facts['share']:.0%} of the time, "
+        f"{duration(facts['stall_s'])} each time"
     )
+    if facts["at_ends"]:
+        return (
+            f"epochs are short for the checkpoints at their ends: {stands}; longer epochs would "
+            f"{gain(cause, 'up to ')} (rank 0 saves, the others wait for it)"
+        )
+    text = f"checkpoints come too often: {stands}"
     if isinstance(every, int):
         better = _rounded_up(every * facts["share"] / AFFORDABLE)
         text += f", every {every:,} steps; checkpoint_frequency={better} would {gain(cause)}"
     return text + " (rank 0 saves, the others wait for it)"
+
+
+def _validation(run: Run, steps: Steps | None, cause: Cause) -> str:
+    return (
+        f"validation takes {cause.facts['share']:.0%} of the time, "
+        f"{duration(cause.facts['each_s'])} after each epoch; fewer or cheaper validation samples, "
+        f"or longer epochs, would {gain(cause, 'up to ')}"
+    )
+
+
+def _epochs(run: Run, steps: Steps | None, cause: Cause) -> str:
+    return (
+        f"{cause.facts['share']:.0%} of the time passes between epochs, "
+        f"{duration(cause.facts['each_s'])} after each: in on_epoch_end hooks, in starting loader "
+        f"workers or in other Python; make it cheaper and {gain(cause, 'up to ')}"
+    )
 
 
 def _batch(run: Run, steps: Steps | None, cause: Cause) -> str:
@@ -149,7 +202,10 @@ WORDS: dict[str, Callable[[Run, Steps | None, Cause], str]] = {
     "compute": _compute,
     "hooks": _hooks,
     "network": _network,
+    "unseen": _unseen,
     "checkpoint": _checkpoint,
+    "validation": _validation,
+    "epochs": _epochs,
     "batch": _batch,
     "shared": _shared,
 }
@@ -159,7 +215,7 @@ def _waiting(steps: Steps | None, cause: Cause) -> str:
     """ "; ranks 0, 2, 3 wait for rank 1" """
     if steps is None or not cause.ranks or len(steps.ranks) < 2:
         return ""
-    waits = np.median(steps.waits, axis=1)
+    waits = (np.mean if "part" in cause.facts else np.median)(steps.waits, axis=1)
     late = [
         rank
         for rank, wait in zip(steps.ranks, waits, strict=True)
@@ -170,14 +226,15 @@ def _waiting(steps: Steps | None, cause: Cause) -> str:
     return f"; {ranks_do(late, 'wait')} for {ranks(cause.ranks)}"
 
 
-def _notes(run: Run, steps: Steps | None) -> list[str]:
+def _notes(run: Run, steps: Steps | None, causes: list[Cause]) -> list[str]:
     notes = []
     if steps is not None and steps.from_checks:
         notes.append(
             "steps are replayed as CUDA graphs: their phases are shares of eager steps that were "
             "computed to compare"
         )
-    if steps is not None and len(steps.ranks) > 1:
+    late = any(cause.kind in ("data", "compute", "hooks") for cause in causes)
+    if steps is not None and len(steps.ranks) > 1 and not late:
         waits = float(np.median(steps.waits.max(axis=0)))
         steady = float(np.median(steps.waits, axis=1).max())
         if waits > 0.15 * steps.step and steady < 0.5 * waits:
@@ -207,6 +264,21 @@ def ranks(found: Sequence[int]) -> str:
 
 def ranks_do(found: Sequence[int], verb: str) -> str:
     return f"{ranks(found)} {verb}{'s' if len(found) == 1 else ''}"
+
+
+def _who(run: Run, cause: Cause, verb: str) -> str:
+    if cause.ranks and run.world_size > 1:
+        return ranks_do(cause.ranks, verb)
+    return f"{'every rank' if run.world_size > 1 else 'training'} {verb}s"
+
+
+def _strangers(steps: Steps) -> str:
+    return f"{ranks(steps.unseen)} (no events)"
+
+
+def _at_most(steps: Steps | None) -> str:
+    """A rank that nobody sees may be slow as well."""
+    return "up to " if steps is not None and steps.unseen else ""
 
 
 def _its(cause: Cause) -> str:
