@@ -174,6 +174,18 @@ def test_checkpoints_at_the_ends_of_epochs_are_not_put_down_to_their_frequency(f
     assert verdict.headline.startswith("epochs are short for the checkpoints at their ends: ")
 
 
+def test_checkpoints_of_iterations_that_the_frequency_asks_for_are_put_down_to_it(
+    folder: Any,
+) -> None:
+    """PPO saves at the ends of iterations only, and of those that reach checkpoint_frequency."""
+    run = folder(2, checkpoint_frequency=5)
+    run.time_steps([healthy(), healthy()], checkpoint_s=0.010)
+    for epoch, step in enumerate(range(10, 41, 10)):
+        run.add(0, "epoch", step * 0.03, epoch=epoch, step=step, train={}, val=None)
+        run.add(0, "checkpoint", step * 0.03, step=step, stall_s=0.05, waited_s=0.0, write_s=0.1)
+    assert "checkpoint_frequency" in judged(run).headline
+
+
 @pytest.mark.parametrize(
     ("facts", "ranks", "place"),
     [
@@ -321,11 +333,16 @@ def test_a_slow_loader_of_the_only_rank_with_events_is_not_everyones(folder: Any
 
 
 @pytest.mark.parametrize(
-    ("val", "after", "kind"),
-    [({"loss": 0.1}, 0.0, "validation"), (None, 4.0, "epochs"), (None, 0.0, "none")],
+    ("val", "after", "collected", "kind"),
+    [
+        ({"loss": 0.1}, 0.0, 0.0, "validation"),
+        (None, 4.0, 0.0, "epochs"),
+        (None, 4.0, 4.0, "none"),
+        (None, 0.0, 0.0, "none"),
+    ],
 )
 def test_time_between_epochs_is_named(
-    folder: Any, val: dict[str, float] | None, after: float, kind: str
+    folder: Any, val: dict[str, float] | None, after: float, collected: float, kind: str
 ) -> None:
     run = folder(2)
     begin, validation = 1.0, 4.0 if val else 0.0
@@ -333,9 +350,10 @@ def test_time_between_epochs_is_named(
         first = 20 * epoch + 1
         run.time_steps([healthy(), healthy()], steps=20, first=first, begin=begin - 0.0228 * first)
         begin += 20 * 0.0228 + validation
-        run.add(0, "epoch", begin, epoch=epoch, step=20 * epoch + 20, train={"loss": 1.0}, val=val)
+        facts = {"train": {"loss": 1.0, "collect_s": collected}, "val": val}
+        run.add(0, "epoch", begin, epoch=epoch, step=20 * epoch + 20, **facts)
         begin += after
-    run.end(60, at=begin)
+    run.end(60, at=begin - collected)
     verdict = judged(run)
     assert verdict.kind == kind
     if kind != "none":

@@ -20,7 +20,7 @@ def checkpoints(run: Run, steps: Steps) -> Iterator[Cause]:
     kept = [e for e in run.notable if e["event"] == "checkpoint"]
     stalled = sum(_stall(e) for e in kept)
     writing = sum(float(e.get("write_s") or 0.0) for e in kept) / max(run.trained_s, 1e-9)
-    ends = {e.get("step") for e in run.epochs}
+    ends = _ends_that_save(run, kept)
     for at_ends in (False, True):
         group = [_stall(e) for e in kept if (e.get("step") in ends) == at_ends]
         share = steps.checkpoint_share * sum(group) / max(stalled, 1e-9)
@@ -32,6 +32,18 @@ def checkpoints(run: Run, steps: Steps) -> Iterator[Cause]:
         facts = {"every": every, "at_ends": at_ends, "stall_s": float(np.median(group))}
         facts |= {"share": share, "writing": writing}
         yield Cause("checkpoint", (), mean * share, mean * share, mean, facts)
+
+
+def _ends_that_save(run: Run, kept: list[Event]) -> set[int]:
+    """Steps at which a checkpoint was written because an epoch ended, and not because of
+    `checkpoint_frequency`: where it is that which counts, not every epoch has one, or epochs are
+    long enough for one and have none but at their ends."""
+    ends = {e["step"] for e in run.epochs if isinstance(e.get("step"), int)}
+    steps = {e.get("step") for e in kept}
+    every = run.config.get("checkpoint_frequency")
+    length = max(ends, default=0) / max(len(ends), 1)
+    due = isinstance(every, int) and every <= length and steps <= ends
+    return set() if due or len(steps & ends) < 0.9 * len(ends) else ends
 
 
 def _stall(event: Event) -> float:
@@ -49,19 +61,28 @@ def between_epochs(run: Run, steps: Steps) -> Iterator[Cause]:
     if not begun or not epochs or not seen:
         return
     whole = max(time for time, _ in seen) - begun
-    step_s = float(steps.step_s[steps.ranks.index(rank)].mean()) if rank in steps.ranks else 0.0
+    step_s = _mean_step(run, steps, rank)
     pauses: dict[str, list[float]] = {"validation": [], "epochs": []}
-    for epoch in epochs:
+    for epoch, following in zip(epochs, [*epochs[1:], {}], strict=True):
         before, after = _around(epoch, seen, step_s)
-        saved = sum(_stall(e) for e in run.notable if _saves(e, epoch["step"]))
+        known = sum(_stall(e) for e in run.notable if _saves(e, epoch["step"]))
+        # Samples that a policy collects for the next epoch are work, not a pause.
+        known += float((following.get("train") or {}).get("collect_s") or 0.0)
         pauses["validation" if epoch.get("val") else "epochs"].append(before)
-        pauses["epochs"].append(max(after - saved, 0.0))
+        pauses["epochs"].append(max(after - known, 0.0))
     for kind, found in pauses.items():
         total = sum(found)
         if total >= max(EVERYWHERE * whole, WORTH_NAMING_S):
             share, count = min(total / whole, 1.0), len(epochs)
             facts = {"share": share, "each_s": total / count}
             yield Cause(kind, (), share, share, 1.0, facts)
+
+
+def _mean_step(run: Run, steps: Steps, rank: int) -> float:
+    """Seconds of a step, rather too many: what is no step must not be one by mistake."""
+    timed = float(steps.step_s[steps.ranks.index(rank)].mean()) if rank in steps.ranks else 0.0
+    rates, batch = run.rates(), float(run.facts.get(rank, {}).get("global_batch") or 0)
+    return max(timed, batch / float(np.median(rates)) if rates else 0.0)
 
 
 def _saves(event: Event, step: int) -> bool:
