@@ -223,6 +223,14 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
             "forecast 100 ms a step, actual 100 ms a step (+0%); inside the band 80 ms a step to "
             "200 ms a step",
         ),
+        (
+            {
+                "2": {"samples_per_s": 800.0, "step_time_s": 0.1, "low": 0.1, "high": 0.2}
+                | {"global_batch": 32}
+            },
+            "forecast 800 samples/s, actual 640 samples/s (-20%); the forecast was for a global "
+            "batch of 32, the run&#x27;s is 64",
+        ),
         ({"4": {"samples_per_s": 800.0}}, None),
         ({"2": "nonsense"}, None),
     ],

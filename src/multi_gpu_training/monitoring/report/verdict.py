@@ -155,7 +155,8 @@ def _checkpoint(run: Run, steps: Steps | None, cause: Cause) -> str:
     text = f"checkpoints come too often: {stands}"
     if isinstance(every, int):
         better = _rounded_up(every * facts["share"] / AFFORDABLE)
-        text += f", every {every:,} steps; checkpoint_frequency={better} would {gain(cause)}"
+        when = f"{every:,} steps" if every > 1 else "step"
+        text += f", every {when}; checkpoint_frequency={better} would {gain(cause)}"
     return text + " (rank 0 saves, the others wait for it)"
 
 

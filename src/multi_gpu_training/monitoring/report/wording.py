@@ -57,6 +57,9 @@ def forecast_line(found: Figures) -> str | None:
     if forecast["low"] is not None:
         where = "inside" if forecast["inside"] else "outside"
         text += f"; {where} the band {show(forecast['low'])} to {show(forecast['high'])}"
+    if forecast["batches"] is not None:
+        foreseen, came = forecast["batches"]
+        text += f"; the forecast was for a global batch of {foreseen:g}, the run's is {came:g}"
     return text
 
 
