@@ -45,10 +45,11 @@ def hooks(run: Run, steps: Steps) -> Iterator[Cause]:
 
 def spikes(seconds: np.ndarray, least: int) -> np.ndarray:
     """What steps take beyond the rank's typical one, where it is far beyond; 0 in the others, and
-    on ranks that had fewer than `least` of such steps: a busy machine delays one now and then."""
+    on ranks that had fewer than `least` of such steps: a busy machine delays one now and then, but
+    so few that they hardly move the mean."""
     typical = np.median(seconds, axis=1, keepdims=True)
     far = seconds > 2 * typical + 1e-3
-    often = far.sum(axis=1, keepdims=True) >= max(least, 0.02 * seconds.shape[1])
+    often = far.sum(axis=1, keepdims=True) >= least
     return np.asarray(np.where(far & often, seconds - typical, 0.0))
 
 

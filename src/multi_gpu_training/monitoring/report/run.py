@@ -219,7 +219,9 @@ def _problems(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline])
         if found.torn:
             yield f"rank {rank}: the last line is torn, it was left out"
         if found.damaged:
-            yield f"rank {rank}: {found.damaged} damaged lines were left out"
+            count = found.damaged
+            what = f"{count} damaged lines were" if count > 1 else "a damaged line was"
+            yield f"rank {rank}: {what} left out"
 
 
 def _no_run(path: Path) -> str:

@@ -95,7 +95,7 @@ def _compute(run: Run, steps: Steps | None, cause: Cause) -> str:
     if "part" in facts:
         return (
             f"{_who(run, cause, 'compute')} {duration(facts['spike_s'])} longer than usual in "
-            f"{facts['part']:.0%} of the steps, {duration(cause.seconds)} a step on the mean"
+            f"{_part(facts['part'])}, {duration(cause.seconds)} a step on the mean"
             f"{_waiting(steps, cause)}; find what is done in those steps, and "
             f"{gain(cause, _at_most(steps))}"
         )
@@ -109,9 +109,9 @@ def _compute(run: Run, steps: Steps | None, cause: Cause) -> str:
 
 def _hooks(run: Run, steps: Steps | None, cause: Cause) -> str:
     facts = cause.facts
-    often = (
-        f" ({duration(facts['spike_s'])} in {facts['part']:.0%} of them)" if "part" in facts else ""
-    )
+    often = ""
+    if "part" in facts:
+        often = f" ({duration(facts['spike_s'])} in {_part(facts['part'])})"
     return (
         f"{_who(run, cause, 'spend')} {duration(cause.seconds)} a step between steps{often}, in "
         f"hooks, the log or other Python{_waiting(steps, cause)}; make them cheaper and "
@@ -275,6 +275,11 @@ def _who(run: Run, cause: Cause, verb: str) -> str:
 
 def _strangers(steps: Steps) -> str:
     return f"{ranks(steps.unseen)} (no events)"
+
+
+def _part(of_steps: float) -> str:
+    times = round(1 / of_steps)
+    return f"one step in {times:,}" if times > 3 else f"{of_steps:.0%} of the steps"
 
 
 def _at_most(steps: Steps | None) -> str:
