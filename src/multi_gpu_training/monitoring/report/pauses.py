@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -56,18 +58,22 @@ def between_epochs(run: Run, steps: Steps) -> Iterator[Cause]:
     rank = run.ranks[0]
     begun = time_of(run.facts.get(rank, {}))
     ends = [e for e in run.ends if e.get("rank") == rank]
-    seen = _seen(run, begun) + [(time_of(e), int(e.get("step") or 0)) for e in ends]
+    seen = sorted(_seen(run, begun) + [(time_of(e), int(e.get("step") or 0)) for e in ends])
     epochs = [e for e in run.epochs if time_of(e) > begun and isinstance(e.get("step"), int)]
     if not begun or not epochs or not seen:
         return
-    whole = max(time for time, _ in seen) - begun
+    whole = seen[-1][0] - begun
     step_s = _mean_step(run, steps, rank)
+    stalls: dict[Any, float] = {}
+    for event in run.notable:
+        if event["event"] == "checkpoint":
+            stalls[event.get("step")] = stalls.get(event.get("step"), 0.0) + _stall(event)
     pauses: dict[str, list[float]] = {"validation": [], "epochs": []}
     for epoch, following in zip(epochs, [*epochs[1:], {}], strict=True):
         before, after = _around(epoch, seen, step_s)
-        known = sum(_stall(e) for e in run.notable if _saves(e, epoch["step"]))
         # Samples that a policy collects for the next epoch are work, not a pause.
-        known += float((following.get("train") or {}).get("collect_s") or 0.0)
+        collecting = float((following.get("train") or {}).get("collect_s") or 0.0)
+        known = collecting + stalls.get(epoch["step"], 0.0)
         pauses["validation" if epoch.get("val") else "epochs"].append(before)
         pauses["epochs"].append(max(after - known, 0.0))
     for kind, found in pauses.items():
@@ -85,10 +91,6 @@ def _mean_step(run: Run, steps: Steps, rank: int) -> float:
     return max(timed, batch / float(np.median(rates)) if rates else 0.0)
 
 
-def _saves(event: Event, step: int) -> bool:
-    return event["event"] == "checkpoint" and event.get("step") == step
-
-
 def _seen(run: Run, begun: float) -> list[tuple[float, int]]:
     """When the first rank had done which step."""
     seen = [(time_of(event), int(event["step"])) for event in run.steps]
@@ -102,13 +104,12 @@ def _seen(run: Run, begun: float) -> list[tuple[float, int]]:
 def _around(epoch: Event, seen: list[tuple[float, int]], step_s: float) -> tuple[float, float]:
     """Seconds before the epoch was told of and after it in which no step was computed."""
     at, last = time_of(epoch), epoch["step"]
-    earlier = [(time, step) for time, step in seen if time < at and step <= last]
-    later = [(time, step) for time, step in seen if time > at]
+    earlier, later = bisect_left(seen, (at, 0)), bisect_right(seen, (at, 2**62))
     before = after = 0.0
     if earlier:
-        time, step = max(earlier)
+        time, step = seen[earlier - 1]
         before = max(at - time - (last - step) * step_s, 0.0)
-    if later:
-        time, step = min(later)
+    if later < len(seen):
+        time, step = seen[later]
         after = max(time - at - (step - last) * step_s, 0.0)
     return before, after
