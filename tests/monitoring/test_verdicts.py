@@ -247,6 +247,14 @@ def test_what_comes_every_few_steps_counts_by_its_mean(folder: Any) -> None:
     assert verdict.causes[0].seconds == pytest.approx(0.0205, rel=0.2)
 
 
+def test_the_end_of_a_run_is_no_pause_between_epochs(folder: Any) -> None:
+    run = folder(2)
+    run.time_steps([healthy(), healthy()])
+    run.add(0, "epoch", 1.0, epoch=0, step=40, train={"loss": 1.0}, val=None)
+    run.end(40, at=9.0)  # after an export, say
+    assert judged(run).kind == "none"
+
+
 def in_some_steps(run: Folder, every: int, delayed: set[int], phase: str, delay: float) -> None:
     """60 timed steps in which these ranks take `delay` ms longer in one of `every`."""
     for step in range(1, 61):

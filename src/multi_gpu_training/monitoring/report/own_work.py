@@ -80,7 +80,7 @@ def _excess(kind: str, steps: Steps, seconds: np.ndarray) -> Iterator[Cause]:
 
 def _now_and_then(steps: Steps) -> Iterator[Cause]:
     """All ranks compute far longer in some steps."""
-    rare = spikes(steps.computing, 2)
+    rare = spikes(steps.computing, 3)
     at_times = saved_on_the_mean(steps, rare)
     if rare.max(axis=1).min() > 0 and at_times >= EVERYWHERE * (steps.step + at_times):
         seconds, step_s = float(rare.mean(axis=1).max()), steps.step + at_times

@@ -69,13 +69,17 @@ def between_epochs(run: Run, steps: Steps) -> Iterator[Cause]:
         if event["event"] == "checkpoint":
             stalls[event.get("step")] = stalls.get(event.get("step"), 0.0) + _stall(event)
     pauses: dict[str, list[float]] = {"validation": [], "epochs": []}
+    afters: list[float] = []
     for epoch, following in zip(epochs, [*epochs[1:], {}], strict=True):
         before, after = _around(epoch, seen, step_s)
         # Samples that a policy collects for the next epoch are work, not a pause.
         collecting = float((following.get("train") or {}).get("collect_s") or 0.0)
         known = collecting + stalls.get(epoch["step"], 0.0)
         pauses["validation" if epoch.get("val") else "epochs"].append(before)
-        pauses["epochs"].append(max(after - known, 0.0))
+        afters.append(max(after - known, 0.0))
+    # After the last epoch comes what belongs to the end of the run as well.
+    usual = sum(afters[:-1]) / max(len(afters) - 1, 1)
+    pauses["epochs"] += [*afters[:-1], min(afters[-1], usual)]
     for kind, found in pauses.items():
         total = sum(found)
         if total >= max(EVERYWHERE * whole, WORTH_NAMING_S):
