@@ -10,7 +10,8 @@ import pytest
 from recorded import Folder, healthy
 
 from multi_gpu_training.monitoring.report.run import read_run
-from multi_gpu_training.monitoring.report.verdict import Verdict, duration, judge
+from multi_gpu_training.monitoring.report.sentences import duration
+from multi_gpu_training.monitoring.report.verdict import Verdict, judge
 
 
 def judged(folder: Folder) -> Verdict:

@@ -8,7 +8,7 @@ from typing import Any
 from multi_gpu_training.monitoring.report.figures import Figures
 from multi_gpu_training.monitoring.report.history import Event
 from multi_gpu_training.monitoring.report.run import Run, is_number
-from multi_gpu_training.monitoring.report.verdict import duration
+from multi_gpu_training.monitoring.report.sentences import duration
 
 STATES = {
     "finished": "finished",
