@@ -55,10 +55,11 @@ class Folder:
         noise: float = 0.0,
         first: int = 1,
         checkpoint_s: float = 0.0,
+        begin: float = 0.0,
     ) -> None:
         """Timed steps of ranks that do `own` milliseconds of each phase themselves, and then wait
         for the slowest and for the network (seconds), all with so much noise."""
-        draw = random.Random(1)
+        draw = random.Random(first)
         for step in range(first, first + steps):
             mine = []
             for phases in own:
@@ -76,7 +77,7 @@ class Folder:
                 facts["queued_backward_s"] = phases.get("queued", 0.0) - forward
                 facts |= {"interval_s": total + checkpoint_s, "interval_input_s": spent["input_s"]}
                 facts["interval_checkpoint_s"] = checkpoint_s
-                self.add(rank, "phases", step * total, step=step, **facts)
+                self.add(rank, "phases", begin + step * total, step=step, **facts)
 
 
 def healthy(**more: float) -> dict[str, float]:

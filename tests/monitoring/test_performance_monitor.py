@@ -69,12 +69,44 @@ def test_a_run_that_was_recorded_can_be_summed_up(tmp_path: Path) -> None:
     folder.add(1, "device", 3.0, memory_bytes=2**30, peak_bytes=2**31, gpu_utilization=80.0)
     monitor = PerformanceMonitor(run=folder.path)
     summary = monitor.get_summary()
+    # How many samples an epoch has is not known here.
+    assert summary["samples"] is None
     assert summary["throughput"] == 6000.0 and summary["avg_throughput"] == 5000.0
     assert summary["max_memory_usage"] == 2.0 and summary["gpu_utilization"] == 80.0
     assert summary["steps"] == 60 and len(summary["loss_history"]) == 3
     assert monitor.plot_metrics(tmp_path / "plot.png").exists()
     with pytest.raises(MultiGPUError, match="without run="):
         monitor.start_monitoring()
+
+
+def test_a_short_run_has_its_figures_too(tmp_path: Path) -> None:
+    """15 steps, none of them logged: two epochs of 7 steps of 64, the last batch short, and one
+    step; after a pause of 90 s."""
+    folder = Folder(tmp_path / "run", 2)
+    known = {"epoch_samples": 400, "epoch_steps": 7}
+    folder.start(**known)
+    folder.add(0, "epoch", 1.0, epoch=0, step=7, train={"loss": 2.0}, val=None)
+    folder.end(7, at=1.0)
+    folder.start(step=7, at=91.0, **known)
+    folder.add(0, "epoch", 92.0, epoch=1, step=14, train={"loss": 1.0}, val=None)
+    folder.end(15, at=92.5)
+    summary = PerformanceMonitor(run=folder.path).get_summary()
+    assert (summary["training_time"], summary["steps"], summary["samples"]) == (2.5, 15, 864)
+    assert summary["avg_throughput"] == summary["throughput"] == pytest.approx(864 / 2.5)
+    assert summary["loss_history"] == [2.0, 1.0]
+    assert summary["memory_usage"] is None  # nobody read it
+
+
+@pytest.mark.parametrize("loss", [None, "x", torch.ones(3), [1.0]])
+def test_a_loss_that_is_no_number_is_refused_at_once(loss: object) -> None:
+    monitor = PerformanceMonitor()
+    monitor.start_monitoring()
+    with pytest.raises(MultiGPUError, match="cannot take loss="):
+        monitor.record_metrics(loss, 8)
+    with pytest.raises(MultiGPUError, match="batch_size='8'"):
+        monitor.record_metrics(1.0, "8")  # type: ignore[arg-type]
+    monitor.stop_monitoring()
+    assert monitor.get_summary()["loss_history"] == []
 
 
 def test_a_stall_is_noticed_once() -> None:

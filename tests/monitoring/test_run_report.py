@@ -100,7 +100,7 @@ def test_a_torn_last_line_and_a_missing_rank_are_told(tmp_path: Path) -> None:
         file.write('{"v": 1, "event": "step", "step": 120, "lo')
     run = read_run(folder.path)
     assert run.problems == [
-        "no events of rank 2: their files are missing",
+        "no events of rank 2: its file is missing or empty",
         "rank 0: the last line is torn, it was left out",
     ]
     assert run.last_step == 100 and judge(run).kind == "data"
@@ -112,9 +112,20 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run")
     path = folder.path / "events" / "rank-0.jsonl"
     path.write_text("garbage\n\x00\x00\x00\n" + path.read_text())
+    other = folder.path / "events" / "rank-1.jsonl"
+    lines = other.read_text().splitlines()
+    lines[5] = lines[5][:50]
+    other.write_text("\n".join(lines) + "\n")
     run = read_run(folder.path)
     assert "rank 0: 2 damaged lines were left out" in run.problems
+    assert "rank 1: a damaged line was left out" in run.problems
     assert run.last_step == 100
+
+
+def test_a_config_that_is_no_text_is_as_good_as_none(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run")
+    (folder.path / "config.yaml").write_bytes(b"\xff\xfe: : [")
+    assert read_run(folder.path).config == {}
 
 
 def test_steps_that_were_computed_again_count_once(tmp_path: Path) -> None:
@@ -211,6 +222,14 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
             {"gpus": {"2": {"samples_per_s": 640.0, "step_time_s": 0.1, "low": 0.08, "high": 0.2}}},
             "forecast 100 ms a step, actual 100 ms a step (+0%); inside the band 80 ms a step to "
             "200 ms a step",
+        ),
+        (
+            {
+                "2": {"samples_per_s": 800.0, "step_time_s": 0.1, "low": 0.1, "high": 0.2}
+                | {"global_batch": 32}
+            },
+            "forecast 800 samples/s, actual 640 samples/s (-20%); the forecast was for a global "
+            "batch of 32, the run&#x27;s is 64",
         ),
         ({"4": {"samples_per_s": 800.0}}, None),
         ({"2": "nonsense"}, None),

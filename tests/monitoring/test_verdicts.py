@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from recorded import Folder, healthy
 
 from multi_gpu_training.monitoring.report.run import read_run
-from multi_gpu_training.monitoring.report.verdict import Verdict, duration, judge
+from multi_gpu_training.monitoring.report.sentences import duration
+from multi_gpu_training.monitoring.report.verdict import Verdict, judge
 
 
 def judged(folder: Folder) -> Verdict:
@@ -158,6 +160,33 @@ def test_checkpoints_that_come_too_often_are_named(folder: Any) -> None:
     assert "checkpoint_frequency=200 would gain 44%" in verdict.headline
 
 
+def test_checkpoints_at_the_ends_of_epochs_are_not_put_down_to_their_frequency(folder: Any) -> None:
+    run = folder(2, checkpoint_frequency=1000)
+    run.time_steps([healthy(), healthy()], checkpoint_s=0.010)
+    for epoch, step in enumerate((10, 20)):
+        run.add(0, "epoch", step * 0.03, epoch=epoch, step=step, train={}, val=None)
+        run.add(0, "checkpoint", step * 0.03, step=step, stall_s=0.05, waited_s=0.0, write_s=0.1)
+    assert judged(run).kind == "none"  # two of them are no habit
+    for epoch, step in enumerate((30, 40), start=2):
+        run.add(0, "epoch", step * 0.03, epoch=epoch, step=step, train={}, val=None)
+        run.add(0, "checkpoint", step * 0.03, step=step, stall_s=0.05, waited_s=0.0, write_s=0.1)
+    verdict = judged(run)
+    assert verdict.kind == "checkpoint" and "checkpoint_frequency" not in verdict.headline
+    assert verdict.headline.startswith("epochs are short for the checkpoints at their ends: ")
+
+
+def test_checkpoints_of_iterations_that_the_frequency_asks_for_are_put_down_to_it(
+    folder: Any,
+) -> None:
+    """PPO saves at the ends of iterations only, and of those that reach checkpoint_frequency."""
+    run = folder(2, checkpoint_frequency=5)
+    run.time_steps([healthy(), healthy()], checkpoint_s=0.010)
+    for epoch, step in enumerate(range(10, 41, 10)):
+        run.add(0, "epoch", step * 0.03, epoch=epoch, step=step, train={}, val=None)
+        run.add(0, "checkpoint", step * 0.03, step=step, stall_s=0.05, waited_s=0.0, write_s=0.1)
+    assert "checkpoint_frequency" in judged(run).headline
+
+
 @pytest.mark.parametrize(
     ("facts", "ranks", "place"),
     [
@@ -217,6 +246,128 @@ def test_what_comes_every_few_steps_counts_by_its_mean(folder: Any) -> None:
     verdict = judged(run)
     assert (verdict.kind, verdict.causes[0].ranks) == ("hooks", ())
     assert verdict.causes[0].seconds == pytest.approx(0.0205, rel=0.2)
+
+
+def test_the_end_of_a_run_is_no_pause_between_epochs(folder: Any) -> None:
+    run = folder(2)
+    run.time_steps([healthy(), healthy()])
+    run.add(0, "epoch", 1.0, epoch=0, step=40, train={"loss": 1.0}, val=None)
+    run.end(40, at=9.0)  # after an export, say
+    assert judged(run).kind == "none"
+
+
+def in_some_steps(run: Folder, every: int, delayed: set[int], phase: str, delay: float) -> None:
+    """60 timed steps in which these ranks take `delay` ms longer in one of `every`."""
+    for step in range(1, 61):
+        late = delayed if step % every == 0 else set()
+        own = [healthy(**{phase: delay * (r in late)}) for r in range(run.ranks)]
+        run.time_steps(own, steps=1, first=step, noise=0.2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("phase", "kind", "words"),
+    [
+        (
+            "forward",
+            "compute",
+            r"rank 1 computes 2\d\d ms longer than usual in one step in 9, 2",
+        ),
+        (
+            "other",
+            "hooks",
+            r"rank 1 spends 2\d ms a step between steps \(2\d\d ms in one step in 9\)",
+        ),
+    ],
+)
+def test_a_rank_that_is_slow_only_in_some_steps_is_named(
+    folder: Any, ranks: int, phase: str, kind: str, words: str
+) -> None:
+    run = folder(ranks)
+    in_some_steps(run, 10, {1}, phase, 190.0)
+    verdict = judged(run)
+    assert (verdict.kind, verdict.causes[0].ranks) == (kind, (1,))
+    assert re.match(words, verdict.headline)
+    waiting = "rank 0 waits" if ranks == 2 else "ranks 0, 2 wait"
+    assert f"; {waiting} for rank 1;" in verdict.headline
+    assert not any("none of them is slow" in note for note in verdict.notes)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_in_which_every_rank_computes_far_longer_are_named(folder: Any, ranks: int) -> None:
+    run = folder(ranks)
+    in_some_steps(run, 10, set(range(ranks)), "forward", 200.0)
+    verdict = judged(run)
+    assert (verdict.kind, verdict.causes[0].ranks) == ("compute", ())
+    who = "every rank computes" if ranks == 2 else "training computes"
+    assert verdict.headline.startswith(who) and "in one step in 9" in verdict.headline
+
+
+def test_a_step_or_two_that_took_long_are_chance(folder: Any) -> None:
+    run = folder(2)
+    in_some_steps(run, 25, {1}, "forward", 60.0)  # two of sixty
+    assert judged(run).kind == "none"
+
+
+def test_a_delay_that_has_no_place_is_told_all_the_same(folder: Any) -> None:
+    run = folder(2)
+    for step in range(1, 61):
+        late = 0.4 if step % 6 == 0 else 0.002
+        run.time_steps([healthy(), healthy()], transfer=late, steps=1, first=step)
+    verdict = judged(run)
+    assert verdict.kind == "none"
+    assert verdict.headline.startswith("some steps take far longer than most (8")
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_what_ranks_without_events_did_is_not_guessed(folder: Any, empty: bool) -> None:
+    run = folder(2)
+    run.time_steps([healthy(), healthy(forward=40.0)])
+    path = run.path / "events" / "rank-1.jsonl"
+    path.write_text("") if empty else path.unlink()
+    verdict = judged(run)
+    assert verdict.kind == "unseen"
+    assert verdict.headline.startswith("rank 0 waits 42 ms a step for rank 1 (no events) or for ")
+    assert verdict.notes == ["no events of rank 1: its file is missing or empty"]
+
+
+def test_a_slow_loader_of_the_only_rank_with_events_is_not_everyones(folder: Any) -> None:
+    run = folder(2)
+    run.time_steps([healthy(), healthy(input=40.0)])
+    (run.path / "events" / "rank-0.jsonl").write_text("")
+    verdict = judged(run)
+    assert verdict.kind == "data"
+    assert verdict.headline.startswith("rank 1 waits 40 ms a step for data; fix its loader and ")
+    assert "up to" in verdict.headline
+
+
+@pytest.mark.parametrize(
+    ("val", "after", "collected", "kind"),
+    [
+        ({"loss": 0.1}, 0.0, 0.0, "validation"),
+        (None, 4.0, 0.0, "epochs"),
+        (None, 4.0, 4.0, "none"),
+        (None, 0.0, 0.0, "none"),
+    ],
+)
+def test_time_between_epochs_is_named(
+    folder: Any, val: dict[str, float] | None, after: float, collected: float, kind: str
+) -> None:
+    run = folder(2)
+    begin, validation = 1.0, 4.0 if val else 0.0
+    for epoch in range(3):
+        first = 20 * epoch + 1
+        run.time_steps([healthy(), healthy()], steps=20, first=first, begin=begin - 0.0228 * first)
+        begin += 20 * 0.0228 + validation
+        facts = {"train": {"loss": 1.0, "collect_s": collected}, "val": val}
+        run.add(0, "epoch", begin, epoch=epoch, step=20 * epoch + 20, **facts)
+        begin += after
+    run.end(60, at=begin - collected)
+    verdict = judged(run)
+    assert verdict.kind == kind
+    if kind != "none":
+        assert verdict.causes[0].facts["each_s"] == pytest.approx(4.0, rel=0.05)
+        assert "4.0 s after each" in verdict.headline
 
 
 def test_replayed_steps_are_judged_by_their_real_length(folder: Any) -> None:

@@ -119,6 +119,7 @@ def rank_facts(manager: MultiGPUTrainingManager) -> dict[str, Any]:
         "per_rank_batch": sizes.per_rank,
         "accumulation": sizes.accumulation,
         "global_batch": sizes.global_batch,
+        **_epoch_facts(manager),
         "copies": sizes.ranks,
         "workers": manager.config.num_workers,
         "parameters": sum(p.numel() for p in parameters),
@@ -126,6 +127,16 @@ def rank_facts(manager: MultiGPUTrainingManager) -> dict[str, Any]:
         "precision": trainer.precision.describe(),
         "peak_flops": _peak(manager) if manager.config.monitor else None,
     }
+
+
+def _epoch_facts(manager: MultiGPUTrainingManager) -> dict[str, int]:
+    """How many samples and steps an epoch has, where the loader knows it."""
+    loader = manager.train_loader
+    samples = getattr(getattr(loader, "source", None), "samples", None)
+    steps = getattr(loader, "steps", None)
+    if not isinstance(samples, int) or not isinstance(steps, int):
+        return {}
+    return {"epoch_samples": min(samples, steps * manager.sizes.global_batch), "epoch_steps": steps}
 
 
 def _peak(manager: MultiGPUTrainingManager) -> float | None:

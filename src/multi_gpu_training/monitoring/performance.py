@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from multi_gpu_training.monitoring.device import DeviceReader
 from multi_gpu_training.monitoring.report.charts import Series
 from multi_gpu_training.monitoring.report.figures import figures, readings
 from multi_gpu_training.monitoring.report.picture import draw
-from multi_gpu_training.monitoring.report.run import read_run
+from multi_gpu_training.monitoring.report.run import is_number, read_run
 
 GIGABYTE = 2**30
 
@@ -77,17 +78,35 @@ class PerformanceMonitor:
             self._ended = time.perf_counter()
 
     def record_metrics(self, loss: Any, batch_size: int, num_gpus: int = 1) -> None:
-        """A step is done: its loss, the samples of each GPU, and how many GPUs took part."""
+        """A step is done: its loss (a number, or a tensor of one), the samples of each GPU, and
+        how many GPUs took part."""
         if self._began is None:
             raise MultiGPUError("record_metrics before start_monitoring; call that first")
+        if not _is_one_number(loss):
+            raise MultiGPUError(
+                f"record_metrics cannot take loss={_described(loss)}: give one number, or a tensor "
+                "of one; loss.mean() makes it one"
+            )
+        try:
+            samples = operator.index(batch_size) * operator.index(num_gpus)
+        except TypeError:
+            raise MultiGPUError(
+                f"record_metrics cannot take batch_size={batch_size!r}, num_gpus={num_gpus!r}: "
+                "give whole numbers"
+            ) from None
         self._times.append(time.perf_counter())
-        self._samples.append(int(batch_size) * int(num_gpus))
+        self._samples.append(samples)
         self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
     def get_summary(self) -> dict[str, Any]:
         """training_time (s), throughput and avg_throughput (samples/s: of the latest steps, and of
         all), memory_usage and max_memory_usage (GB), gpu_utilization (%; 0 without a GPU),
-        loss_history, samples and steps."""
+        loss_history, samples and steps.
+
+        Of a run as far as its events know: training_time is without the pauses before a resume,
+        loss_history what was logged, or one value an epoch where nothing was. None is not known.
+        Where the number of samples is not, avg_throughput is the median of what was logged.
+        """
         return self._summary_of_run() if self._run is not None else self._summary_of_loop()
 
     def plot_metrics(self, path: Path | str = "training_metrics.png") -> Path:
@@ -160,17 +179,35 @@ class PerformanceMonitor:
         run = self._run
         assert run is not None
         found = figures(run)
-        rates = run.column("samples_per_s")
+        rates = run.rates()
         memory = readings(run, "memory_bytes")
-        facts = run.facts.get(run.ranks[0], {})
+        mean_rate = found.samples_per_s
+        if found.samples and found.elapsed_s:
+            mean_rate = found.samples / found.elapsed_s
+        by_epoch = [(epoch.get("train") or {}).get("loss") for epoch in run.epochs]
         return {
-            "training_time": found.elapsed_s or 0.0,
-            "throughput": rates[-1] if rates else found.samples_per_s or 0.0,
-            "avg_throughput": found.samples_per_s or 0.0,
-            "memory_usage": (memory[-1] if memory else 0.0) / GIGABYTE,
-            "max_memory_usage": (found.peak_bytes or 0.0) / GIGABYTE,
+            "training_time": found.elapsed_s,
+            "throughput": rates[-1] if rates else mean_rate,
+            "avg_throughput": mean_rate,
+            "memory_usage": memory[-1] / GIGABYTE if memory else None,
+            "max_memory_usage": found.peak_bytes / GIGABYTE if found.peak_bytes else None,
             "gpu_utilization": found.gpu_utilization or 0.0,
-            "loss_history": run.column("loss"),
-            "samples": run.last_step * int(facts.get("global_batch") or 0),
+            "loss_history": run.column("loss") or [v for v in by_epoch if is_number(v)],
+            "samples": found.samples,
             "steps": run.last_step,
         }
+
+
+def _is_one_number(loss: Any) -> bool:
+    if isinstance(loss, torch.Tensor):
+        return loss.numel() == 1  # its value may still be on its way on the device
+    try:
+        float(loss)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(loss, (str, bytes))
+
+
+def _described(loss: Any) -> str:
+    shape = getattr(loss, "shape", None)
+    return repr(loss)[:60] if shape is None else f"{type(loss).__name__} of shape {tuple(shape)}"

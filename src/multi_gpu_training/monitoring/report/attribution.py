@@ -27,9 +27,11 @@ class Steps:
     phases[p] has a row a rank and a column a step, in seconds, without `queued`: the time in which
     the rank was ready and other work on the machine had its core. `transfer` has a value a step:
     what the exchange takes once all have come; `waits` what each rank waits for a later one.
+    Where ranks are `unseen`, `transfer` holds waiting for them, too.
     """
 
     ranks: list[int]
+    unseen: list[int]
     steps: np.ndarray
     phases: dict[str, np.ndarray]
     step_s: np.ndarray
@@ -65,7 +67,14 @@ class Steps:
     @property
     def loaded_step(self) -> float:
         """Seconds of a typical step as it was."""
-        return float(np.median((self.own + self.queued).max(axis=0) + self.transfer))
+        return float(np.median(self._loaded()))
+
+    @property
+    def mean_loaded_step(self) -> float:
+        return float(self._loaded().mean())
+
+    def _loaded(self) -> np.ndarray:
+        return np.asarray((self.own + self.queued).max(axis=0) + self.transfer)
 
     def modelled(self, less: np.ndarray | float = 0.0, transfer: float | None = None) -> np.ndarray:
         """Seconds of each step if every rank did its own part in `less` seconds less, and the
@@ -98,6 +107,7 @@ def side_by_side(run: Run) -> Steps | None:
     transfer = comm.min(axis=0)
     return Steps(
         ranks=ranks,
+        unseen=sorted(set(range(run.world_size)) - set(ranks)),
         steps=common,
         phases=phases,
         step_s=table[:, :, COLUMNS.index("step_s")],

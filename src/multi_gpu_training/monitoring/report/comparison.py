@@ -7,7 +7,7 @@ from typing import Any
 
 from multi_gpu_training.monitoring.report.figures import Figures
 from multi_gpu_training.monitoring.report.run import Run
-from multi_gpu_training.monitoring.report.verdict import duration
+from multi_gpu_training.monitoring.report.sentences import duration
 from multi_gpu_training.monitoring.report.wording import STATES, number, size
 
 UNINTERESTING = ("run_name", "save_dir", "resume")

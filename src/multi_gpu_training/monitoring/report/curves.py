@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from multi_gpu_training.monitoring.report.charts import Series
-from multi_gpu_training.monitoring.report.run import Event, Run, is_number
+from multi_gpu_training.monitoring.report.history import Event
+from multi_gpu_training.monitoring.report.run import Run, is_number
 
 IDENTITY = {"v", "attempt", "rank", "world_size", "time", "clock", "step", "epoch"}
 FIRST = ("loss", "samples_per_s", "accuracy", "lr", "grad_norm", "input_wait")

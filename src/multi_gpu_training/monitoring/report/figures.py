@@ -14,6 +14,7 @@ from multi_gpu_training.monitoring.report.run import Run, is_number
 class Figures:
     """None is not known."""
 
+    samples: int | None = None
     samples_per_s: float | None = None
     step_s: float | None = None
     elapsed_s: float | None = None
@@ -27,26 +28,27 @@ class Figures:
 
 def figures(run: Run) -> Figures:
     # The first interval holds the start: compilation, autotuning, filling caches.
-    rates = run.column("samples_per_s")
+    rates = run.rates()
     rate = median(rates[1:] or rates) if rates else None
     facts = run.facts.get(run.ranks[0], {})
     batch = float(facts["global_batch"]) if is_number(facts.get("global_batch")) else None
     steps = side_by_side(run)
-    step_s = batch / rate if rate and batch else steps.step if steps else None
+    step_s = batch / rate if rate and batch else steps.mean_loaded_step if steps else None
     if rate is None and step_s and batch:
         rate = batch / step_s
     last = run.epochs[-1] if run.epochs else {}
     metrics = last.get("val") or last.get("train") or {}
     return Figures(
+        samples=_samples(run, facts),
         samples_per_s=rate,
         step_s=step_s,
-        elapsed_s=run.ended - run.began if run.ended else None,
+        elapsed_s=run.trained_s or None,
         peak_bytes=max(readings(run, "peak_bytes"), default=None),
         gpu_utilization=_mean(readings(run, "gpu_utilization")),
         power_w=_mean(readings(run, "power_w")),
         mfu=_mfu(run, step_s),
         metrics={k: float(v) for k, v in metrics.items() if is_number(v)},
-        forecast=_forecast(run, rate, step_s),
+        forecast=_forecast(run, rate, step_s, batch),
     )
 
 
@@ -75,16 +77,32 @@ def _mfu(run: Run, step_s: float | None) -> float | None:
     return _mean(used)
 
 
-def _forecast(run: Run, rate: float | None, step_s: float | None) -> dict[str, Any] | None:
-    """What was forecast for so many GPUs, beside what came."""
+def _samples(run: Run, facts: dict[str, Any]) -> int | None:
+    """Samples that moved the weights; the last batch of an epoch may be a short one."""
+    batch, samples, steps = (
+        facts.get(name) for name in ("global_batch", "epoch_samples", "epoch_steps")
+    )
+    if not isinstance(batch, int) or not isinstance(samples, int) or not isinstance(steps, int):
+        return None
+    epochs, rest = divmod(run.last_step, max(steps, 1))
+    return epochs * samples + rest * batch
+
+
+def _forecast(
+    run: Run, rate: float | None, step_s: float | None, batch: float | None
+) -> dict[str, Any] | None:
+    """What was forecast for so many GPUs, beside what came. Steps of another batch are other
+    steps: then only samples are compared, and the band is left out."""
     table = run.forecast.get("gpus", run.forecast)
     found = table.get(str(run.world_size)) if isinstance(table, dict) else None
     if not isinstance(found, dict):
         return None
-    actual = {"samples_per_s": rate, "step_time_s": step_s}
+    foreseen = found.get("global_batch")
+    differs = is_number(foreseen) and batch is not None and foreseen != batch
+    actual = {"samples_per_s": rate} if differs else {"samples_per_s": rate, "step_time_s": step_s}
     expected = {name: found[name] for name in actual if is_number(found.get(name))}
     limits = [float(found[key]) for key in ("low", "high") if is_number(found.get(key))]
-    band = (min(limits), max(limits)) if len(limits) == 2 else None
+    band = (min(limits), max(limits)) if len(limits) == 2 and not differs else None
     # The band is of the figure that lies in it.
     name = next((n for n in expected if band and band[0] <= expected[n] <= band[1]), None)
     name, band = (name, band) if name else (next(iter(expected), None), None)
@@ -99,4 +117,5 @@ def _forecast(run: Run, rate: float | None, step_s: float | None) -> dict[str, A
         "high": band[1] if band else None,
         "off": came / expected[name] - 1 if came is not None and expected[name] else None,
         "inside": band is not None and came is not None and band[0] <= came <= band[1],
+        "batches": (foreseen, batch) if differs else None,
     }

@@ -58,16 +58,14 @@ def read_lines(path: Path, with_steps: bool) -> EventLines:
         places = lists.get(kind)
         if places is None:
             event = parsed(found.text(head.start()))
-            if event is None:
-                found.damaged += 1
-            else:
+            if event is not None:
                 found.rare.append((head.start(), event))
         else:
             number = int(step) if step is not None else _step(found.text(head.start()))
             places.append((head.start(), number))
     found.count = len(found.rare) + sum(map(len, found.frequent.values()))
-    if with_steps:
-        found.damaged = max(0, raw.count(b"\n", 0, whole) - found.count)
+    passed_over = 0 if with_steps else raw.count(b'"event": "step"', 0, whole)
+    found.damaged = max(0, raw.count(b"\n", 0, whole) - found.count - passed_over)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,14 @@ import yaml
 
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.phase_names import PHASES
+from multi_gpu_training.monitoring.report.history import (
+    Event,
+    Timeline,
+    latest_ends,
+    newest_start,
+    time_of,
+    told_once,
+)
 from multi_gpu_training.monitoring.report.lines import (
     MOST_READINGS,
     MOST_SAMPLES,
@@ -25,8 +33,7 @@ from multi_gpu_training.reliability.lock import owner
 
 INTERVAL = ("interval_steps", "interval_s", "interval_input_s", "interval_checkpoint_s")
 QUEUED = tuple(f"queued_{phase}_s" for phase in PHASES)
-COLUMNS = (*(f"{phase}_s" for phase in PHASES), "step_s", *INTERVAL, "cpu_s", *QUEUED)
-Event = dict[str, Any]
+COLUMNS = (*(f"{phase}_s" for phase in PHASES), "step_s", *INTERVAL, "cpu_s", *QUEUED, "time")
 
 
 @dataclass
@@ -43,7 +50,11 @@ class Samples:
 
 @dataclass
 class Run:
-    """A run as its folder tells it. Steps that were computed again after a restart count once."""
+    """A run as its folder tells it. Steps that were computed again after a restart count once.
+
+    `ranks` are those of the latest start that have events. Of ranks that are gone only `notable`
+    tells, and `samples` are of the time when there were as many ranks as now.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -58,10 +69,11 @@ class Run:
     facts: dict[int, Event] = field(default_factory=dict)
     work: dict[int, Event] = field(default_factory=dict)
     notable: list[Event] = field(default_factory=list)
+    ends: list[Event] = field(default_factory=list)  # of the latest start
     problems: list[str] = field(default_factory=list)
     state: str = "unknown"
     began: float = 0.0
-    ended: float = 0.0
+    trained_s: float = 0.0  # without the pauses between a stop and the next start
 
     @property
     def name(self) -> str:
@@ -71,11 +83,18 @@ class Run:
     def last_step(self) -> int:
         found = [self.steps[-1]["step"]] if self.steps else []
         found += [int(s.steps[-1]) for s in self.samples.values() if len(s.steps)]
-        found += [e["step"] for e in self.epochs if isinstance(e.get("step"), int)]
+        told = (*self.epochs, *self.ends)
+        found += [e["step"] for e in told if isinstance(e.get("step"), int)]
         return max(found, default=0)
 
     def column(self, name: str) -> list[float]:
         return [float(event[name]) for event in self.steps if is_number(event.get(name))]
+
+    def rates(self) -> list[float]:
+        """Samples a second as they were logged, with as many ranks as now."""
+        size = self.world_size
+        now = [event for event in self.steps if event.get("world_size", size) == size]
+        return [float(e["samples_per_s"]) for e in now if is_number(e.get("samples_per_s"))]
 
 
 def read_run(folder: Path | str) -> Run:
@@ -86,71 +105,32 @@ def read_run(folder: Path | str) -> Run:
         raise ConfigError(f"mgt report: {folder} is not there; give runs/RECIPE/NAME")
     if not files:
         raise ConfigError(_no_run(path))
-    lines = {_rank_of(f): read_lines(f, with_steps=f is files[0]) for f in files}
-    sizes = [e.get("world_size") for found in lines.values() for _, e in found.rare]
-    world = next((size for size in reversed(sizes) if isinstance(size, int)), 0)
-    world = world or _world_of(lines)
-    run = Run(
-        path=path,
-        config=_yaml(path / "config.yaml"),
-        environment=_json(path / "environment.json"),
-        forecast=_json(path / "forecast.json"),
-        ranks=list(lines),
-        world_size=max(world, 1),
-    )
+    first = next((file for file in files if file.stat().st_size), files[0])
+    lines = {_rank_of(f): read_lines(f, with_steps=f is first) for f in files}
     if not any(found.count for found in lines.values()):
         raise ConfigError(
             f"mgt report: {path} has event files but no event in them; the run ended before it "
             "wrote anything: look at its console output"
         )
     cuts = {rank: Timeline(found) for rank, found in lines.items()}
+    world = _world_of(lines, newest_start(cuts))
+    run = Run(
+        path=path,
+        config=_yaml(path / "config.yaml"),
+        environment=_json(path / "environment.json"),
+        forecast=_json(path / "forecast.json"),
+        ranks=[rank for rank, found in lines.items() if found.count and rank < world],
+        world_size=world,
+    )
     _take_steps(run, lines, cuts)
     _take_samples(run, lines, cuts)
     for rank, found in lines.items():
-        readings = thinned(found.frequent["device"], MOST_READINGS)
-        run.devices[rank] = list(found.events(readings))
         _take_rare(run, rank, found, cuts[rank])
-    _judge(run, lines)
+        if rank in run.ranks:
+            readings = thinned(found.frequent["device"], MOST_READINGS)
+            run.devices[rank] = list(found.events(readings))
+    _judge(run, lines, cuts)
     return run
-
-
-class Timeline:
-    """Which lines of a rank still count, where a run went back to a checkpoint.
-
-    Each start of the rank says from which step it goes on; what was computed beyond it before is
-    computed again.
-    """
-
-    def __init__(self, lines: EventLines) -> None:
-        self.starts = [
-            (place, int(event.get("step", 0)), event)
-            for place, event in lines.rare
-            if event["event"] == "rank"
-        ]
-        if not self.starts:
-            self.starts = _guessed_starts(lines)
-
-    def valid(self, lines: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of the (place, step) that were not computed again later."""
-        if not any(start > place for start, _, _ in self.starts for place, _ in lines[:1]):
-            return lines
-        return [
-            (place, step)
-            for place, step in lines
-            if all(step <= first for start, first, _ in self.starts if start > place)
-        ]
-
-
-def _guessed_starts(lines: EventLines) -> list[tuple[int, int, Event]]:
-    """Where steps went back, in files that do not say when a rank was started."""
-    found: list[tuple[int, int, Event]] = []
-    for kind in ("step", "phases"):
-        before = -1
-        for place, step in lines.frequent[kind]:
-            if step <= before:
-                found.append((place, step - 1, {}))
-            before = step
-    return found
 
 
 def _take_steps(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
@@ -165,8 +145,9 @@ def _take_steps(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline
 
 def _take_samples(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
     wanted: set[int] | None = None
-    for rank, found in lines.items():
-        valid = cuts[rank].valid(found.frequent["phases"])
+    for rank in run.ranks:
+        found, cut = lines[rank], cuts[rank]
+        valid = cut.among(run.world_size, cut.valid(found.frequent["phases"]))
         if not valid:
             continue
         if wanted is None:  # the same steps of every rank
@@ -190,10 +171,9 @@ def _take_rare(run: Run, rank: int, found: EventLines, cut: Timeline) -> None:
             run.notable.append({**event, "event": "restart" if event["attempt"] else "resume"})
     for _, event in found.rare:
         kind = event["event"]
-        if kind == "rank":
-            run.facts[rank] = event
-        elif kind == "work":
-            run.work[rank] = event
+        if kind in ("rank", "work"):
+            if rank in run.ranks:  # of ranks that are gone only what happened to them
+                (run.facts if kind == "rank" else run.work)[rank] = event
         elif kind == "epoch":
             if rank == run.ranks[0]:
                 run.epochs.append(event)
@@ -201,49 +181,47 @@ def _take_rare(run: Run, rank: int, found: EventLines, cut: Timeline) -> None:
             run.notable.append(event)
 
 
-def _judge(run: Run, lines: dict[int, EventLines]) -> None:
+def _judge(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
     """State, times, and what is odd about the files."""
     latest = {event.get("epoch"): event for event in run.epochs}  # a replayed epoch counts once
     run.epochs = [latest[key] for key in sorted(latest, key=lambda key: (key is None, key))]
-    run.notable = _told_once(sorted(run.notable, key=lambda e: _number(e.get("time"), 0.0)))
-    times = [_number(e.get("time"), 0.0) for e in (*run.steps, *run.notable, *run.facts.values())]
-    times += [_number(e.get("time"), 0.0) for readings in run.devices.values() for e in readings]
-    known = [t for t in times if t > 0]
-    run.began, run.ended = (min(known), max(known)) if known else (0.0, 0.0)
+    run.notable = told_once(sorted(run.notable, key=time_of))
+    begun = [event for cut in cuts.values() for _, _, event in cut.starts]
+    read = [event for readings in run.devices.values() for event in readings]
+    times = [time_of(event) for event in (*run.steps, *run.notable, *begun, *read)]
+    run.began = min((time for time in times if time), default=0.0)
+    run.trained_s = max(cut.trained_s() for cut in cuts.values())
+    run.ends = latest_ends(cuts)
+    if owner(run.path) is not None:
+        run.state = "running"
+    elif run.ends:
+        run.state = "failed" if any(end.get("error") for end in run.ends) else "finished"
+    elif run.facts:
+        run.state = "ended without a word"
+    run.problems = list(_problems(run, lines, cuts))
+
+
+def _problems(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> Iterator[str]:
+    sizes = {event.get("world_size") for cut in cuts.values() for _, _, event in cut.starts}
+    others = sorted(size for size in sizes if isinstance(size, int) and size != run.world_size)
+    if others:
+        before = " and ".join(map(str, others))
+        yield (
+            f"ranks were {before} before, {run.world_size} at last: speed and verdict are of the "
+            f"time with {run.world_size}"
+        )
     missing = sorted(set(range(run.world_size)) - set(run.ranks))
     if missing:
         names = ", ".join(map(str, missing))
-        run.problems.append(f"no events of rank {names}: their files are missing")
+        files = "its file is" if len(missing) == 1 else "their files are"
+        yield f"no events of rank {names}: {files} missing or empty"
     for rank, found in lines.items():
         if found.torn:
-            run.problems.append(f"rank {rank}: the last line is torn, it was left out")
+            yield f"rank {rank}: the last line is torn, it was left out"
         if found.damaged:
-            run.problems.append(f"rank {rank}: {found.damaged} damaged lines were left out")
-    ends = [e for e in run.notable if e["event"] == "run_end"]
-    starts = [_number(e.get("time"), 0.0) for e in run.facts.values()]
-    last = ends[-1] if ends else None
-    if owner(run.path) is not None:
-        run.state = "running"
-    elif last is not None and _number(last.get("time"), 0.0) >= max(starts, default=0.0):
-        failed = next((e for e in ends if e.get("error")), None)
-        run.state = "failed" if failed is not None else "finished"
-    elif run.facts:
-        run.state = "ended without a word"
-
-
-def _told_once(found: list[Event]) -> list[Event]:
-    """Every rank tells of a restart and of messages to all; once is enough."""
-    kept: list[Event] = []
-    seen: set[Any] = set()
-    for event in found:
-        if event["event"] in ("restart", "resume", "log", "shares", "run_end"):
-            names = ("event", "attempt", "step", "message", "error")
-            key = tuple(event.get(name) for name in names)
-            if key in seen:
-                continue
-            seen.add(key)
-        kept.append(event)
-    return kept
+            count = found.damaged
+            what = f"{count} damaged lines were" if count > 1 else "a damaged line was"
+            yield f"rank {rank}: {what} left out"
 
 
 def _no_run(path: Path) -> str:
@@ -257,19 +235,22 @@ def _rank_of(path: Path) -> int:
     return int(digits) if digits.isdigit() else 1_000_000
 
 
-def _world_of(lines: dict[int, EventLines]) -> int:
+def _world_of(lines: dict[int, EventLines], newest: Event) -> int:
+    """How many ranks there were at last."""
+    told = [newest, *(event for found in lines.values() for _, event in found.rare[-1:])]
     for found in lines.values():
         for kind in found.frequent.values():
-            for event in found.events(kind[-1:]):
-                if isinstance(event.get("world_size"), int):
-                    return int(event["world_size"])
-    return max(lines) + 1
+            told += found.events(kind[-1:])
+    sizes = [size for event in told if isinstance(size := event.get("world_size"), int)]
+    # At least one of the files is of a rank that is there.
+    least = min(rank for rank, found in lines.items() if found.count) + 1
+    return max(sizes[0] if sizes else max(lines) + 1, least)
 
 
 def _yaml(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):  # ValueError: no UTF-8
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from multi_gpu_training.monitoring.report.attribution import COMPUTING, Steps, side_by_side
-from multi_gpu_training.monitoring.report.causes import BETTER_BATCH, Cause, find_causes
+from multi_gpu_training.monitoring.report.cause import Cause
+from multi_gpu_training.monitoring.report.causes import find_causes
 from multi_gpu_training.monitoring.report.run import Run
-
-AFFORDABLE = 0.01  # of the time, for checkpoints
+from multi_gpu_training.monitoring.report.sentences import duration, sentence, strangers
 
 
 @dataclass
@@ -26,7 +25,7 @@ class Verdict:
 
     @property
     def kind(self) -> str:
-        """data, compute, hooks, network, batch, checkpoint, shared; none; unknown."""
+        """That of the worst cause; none; unknown."""
         if self.causes:
             return self.causes[0].kind
         return "unknown" if self.headline.startswith("nothing can be said") else "none"
@@ -35,9 +34,9 @@ class Verdict:
 def judge(run: Run) -> Verdict:
     steps = side_by_side(run)
     causes = find_causes(run)
-    notes = _notes(run, steps)
+    notes = _notes(run, steps, causes)
     if causes:
-        sentences = [WORDS[cause.kind](run, steps, cause) for cause in causes]
+        sentences = [sentence(run, steps, cause) for cause in causes]
         return Verdict(sentences[0], causes, sentences[1:], notes)
     if steps is None:
         return Verdict(
@@ -53,131 +52,37 @@ def _healthy(steps: Steps) -> str:
     whole = max(sum(typical.values()), 1e-12)
     share = {phase: seconds / whole for phase, seconds in typical.items()}
     computing = sum(share[phase] for phase in COMPUTING)
-    text = (
-        f"nothing stands out: of a step of {duration(steps.step)}, {computing:.0%} is computing, "
-        f"{share['input']:.0%} waiting for data"
-    )
-    if len(steps.ranks) > 1:
+    mean, usual = duration(steps.mean_loaded_step), duration(steps.loaded_step)
+    text = f"nothing stands out: of a step of {duration(steps.step)}"
+    if steps.mean_loaded_step > 2 * steps.loaded_step:
+        text = (
+            f"some steps take far longer than most ({mean} on the mean, {usual} typically), but "
+            f"neither always on one rank nor in one phase: of a typical {duration(steps.step)}"
+        )
+    elif steps.mean_loaded_step > 2 * steps.step:
+        text = (
+            f"nothing stands out but other work on the machine: steps take {mean} with the time "
+            f"without a core; of the {duration(steps.step)} without it"
+        )
+    text += f", {computing:.0%} is computing, {share['input']:.0%} waiting for data"
+    if steps.unseen:
+        text += f", {share['comm']:.0%} waiting for {strangers(steps)} or the network"
+    elif len(steps.ranks) > 1:
         transfer = min(float(np.median(steps.transfer)) / whole, share["comm"])
         waits = share["comm"] - transfer
         text += f", {transfer:.0%} exchanging gradients, {waits:.0%} waiting for other ranks"
     return text
 
 
-def _data(run: Run, steps: Steps | None, cause: Cause) -> str:
-    if not cause.ranks or run.world_size == 1:
-        who = "every rank waits" if run.world_size > 1 else "training waits"
-        workers = run.config.get("num_workers", 0)
-        return (
-            f"{who} {duration(cause.seconds)} a step for data; more loader workers (num_workers is "
-            f"{workers}) or cheaper samples would {gain(cause)}"
-        )
-    return (
-        f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} a step for data"
-        f"{_waiting(steps, cause)}; fix {_its(cause)} loader and {gain(cause)}"
-    )
-
-
-def _compute(run: Run, steps: Steps | None, cause: Cause) -> str:
-    facts = cause.facts
-    return (
-        f"{ranks_do(cause.ranks, 'compute')} {duration(cause.seconds)} a step longer than the "
-        f"others ({duration(facts['typical_s'])} instead of {duration(facts['usual_s'])})"
-        f"{_waiting(steps, cause)}; look at {_its(cause)} device (other processes, clocks, heat), "
-        f"or give it a smaller share (balance=measured), and {gain(cause)}"
-    )
-
-
-def _hooks(run: Run, steps: Steps | None, cause: Cause) -> str:
-    who = ranks_do(cause.ranks, "spend") if cause.ranks else "every rank spends"
-    return (
-        f"{who} {duration(cause.seconds)} a step between steps, in hooks, the log or other Python"
-        f"{_waiting(steps, cause)}; make them cheaper and {gain(cause)}"
-    )
-
-
-def _network(run: Run, steps: Steps | None, cause: Cause) -> str:
-    sent = cause.facts["bytes"]
-    amount = f"{sent / 1e6:,.1f} MB" if sent >= 1e5 else f"{sent / 1e3:,.1f} kB"
-    size = f"{amount} of gradients" if sent else "gradients"
-    rate = f" ({cause.facts['rate'] / 1e6:,.1f} MB/s)" if sent else ""
-    slow = "the network is slow" if cause.facts["slow"] else "the network is the limit"
-    return (
-        f"{slow}: exchanging {size} takes {duration(cause.seconds)} a step on every rank{rate}, "
-        f"while no rank is late; a faster connection, gradient_accumulation_steps or "
-        f"fp16_compression would {gain(cause, 'up to ')}"
-    )
-
-
-def _checkpoint(run: Run, steps: Steps | None, cause: Cause) -> str:
-    facts = cause.facts
-    every = facts["every"]
-    text = (
-        f"checkpoints come too often: training stands still for them {facts['share']:.0%} of the "
-        f"time, {duration(facts['stall_s'])} each time"
-    )
-    if isinstance(every, int):
-        better = _rounded_up(every * facts["share"] / AFFORDABLE)
-        text += f", every {every:,} steps; checkpoint_frequency={better} would {gain(cause)}"
-    return text + " (rank 0 saves, the others wait for it)"
-
-
-def _batch(run: Run, steps: Steps | None, cause: Cause) -> str:
-    size = cause.facts["size"]
-    samples = f"{size} sample{'s' if size > 1 else ''}"
-    return (
-        f"batches are tiny: {samples} a rank. Most of a step does not depend on the batch: "
-        f"starting operations, moving the weights, exchanging gradients; a larger batch_size takes "
-        f"hardly longer, and {BETTER_BATCH} samples would {gain(cause, 'up to ')}"
-    )
-
-
-def _shared(run: Run, steps: Steps | None, cause: Cause) -> str:
-    text = f"{ranks_do(cause.ranks, 'share')} {cause.facts['place']}"
-    kind = "GPU" if cause.facts["place"].startswith("GPU") else "core"
-    if cause.facts.get("measured") is False:
-        return f"{text}; give each rank a {kind} of its own"
-    return f"{text} and {_slow_down(cause)}; give each rank a {kind} of its own and {gain(cause)}"
-
-
-def _slow_down(cause: Cause) -> str:
-    return f"slow each other down, by about {duration(cause.seconds)} a step"
-
-
-WORDS: dict[str, Callable[[Run, Steps | None, Cause], str]] = {
-    "data": _data,
-    "compute": _compute,
-    "hooks": _hooks,
-    "network": _network,
-    "checkpoint": _checkpoint,
-    "batch": _batch,
-    "shared": _shared,
-}
-
-
-def _waiting(steps: Steps | None, cause: Cause) -> str:
-    """ "; ranks 0, 2, 3 wait for rank 1" """
-    if steps is None or not cause.ranks or len(steps.ranks) < 2:
-        return ""
-    waits = np.median(steps.waits, axis=1)
-    late = [
-        rank
-        for rank, wait in zip(steps.ranks, waits, strict=True)
-        if rank not in cause.ranks and wait > 0.3 * cause.seconds
-    ]
-    if not late:
-        return ""
-    return f"; {ranks_do(late, 'wait')} for {ranks(cause.ranks)}"
-
-
-def _notes(run: Run, steps: Steps | None) -> list[str]:
+def _notes(run: Run, steps: Steps | None, causes: list[Cause]) -> list[str]:
     notes = []
     if steps is not None and steps.from_checks:
         notes.append(
             "steps are replayed as CUDA graphs: their phases are shares of eager steps that were "
             "computed to compare"
         )
-    if steps is not None and len(steps.ranks) > 1:
+    late = any(cause.kind in ("data", "compute", "hooks") for cause in causes)
+    if steps is not None and len(steps.ranks) > 1 and not late:
         waits = float(np.median(steps.waits.max(axis=0)))
         steady = float(np.median(steps.waits, axis=1).max())
         if waits > 0.15 * steps.step and steady < 0.5 * waits:
@@ -197,39 +102,3 @@ def _notes(run: Run, steps: Steps | None) -> list[str]:
     if cores and len(crowd) > cores:
         notes.append(f"{len(crowd)} ranks share {cores} cores: steps take turns on them")
     return notes + run.problems
-
-
-def ranks(found: Sequence[int]) -> str:
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    return "ranks " + ", ".join(map(str, found))
-
-
-def ranks_do(found: Sequence[int], verb: str) -> str:
-    return f"{ranks(found)} {verb}{'s' if len(found) == 1 else ''}"
-
-
-def _its(cause: Cause) -> str:
-    return "its" if len(cause.ranks) == 1 else "their"
-
-
-def gain(cause: Cause, least: str = "") -> str:
-    more = cause.gain
-    return f"gain {least}{more:.0%}" if more < 3 else f"train {least}{1 + more:.0f} times as fast"
-
-
-def duration(seconds: float) -> str:
-    if seconds >= 120:
-        minutes, rest = divmod(round(seconds), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            value = seconds / size
-            return f"{value:.0f} {unit}" if value >= 20 else f"{value:.1f} {unit}"
-    return f"{seconds * 1e6:.0f} us"
-
-
-def _rounded_up(steps: float) -> int:
-    size = 10 ** max(0, len(str(int(steps))) - 1)
-    return int(-(-steps // size) * size)

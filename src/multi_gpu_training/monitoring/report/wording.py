@@ -6,8 +6,9 @@ from datetime import datetime
 from typing import Any
 
 from multi_gpu_training.monitoring.report.figures import Figures
-from multi_gpu_training.monitoring.report.run import Event, Run, is_number
-from multi_gpu_training.monitoring.report.verdict import duration
+from multi_gpu_training.monitoring.report.history import Event
+from multi_gpu_training.monitoring.report.run import Run, is_number
+from multi_gpu_training.monitoring.report.sentences import duration
 
 STATES = {
     "finished": "finished",
@@ -56,6 +57,9 @@ def forecast_line(found: Figures) -> str | None:
     if forecast["low"] is not None:
         where = "inside" if forecast["inside"] else "outside"
         text += f"; {where} the band {show(forecast['low'])} to {show(forecast['high'])}"
+    if forecast["batches"] is not None:
+        foreseen, came = forecast["batches"]
+        text += f"; the forecast was for a global batch of {foreseen:g}, the run's is {came:g}"
     return text
 
 
@@ -81,7 +85,9 @@ def _event_row(run: Run, event: Event) -> tuple[str, str, str]:
         )
     elif kind in ("restart", "resume"):
         again = f"attempt {event.get('attempt')}" if kind == "restart" else "started again"
-        text = f"{again}, on {event.get('world_size')} ranks from step {event.get('step')}"
+        world = event.get("world_size")
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        text = f"{again}, on {ranks} from step {event.get('step')}"
     elif kind == "log":
         text = str(event.get("message"))
         kind = str(event.get("level", "log"))
