@@ -216,7 +216,7 @@ class MultiGPUConfig(BaseModel):
         2.0, description="seconds between two readings of the device"
     )
     report: bool = Field(
-        True, description="write report.html and metrics.png at the end of a run of 10 s and more"
+        True, description="write report.html and metrics.png after 10 s of training and more"
     )
 
     @field_validator("progress", mode="before")
