@@ -42,22 +42,25 @@ class StreamLoader:
         self.epoch = 0
         self.start = 0
         self._template: Any = None
-        self._live: Iterator[tuple[Share, Any]] | None = None
-        self._live_at = (0, 0)
+        self._next: Iterator[tuple[Share, Any]] | None = None  # stands where an epoch ended
 
     def seek(self, epoch: int, start: int = 0) -> None:
+        """Begin the next pass there: the stream is read anew, for it may stand anywhere."""
         self.epoch, self.start = epoch, start
+        self._next = None
 
     def share_out(self, **how: Any) -> None:
         """Cut batches otherwise from the next pass on: other `weights`, or another `rank`.
         The stream is read anew up to where it stands."""
         self.feeding = replace(self.feeding, **how)
-        self._live = None
+        self._next = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._live is None or self._live_at != (self.epoch, self.start):
-            self._live = iter(self._windows())
-        for share, batch in self._live:
+        # Taken, not shared: a pass that breaks off leaves nothing half read for the next one.
+        windows, self._next = self._next, None
+        if windows is None:
+            windows = iter(self._windows())
+        for share, batch in windows:
             if share.count:
                 self._template = batch
             if share.count or not self.feeding.evaluating:
@@ -65,9 +68,8 @@ class StreamLoader:
                 yield attach(to_device(kept, self.feeding.device), share)
             if share.last and self.steps is not None and share.position == self.steps - 1:
                 self.seek(self.epoch + 1)
-                self._live_at = (self.epoch, 0)
+                self._next = windows
                 return
-        self._live = None
         if not self.feeding.evaluating:
             self.seek(self.epoch + 1)
 
