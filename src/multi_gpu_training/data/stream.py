@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from multi_gpu_training.data.batch import attach, head, to_device
+from multi_gpu_training.data.generators import seed_own
 from multi_gpu_training.data.loader import Feeding, WorkerStart, as_is
 from multi_gpu_training.data.order import Share, cut, derive_seed, seed_everything
 from multi_gpu_training.errors import DataError
@@ -171,11 +172,12 @@ def _keyed_stream(dataset: Iterable[Any], seed: int, lap: int) -> Iterator[Any]:
 
     All ranks draw alike, so even a stream that shuffles at random is one stream.
     """
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(lap)
     lap_seed = derive_seed(seed, lap)
     seed_everything(lap_seed)
+    seed_own(dataset, lap_seed)
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(lap)  # last: a seed of its own for the lap holds
     iterator = iter(dataset)
     for place in count():
         seed_everything(derive_seed(lap_seed, place))
