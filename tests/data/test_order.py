@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
-import torch
-from torch.utils.data import BatchSampler, RandomSampler, WeightedRandomSampler
 
 from multi_gpu_training.data.order import (
-    BatchSamplerBatches,
-    SamplerBatches,
     ShuffledBatches,
     cut,
     proportional,
@@ -93,30 +86,3 @@ def test_starting_later_gives_the_rest_of_the_same_epoch() -> None:
     whole = list(shares(source, 16, 0, 4, 1, 3))
     rest = list(shares(source, 16, 0, 4, 1, 3, start=2))
     assert rest == [share for share in whole if share.position >= 2]
-
-
-def test_a_sampler_of_the_user_is_drawn_alike_everywhere_and_leaves_no_trace() -> None:
-    weights = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
-    one = list(SamplerBatches(WeightedRandomSampler(weights, 50), 8).batches(0, 1))
-    two = list(SamplerBatches(WeightedRandomSampler(weights, 50), 8).batches(0, 1))
-    assert one == two
-    assert one != list(SamplerBatches(WeightedRandomSampler(weights, 50), 8).batches(0, 2))
-    assert torch.equal(states[0], torch.get_rng_state())
-    assert states[1] == random.getstate()
-    assert (states[2] == np.random.get_state()[1]).all()
-
-
-def test_batches_of_a_batch_sampler_are_global_batches() -> None:
-    class Buckets(BatchSampler):
-        def __iter__(self):  # type: ignore[no-untyped-def]
-            yield from ([0, 1, 2], [3], [4, 5, 6, 7])
-
-        def __len__(self) -> int:
-            return 3
-
-    source = BatchSamplerBatches(Buckets(RandomSampler(range(8)), 4, False))
-    assert len(source) == 3
-    found = [list(shares(source, 8, 0, 0, rank, 2)) for rank in range(2)]
-    assert [s.indices for s in found[0]] == [(0, 1), (3,), (4, 5)]
-    assert [s.indices for s in found[1]] == [(2,), (), (6, 7)]

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import training_loader, validation_loader
-from multi_gpu_training.data.order import BatchSamplerBatches
+from multi_gpu_training.data.samplers import BatchSamplerBatches
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.training.verification import shorten
 

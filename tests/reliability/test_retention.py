@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from multi_gpu_training.reliability import integrity
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
+from multi_gpu_training.reliability.durable import own_name
 from multi_gpu_training.reliability.retention import Kept, to_drop
 from multi_gpu_training.reliability.snapshot import Snapshot
 
@@ -92,15 +94,37 @@ def test_best_names_the_best_that_could_be_saved(tmp_path: Path) -> None:
     assert left(store) == [3, 5]
 
 
-def test_leftovers_of_killed_saves_are_cleared_away(tmp_path: Path) -> None:
+PROCESSES = {"another": "1", "same number": str(os.getpid()), "named": "5f1de09a2c64b7e3"}
+
+
+@pytest.mark.parametrize("process", PROCESSES.values(), ids=PROCESSES)
+def test_leftovers_of_killed_saves_are_cleared_away(tmp_path: Path, process: str) -> None:
+    """Also those of a process with this one's number, as in a container."""
     store = CheckpointStore(tmp_path)
-    (tmp_path / ".staged-step-00000009-0-1").mkdir()
-    (tmp_path / ".old-step-00000009-1-1").mkdir()
-    (tmp_path / ".lineage-2-1").write_text("[")
-    (tmp_path / ".best-3-1").symlink_to("step-00000009")
+    (tmp_path / f".staged-step-00000009-0-{process}").mkdir()
+    (tmp_path / f".old-step-00000009-1-{process}").mkdir()
+    (tmp_path / f".lineage-2-{process}").write_text("[")
+    (tmp_path / f".best-3-{process}").symlink_to("step-00000009")
     assert len(store.leftovers()) == 4
     store.keep(save(store, 10), best=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step-00000010"]
+
+
+def test_what_is_being_staged_is_left_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    staged = store.staging(store.path_of(11))
+    store.keep(save(store, 10), best=True)
+    assert store.leftovers() == [staged]
+
+
+def name_of_process() -> str:
+    return own_name().split("-", 1)[1]
+
+
+def test_processes_forked_from_one_have_names_of_their_own() -> None:
+    names = [*run_ranks(2, name_of_process), name_of_process()]
+    assert len(set(names)) == 3
+    assert name_of_process() == names[2]
 
 
 def test_what_nobody_touched_is_not_read_again(

@@ -18,14 +18,9 @@ from torch.utils.data import default_collate as torch_collate
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.loader import Feeding, ShareLoader
-from multi_gpu_training.data.order import (
-    BatchSamplerBatches,
-    FormsBatches,
-    GlobalBatchSource,
-    SamplerBatches,
-    ShuffledBatches,
-)
+from multi_gpu_training.data.order import FormsBatches, GlobalBatchSource, ShuffledBatches
 from multi_gpu_training.data.resident import ResidentLoader, fits_on_gpu
+from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
 from multi_gpu_training.data.stream import StreamLoader
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DataError

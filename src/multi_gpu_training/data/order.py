@@ -12,13 +12,10 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, Sampler
-
-from multi_gpu_training.errors import DataError
 
 
 class GlobalBatchSource(Protocol):
@@ -132,35 +129,6 @@ class ShuffledBatches:
         return torch.randperm(self.samples, generator=generator)
 
 
-class SamplerBatches:
-    """The order of a sampler that the user brought, drawn alike on every rank."""
-
-    def __init__(self, sampler: Sampler[Any] | Iterable[int], batch_size: int) -> None:
-        self.sampler = sampler
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return -(-_length(self.sampler) // self.batch_size)
-
-    def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
-        order = [int(i) for i in _draw(self.sampler, derive_seed(seed, epoch), epoch)]
-        for start in range(0, len(order), self.batch_size):
-            yield order[start : start + self.batch_size]
-
-
-class BatchSamplerBatches:
-    """Batches of a batch sampler that the user brought: each is one global batch."""
-
-    def __init__(self, sampler: BatchSampler | Iterable[Sequence[int]]) -> None:
-        self.sampler = sampler
-
-    def __len__(self) -> int:
-        return _length(self.sampler)
-
-    def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
-        yield from (list(batch) for batch in _draw(self.sampler, derive_seed(seed, epoch), epoch))
-
-
 def shares(
     source: GlobalBatchSource,
     micro_size: int,
@@ -195,36 +163,6 @@ def shares(
                 key=derive_seed(seed, epoch, position, chunk, rank),
                 sample_seed=derive_seed(seed, epoch),
             )
-
-
-def _length(sampler: Any) -> int:
-    try:
-        return len(sampler)
-    except TypeError:
-        raise DataError(
-            f"{type(sampler).__name__} has no length; give it __len__, so that the number of "
-            "steps in an epoch is known"
-        ) from None
-
-
-def _draw(sampler: Iterable[Any], seed: int, epoch: int) -> list[Any]:
-    """List the sampler with every generator it may use seeded, and put them back afterwards."""
-    own = getattr(sampler, "generator", None) or getattr(
-        getattr(sampler, "sampler", None), "generator", None
-    )
-    set_epoch = getattr(sampler, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        seed_everything(seed)
-        if isinstance(own, torch.Generator):
-            own.manual_seed(seed)
-        return list(sampler)
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
 
 
 def seed_everything(seed: int) -> None:

@@ -72,7 +72,6 @@ def step_batches(loader: Loader, epoch: int, position: int) -> Iterator[Any]:
         )
     else:
         twin.feeding = replace(twin.feeding, num_workers=0, prefetch_factor=None)
-        twin._live = None
         found = iter(twin)
     for batch in found:
         yield batch

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from multi_gpu_training.data.batch import attach, head, to_device
+from multi_gpu_training.data.generators import seed_own
 from multi_gpu_training.data.loader import Feeding, WorkerStart, as_is
 from multi_gpu_training.data.order import Share, cut, derive_seed, seed_everything
 from multi_gpu_training.errors import DataError
@@ -42,22 +43,25 @@ class StreamLoader:
         self.epoch = 0
         self.start = 0
         self._template: Any = None
-        self._live: Iterator[tuple[Share, Any]] | None = None
-        self._live_at = (0, 0)
+        self._next: Iterator[tuple[Share, Any]] | None = None  # stands where an epoch ended
 
     def seek(self, epoch: int, start: int = 0) -> None:
+        """Begin the next pass there: the stream is read anew, for it may stand anywhere."""
         self.epoch, self.start = epoch, start
+        self._next = None
 
     def share_out(self, **how: Any) -> None:
         """Cut batches otherwise from the next pass on: other `weights`, or another `rank`.
         The stream is read anew up to where it stands."""
         self.feeding = replace(self.feeding, **how)
-        self._live = None
+        self._next = None
 
     def __iter__(self) -> Iterator[Any]:
-        if self._live is None or self._live_at != (self.epoch, self.start):
-            self._live = iter(self._windows())
-        for share, batch in self._live:
+        # Taken, not shared: a pass that breaks off leaves nothing half read for the next one.
+        windows, self._next = self._next, None
+        if windows is None:
+            windows = iter(self._windows())
+        for share, batch in windows:
             if share.count:
                 self._template = batch
             if share.count or not self.feeding.evaluating:
@@ -65,9 +69,8 @@ class StreamLoader:
                 yield attach(to_device(kept, self.feeding.device), share)
             if share.last and self.steps is not None and share.position == self.steps - 1:
                 self.seek(self.epoch + 1)
-                self._live_at = (self.epoch, 0)
+                self._next = windows
                 return
-        self._live = None
         if not self.feeding.evaluating:
             self.seek(self.epoch + 1)
 
@@ -169,11 +172,12 @@ def _keyed_stream(dataset: Iterable[Any], seed: int, lap: int) -> Iterator[Any]:
 
     All ranks draw alike, so even a stream that shuffles at random is one stream.
     """
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(lap)
     lap_seed = derive_seed(seed, lap)
     seed_everything(lap_seed)
+    seed_own(dataset, lap_seed)
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(lap)  # last: a seed of its own for the lap holds
     iterator = iter(dataset)
     for place in count():
         seed_everything(derive_seed(lap_seed, place))

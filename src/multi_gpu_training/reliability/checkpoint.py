@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability.durable import own_name, sync, write_text
+from multi_gpu_training.reliability.durable import is_own, own_name, sync, write_text
 from multi_gpu_training.reliability.hashing import Bytes, FileHash, HashThreads
 from multi_gpu_training.reliability.host_copy import HostBuffer
 from multi_gpu_training.reliability.integrity import (
@@ -190,7 +190,7 @@ class CheckpointStore:
             shutil.rmtree(path, ignore_errors=True)
             self._verified.forget(path)
         for path in self.leftovers():
-            if path.name.endswith(f"-{os.getpid()}"):
+            if is_own(path.name):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Mapping
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ _TAG = "$"
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """`value` as plain JSON; its tensors go into `tensors` under their path.
+    """`value` as plain JSON; its tensors go into `tensors` under their path, or one like it.
 
     JSON knows neither tuples nor whole-number keys; they are tagged, so that what comes back is
     of the type that went in.
@@ -26,11 +27,10 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
         return value
     if isinstance(value, Tensor):
-        tensors[path] = value.detach()
-        return {_TAG: "tensor", "key": path}
+        return {_TAG: "tensor", "key": _put(tensors, path, value.detach())}
     if isinstance(value, np.ndarray):
-        tensors[path] = torch.from_numpy(_portable(value))
-        return {_TAG: "array", "key": path, "dtype": str(value.dtype)}
+        key = _put(tensors, path, torch.from_numpy(_portable(value)))
+        return {_TAG: "array", "key": key, "dtype": str(value.dtype)}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, bytes):
@@ -49,6 +49,15 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
         f"cannot save {path or 'this state'}: {type(value).__name__} is neither plain data nor a "
         "tensor; let the object's state_dict() return numbers, strings, lists, dicts and tensors"
     )
+
+
+def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
+    """The name under which `tensor` now lies: its path, or one like it where another tensor has
+    the same, as a dot in a key or the keys 1 and "1" make it."""
+    names = chain([path], (f"{path}~{number}" for number in count(2)))
+    name = next(name for name in names if name not in tensors)
+    tensors[name] = tensor
+    return name
 
 
 def _pack_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:

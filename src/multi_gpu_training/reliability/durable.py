@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 from pathlib import Path
 
 _counter = itertools.count()
+_process = ""
+
+
+def _name_process() -> None:
+    """A name of this process alone. Its number is none: in a container every start of a run may
+    have the same one."""
+    global _process
+    _process = secrets.token_hex(8)
+
+
+_name_process()
+os.register_at_fork(after_in_child=_name_process)
 
 
 def own_name() -> str:
-    """A name that nobody else uses for what is being staged; the process comes last."""
-    return f"{next(_counter)}-{os.getpid()}"
+    """A name that nobody else uses, also no earlier run, for what is being staged."""
+    return f"{next(_counter)}-{_process}"
+
+
+def is_own(name: str) -> bool:
+    """Whether a file's name ends in an `own_name` of this process."""
+    return name.endswith(f"-{_process}")
 
 
 def write_text(path: Path, text: str) -> None:

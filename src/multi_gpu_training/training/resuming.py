@@ -106,7 +106,9 @@ class EpochSums:
         self.epoch.load_state_dict(state)
 
     def load_shares(self, states: list[dict[str, Any]]) -> None:
-        """Take over the sums of ranks that are no longer there."""
+        """The sums are those of `states`, of ranks that are no longer there; what was collected
+        before, also by going back to the same checkpoint, is dropped."""
+        self.epoch.reset()
         for state in states:
             part = MetricsCollector()
             part.load_state_dict(state)
