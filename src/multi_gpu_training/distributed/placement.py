@@ -245,11 +245,11 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         raise ConfigError("backend=nccl needs GPUs and this rank has none; use backend=gloo")
     if backend == "nccl" and config.share_gpu:
         raise ConfigError("NCCL refuses two ranks on one GPU; use backend=gloo with share_gpu=true")
+    if "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():
+        die_with_parent()  # as under a launcher of ours: torchrun's ranks outlive a kill -9
     if dist.is_initialized():
         # A second manager in this process: the group belongs to whoever made it.
         return _in_world(config, identity, device)
-    if "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():
-        die_with_parent()  # as under a launcher of ours: torchrun's ranks outlive a kill -9
     for name, value in _rendezvous_defaults().items():
         os.environ.setdefault(name, value)
     limits = Limits.of(config)
