@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.distributed.listening import Listener
+from multi_gpu_training.monitoring.caller import Opening, choose
 from multi_gpu_training.training.progress import Progress
 
 
@@ -112,24 +114,28 @@ class Killed(Hook):
             os.kill(os.getpid(), signal.SIGKILL)
 
 for fold in range(3):
+    if sys.argv[1] == "skip" and Path(f"done-{{fold}}").exists():
+        continue
     manager = MultiGPUTrainingManager(MultiGPUConfig(
         device="cpu", batch_size=2, epochs=1, checkpoint_frequency=1, save_dir="runs",
         tensorboard=False, progress="off"))
     torch.manual_seed(fold)
     x = torch.randn(16, 4)
     model = nn.Linear(4, 1)
-    hooks = [Killed()] if sys.argv[1] == "kill" else []
+    hooks = [] if sys.argv[1] == "whole" else [Killed()]
     manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), hooks=hooks)
     if manager.placement.is_main:
         print("fold", fold, manager.run.path.name, model.weight.flatten().tolist(), flush=True)
+    Path(f"done-{{fold}}").touch()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_script_of_several_runs_goes_on_with_each_of_them(tmp_path: Path) -> None:
+    """Also with those that are left, where it skips the others."""
     told = {}
-    for way in ("whole", "kill"):
+    for way in ("whole", "kill", "skip"):
         folder = tmp_path / way
         folder.mkdir()
         (folder / "folds.py").write_text(FOLDS.format(tests=str(Path(__file__).parent.parent)))
@@ -141,8 +147,48 @@ def test_a_script_of_several_runs_goes_on_with_each_of_them(tmp_path: Path) -> N
         lines = [line.split(maxsplit=3) for line in done.stdout.splitlines() if "fold" in line[:5]]
         told[way] = {fold: weights for _, fold, _, weights in lines}
         assert len(set(path.name for path in (folder / "runs/custom").iterdir())) == 3
-    assert (tmp_path / "kill/killed").exists()
-    assert told["kill"] == told["whole"]
+    for way in ("kill", "skip"):
+        assert (tmp_path / way / "killed").exists()
+        assert told[way] == told["whole"]
+
+
+def test_stages_of_a_script_are_told_apart_by_their_place() -> None:
+    teacher, student = Opening("a.py:3"), Opening("a.py:9")
+    found = [(teacher, Path("first")), (student, Path("second"))]
+    assert choose(student, found) == Path("second")
+    assert choose(Opening("a.py:12"), found) is None
+    folds = [(Opening("a.py:3", f"v{i}", i), Path(f"{i}")) for i in range(3)]
+    assert choose(Opening("a.py:3", "v2", 0), folds) == Path("2")  # the others were skipped
+    assert choose(Opening("a.py:3", "clock", 1), folds) == Path("1")
+
+
+def test_a_stale_record_does_not_end_an_epoch_that_goes_on(tmp_path: Path) -> None:
+    fit(tmp_path, epochs=1, max_steps=2)
+    given = {"enable_fault_tolerance": True, "run_name": "it", "resume": "auto", "batch_size": 4}
+    manager = tiny.manager_for(tmp_path, epochs=1, max_steps=4, **given)
+    manager.setup_training(tiny.line(), tiny.points(), tiny.points(), optimizer=tiny.sgd)
+    manager.train_epoch(manager.train_loader, 0)
+    manager.save_checkpoint()  # and ended before the validation
+    manager.finish()
+    steps, _, result = fit(tmp_path, epochs=1, max_steps=4)
+    assert steps == 4 and len(result.history) == 1
+    whole, _, expected = fit(tmp_path / "whole", epochs=1, max_steps=4)
+    assert whole == 4 and result.metrics == expected.metrics
+
+
+def test_a_forked_child_does_not_end_the_listening() -> None:
+    heard: list[signal.Signals] = []
+    listener = Listener(heard.append, lambda: None, lambda: None, 10.0)
+    listener.start()
+    child = os.fork()
+    if child == 0:
+        listener.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    listener.close()
+    assert heard == [signal.SIGTERM]
 
 
 def test_launches_of_torchrun_without_a_name_are_told_apart() -> None:

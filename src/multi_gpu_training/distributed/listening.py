@@ -40,6 +40,7 @@ class Listener:
         self._given_back = False
         self._wakes = False
         self._read, self._write = -1, -1
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
     @property
@@ -49,6 +50,7 @@ class Listener:
 
     def start(self) -> None:
         global _listening
+        self._pid = os.getpid()
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
@@ -75,7 +77,8 @@ class Listener:
     def close(self) -> None:
         """Give the signals back and let the thread end, once it has heard those that came."""
         global _listening
-        if self._closing:
+        # A forked child has this object, but neither its thread nor the right to end it.
+        if self._closing or self._pid != os.getpid():
             return
         self._closing = True
         if threading.current_thread() is threading.main_thread():
@@ -99,6 +102,7 @@ class Listener:
         self._given_back = True
         if self._wakes:
             current = signal.set_wakeup_fd(-1)
+            self._wakes = False  # from here on the handler writes what comes
             if current not in (-1, self._write):
                 signal.set_wakeup_fd(current)
         for number, before in self._before.items():

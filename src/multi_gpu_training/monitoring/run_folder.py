@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -20,10 +19,9 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.monitoring.caller import Opening, choose, opening
 from multi_gpu_training.reliability.disks import Disks, find_disks
 from multi_gpu_training.reliability.lock import RunLock
-
-_opened = itertools.count()  # runs of this process, alike on all ranks
 
 
 class RunFolder:
@@ -60,10 +58,10 @@ def open_run(
     """
     answer: dict[str, Any] = {}
     lock: RunLock | None = None
-    number = next(_opened)
+    opened = opening()
     if placement.is_main:
         try:
-            path = _choose(config, placement.identity, number)
+            path = _choose(config, placement.identity, opened)
             (path / "events").mkdir(parents=True, exist_ok=True)
             lock = RunLock(path)
             _keep_forecast(path, config.forecast)
@@ -84,7 +82,7 @@ def open_run(
         if disks.keeps and not placement.is_main:
             lock = RunLock(path)
         if disks.keeps:
-            _write_facts(path, settings, placement.identity, number)
+            _write_facts(path, settings, placement.identity, opened)
     except OSError as error:
         raise ConfigError(_unwritable(error, config)) from None
     return RunFolder(path, lock, disks)
@@ -101,12 +99,12 @@ def _unwritable(error: OSError, config: MultiGPUConfig) -> str:
     )
 
 
-def _choose(config: MultiGPUConfig, identity: Identity, number: int) -> Path:
+def _choose(config: MultiGPUConfig, identity: Identity, opened: Opening) -> Path:
     base = _base(config)
     if config.run_name is not None:
         return base / config.run_name
     if identity.attempt and identity.run_id:
-        restarted = _run_of(base, identity.run_id, number)
+        restarted = _run_of(base, identity.run_id, opened)
         if restarted is not None:
             return restarted
     if config.resume is not None and config.resume != "auto":
@@ -135,22 +133,22 @@ def latest_run(base: Path) -> Path | None:
     return max(saved)[1] if saved else None
 
 
-def _run_of(base: Path, run_id: str, number: int) -> Path | None:
-    """The run that ranks of this launch began before they were restarted. A script may train
-    several, one after the other: the one with the same number."""
-    for file in sorted(base.glob("*/environment.json"), reverse=True):
+def _run_of(base: Path, run_id: str, opened: Opening) -> Path | None:
+    """The run that ranks of this launch began before they were restarted."""
+    found = []
+    for file in sorted(base.glob("*/environment.json")):
         try:
             facts = json.loads(file.read_text())
-            if (facts.get("run_id"), facts.get("number", 0)) == (run_id, number):
-                return file.parent
-        except (OSError, ValueError, AttributeError):
+            if facts.get("run_id") == run_id:
+                found.append((Opening(**facts.get("opened", {})), file.parent))
+        except (OSError, ValueError, AttributeError, TypeError):
             continue
-    return None
+    return choose(opened, found)
 
 
-def _write_facts(path: Path, settings: dict[str, Any], identity: Identity, number: int) -> None:
+def _write_facts(path: Path, settings: dict[str, Any], identity: Identity, opened: Opening) -> None:
     (path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
-    facts = {"run_id": identity.run_id, "number": number, **environment()}
+    facts = {"run_id": identity.run_id, "opened": opened.plain(), **environment()}
     (path / "environment.json").write_text(json.dumps(facts, indent=1))
 
 

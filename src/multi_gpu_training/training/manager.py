@@ -339,7 +339,6 @@ class MultiGPUTrainingManager:
         total = loader.steps if loader is not None else None
         self.console.start_bar(f"Epoch {epoch + 1}/{self.config.epochs}", total)
         self.model.train()
-        self._epoch_is_whole = True
         self._log.start_epoch(total)
         self.trainer.execution.mark()
         while True:
@@ -347,6 +346,8 @@ class MultiGPUTrainingManager:
                 if self._has_all_steps:  # it was ended before the epoch was recorded
                     self._epoch_is_whole = total is not None and self.trainer.position >= total
                 else:
+                    self._epoch_is_whole = True
+                    self.progress.unfinished = None  # it goes on
                     self._train_on(_batches(train_loader), total)
                 return self._end_of_epoch(epoch)
             except Exception as error:
@@ -356,11 +357,11 @@ class MultiGPUTrainingManager:
     def _go_back(self, epoch: int) -> None:
         """The state of a checkpoint was brought back: go on from its place in the data."""
         self.train_loader.seek(self.trainer.epoch, self.trainer.position)
+        self._log.went_back()
         if self.progress.epochs_done != epoch:
             raise EarlierEpoch(self.progress.epochs_done, epoch)
         if self.train_loader.epoch != epoch:
             self.train_loader.seek(epoch)
-        self._log.went_back()
 
     def _train_on(self, batches: Iterable[Any], total: int | None) -> None:
         trainer, wait, control = self.trainer, self._log.wait, self.control
