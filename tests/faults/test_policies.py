@@ -388,7 +388,7 @@ def test_handle_error_records_and_raises_what_it_cannot_mend(tmp_path: Path) -> 
     assert (fault["kind"], fault["action"], fault["step"]) == ("user_code", "restart", 1)
 
 
-def test_handle_error_rolls_back_in_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_handle_error_rolls_back_in_a_loop_of_ones_own(tmp_path: Path, capsys: Any) -> None:
     manager = tiny.manager_for(
         tmp_path, enable_fault_tolerance=True, on_nonfinite="rollback", batch_size=4
     )
@@ -404,6 +404,9 @@ def test_handle_error_rolls_back_in_a_loop_of_ones_own(tmp_path: Path) -> None:
     except NonFiniteLossError as error:
         manager.fault_tolerance.handle_error(error)
     assert manager.trainer.step == 1 and same(tiny.weights(model), saved)
+    said = capsys.readouterr().err
+    assert "back at step 1; a loop of your own goes on with its next batch" in said
+    assert "the 1 steps since" in said
     manager.trainer.train_step(batches[3])
     assert manager.trainer.step == 2
     manager.finish()

@@ -248,26 +248,6 @@ def test_a_rank_under_torchrun_says_why_it_ends(tmp_path: Path) -> None:
     assert "the training dataset list has 0 samples" in done.stderr, done.stderr
 
 
-def test_a_rollback_in_a_loop_over_steps_says_what_is_gone(tmp_path: Path, capsys: Any) -> None:
-    manager = tiny.manager_for(
-        tmp_path, enable_fault_tolerance=True, on_nonfinite="rollback", batch_size=4
-    )
-    _, loader, _ = manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)
-    batches = list(loader)
-    manager.trainer.train_step(batches[0])
-    manager.save_checkpoint()
-    manager.trainer.train_step(batches[1])
-    batches[2][0].fill_(torch.nan)
-    try:
-        manager.trainer.train_step(batches[2])
-    except Exception as error:
-        manager.fault_tolerance.handle_error(error)
-    manager.finish()
-    said = capsys.readouterr().err
-    assert "back at step 1; a loop of your own goes on with its next batch" in said
-    assert "the 1 steps since" in said
-
-
 def test_warnings_are_seen_with_progress_off(tmp_path: Path, capsys: Any) -> None:
     manager = tiny.manager_for(tmp_path)
     manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)

@@ -22,9 +22,9 @@ from multi_gpu_training.distributed.whereabouts import note_line
 EVERY_S = 1.0
 # One that nobody uses: SIGUSR1 and SIGUSR2 are Slurm's and submitit's.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-_PACKAGE = str(Path(multi_gpu_training.__file__).parent) + "/"
-_RECIPES = _PACKAGE + "recipes/"
-_LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib"))
+PACKAGE = str(Path(multi_gpu_training.__file__).parent) + "/"
+_RECIPES = PACKAGE + "recipes/"
+LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib"))
 _started: threading.Thread | None = None
 _file = None
 
@@ -67,9 +67,9 @@ def sample() -> list[tuple[str, int, str]]:
 def own_line(files: list[str]) -> int:
     """Which of the files of a stack, innermost first, a user wants to hear of."""
     for index, file in enumerate(files):
-        if file.startswith(_RECIPES) or not (file.startswith((_PACKAGE, "<", *_LIBRARIES))):
+        if file.startswith(_RECIPES) or not (file.startswith((PACKAGE, "<", *LIBRARIES))):
             return index
-    ours = [index for index, file in enumerate(files) if file.startswith(_PACKAGE)]
+    ours = [index for index, file in enumerate(files) if file.startswith(PACKAGE)]
     return ours[0] if ours else 0
 
 

@@ -10,19 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import sysconfig
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import multi_gpu_training
+from multi_gpu_training.distributed.heartbeat import LIBRARIES, PACKAGE
 
-_NOT_THEIRS = (
-    str(Path(multi_gpu_training.__file__).parent) + "/",
-    *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib")),
-    "<frozen",
-)
+_NOT_THEIRS = (PACKAGE, *LIBRARIES, "<frozen")
 _opened: Counter[str] = Counter()  # of this process, by place
 
 
