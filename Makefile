@@ -30,5 +30,6 @@ test: $(VENV)/installed
 gpu-test:
 	python3 -m pytest -m gpu
 
+# Never runs/: that is where trainings save by default.
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

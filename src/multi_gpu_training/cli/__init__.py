@@ -7,6 +7,7 @@ import signal
 import sys
 
 from multi_gpu_training.errors import ConfigError, MultiGPUError
+from multi_gpu_training.safe_output import protect_output
 
 # `python -m torch.distributed.launch -m multi_gpu_training ...` puts it before the command.
 LOCAL_RANK = ("--local-rank=", "--local_rank=")
@@ -15,6 +16,7 @@ STARTS_A_RUN = ("train", "run")
 
 
 def main() -> None:
+    protect_output()
     from multi_gpu_training.distributed.listening import end_no_more, end_on_signals
 
     end_on_signals(signal.SIGTERM, signal.SIGUSR1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -34,16 +33,13 @@ class Console:
         if not self.main or self.style == "off":
             return
         target = self._progress.console if self._progress is not None else self._rich
-        # Output into a file on a full disk, or to a terminal that is gone: training goes on.
-        with contextlib.suppress(OSError):
-            target.print(text, markup=False)
-            sys.stdout.flush()
+        target.print(text, markup=False)
+        sys.stdout.flush()
 
     def warn(self, text: str) -> None:
         """A line that is shown even where progress is off."""
         if self.main and self.style == "off":
-            with contextlib.suppress(OSError):
-                print(text, file=sys.stderr, flush=True)
+            print(text, file=sys.stderr, flush=True)
         self.line(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -52,8 +48,7 @@ class Console:
         table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
         for row in rows:
             table.add_row(*row)
-        with contextlib.suppress(OSError):
-            self._rich.print(table)
+        self._rich.print(table)
 
     def start_bar(self, title: str, total: int | None, done: int = 0) -> None:
         self._title = title

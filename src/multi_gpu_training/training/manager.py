@@ -51,6 +51,7 @@ from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.monitoring.tensorboard import Curves
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.reliability.saving import Save
+from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.training.assembly import assemble, open_records
 from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
@@ -105,6 +106,7 @@ class MultiGPUTrainingManager:
     """
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
+        protect_output()
         install_error_hook()
         self.config = config or MultiGPUConfig()
         self.config.check()
