@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
 WARM_UP = 4
 LOAD = "BALANCE_LOAD_BEFORE"
@@ -96,7 +96,7 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-class Clock(Hook):
+class Clock(Callback):
     """Seconds from the end of the warm-up to the last step."""
 
     def __init__(self, device: torch.device, last: int) -> None:
@@ -104,7 +104,8 @@ class Clock(Hook):
         self.last = last
         self.start = self.stop = 0.0
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step not in (WARM_UP, self.last):
             return
         if self.device.type == "cuda":
@@ -148,7 +149,7 @@ def train(options: argparse.Namespace, case: str, folder: str) -> dict[str, Any]
         images(samples),
         loss_fn=loss_fn,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-        hooks=[clock],
+        callbacks=[clock],
     )
     measured = samples * (options.steps - WARM_UP) / options.steps
     weights = manager.balance.weights or (options.batch,) * manager.placement.dp_size

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import NonFiniteLossError
 from multi_gpu_training.training import execution, manager, trainer
 from multi_gpu_training.training.finite import FiniteGate
@@ -100,11 +100,12 @@ def data(kind: str, samples: int) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(10, (samples,), generator=random))
 
 
-class Clock(Hook):
+class Clock(Callback):
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last, self.step_s = first, last, math.nan
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step in (self.first, self.last):
             if GPU:
                 torch.cuda.synchronize()
@@ -114,14 +115,15 @@ class Clock(Hook):
             self._began = now
 
 
-class Alternate(Hook):
+class Alternate(Callback):
     """Switches the readiness of eager steps off and on, every BLOCK steps, and times both."""
 
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {"without": [], "with": []}
         self._began: float | None = None
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step % BLOCK:
             return
         if GPU:
@@ -187,12 +189,12 @@ def run(folder: Path, model: nn.Module, dataset: Any, **more: Any) -> MultiGPUTr
         dataset,
         loss_fn=loss_fn,
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
-        hooks=hooks,
+        callbacks=hooks,
     )
     return manager
 
 
-def step_us(folder: Path, case: Case, *hooks: Hook) -> tuple[float, str]:
+def step_us(folder: Path, case: Case, *hooks: Callback) -> tuple[float, str]:
     clock = Clock(case.steps // 4, case.steps)
     done = run(
         folder,
@@ -201,7 +203,7 @@ def step_us(folder: Path, case: Case, *hooks: Hook) -> tuple[float, str]:
         batch_size=case.batch,
         max_steps=case.steps,
         step_execution=case.execution,
-        hooks=[clock, *hooks],
+        callbacks=[clock, *hooks],
     )
     return clock.step_s * 1e6, done.trainer.execution.mode
 

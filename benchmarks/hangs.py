@@ -41,10 +41,11 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
-class Steps(Hook):
-    def on_step_end(self, manager, step):
+class Steps(Callback):
+    def on_step_end(self, manager, result):
+        step = result.step
         rank = manager.placement.dp_rank
         Path(f"step-{rank}").write_text(str(step))
         time.sleep(0.05)
@@ -62,7 +63,7 @@ manager = MultiGPUTrainingManager(MultiGPUConfig(
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 1))
 x = torch.randn(80, 16, generator=torch.Generator().manual_seed(7))
-manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), loss_fn=loss_fn, hooks=[Steps()])
+manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), loss_fn=loss_fn, callbacks=[Steps()])
 if manager.placement.is_main:
     bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     Path("weights.txt").write_text(hashlib.sha256(bits).hexdigest())

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.training.measurement import Repeated
 
 # width, samples of a step, how steps are run, steps of a round
@@ -57,14 +57,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Clock(Hook):
+class Clock(Callback):
     """Seconds from the end of the warm-up to the last step."""
 
     def __init__(self, device: torch.device, first: int, last: int) -> None:
         self.device = device
         self.marks = {first: 0.0, last: 0.0}
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step in self.marks:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
@@ -103,7 +104,7 @@ def train(options: argparse.Namespace, case: tuple[Any, ...], monitor: bool, fol
     manager = MultiGPUTrainingManager(config)
     warm = min(max(100, steps // 10), steps // 2)
     clock = Clock(manager.placement.device, warm, steps)
-    manager.setup_training(model, data, loss_fn=loss_fn, hooks=[clock])
+    manager.setup_training(model, data, loss_fn=loss_fn, callbacks=[clock])
     manager.train_loader.source = Repeated(manager.train_loader.source, steps)
     manager.train_epoch(manager.train_loader, 0)
     manager.finish()

@@ -38,7 +38,7 @@ import hashlib, os, sys, time
 from pathlib import Path
 import torch
 from torch import nn
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.distributed import whereabouts
 
 name, epochs, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -53,8 +53,9 @@ class Slow(torch.utils.data.Dataset):
         time.sleep(self.pause)
         return self.inputs[index], index % 3
 
-class Steps(Hook):
-    def on_step_end(self, manager, step):
+class Steps(Callback):
+    def on_step_end(self, manager, result):
+        step = result.step
         if manager.placement.is_main:
             Path(f"{name}.step").write_text(str(step))
 
@@ -64,7 +65,7 @@ model = nn.Sequential(nn.Linear(256, 2048), nn.BatchNorm1d(2048), nn.Dropout(0.2
 manager = MultiGPUTrainingManager(MultiGPUConfig(
     device="cpu", run_name=name, save_dir="runs", epochs=epochs, global_batch_size=8,
     checkpoint_frequency=5, num_workers=1, tensorboard=False, progress="off", resume="auto"))
-manager.fit(model, Slow(160, pause), Slow(64, pause), hooks=[Steps()],
+manager.fit(model, Slow(160, pause), Slow(64, pause), callbacks=[Steps()],
             optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-3))
 if manager.placement.is_main:
     bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())

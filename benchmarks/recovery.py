@@ -37,10 +37,11 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
-class Steps(Hook):
-    def on_step_end(self, manager, step):
+class Steps(Callback):
+    def on_step_end(self, manager, result):
+        step = result.step
         identity = manager.placement.identity
         if identity.rank == 0:
             with open("steps.txt", "a") as file:
@@ -53,7 +54,7 @@ manager = MultiGPUTrainingManager(MultiGPUConfig(
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 1))
 x = torch.randn(80, 16, generator=torch.Generator().manual_seed(7))
-manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), hooks=[Steps()])
+manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), callbacks=[Steps()])
 if manager.placement.is_main:
     bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     Path("weights.txt").write_text(hashlib.sha256(bits).hexdigest())

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.speech import SpeechOptions, build
@@ -90,7 +90,7 @@ def machine(device: str) -> str:
 # The step
 
 
-class Clock(Hook):
+class Clock(Callback):
     """Seconds a step between two looks at an idle device."""
 
     def __init__(self, warm_up: int, steps: int) -> None:
@@ -98,7 +98,8 @@ class Clock(Hook):
         self.started = self.step_s = 0.0
         self.peak_bytes = 0
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step not in (self.warm_up, self.last):
             return
         if torch.cuda.is_available():
@@ -203,7 +204,7 @@ def measure(
             save_dir=folder,
             **settings,
         )
-        MultiGPUTrainingManager(config).fit(model, dataset, loss_fn=loss, hooks=[clock])
+        MultiGPUTrainingManager(config).fit(model, dataset, loss_fn=loss, callbacks=[clock])
     return {
         "step_ms": 1000 * clock.step_s,
         "utterances_per_s": args.batch_size / clock.step_s,
@@ -280,7 +281,7 @@ def train_digits(args: argparse.Namespace, name: str) -> dict[str, Any]:
             job.val_dataset,
             loss_fn=job.loss_fn,
             eval_fn=job.eval_fn,
-            hooks=job.hooks,
+            callbacks=job.callbacks,
         )
         seconds = time.perf_counter() - started
         with_beam = {**job.eval_fn.keywords, "decoder": "beam"}

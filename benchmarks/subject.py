@@ -61,7 +61,7 @@ torch.manual_seed(2)
 wide, noise = given["width"], given["dropout"]
 model = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), nn.Dropout(noise), nn.Linear(wide, wide),
                       nn.ReLU(), nn.Dropout(noise), nn.Linear(wide, 7))
-manager.fit(model, Noisy(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), hooks=hooks)
+manager.fit(model, Noisy(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), callbacks=hooks)
 """
 
 

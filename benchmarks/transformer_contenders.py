@@ -222,14 +222,14 @@ def ours(task: Task, clock: Clock, execution: str = "compile") -> Any:
 
     Compiled: what step_execution=auto chooses by itself in a run that is long enough.
     """
-    from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+    from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
     from multi_gpu_training.config_file import read_override
     from multi_gpu_training.recipes.transformer.attention import use_causal_attention
     from multi_gpu_training.recipes.transformer.linear_cross_entropy import scores_budget_bytes
     from multi_gpu_training.recipes.transformer.losses import CausalLoss, is_direct
 
-    class Steps(Hook):
-        def on_step_end(self, manager: Any, step: int) -> None:
+    class Steps(Callback):
+        def on_step_end(self, manager: Any, result: Any) -> None:
             clock.step()
 
     settings: dict[str, Any] = {
@@ -255,7 +255,7 @@ def ours(task: Task, clock: Clock, execution: str = "compile") -> Any:
     maskless = use_causal_attention(model, task.sequence)
     loss_fn = CausalLoss(False, not maskless, is_direct(model), scores_budget_bytes())
     manager = MultiGPUTrainingManager(MultiGPUConfig(**settings))
-    manager.fit(model, TensorDataset(task.tokens("train")), loss_fn=loss_fn, hooks=[Steps()])
+    manager.fit(model, TensorDataset(task.tokens("train")), loss_fn=loss_fn, callbacks=[Steps()])
     clock.note = f"{manager.trainer.execution.mode} {manager.trainer.execution.reason}"
     return model
 

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.video.annotations import Trial
 from multi_gpu_training.recipes.video.clips import Clips, Video
@@ -201,14 +201,15 @@ def by_hand(name: str, options: argparse.Namespace) -> float:
     return options.steps * options.batch / (time.perf_counter() - started)
 
 
-class Clock(Hook):
+class Clock(Callback):
     """Notes when the warm-up ended and when the last step did."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.ticks: list[float] = []
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step in (self.options.warm_up, self.options.warm_up + self.options.steps):
             synchronise(self.options)
             self.ticks.append(time.perf_counter())
@@ -248,7 +249,7 @@ def by_fit(name: str, options: argparse.Namespace, execution: str) -> float:
             net(name, options),
             TensorDataset(clips[:kept], labels[:kept]),
             loss_fn=nn.CrossEntropyLoss(),
-            hooks=[clock],
+            callbacks=[clock],
         )
     started, ended = clock.ticks
     return float(options.steps * options.batch / (ended - started))

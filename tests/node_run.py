@@ -17,14 +17,15 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
 settings = json.loads(sys.argv[1])
 pause = settings.pop("pause")
 seen = []
 
-class Steps(Hook):
-    def on_step_end(self, manager, step):
+class Steps(Callback):
+    def on_step_end(self, manager, result):
+        step = result.step
         identity = manager.placement.identity
         line = {"time": time.time(), "attempt": identity.attempt, "step": step, "rank":
                 identity.rank, "world": identity.world_size, "samples": seen[:]}
@@ -46,7 +47,7 @@ torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
 x = torch.randn(80, 16, generator=torch.Generator().manual_seed(7))
 data = TensorDataset(x, x.sum(1, keepdim=True), torch.arange(80))
-manager.setup_training(model, data, loss_fn=loss, hooks=[Steps()])
+manager.setup_training(model, data, loss_fn=loss, callbacks=[Steps()])
 seen.clear()
 for epoch in range(manager.progress.epochs_done, manager.config.epochs):
     manager.train_epoch(manager.train_loader, epoch)

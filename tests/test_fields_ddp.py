@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from multi_gpu_training import Hook, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUTrainingManager
 from multi_gpu_training.distributed.replicas import bucket_bytes
 from multi_gpu_training.errors import ConfigError, DivergenceError, ModelError
 
@@ -250,10 +250,11 @@ def test_broadcast_buffers_gives_every_rank_the_buffers_of_rank_0(tmp_path: Path
     assert [validating for _, validating in own] == [10.0, 11.0]
 
 
-class Meddle(Hook):
+class Meddle(Callback):
     """One rank's weights are changed past the trainer."""
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == 1 and manager.placement.dp_rank == 1:
             with torch.no_grad():
                 manager.model.weight += 1e-3
@@ -262,7 +263,7 @@ class Meddle(Hook):
 def train_meddled(folder: Path, every: int) -> str:
     manager = manager_for(folder, batch_size=1, consistency_check_every=every)
     try:
-        manager.fit(line(), points(), optimizer=sgd, hooks=[Meddle()])
+        manager.fit(line(), points(), optimizer=sgd, callbacks=[Meddle()])
     except DivergenceError as error:
         return str(error)
     return "unseen"

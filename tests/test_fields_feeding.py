@@ -14,15 +14,16 @@ from tiny import flat, fork_workers, line, manager_for, points, sgd, squares, wa
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from multi_gpu_training import Hook, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUTrainingManager
 
 
-class Steps(Hook):
+class Steps(Callback):
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.epochs: list[int] = []
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         self.steps.append(step)
 
     def on_epoch_end(self, manager: MultiGPUTrainingManager, epoch: int, metrics: Any) -> None:
@@ -35,7 +36,7 @@ def train_sizes(folder: Path, settings: dict[str, Any], samples: int = 16) -> di
     hook, model = Steps(), line()
     loss_fn = watching(lambda _, batch: len(batch[0]), sizes)
     manager = manager_for(folder, **settings)
-    manager.fit(model, points(samples), loss_fn=loss_fn, optimizer=sgd, hooks=[hook])
+    manager.fit(model, points(samples), loss_fn=loss_fn, optimizer=sgd, callbacks=[hook])
     return {"sizes": sizes, "steps": hook.steps, "epochs": hook.epochs, "weights": flat(model)}
 
 
@@ -112,7 +113,7 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 def train_stream(folder: Path, settings: dict[str, Any]) -> tuple[list[int], list[int], int]:
     dataset, hook = Endless(), Steps()
     manager = manager_for(folder, batch_size=2, **settings)
-    manager.fit(line(), dataset, optimizer=sgd, hooks=[hook])
+    manager.fit(line(), dataset, optimizer=sgd, callbacks=[hook])
     return hook.steps, hook.epochs, dataset.drawn
 
 
@@ -127,7 +128,7 @@ def test_steps_per_epoch_gives_an_endless_stream_epochs(tmp_path: Path) -> None:
 def train_on(folder: Path, settings: dict[str, Any]) -> list[int]:
     hook = Steps()
     kept = {"enable_fault_tolerance": True, "run_name": "stream", "batch_size": 2}
-    manager_for(folder, **kept, **settings).fit(line(), Endless(), optimizer=sgd, hooks=[hook])
+    manager_for(folder, **kept, **settings).fit(line(), Endless(), optimizer=sgd, callbacks=[hook])
     return hook.steps
 
 

@@ -14,18 +14,19 @@ from ranks import RankError, run_ranks
 from tiny import flat, line, manager_for, points, sgd
 from torch import Tensor, nn
 
-from multi_gpu_training import Hook, MetricsCollector, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MetricsCollector, MultiGPUTrainingManager
 from multi_gpu_training.errors import CheckpointError
 
 KEPT = {"enable_fault_tolerance": True, "run_name": "kept", "batch_size": 4, "epochs": 2}
 
 
-class Notes(Hook):
+class Notes(Callback):
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.saved: list[str] = []
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         self.steps.append(step)
 
     def on_checkpoint(self, manager: MultiGPUTrainingManager, path: Path) -> None:
@@ -35,7 +36,7 @@ class Notes(Hook):
 def train(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Four steps an epoch on one rank, two on two."""
     hook, model = Notes(), line()
-    result = manager_for(folder, **settings).fit(model, points(), optimizer=sgd, hooks=[hook])
+    result = manager_for(folder, **settings).fit(model, points(), optimizer=sgd, callbacks=[hook])
     return {
         "steps": hook.steps,
         "saved": hook.saved,
@@ -177,8 +178,9 @@ def train_on_a_bad_disk(folder: Path, policy: str) -> tuple[list[int], str]:
     """Between steps 1 and 5 the place of the checkpoints is taken by a file."""
     place, hook = folder / "custom" / "kept" / "checkpoints", Notes()
 
-    class Spoil(Hook):
-        def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    class Spoil(Callback):
+        def on_step_end(self, manager: Any, result: Any) -> None:
+            step = result.step
             manager.fault_tolerance.saver.wait()  # so that it is known which saves fail
             if step == 1:
                 place.write_text("")
@@ -188,7 +190,7 @@ def train_on_a_bad_disk(folder: Path, policy: str) -> tuple[list[int], str]:
     settings = {**KEPT, "checkpoint_frequency": 2, "on_save_failure": policy}
     manager = manager_for(folder, **settings, training_mode="single")
     try:
-        manager.fit(line(), points(), optimizer=sgd, hooks=[hook, Spoil()])
+        manager.fit(line(), points(), optimizer=sgd, callbacks=[hook, Spoil()])
     except CheckpointError as error:
         return hook.steps, str(error)
     return hook.steps, ", ".join(sorted(path.name for path in place.glob("step-*")))

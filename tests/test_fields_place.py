@@ -233,17 +233,18 @@ import json, os, signal, sys
 from pathlib import Path
 
 from tiny import line, points, quiet, sgd
-from multi_gpu_training import Hook, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUTrainingManager
 
 settings = json.loads(sys.argv[1])
 dies_at = settings.pop("dies_at", [])  # a step for each attempt
 
 
-class Steps(Hook):
+class Steps(Callback):
     def __init__(self):
         self.steps = []
 
-    def on_step_end(self, manager, step):
+    def on_step_end(self, manager, result):
+        step = result.step
         identity = manager.placement.identity
         if dies_at[identity.attempt :][:1] == [step] and identity.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -253,7 +254,7 @@ class Steps(Hook):
 hook = Steps()
 manager = MultiGPUTrainingManager(quiet("runs", batch_size=2, epochs=2, **settings))
 hook.on_step_end(manager, 0)
-manager.fit(line(), points(), optimizer=sgd, hooks=[hook])
+manager.fit(line(), points(), optimizer=sgd, callbacks=[hook])
 here = manager.placement
 facts = {"rank": here.identity.rank, "of": here.dp_size, "attempt": here.identity.attempt,
          "steps": hook.steps[1:], "device": str(here.device), "backend": here.backend}

@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 from tiny import line, manager_for, points, sgd, squares
 
-from multi_gpu_training import Hook
+from multi_gpu_training import Callback
 from multi_gpu_training.monitoring import observer
 
 
-class Pause(Hook):
+class Pause(Callback):
     """Makes each step last."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
         time.sleep(self.seconds)
 
 
 def recorded(folder: Path, pause_s: float = 0.0, **settings: Any) -> tuple[Path, Counter[str]]:
     settings = {"training_mode": "single", "batch_size": 2, "epochs": 3, "log_every": 4, **settings}
     manager = manager_for(folder, **settings)
-    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, hooks=[Pause(pause_s)])
+    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, callbacks=[Pause(pause_s)])
     lines = manager.run.events(0).read_text().splitlines()
     return manager.run.path, Counter(json.loads(text)["event"] for text in lines)
 

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager, TrainingMode
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager, TrainingMode
 
 pytestmark = pytest.mark.gpu
 
@@ -49,11 +49,12 @@ class Stop(Exception):
     pass
 
 
-class StopAfter(Hook):
+class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.step:
             raise Stop
 
@@ -82,7 +83,7 @@ def train(
     model = cnn(**net)
     hooks = [] if stop is None else [StopAfter(stop)]
     try:
-        manager.fit(model, data(), optimizer=optimizer, hooks=hooks)
+        manager.fit(model, data(), optimizer=optimizer, callbacks=hooks)
     except Stop:
         return None
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import NonFiniteLossError
 
 pytestmark = pytest.mark.gpu
@@ -131,13 +131,14 @@ def test_what_cannot_be_recorded_runs_eagerly_and_is_named(
     assert said in execution.reason
 
 
-class Curriculum(Hook):
+class Curriculum(Callback):
     """A number that changes after a while, where guards see it or where they do not."""
 
     def __init__(self, knob: dict[str, float]) -> None:
         self.knob = knob
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         value = 1.0 if step < 120 else 2.0
         self.knob["weight"] = value
         os.environ[HIDDEN] = str(value)
@@ -156,7 +157,7 @@ def test_no_stale_number_ends_up_in_the_weights(tmp_path: Path, seen: bool) -> N
         for execution in ("eager", "graph"):
             knob["weight"], os.environ[HIDDEN] = 1.0, "1"
             hooks = [Curriculum(knob)]
-            results.append(train(tmp_path, execution, loss_fn=loss_fn, hooks=hooks))
+            results.append(train(tmp_path, execution, loss_fn=loss_fn, callbacks=hooks))
     finally:
         os.environ.pop(HIDDEN, None)
     (expected, _), (weights, manager) = results
@@ -204,12 +205,13 @@ def test_losses_that_are_kept_stay_what_they_were(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-class Copied(Hook):
+class Copied(Callback):
     def __init__(self) -> None:
         self.manager: Any = None
         self.after: dict[int, dict[str, Tensor]] = {}
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         self.manager = manager
         self.after[step] = {n: t.clone() for n, t in manager.model.state_dict().items()}
 
@@ -228,7 +230,7 @@ def test_a_nan_is_named_and_leaves_no_trace(tmp_path: Path, execution: str, opti
     bad, dataset, copied = 1234, data(8000), Copied()
     dataset.tensors[0][bad] = torch.nan
     with pytest.raises(NonFiniteLossError) as caught:
-        train(tmp_path, execution, dataset=dataset, optimizer=optimizer, hooks=[copied])
+        train(tmp_path, execution, dataset=dataset, optimizer=optimizer, callbacks=[copied])
     manager = copied.manager
     assert manager.trainer.execution.mode == execution, manager.trainer.execution.reason
     places = [i for batch in manager.train_loader.source.batches(0, 0) for i in batch]

@@ -22,6 +22,7 @@ PUBLIC = {
     "DistributedDataParallelTrainer",
     "FaultToleranceManager",
     "FitResult",
+    "Callback",
     "Hook",
     "MetricsCollector",
     "MultiGPUConfig",

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
     from multi_gpu_training.distributed.launch import launch_distributed_training
     from multi_gpu_training.errors import ConfigError, MultiGPUError
-    from multi_gpu_training.monitoring.metrics import MetricsCollector
     from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.comparison import comparison_report
     from multi_gpu_training.planning.estimate.speedup import (
@@ -18,18 +17,16 @@ if TYPE_CHECKING:
     )
     from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
+    from multi_gpu_training.training.callbacks import Callback, Hook
     from multi_gpu_training.training.data_parallel import DataParallelTrainer
     from multi_gpu_training.training.distributed_data_parallel import (
         DistributedDataParallelTrainer,
     )
-    from multi_gpu_training.training.hooks import Hook
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
+    from multi_gpu_training.training.metrics import MetricsCollector
     from multi_gpu_training.training.progress import FitResult
-    from multi_gpu_training.training.trainer import (
-        MultiGPUTrainer,
-        SingleDeviceTrainer,
-        StepResult,
-    )
+    from multi_gpu_training.training.step import StepResult
+    from multi_gpu_training.training.trainer import MultiGPUTrainer, SingleDeviceTrainer
 
 _HOMES = {
     "ConfigError": "errors",
@@ -37,7 +34,7 @@ _HOMES = {
     "MultiGPUConfig": "config",
     "TrainingMode": "config",
     "launch_distributed_training": "distributed.launch",
-    "MetricsCollector": "monitoring.metrics",
+    "MetricsCollector": "training.metrics",
     "PerformanceMonitor": "monitoring.performance",
     "comparison_report": "planning.bench.comparison",
     "estimate_training_speedup": "planning.estimate.speedup",
@@ -45,18 +42,20 @@ _HOMES = {
     "get_gpu_info": "planning.gpus",
     "print_gpu_info": "planning.gpus",
     "FaultToleranceManager": "reliability.fault_tolerance",
-    "Hook": "training.hooks",
+    "Callback": "training.callbacks",
+    "Hook": "training.callbacks",
     "FitResult": "training.progress",
     "MultiGPUTrainingManager": "training.manager",
     "DataParallelTrainer": "training.data_parallel",
     "DistributedDataParallelTrainer": "training.distributed_data_parallel",
     "MultiGPUTrainer": "training.trainer",
     "SingleDeviceTrainer": "training.trainer",
-    "StepResult": "training.trainer",
+    "StepResult": "training.step",
 }
 
 __version__ = "0.1.0"
 __all__ = [
+    "Callback",
     "ConfigError",
     "DataParallelTrainer",
     "DistributedDataParallelTrainer",

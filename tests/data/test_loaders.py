@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
 
-from multi_gpu_training import ConfigError, Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, ConfigError, MultiGPUConfig, MultiGPUTrainingManager
 
 
 def config(folder: Path, **settings: Any) -> MultiGPUConfig:
@@ -93,11 +93,12 @@ def test_an_endless_stream_is_read_on_over_epochs(tmp_path: Path) -> None:
         assert drawn == 15 * 8  # nothing read twice, nothing read ahead
 
 
-class StopAt(Hook):
+class StopAt(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.step:
             raise KeyError("stop")
 
@@ -117,7 +118,7 @@ def train_endless(folder: Path, name: str, stop: int | None, resume: str | None)
     manager = MultiGPUTrainingManager(settings)
     try:
         hooks = [StopAt(stop)] if stop else []
-        manager.fit(net, Stream(None), optimizer=sgd, hooks=hooks)
+        manager.fit(net, Stream(None), optimizer=sgd, callbacks=hooks)
     except KeyError:
         return None
     return weights(net)

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
 
 class Points(Dataset):
@@ -51,12 +51,13 @@ class Points(Dataset):
         return self.x[index], self.x[index].sum(0, keepdim=True)
 
 
-class Noting(Hook):
+class Noting(Callback):
     def __init__(self, out, rank, fail_at, pause):
         self.file, self.rank = Path(out) / f"step-{rank}", rank
         self.fail_at, self.pause = fail_at, pause
 
-    def on_step_end(self, manager, step):
+    def on_step_end(self, manager, result):
+        step = result.step
         self.file.touch()
         time.sleep(self.pause)
         if self.fail_at == step and self.rank == 1:
@@ -76,7 +77,7 @@ def train(out, settings, fail_at=0, pause=0.0):
     x = torch.randn(22, 4, generator=torch.Generator().manual_seed(7))
     manager.fit(
         model, Points(x),
-        hooks=[Noting(out, rank, fail_at, pause)],
+        callbacks=[Noting(out, rank, fail_at, pause)],
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )
     answer = {

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.distributed import whereabouts
 from multi_gpu_training.distributed.hangs import ProgressWatch, Stall, diagnose, limit_s
 from multi_gpu_training.distributed.heartbeat import sample
@@ -283,11 +284,12 @@ def test_hang_timeout_s_is_below_the_time_for_an_exchange() -> None:
 # Real ranks
 
 
-class Steps(Hook):
+class Steps(Callback):
     def __init__(self, pause: float) -> None:
         self.pause = pause
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         time.sleep(self.pause)
         rank, attempt = manager.placement.dp_rank, manager.placement.identity.attempt
         if self.pause:
@@ -318,7 +320,7 @@ def train(folder: Path, name: str, pause: float = 0.0, **settings: object) -> li
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 1))
     x = torch.randn(80, 4, generator=torch.Generator().manual_seed(7))
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    manager.fit(model, data, loss_fn=loss_fn, hooks=[Steps(pause)])
+    manager.fit(model, data, loss_fn=loss_fn, callbacks=[Steps(pause)])
     return [p.detach().view(torch.int32).tolist() for p in model.parameters()]
 
 

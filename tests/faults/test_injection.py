@@ -44,7 +44,7 @@ def train(folder: Path, *faults: Injection, loss_fn: Any = squares, **more: Any)
     }
     manager = manager_for(folder, **{**settings, **more})
     model = line()
-    manager.fit(model, points(), points(), loss_fn=loss_fn, optimizer=sgd, hooks=faults)
+    manager.fit(model, points(), points(), loss_fn=loss_fn, optimizer=sgd, callbacks=faults)
     return weights(model)
 
 
@@ -121,14 +121,14 @@ def test_in_a_loop_of_ones_own_it_is_armed_in_its_block_alone(tmp_path: Path) ->
         with pytest.raises(InjectedFault):
             manager.trainer.train_step(batch)
     manager.trainer.train_step(batch)
-    assert fault.strikes == 1 and manager.hooks == []
+    assert fault.strikes == 1 and fault not in manager.callbacks.members
     manager.finish()
 
 
 def count_strikes(folder: Path) -> int:
     fault = fail_at(rank=1, step=2, phase="forward", kind="slow", seconds=0)
     manager = manager_for(folder, batch_size=2, run_name="ranks")
-    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, hooks=[fault])
+    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, callbacks=[fault])
     return fault.strikes
 
 

@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks
 from tiny import line, manager_for, points, sgd, squares
 
-from multi_gpu_training import Hook
+from multi_gpu_training import Callback
 
 STEPS = 4  # an epoch of sixteen samples
 
@@ -18,13 +18,14 @@ class Stop(Exception):
     pass
 
 
-class StopBefore(Hook):
+class StopBefore(Callback):
     """Ends after a step was saved and before anything else."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.step:
             manager.save_checkpoint()
             raise Stop
@@ -37,7 +38,7 @@ def history(folder: Path, stop: int | None, resume: str | None) -> Any:
     )  # fmt: skip
     hooks = [] if stop is None else [StopBefore(stop)]
     try:
-        result = manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, hooks=hooks)
+        result = manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, callbacks=hooks)
     except Stop:
         return None
     return [epoch["train"] for epoch in result.history]

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.data.order import ShuffledBatches
 from multi_gpu_training.errors import (
     DivergenceError,
@@ -31,13 +31,14 @@ SAMPLES = 24
 BAD = next(iter(ShuffledBatches(SAMPLES, SAMPLES).batches(0, 0)))[13]  # neither first nor last
 
 
-class Copied(Hook):
+class Copied(Callback):
     """The state after each step, to see what a run went back to."""
 
     def __init__(self) -> None:
         self.after: dict[int, dict[str, Tensor]] = {}
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         self.after[step] = tiny.weights(manager.model)
 
 
@@ -88,7 +89,7 @@ def train(
     }.get(optimizer, optimizer)
     error: MultiGPUError | None = None
     try:
-        manager.fit(model, data(), loss_fn=fault, optimizer=build, hooks=[copied, *hooks])
+        manager.fit(model, data(), loss_fn=fault, optimizer=build, callbacks=[copied, *hooks])
     except MultiGPUError as caught:
         error = caught
     rank = manager.placement.identity.rank
@@ -157,10 +158,10 @@ def test_on_nonfinite_skip_leaves_the_step_out_on_every_rank(
         assert same(found["weights"], own)
 
 
-class OnTheGpu(Hook):
+class OnTheGpu(Callback):
     """Looks for NaN as on a GPU: the fused optimizers of the CPU have the same gate."""
 
-    def on_run_start(self, manager: Any) -> None:
+    def on_setup(self, manager: Any) -> None:
         gate = manager.trainer.finite
         gate.use_gate(manager.trainer.optimizer)
         gate.start()
@@ -279,14 +280,15 @@ def test_a_spike_is_far_above_a_noisy_curve_and_a_flat_one() -> None:
     assert not any(falling.is_spike(10 * 0.9**i) for i in range(60))
 
 
-class Astray(Hook):
+class Astray(Callback):
     """Changes a weight on one rank alone, once."""
 
     def __init__(self, at: int) -> None:
         self.at = at
         self.done = False
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.at and not self.done:
             self.done = True
             if manager.placement.dp_rank == 1:
@@ -297,16 +299,19 @@ class Astray(Hook):
 class Damaged(Astray):
     """And the checkpoints from step 4 on are damaged; the first epoch ends with it."""
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.at and not self.done and manager.placement.is_main:
             manager.fault_tolerance.saver.wait()
             for path in manager.run.checkpoints.glob("step-*/model.safetensors"):
                 if int(path.parent.name.removeprefix("step-")) >= 4:
                     path.write_bytes(path.read_bytes()[:-1])
-        super().on_step_end(manager, step)
+        super().on_step_end(manager, result)
 
 
-def diverge(folder: Path, policy: str, *hooks: Hook) -> tuple[str | None, int, dict[str, Tensor]]:
+def diverge(
+    folder: Path, policy: str, *hooks: Callback
+) -> tuple[str | None, int, dict[str, Tensor]]:
     manager = tiny.manager_for(
         folder,
         batch_size=2,
@@ -318,7 +323,7 @@ def diverge(folder: Path, policy: str, *hooks: Hook) -> tuple[str | None, int, d
     )
     model = tiny.line()
     try:
-        manager.fit(model, tiny.points(), optimizer=tiny.sgd, hooks=list(hooks))
+        manager.fit(model, tiny.points(), optimizer=tiny.sgd, callbacks=list(hooks))
     except DivergenceError as error:
         return str(error), manager.trainer.step, tiny.weights(model)
     return None, manager.trainer.step, tiny.weights(model)

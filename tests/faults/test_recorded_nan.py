@@ -15,7 +15,7 @@ from recorder import recording
 from torch import Tensor, nn, optim
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook
+from multi_gpu_training import Callback
 from multi_gpu_training.errors import MultiGPUError
 from multi_gpu_training.training import execution
 
@@ -27,13 +27,13 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-class OnTheGpu(Hook):
+class OnTheGpu(Callback):
     """Looks for NaN as on a GPU, and copies the state after each step."""
 
     def __init__(self) -> None:
         self.after: dict[int, dict[str, Tensor]] = {}
 
-    def on_run_start(self, manager: Any) -> None:
+    def on_setup(self, manager: Any) -> None:
         gate, optimizer = manager.trainer.finite, manager.trainer.optimizer
         if isinstance(optimizer, optim.RMSprop):
             gate.mode = "later"
@@ -41,7 +41,8 @@ class OnTheGpu(Hook):
             gate.use_gate(optimizer)
         gate.start()
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         self.after[step] = tiny.weights(manager.model)
 
 
@@ -63,7 +64,7 @@ def train(
                 TensorDataset(inputs, targets),
                 loss_fn=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
                 optimizer=OPTIMIZERS[optimizer],
-                hooks=[watch],
+                callbacks=[watch],
             )
         except MultiGPUError as caught:
             error = caught

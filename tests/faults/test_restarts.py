@@ -39,12 +39,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import DataError
 
 
-class Steps(Hook):
-    def on_step_end(self, manager, step):
+class Steps(Callback):
+    def on_step_end(self, manager, result):
+        step = result.step
         identity = manager.placement.identity
         with open(f"steps-{identity.rank}.txt", "a") as file:
             file.write(f"{time.time()} {identity.attempt} {step}\\n")
@@ -62,7 +63,7 @@ manager = MultiGPUTrainingManager(config)
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
 x = torch.randn(80, 4, generator=torch.Generator().manual_seed(7))
-manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), hooks=[Steps()],
+manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), callbacks=[Steps()],
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01))
 bits = [p.detach().flatten().view(torch.int32).tolist() for p in model.parameters()]
 Path(f"weights-{manager.placement.identity.rank}.json").write_text(json.dumps(bits))

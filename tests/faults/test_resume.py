@@ -14,7 +14,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
 SAMPLES = 61
 BATCH = 8  # eight steps an epoch, the last one of five samples
@@ -24,11 +24,12 @@ class Stop(Exception):
     pass
 
 
-class StopAfter(Hook):
+class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.step:
             raise Stop
 
@@ -81,7 +82,7 @@ def train(
     model = build()
     hooks = [] if stop is None else [StopAfter(stop)]
     try:
-        result = manager.fit(model, Augmented(), Augmented(), optimizer=adamw, hooks=hooks)
+        result = manager.fit(model, Augmented(), Augmented(), optimizer=adamw, callbacks=hooks)
     except Stop:
         return None
     weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -165,7 +166,7 @@ def train_plain(folder: Path, name: str, stop: int | None, resume: str | None) -
     manager = MultiGPUTrainingManager(config)
     with contextlib.suppress(Stop):
         manager.fit(
-            model, Recorded(), optimizer=adamw, hooks=[] if stop is None else [StopAfter(stop)]
+            model, Recorded(), optimizer=adamw, callbacks=[] if stop is None else [StopAfter(stop)]
         )
     return seen, {name: value.clone() for name, value in model.state_dict().items()}
 

@@ -21,7 +21,7 @@ from processes import Program
 from ranks import CONTEXT, run_ranks
 from torch import Tensor, nn
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.distributed.control import Boundary, Control
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.reliability.integrity import damage
@@ -62,7 +62,7 @@ def train(
         "progress": "off",
         "resume": "auto",
     }
-    hooks = settings.pop("hooks", [])
+    hooks = settings.pop("callbacks", [])
     manager = MultiGPUTrainingManager(MultiGPUConfig(**{**defaults, **settings}))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 3))
@@ -71,7 +71,7 @@ def train(
         Slow(64, pause),
         Slow(32, val_pause, folder / f"{name}-validates"),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-2),
-        hooks=hooks,
+        callbacks=hooks,
     )
     return manager.trainer.step, [p.detach().view(torch.int32).tolist() for p in model.parameters()]
 
@@ -143,11 +143,12 @@ def test_a_boundary_without_a_signal_costs_less_than_a_microsecond() -> None:
 # Loops of one's own
 
 
-class SignalSelf(Hook):
+class SignalSelf(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.step and manager.placement.dp_rank == manager.placement.dp_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -271,10 +272,11 @@ def test_one_rank_is_told_and_all_leave_a_wait_in_the_validation(tmp_path: Path)
     assert_goes_on_to_the_same_bits(tmp_path, "it", 2)
 
 
-class Sleep(Hook):
+class Sleep(Callback):
     """For an hour, after a checkpoint is on the disk."""
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == 5:
             manager.fault_tolerance.saver.wait()
             Path(manager.config.save_dir, "sleeps").touch()
@@ -282,7 +284,7 @@ class Sleep(Hook):
 
 
 def sleeper(folder: Path, grace_s: float) -> Ranks:
-    work = functools.partial(train, folder, "it", grace_s=grace_s, hooks=[Sleep()])
+    work = functools.partial(train, folder, "it", grace_s=grace_s, callbacks=[Sleep()])
     return Ranks(1, folder, work)
 
 

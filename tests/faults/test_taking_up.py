@@ -104,10 +104,11 @@ sys.path.insert(0, {tests!r})
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
-class Killed(Hook):
-    def on_step_end(self, manager, step):
+class Killed(Callback):
+    def on_step_end(self, manager, result):
+        step = result.step
         mark = Path("killed")
         if fold == 1 and step == 3 and manager.placement.dp_rank == 1 and not mark.exists():
             mark.touch()
@@ -123,7 +124,7 @@ for fold in range(3):
     x = torch.randn(16, 4)
     model = nn.Linear(4, 1)
     hooks = [] if sys.argv[1] == "whole" else [Killed()]
-    manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), hooks=hooks)
+    manager.fit(model, TensorDataset(x, x.sum(1, keepdim=True)), callbacks=hooks)
     if manager.placement.is_main:
         print("fold", fold, manager.run.path.name, model.weight.flatten().tolist(), flush=True)
     Path(f"done-{{fold}}").touch()

@@ -15,7 +15,7 @@ from parity.training import difference
 from processes import Program, mgt_here
 from ranks import run_ranks
 
-from multi_gpu_training import Hook, MultiGPUConfig
+from multi_gpu_training import Callback, MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.ppo import DistributedCLSTMPPOTrainer, PPOOptions, recipe
 from multi_gpu_training.recipes.ppo.gymnasium_environments import GymnasiumEnvironments
@@ -54,7 +54,7 @@ class Stop(Exception):
     pass
 
 
-class StopAfter(Hook):
+class StopAfter(Callback):
     def __init__(self, iteration: int | None) -> None:
         self.iteration = iteration
 
@@ -86,7 +86,7 @@ def train(
     }
     defaults = {k: v for k, v in CONFIG_DEFAULTS.items() if k != "batch_size"}
     config = MultiGPUConfig(**{**defaults, **quiet, **settings})
-    trainer = DistributedCLSTMPPOTrainer(config, PPOOptions(**options), hooks=[StopAfter(stop)])
+    trainer = DistributedCLSTMPPOTrainer(config, PPOOptions(**options), callbacks=[StopAfter(stop)])
     trainer.initialize()
     try:
         result = trainer.train()

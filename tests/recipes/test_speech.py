@@ -13,7 +13,7 @@ from parity.training import difference
 from ranks import run_ranks
 from torch import nn
 
-from multi_gpu_training import Hook, TrainingMode
+from multi_gpu_training import Callback, TrainingMode
 from multi_gpu_training.cli.train import Flags, resolve
 from multi_gpu_training.config_file import READY_CONFIGS
 from multi_gpu_training.errors import ConfigError
@@ -40,14 +40,15 @@ class Stop(Exception):
     pass
 
 
-class Watch(Hook):
+class Watch(Callback):
     """Notes the rate of every step; stops as if killed after one of them."""
 
     def __init__(self, stop: int | None) -> None:
         self.stop = stop
         self.rates: list[float] = []
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         self.rates.append(float(manager.trainer.optimizer.param_groups[0]["lr"]))
         if step == self.stop:
             raise Stop
@@ -72,7 +73,7 @@ def train(
             for module in job.model.modules():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.0
-        job = dataclasses.replace(job, hooks=[*job.hooks, watch])
+        job = dataclasses.replace(job, callbacks=[*job.callbacks, watch])
         jobs.append(job)
         return job
 

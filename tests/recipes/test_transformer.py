@@ -14,7 +14,7 @@ from torch import Tensor
 from transformer_folders import reviews, tiny_bert, transformers
 
 import multi_gpu_training as public
-from multi_gpu_training import Hook
+from multi_gpu_training import Callback
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.loader import Feeding, ShareLoader
 from multi_gpu_training.data.order import ShuffledBatches
@@ -43,11 +43,12 @@ class Stop(Exception):
     pass
 
 
-class StopAfter(Hook):
+class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.step:
             raise Stop
 
@@ -78,7 +79,7 @@ def train(
         if optimizer is not None:
             job = dataclasses.replace(job, optimizer=optimizer)
         if stop is not None:
-            job = dataclasses.replace(job, hooks=[*job.hooks, StopAfter(stop)])
+            job = dataclasses.replace(job, callbacks=[*job.callbacks, StopAfter(stop)])
         jobs.append(job)
         return job
 

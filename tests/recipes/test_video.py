@@ -13,9 +13,8 @@ from parity.training import sgd
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from multi_gpu_training import Hook
+from multi_gpu_training import Callback
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.monitoring.metrics import classification_scores
 from multi_gpu_training.recipes.recipe import Job, find_recipe
 from multi_gpu_training.recipes.video import VideoOptions, augmentation, build
 from multi_gpu_training.recipes.video.augmentation import shift, turn
@@ -29,6 +28,7 @@ from multi_gpu_training.recipes.video.clips import (
 from multi_gpu_training.recipes.video.model import build_model, operations, parameter_count
 from multi_gpu_training.recipes.video.rendering import BEHAVIOURS, NAMES, act, draw, render
 from multi_gpu_training.recipes.video.report import ClassReport, class_scores
+from multi_gpu_training.training.metrics import classification_scores
 
 TINY = {"videos": 10, "frame_size": 16, "width": 4}
 
@@ -37,11 +37,12 @@ class Stop(Exception):
     pass
 
 
-class StopAfter(Hook):
+class StopAfter(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.step:
             raise Stop
 
@@ -63,8 +64,8 @@ def train(
         job.model.to(dtype)
         if dtype is torch.float64:
             job.loss_fn.to(dtype)
-        hooks = [*job.hooks, *([] if stop is None else [StopAfter(stop)])]
-        jobs.append(dataclasses.replace(job, hooks=hooks, optimizer=optimizer))
+        hooks = [*job.callbacks, *([] if stop is None else [StopAfter(stop)])]
+        jobs.append(dataclasses.replace(job, callbacks=hooks, optimizer=optimizer))
         return jobs[0]
 
     quiet = {

@@ -17,7 +17,7 @@ from ranks import CONTEXT
 from tiny import manager_for, points, squares
 from torch import nn
 
-from multi_gpu_training import Hook, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUTrainingManager
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.monitoring.log import EventFile
 from multi_gpu_training.monitoring.tensorboard import Curves
@@ -110,7 +110,7 @@ def test_a_limit_on_files_loses_nothing(tmp_path: Path, limit: int) -> None:
     assert process.exitcode == 0
 
 
-class Fill(Hook):
+class Fill(Callback):
     """Fills the disk after one step and empties it after another."""
 
     def __init__(self, disk: Path, full: int, free: int) -> None:
@@ -118,7 +118,8 @@ class Fill(Hook):
         self.steps: list[int] = []
         self.saved: list[str] = []
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         self.steps.append(step)
         save = manager.fault_tolerance.saver.current
         if save is not None:
@@ -154,7 +155,7 @@ def test_training_outlives_a_full_disk_and_saves_again_when_there_is_space(
         )
         hook = Fill(disk, full=5, free=11)
         model = nn.Sequential(nn.Linear(4, 2000), nn.Linear(2000, 1))
-        manager.fit(model, points(), loss_fn=squares, hooks=[hook])
+        manager.fit(model, points(), loss_fn=squares, callbacks=[hook])
         store = CheckpointStore(disk / "custom" / "run" / "checkpoints")
         assert hook.steps == list(range(1, 17))
         wanted = [f"step-{step:08d}" for step in (2, 4, 12, 14, 16)]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny import flat, line, manager_for, points, sgd, squares
 from torch import nn
 
-from multi_gpu_training import Hook, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUTrainingManager
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.snapshot import Capture
@@ -28,7 +28,7 @@ FOUR_STEPS = {"batch_size": 4, "run_name": "run", "training_mode": "single"}
 KEPT = {**FOUR_STEPS, "enable_fault_tolerance": True, "keep_last": 9}
 
 
-class Watch(Hook):
+class Watch(Callback):
     """Notes down what happens in which order; `at_step` may do something more."""
 
     def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
@@ -37,7 +37,8 @@ class Watch(Hook):
         self.order: list[str] = []
         self.threads: set[str] = set()
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         self.order.append(f"step {step}")
         self.weights[step] = flat(manager.model).clone()
         self.at_step(step)
@@ -47,7 +48,7 @@ class Watch(Hook):
         self.order.append(path.name)
         self.threads.add(threading.current_thread().name)
 
-    def on_run_end(self, manager: MultiGPUTrainingManager) -> None:
+    def on_end(self, manager: MultiGPUTrainingManager) -> None:
         self.order.append("end")
 
 
@@ -79,10 +80,10 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in found)
 
 
-def fit(folder: Path, hook: Hook | None = None, **settings: Any) -> Any:
+def fit(folder: Path, hook: Callback | None = None, **settings: Any) -> Any:
     manager = manager_for(folder, **{**KEPT, **settings})
     hooks = [] if hook is None else [hook]
-    return manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, hooks=hooks)
+    return manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, callbacks=hooks)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
@@ -135,7 +136,7 @@ def test_memory_for_saving_is_one_state_taken_once(tmp_path: Path) -> None:
     watch = Watch(
         at_step=lambda step: places.add(manager.fault_tolerance.saver.buffer._flat.data_ptr())
     )
-    manager.fit(model, points(), loss_fn=squares, hooks=[watch])
+    manager.fit(model, points(), loss_fn=squares, callbacks=[watch])
     state = 3 * sum(p.numel() * p.element_size() for p in model.parameters())  # AdamW
     for event in events(tmp_path, "checkpoint"):
         assert state <= event["bytes"] <= event["buffer_bytes"] <= state + 1000
@@ -205,7 +206,7 @@ def stop_on_failure(folder: Path) -> list[str]:
             folder, **settings, checkpoint_frequency=1, on_save_failure="stop", epochs=3
         )
         try:
-            manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, hooks=[watch])
+            manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, callbacks=[watch])
         except CheckpointError as error:
             return [*watch.order, str(error)]
         return watch.order

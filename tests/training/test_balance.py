@@ -19,7 +19,7 @@ from tiny import line, manager_for, points, sgd, squares
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig
+from multi_gpu_training import Callback, MultiGPUConfig
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.loader import Feeding, ShareLoader
 from multi_gpu_training.data.order import ShuffledBatches, cut
@@ -224,11 +224,12 @@ def train_traced(folder: Path, balance: str) -> dict[str, Any]:
     return {"probed": len(calls) > 2 * 4, "weights": dict(model.state_dict())}
 
 
-class StopAt(Hook):
+class StopAt(Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step_end(self, manager: Any, step: int) -> None:
+    def on_step_end(self, manager: Any, result: Any) -> None:
+        step = result.step
         if step == self.step:
             raise InterruptedError
 
@@ -248,7 +249,7 @@ def train_and_resume(
     model = line()
     hooks = [StopAt(stop)] if stop else []
     try:
-        manager.fit(model, points(60), loss_fn=loss_fn, optimizer=sgd, hooks=hooks)
+        manager.fit(model, points(60), loss_fn=loss_fn, optimizer=sgd, callbacks=hooks)
     except InterruptedError:
         manager.fault_tolerance.saver.wait()
         return None
@@ -425,7 +426,7 @@ def train_dynamic(folder: Path) -> Any:
     by_epoch: list[Any] = []
     slow = 0.0 if manager.placement.dp_rank == 0 else 1e-3
 
-    class Watch(Hook):
+    class Watch(Callback):
         def on_epoch_end(self, manager: Any, epoch: int, metrics: Any) -> None:
             by_epoch.append(manager.balance.weights)
 
@@ -434,7 +435,7 @@ def train_dynamic(folder: Path) -> Any:
         time.sleep((1e-3 + turned) * len(batch[0]))
         return squares(model, batch)
 
-    manager.fit(line(), points(64), loss_fn=loss_fn, optimizer=sgd, hooks=[Watch()])
+    manager.fit(line(), points(64), loss_fn=loss_fn, optimizer=sgd, callbacks=[Watch()])
     return by_epoch
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.resuming import EpochSums
 
 

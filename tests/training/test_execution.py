@@ -22,7 +22,7 @@ from tiny import quiet
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUTrainingManager
 from multi_gpu_training.training import execution
 from multi_gpu_training.training.guards import Guards
 
@@ -63,10 +63,11 @@ def train(
     rank = int(os.environ.get("RANK", 0))
     notes: list[float] = []
 
-    class Change(Hook):
+    class Change(Callback):
         """The curriculum: from step 45 on the weight grows."""
 
-        def on_step_end(self, manager: Any, step: int) -> None:
+        def on_step_end(self, manager: Any, result: Any) -> None:
+            step = result.step
             notes.append(step)
             value = 1.0 if step < 45 else 1.0 + 0.5 * (step // 15)
             if kind == "seen" or (kind == "seen on one rank" and rank == 1):

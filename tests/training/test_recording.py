@@ -26,7 +26,8 @@ def test_recorded_batches_are_those_the_loss_function_got(tmp_path: Path) -> Non
         line(), points(), loss_fn=loss_fn, optimizer=sgd, augment=augment
     )
     recorder = Recorder(Request(str(tmp_path), ranks=1, steps=100), rank=0)
-    manager.trainer.recorder = recorder
+    manager.trainer.transform = recorder.transform
+    manager.callbacks.add(recorder)
     manager.train_epoch(loader, 0)
     manager.finish()
     assert len(recorder.batches) == len(got) == 4

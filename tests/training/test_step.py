@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training import Hook, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import DivergenceError, ModelError
 
 
@@ -87,8 +87,9 @@ def collectives(folder: Path, weighted: bool) -> Counter[str]:
 
         return call
 
-    class Watch(Hook):
-        def on_step_end(self, manager: Any, step: int) -> None:
+    class Watch(Callback):
+        def on_step_end(self, manager: Any, result: Any) -> None:
+            step = result.step
             nonlocal watching
             watching = 2 <= step < 9
 
@@ -103,7 +104,7 @@ def collectives(folder: Path, weighted: bool) -> Counter[str]:
         # log_every is beyond the run: logging is where the ranks do talk.
         settings = config(folder, global_batch_size=6, log_every=1000, max_grad_norm=1.0)
         manager = MultiGPUTrainingManager(settings)
-        manager.fit(nn.Linear(4, 3), data(), loss_fn=loss_fn, optimizer=sgd, hooks=[Watch()])
+        manager.fit(nn.Linear(4, 3), data(), loss_fn=loss_fn, optimizer=sgd, callbacks=[Watch()])
     finally:
         for patch in patches:
             patch.stop()
@@ -146,15 +147,16 @@ def test_ranks_talk_once_a_step_however_many_micro_batches(
 
 
 def diverge(folder: Path) -> str:
-    class Meddle(Hook):
-        def on_step_end(self, manager: Any, step: int) -> None:
+    class Meddle(Callback):
+        def on_step_end(self, manager: Any, result: Any) -> None:
+            step = result.step
             if step == 2 and manager.placement.dp_rank == 1:
                 with torch.no_grad():
                     manager.model.weight[0, 0] += 1e-7
 
     manager = MultiGPUTrainingManager(config(folder, consistency_check_every=3, batch_size=4))
     with pytest.raises(DivergenceError) as caught:
-        manager.fit(nn.Linear(4, 3), data(), optimizer=sgd, hooks=[Meddle()])
+        manager.fit(nn.Linear(4, 3), data(), optimizer=sgd, callbacks=[Meddle()])
     return str(caught.value)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,32 @@ from multi_gpu_training.distributed.whereabouts import (
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 T = TypeVar("T")
+Collective = TypeVar("Collective", bound=Callable[..., Any])
+
+
+class CollectiveWatch(Protocol):
+    """Whoever times what ranks say to each other outside DDP."""
+
+    def collective_begins(self) -> None: ...
+
+    def collective_ends(self) -> None: ...
+
+
+def _watched(collective: Collective) -> Collective:
+    """Tell `placement.watch`, where there is one, when the collective begins and ends."""
+
+    @functools.wraps(collective)
+    def call(self: Placement, *args: Any) -> Any:
+        watch = self.watch
+        if watch is None:
+            return collective(self, *args)
+        watch.collective_begins()
+        try:
+            return collective(self, *args)
+        finally:
+            watch.collective_ends()
+
+    return cast(Collective, call)
 
 
 class Placement:
@@ -51,6 +78,7 @@ class Placement:
         self.breakable: BreakableGroup | None = None
         # Called when a collective between steps fails; True: there is a new group, try again.
         self.on_broken: Callable[[RuntimeError], bool] | None = None
+        self.watch: CollectiveWatch | None = None
         self._owns_group = False
         self._control: dist.ProcessGroup | None = None  # for agreements, beside the GPU's traffic
 
@@ -62,6 +90,7 @@ class Placement:
     def backend(self) -> str:
         return dist.get_backend(self.group) if self.group is not None else "none"
 
+    @_watched
     def sum(self, tensor: Tensor) -> Tensor:
         """Add `tensor` over all ranks, in place."""
         if self.group is None:
@@ -73,6 +102,7 @@ class Placement:
         self._lasting(lambda: dist.all_reduce(tensor.copy_(mine), group=self.group))
         return tensor
 
+    @_watched
     def gather(self, tensor: Tensor) -> Tensor:
         """The same-shaped tensors of all ranks, stacked in rank order, on every rank."""
         if self.group is None:
@@ -111,6 +141,7 @@ class Placement:
             json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)
         ]
 
+    @_watched
     def broadcast_json(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         if self.group is None:
@@ -139,6 +170,7 @@ class Placement:
             dist.broadcast(tensor, source, group=self.group)
         return tensor
 
+    @_watched
     def agree(self, value: int) -> int:
         """The smallest `value` of any rank: what all of them can do. Waits on the CPU only."""
         if self.dp_size == 1:
@@ -155,6 +187,7 @@ class Placement:
         self._lasting(vote)
         return int(votes)
 
+    @_watched
     def barrier(self) -> None:
         if self.group is not None:
             self.sum(torch.zeros(1, device=self.wire)).item()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -12,7 +14,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.distributed.hook_time import watch_hooks
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DivergenceError, ModelError
 
@@ -24,9 +25,38 @@ _BUFFERS = (
 )
 
 
-def replicate(
-    module: nn.Module, placement: Placement, config: MultiGPUConfig
-) -> DistributedDataParallel:
+class Replicas(DistributedDataParallel):
+    """DDP that can say where its time goes.
+
+    hook_s: seconds that communication hooks of the user took on the host so far. They run inside
+    the backward, between the gradients of one bucket and the next, and would look like computing.
+    """
+
+    placement: Placement
+    hook_s = 0.0
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        @functools.wraps(hook)  # DDP reads its signature
+        def timed(state: Any, bucket: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return hook(state, bucket)
+            finally:
+                self.hook_s += time.perf_counter() - begun
+
+        super().register_comm_hook(state, timed)
+
+    def _sync_buffers(self) -> None:
+        """Send rank 0's buffers before a forward: whoever is early waits here."""
+        watch = self.placement.watch
+        if watch is not None:
+            watch.collective_begins()
+        super()._sync_buffers()  # type: ignore[no-untyped-call]
+        if watch is not None:
+            watch.collective_ends()
+
+
+def replicate(module: nn.Module, placement: Placement, config: MultiGPUConfig) -> Replicas:
     """Wrap `module`; every rank starts with rank 0's weights."""
     if config.compress_gradients:
         # The step's weight must not be rounded to 16 bits. DDP puts the module's (empty) name and a
@@ -34,7 +64,7 @@ def replicate(
         names = ["tally", ".tally"]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     asked = {"bucket_cap_mb", "reduce_bucket_size"} & config.model_fields_set
-    ddp = DistributedDataParallel(
+    ddp = Replicas(
         module,
         process_group=placement.group,
         find_unused_parameters=config.find_unused_parameters,
@@ -44,9 +74,10 @@ def replicate(
         bucket_cap_mb=config.bucket_bytes / 2**20 if asked else None,
         **cast(Any, {_BUFFERS: config.broadcast_buffers}),
     )
+    ddp.placement = placement
     if config.compress_gradients:
-        ddp.register_comm_hook(placement.group, default_hooks.fp16_compress_hook)
-    watch_hooks(ddp)
+        hook = default_hooks.fp16_compress_hook
+        DistributedDataParallel.register_comm_hook(ddp, placement.group, hook)  # not the user's
     return ddp
 
 
@@ -114,7 +145,7 @@ def check_replicas(model: nn.Module, placement: Placement, step: int) -> None:
             f"after step {step} the replicas differ: ranks {ranks} against rank 0 in "
             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. Weights were changed "
             "outside the trainer on one rank, or a step was taken past it; change them on every "
-            "rank alike, inside train_step or a hook"
+            "rank alike, inside train_step or a callback"
         )
 
 

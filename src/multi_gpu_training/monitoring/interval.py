@@ -13,7 +13,7 @@ from multi_gpu_training.monitoring.waiting import InputWait
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
-    from multi_gpu_training.training.trainer import StepResult
+    from multi_gpu_training.training.step import StepResult
 
 SHORTEST_S = 0.05  # of an interval, where the user did not say how many steps it has
 
@@ -53,7 +53,8 @@ class IntervalLog:
     def start_epoch(self, total: int | None) -> None:
         self._total = total
         self.in_epoch = True
-        self.manager.trainer.own_steps = None
+        if self.wait.sampler is not None:
+            self.wait.sampler.in_epoch = True
         self._started = time.perf_counter()
         self._first_step = self.manager.trainer.step
         self.wait.reset()
@@ -84,9 +85,9 @@ class IntervalLog:
         self.finish()
         self.in_epoch = False
         manager = self.manager
-        manager.trainer.own_steps = self.wait.sampler
         if self.wait.sampler is not None:
             self.wait.sampler.end_epoch()
+            self.wait.sampler.in_epoch = False
         advice = self.wait.advice(manager.config.num_workers)
         if advice is not None:
             manager.logger.info(advice)

@@ -36,7 +36,7 @@ class Observer:
             return
         self.sampler = StepSampler(manager, manager._log.wait)
         manager._log.wait.sampler = self.sampler
-        manager.trainer.own_steps = self.sampler
+        manager.callbacks.add(self.sampler)
         self._device = DeviceWatch(
             manager.placement.device,
             manager.config.monitor_interval_s,
@@ -77,8 +77,8 @@ class Observer:
             self._write_report()
 
     def stop(self) -> None:
-        self.manager.trainer.own_steps = None
         if self.sampler is not None:
+            self.manager.callbacks.remove(self.sampler)
             with contextlib.suppress(Exception):
                 self.sampler.end_epoch()
         if self._device is not None:

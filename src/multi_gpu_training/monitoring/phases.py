@@ -8,39 +8,46 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.run_queue import RunQueue
-
-if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 
 ON_DEVICE = ("forward", "backward", "comm", "optimizer")
-# What ranks say to each other outside DDP: synchronised BatchNorm, the log, agreements.
-COLLECTIVES = ("sum", "gather", "agree", "broadcast_json", "barrier")
 
 
-class PhaseClock:
-    """Times one step. The trainer calls it while `trainer.clock` is this one; other steps do not
-    know of it.
+class PhaseClock(Callback):
+    """Times one step: it is among the callbacks for as long as that takes.
 
     On a GPU the phases between forward and optimizer are timed by events of the device, which
-    nobody waits for; the rest by the clock of the host.
+    nobody waits for; the rest by the clock of the host. `hook_s` says how long communication hooks
+    took so far.
     """
 
-    def __init__(self, trainer: MultiGPUTrainer, queue: RunQueue | None = None) -> None:
-        self._trainer = trainer
+    watches_only = True
+
+    def __init__(
+        self,
+        callbacks: CallbackList,
+        placement: Placement,
+        hook_s: Callable[[], float],
+        queue: RunQueue | None = None,
+    ) -> None:
+        self._callbacks = callbacks
+        self._placement = placement
+        self._hook_seconds = hook_s
         self._queue = queue
         self._queued: list[tuple[str, float]] = []
-        self._device = trainer.placement.device
-        self._cuda = self._device.type == "cuda"
+        self._cuda = placement.device.type == "cuda"
         self._host: list[tuple[str, float]] = []
         self._events: list[tuple[str, torch.cuda.Event]] = []
-        self._shadows: list[tuple[Any, str]] = []
+        self._interrupted: list[str] = []  # phases in which a collective began
         self._cpu_started = 0.0
         self._hook_s = 0.0
         self._micro_batches = 0
@@ -57,14 +64,11 @@ class PhaseClock:
         self._queue_mark(phase)
         self._micro_batches = 0
         self._cpu_started = time.thread_time()
-        hooks = getattr(self._trainer.wrapped, "hook_time", None)
-        self._hook_s = hooks.seconds if hooks is not None else 0.0
+        self._hook_s = self._hook_seconds()
         self._device_mark(phase)
-        for name in COLLECTIVES:
-            self._shadow(self._trainer.placement, name)
-        # BatchNorm's running values of rank 0, sent before a forward: whoever is early waits there.
-        self._shadow(self._trainer.wrapped, "_sync_buffers")
-        self._trainer.clock = self
+        self._interrupted = []
+        self._placement.watch = self
+        self._callbacks.add(self)
         self.running = True
 
     def stop(self, now: float | None = None) -> None:
@@ -74,45 +78,43 @@ class PhaseClock:
         self._queue_mark("")
         self._device_mark("")
         self.cpu_s = time.thread_time() - self._cpu_started
-        hooks = getattr(self._trainer.wrapped, "hook_time", None)
-        self._hook_s = (hooks.seconds if hooks is not None else 0.0) - self._hook_s
+        self._hook_s = self._hook_seconds() - self._hook_s
         self.running = False
 
     def detach(self) -> None:
-        """The trainer goes on without a clock."""
-        self._trainer.clock = None
-        for holder, name in self._shadows:
-            holder.__dict__.pop(name, None)
-        self._shadows.clear()
+        """Training goes on without a clock."""
+        self._placement.watch = None
+        self._callbacks.remove(self)
 
     # Marks
 
     def mark(self, phase: str) -> None:
         self._host.append((phase, time.perf_counter()))
 
-    def forward_begins(self) -> None:
+    def on_forward(self, run: Run, share: Share) -> None:
         self._micro_batches += 1
         self._both("forward")
 
-    def backward_begins(self, loss: Tensor) -> None:
+    def on_backward(self, run: Run, loss: Tensor) -> None:
         self._both("backward")
-        if loss.requires_grad:
-            loss.register_hook(self._ask_for_the_end)
 
-    def backward_ends(self) -> None:
+    def on_exchange(self, run: Run) -> None:
+        self._both("comm")
+
+    def on_optimizer(self, run: Run) -> None:
         self._both("optimizer")
 
-    def micro_batch_ends(self) -> None:
+    def on_micro_batch_end(self, run: Run) -> None:
         self._both("other")
 
-    def _ask_for_the_end(self, grad: Tensor) -> None:
-        """Called first in a backward: what is queued now runs before DDP waits for the others."""
-        engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-        if engine is not None:
-            engine.queue_callback(self._computed)
+    # What ranks say to each other outside DDP: synchronised BatchNorm, the log, agreements.
 
-    def _computed(self) -> None:
+    def collective_begins(self) -> None:
+        self._interrupted.append(self._host[-1][0])
         self._both("comm")
+
+    def collective_ends(self) -> None:
+        self._both(self._interrupted.pop())
 
     def _both(self, phase: str) -> None:
         self._host.append((phase, time.perf_counter()))
@@ -129,24 +131,6 @@ class PhaseClock:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append((phase, event))
-
-    def _shadow(self, holder: Any, name: str) -> None:
-        """For this step, count what the method takes as communication."""
-        original: Callable[..., Any] | None = getattr(holder, name, None)
-        if original is None or name in holder.__dict__:
-            return
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            before = self._host[-1][0]
-            self._both("comm")
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._both(before)
-
-        # nn.Module's own __setattr__ looks for parameters first, which takes longer.
-        holder.__dict__[name] = timed
-        self._shadows.append((holder, name))
 
     # The result
 

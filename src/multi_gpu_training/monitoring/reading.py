@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.monitoring.metrics import MetricsCollector, Number
+from multi_gpu_training.training.metrics import MetricsCollector, Number
 
 
 class Reading:

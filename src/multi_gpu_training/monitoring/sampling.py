@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from multi_gpu_training.data.order import Share
 from multi_gpu_training.monitoring.phases import PhaseClock
 from multi_gpu_training.monitoring.run_queue import RunQueue
 from multi_gpu_training.monitoring.work import WorkCount, is_compiled
+from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
+from multi_gpu_training.training.step import StepResult
 
 if TYPE_CHECKING:
     from multi_gpu_training.monitoring.waiting import InputWait
@@ -25,8 +29,14 @@ UNKNOWN_STRIDE = {"cpu": 20, "cuda": 200}  # until the ranks have agreed on how 
 DENSE_STEPS = 1024  # from there on one step in 2, 4, 8, ...: a long run has no endless log
 
 
-class StepSampler:
-    """Times some steps. `attentive` is whether asking for a batch and getting it matter now."""
+class StepSampler(Callback):
+    """Times some steps.
+
+    attentive: whether asking for a batch and getting it matter now. in_epoch: whether the manager's
+    own loop says so; else a loop of the user calls `train_step`, and only its steps are seen.
+    """
+
+    watches_only = True
 
     def __init__(self, manager: MultiGPUTrainingManager, wait: InputWait) -> None:
         self.manager = manager
@@ -35,7 +45,8 @@ class StepSampler:
         self.attentive = True
         self.checkpoint_s = 0.0
         self._queue = RunQueue() if manager.placement.device.type == "cpu" else None
-        self._clock = PhaseClock(self.trainer, self._queue)
+        self._clock = self._new_clock(self._queue)
+        self.in_epoch = False
         self._pending: tuple[str, int, dict[str, Any]] | None = None
         self._stride: int | None = None
         # The second step: before steps are compiled or recorded, which counting would disturb.
@@ -96,15 +107,11 @@ class StepSampler:
         if self._clock.running:
             self._clock.mark("other")
 
-    def own_step_begins(self) -> None:
-        """`train_step` is called by a loop of the user's own: its code since the last step has no
-        name of ours."""
-        if self._clock.running:
-            self._clock.mark("other")
-
-    def own_step_ends(self) -> None:
-        trainer = self.trainer
-        if not self.attentive and trainer.step + 1 >= self.next_step:
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        """In a loop of the user's own, the next step begins where this one ends."""
+        if self.in_epoch:
+            return
+        if not self.attentive and result.step + 1 >= self.next_step:
             self.attentive = True
         if self.attentive:
             self.asked(time.perf_counter(), "other")
@@ -143,14 +150,19 @@ class StepSampler:
     def _finish(self, now: float) -> None:
         self._clock.stop(now)
         self._put("step", self._clock, now)
-        self._clock = PhaseClock(self.trainer, self._queue)
+        self._clock = self._new_clock(self._queue)
+
+    def _new_clock(self, queue: RunQueue | None = None) -> PhaseClock:
+        trainer = self.trainer
+        hook_s = lambda: getattr(trainer.wrapped, "hook_s", 0.0)  # noqa: E731
+        return PhaseClock(trainer.callbacks, trainer.placement, hook_s, queue)
 
     # Comparisons of a graph with the eager step
 
     def _check_begins(self) -> None:
         if self._clock.running or self._pending is not None or self.trainer.step == self._step:
             return
-        self._check = PhaseClock(self.trainer)
+        self._check = self._new_clock()
         self._check.start()
 
     def _check_ends(self) -> None:
@@ -195,32 +207,34 @@ class StepSampler:
         self.manager.logger.record("phases", step=step, source=source, **fields)
 
     def _count(self) -> None:
-        """Count the operations of the next step: once a run, and not in a timed step."""
+        """Count the operations of the next step: once per run, and not in a timed step."""
         self._count_at = None
-        trainer, work = self.trainer, WorkCount()
-        before = vars(trainer).get("compute")  # someone may have put theirs around it
-        plain = trainer.compute
+        self.trainer.callbacks.add(WorkCounter(self.trainer.callbacks, self.manager.logger.record))
 
-        def put_back() -> None:
-            if before is None:
-                vars(trainer).pop("compute", None)
-            else:
-                trainer.compute = before  # type: ignore[method-assign]
 
-        def counted(batch: Any, samples: Any, share: Any) -> Any:
-            try:
-                with work:
-                    found = plain(batch, samples, share)
-            except BaseException:
-                put_back()
-                raise
-            if share.last:
-                put_back()
-                facts = {"operations": work.operations, "flops": work.flops}
-                self.manager.logger.record("work", step=trainer.step + 1, **facts)
-            return found
+class WorkCounter(Callback):
+    """Counts the operations of one step, records them, and leaves."""
 
-        trainer.compute = counted  # type: ignore[method-assign]
+    watches_only = True
+
+    def __init__(self, callbacks: CallbackList, record: Callable[..., None]) -> None:
+        self._callbacks = callbacks
+        self._record = record
+        self._work = WorkCount()
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        self._work = WorkCount()  # a step that failed does not count
+
+    def on_forward(self, run: Run, share: Share) -> None:
+        self._work.__enter__()  # type: ignore[no-untyped-call]
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        self._work.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self._callbacks.remove(self)
+        work = self._work
+        self._record("work", step=result.step, operations=work.operations, flops=work.flops)
 
 
 def out_of_step(stride: int) -> int:

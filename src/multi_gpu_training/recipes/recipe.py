@@ -16,7 +16,7 @@ from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes import RECIPES
-from multi_gpu_training.training.hooks import Hook
+from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
 
@@ -39,8 +39,19 @@ class Job:
     scheduler: Any = None
     eval_fn: Any = None
     augment: Any = None
-    hooks: Sequence[Hook] = ()
+    callbacks: Sequence[Callback] = ()
     states: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Announce(Callback):
+    """Shows lines about the recipe's data before training."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = lines
+
+    def on_setup(self, run: Run) -> None:
+        for line in self.lines:
+            run.say(line)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class Recipe:
             scheduler=job.scheduler,
             eval_fn=job.eval_fn,
             augment=job.augment,
-            hooks=job.hooks,
+            callbacks=job.callbacks,
             states=dict(job.states),
         )
 

@@ -1,6 +1,7 @@
 """Faults on purpose, at an exact rank, step and phase, to see that a run survives them.
 
-    manager.fit(model, dataset, hooks=[fail_at(rank=1, step=12, phase="backward", kind="sigkill")])
+    fault = fail_at(rank=1, step=12, phase="backward", kind="sigkill")
+    manager.fit(model, dataset, callbacks=[fault])
 
 | phase | when it strikes |
 |---|---|
@@ -42,9 +43,10 @@ from multi_gpu_training.data.batch import attach, map_tensors, share_of
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.reliability.snapshot import Capture
 from multi_gpu_training.reliability.strikes import EXIT_CODE, InjectedFault, Kind, Memory, strike
-from multi_gpu_training.training.hooks import Hook
+from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.loss import read_loss
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
+from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.trainer import opened
 
 Phase = Literal["input", "forward", "backward", "optimizer", "step_end", "validation", "saving"]
@@ -88,18 +90,18 @@ def fail_at(
 def injected(manager: MultiGPUTrainingManager, *faults: Injection) -> Iterator[None]:
     """For a loop of your own: the faults are armed inside the block alone. Every rank must enter
     it, after `setup_training`."""
-    manager.hooks.extend(faults)
+    manager.callbacks.extend(faults)
     for fault in faults:
-        fault.on_run_start(manager)
+        fault.on_setup(manager)
     try:
         yield
     finally:
         for fault in reversed(faults):
-            fault.on_run_end(manager)
-            manager.hooks.remove(fault)
+            fault.on_end(manager)
+            manager.callbacks.remove(fault)
 
 
-class Injection(Hook):
+class Injection(Callback):
     """See `fail_at`."""
 
     def __init__(
@@ -129,7 +131,7 @@ class Injection(Hook):
 
     # Being armed
 
-    def on_run_start(self, manager: MultiGPUTrainingManager) -> None:
+    def on_setup(self, manager: Any) -> None:
         # On every rank: a recorded step runs no Python that could fail, and ranks must agree.
         if self.phase in ("forward", "backward", "optimizer"):
             manager.trainer.execution.active = False
@@ -138,7 +140,7 @@ class Injection(Hook):
         if manager.placement.identity.rank == self.rank:
             getattr(self, f"_arm_{self.phase}")(manager)
 
-    def on_run_end(self, manager: MultiGPUTrainingManager) -> None:
+    def on_end(self, manager: Any) -> None:
         self._armed = False
         while self._undo:
             self._undo.pop()()
@@ -219,9 +221,9 @@ class Injection(Hook):
     def _arm_step_end(self, manager: MultiGPUTrainingManager) -> None:
         pass
 
-    def on_step_end(self, manager: MultiGPUTrainingManager, step: int) -> None:
+    def on_step_end(self, manager: Any, result: StepResult) -> None:
         armed = self.phase == "step_end" and manager.placement.identity.rank == self.rank
-        if armed and self._strikes_now(step):
+        if armed and self._strikes_now(result.step):
             with torch.no_grad():
                 for parameter in manager.model.parameters():
                     parameter.mul_(math.nan)

@@ -13,7 +13,7 @@ from torch import Tensor
 from multi_gpu_training.data.batch import map_tensors
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
-from multi_gpu_training.monitoring.metrics import MetricsCollector, Number
+from multi_gpu_training.training.metrics import MetricsCollector, Number
 from multi_gpu_training.training.step import MicroResult
 
 T = TypeVar("T")

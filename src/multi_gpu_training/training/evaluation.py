@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from multi_gpu_training.data.batch import batch_count, share_of, to_device
-from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.loss import (
     LossFn,
     SupervisedLoss,
@@ -18,6 +17,7 @@ from multi_gpu_training.training.loss import (
     predict,
     read_loss,
 )
+from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
 
 # Adds what one batch says to the metrics: eval_fn(model, batch, metrics).

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.whereabouts import Phase, note_phase
-from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.capture import (
     CapturedMicro,
     CudaGraphs,
@@ -32,13 +31,15 @@ from multi_gpu_training.training.capture import (
 )
 from multi_gpu_training.training.compiling import try_compiled
 from multi_gpu_training.training.guards import Guards, step_guards
+from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.recordings import KEPT_BYTES, Chain, Recordings, apart
 from multi_gpu_training.training.rewind import Fed, StateCopies, Window, own_copy, step_bytes
 from multi_gpu_training.training.screening import StepWatch, make_capturable, obstacle
+from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.weight_watch import LOOK_RECORDED
 
 if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer, StepResult
+    from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 WARM_UP = 4
 WARM_UP_DDP = 12  # DDP's logger looks at the clock of the GPU in its first ten steps
@@ -67,10 +68,9 @@ class StepExecution:
         self._first_step = 0
         self._seen = 0
         self.say: Callable[[str], None] = lambda _: None
-        # Given by the manager: how many steps are left, what else to take back, what to do again.
+        # Given by the manager: how many steps are left, what else to take back.
         self.steps_left: Callable[[], int | None] = lambda: None
         self.snapshot_more: Callable[[], Callable[[], None]] | None = None
-        self.redo_after_step: Callable[[], None] = lambda: None
         # Around the eager step of a comparison, which shows the phases that a graph hides.
         self.check_begins: Callable[[], None] = lambda: None
         self.check_ends: Callable[[], None] = lambda: None
@@ -119,7 +119,7 @@ class StepExecution:
         self._watch = StepWatch(trainer)
         self._warm_up = WARM_UP_DDP if trainer.placement.group is not None else WARM_UP
         self.reason = "step_execution=eager" if asked == "eager" else ""
-        if asked == "eager" or trainer.recorder is not None:
+        if asked == "eager":
             return
         if graphs is None:
             problem = obstacle(trainer, asked)
@@ -503,8 +503,9 @@ class StepExecution:
         assert window.counters is not None
         trainer.drop_gradients()
         window.counters.restore(trainer)
-        # What hooks set after the verified step, they set again; what they count is put back.
-        self.redo_after_step()
+        # What callbacks set after the verified step, they set again; what they count is put back.
+        unknown = torch.full((), float("nan"))
+        self._redo_callbacks(StepResult(unknown, trainer.step, True, None, False))
         self._copies.restore("verified")
         self._recordings.forget()
         if window.restore_more is not None:
@@ -514,8 +515,12 @@ class StepExecution:
 
     def _redo(self, step: list[Fed]) -> None:
         for batch, samples, share in step:
-            self.trainer.eager_step(found(batch), samples, share)
-        self.redo_after_step()
+            result = self.trainer.eager_step(found(batch), samples, share)
+        self._redo_callbacks(result)
+
+    def _redo_callbacks(self, result: StepResult) -> None:
+        for call in self.trainer.callbacks.redo_step_end:
+            call(result)
 
     def _snapshot(self) -> Callable[[], None] | None:
         return self.snapshot_more() if self.snapshot_more is not None else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -29,7 +29,6 @@ from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.distributed.whereabouts import (
-    HOOK,
     INPUT,
     Phase,
     note_hang_limit,
@@ -45,7 +44,6 @@ from multi_gpu_training.monitoring.announce import epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.interval import IntervalLog
 from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
-from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.observer import Observer
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.monitoring.tensorboard import Curves
@@ -54,25 +52,26 @@ from multi_gpu_training.reliability.saving import Save
 from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.training.assembly import assemble, open_records
 from multi_gpu_training.training.balance import Balance
+from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
 from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
-from multi_gpu_training.training.hooks import Hook
 from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loss import SupervisedLoss
 from multi_gpu_training.training.measurement import adapt as place_case
 from multi_gpu_training.training.measurement import measure
 from multi_gpu_training.training.measurement import requested as case_to_measure
+from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.reminder import recall
 from multi_gpu_training.training.resuming import find_checkpoint, go_on_from, plain_options
+from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.stopping import end_control, start_control, validation_batches
 from multi_gpu_training.training.trainer import (
     Augment,
     MultiGPUTrainer,
     SingleDeviceTrainer,
-    StepResult,
     opened,
 )
 from multi_gpu_training.training.verification import (
@@ -125,7 +124,8 @@ class MultiGPUTrainingManager:
         self.trainer = TRAINERS[self.config.training_mode](self.config, self.placement)
         self.progress = Progress(self.config)
         self.balance = Balance(self.config, self.placement)
-        self.hooks: list[Hook] = []
+        self.callbacks: CallbackList = CallbackList(self)
+        self.trainer.callbacks = self.callbacks
         self.recipe_options: dict[str, Any] = {}
         self.events: EventFile
         self.curves: Curves
@@ -162,6 +162,7 @@ class MultiGPUTrainingManager:
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
         eval_fn: EvalFn | None = None,
         augment: Augment | None = None,
+        callbacks: Sequence[Callback] = (),
         hooks: Sequence[Hook] = (),
         states: dict[str, Any] | None = None,
     ) -> tuple[nn.Module, Loader, Loader | None]:
@@ -191,14 +192,14 @@ class MultiGPUTrainingManager:
             raise
         self.saved_step = self.trainer.step if checkpoint is not None else None
         self.control = start_control(self)
-        self.hooks = list(hooks)
+        self.callbacks.extend([*callbacks, *hooks])
         if self._verification is not None:
             begin(self, self._verification)
         if self._measured is not None:
             measure(self, self._measured)
         self._start_execution()
-        for hook in self.hooks:
-            hook.on_run_start(self)
+        for call in self.callbacks.on_setup:
+            call()
         return self.model, self.train_loader, self.val_loader
 
     def _start_execution(self) -> None:
@@ -207,7 +208,6 @@ class MultiGPUTrainingManager:
         execution.say = self.console.line
         execution.steps_left = self._steps_left
         execution.snapshot_more = self._keep_rest
-        execution.redo_after_step = self._redo_hooks
         execution.start()
         self.trainer.finite.start()
         self._log = IntervalLog(self)
@@ -229,10 +229,6 @@ class MultiGPUTrainingManager:
             states()
 
         return put_back
-
-    def _redo_hooks(self) -> None:
-        for hook in self.hooks:
-            hook.on_step_end(self, self.trainer.step)
 
     def fit(
         self,
@@ -278,8 +274,8 @@ class MultiGPUTrainingManager:
             else:  # the other ranks may be anywhere
                 self.fault_tolerance.saver.drain()
         finally:
-            for hook in self.hooks:
-                hook.on_run_end(self)
+            for call in self.callbacks.on_end:
+                call()
             summary(self)
             self.observer.end()
             self._close()
@@ -292,6 +288,34 @@ class MultiGPUTrainingManager:
         self.events.close()
         self.run.close()
         self.trainer.execution.leave_stream()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.trainer.optimizer
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, those before a resume included."""
+        return self.trainer.step
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.run.path
+
+    def say(self, text: str) -> None:
+        """Show a line, on the main rank."""
+        self.console.line(text)
+
+    def log(self, **metrics: float | Tensor) -> None:
+        """Give metrics of your own to every logger, under the current step."""
+        values = {name: float(value) for name, value in metrics.items()}
+        self.logger.record("metrics", step=self.trainer.step, **values)
+        self.curves.write("own", values, self.trainer.step)
+
+    def show_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show a table, on the main rank."""
+        self.console.table(title, columns, rows)
 
     @property
     def should_stop(self) -> bool:
@@ -426,10 +450,10 @@ class MultiGPUTrainingManager:
         self.trainer.execution.verify()
         if self.config.broadcast_buffers:
             self.placement.broadcast_tensors(self.model.buffers())
-        recorder = self.trainer.recorder
+        transform = self.trainer.transform
         collected = evaluate(
             self.model,
-            loader if recorder is None else map(recorder.cast, loader),
+            loader if transform is None else map(transform, loader),
             self.loss_fn,
             self.eval_fn,
             self.trainer.precision,
@@ -463,8 +487,8 @@ class MultiGPUTrainingManager:
         if save.best and score is not None:
             value = f"{score['metric']} {score['value']:.4f}"
             self.console.line(f"  saved best model: {save.path} ({value})")
-        for hook in self.hooks:
-            hook.on_checkpoint(self, save.path)
+        for call in self.callbacks.on_checkpoint:
+            call(save.path)
 
     # Parts of the loop
 
@@ -472,10 +496,6 @@ class MultiGPUTrainingManager:
         """What happens between steps; True to end the epoch here."""
         step = self.trainer.step
         self.fault_tolerance.saver.poll()
-        if self.hooks:
-            note_phase(HOOK)
-        for hook in self.hooks:
-            hook.on_step_end(self, step)
         self.console.tick(self.trainer.position)
         saving = self.fault_tolerance.due(step)
         self._log.after_step(result, saving)  # finds a NaN before it is saved
@@ -535,8 +555,8 @@ class MultiGPUTrainingManager:
         self.logger.record("epoch", epoch=epoch, step=self.trainer.step, train=train, val=val)
         if val is not None:
             self.curves.write("val", val, self.trainer.step)
-        for hook in self.hooks:
-            hook.on_epoch_end(self, epoch, val or train)
+        for call in self.callbacks.on_epoch_end:
+            call(epoch, val or train)
         if self.config.enable_fault_tolerance:
             self.save_checkpoint(best=better, wait=False, score=self.progress.score(val or train))
 

@@ -22,8 +22,8 @@ from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import batch_count, share_of
 from multi_gpu_training.data.feeding import batch_sizes
 from multi_gpu_training.data.order import ShuffledBatches
+from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.footprint import note_asked, note_footprint
-from multi_gpu_training.training.hooks import Hook
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
@@ -166,7 +166,7 @@ class Repeated(ShuffledBatches):
         return torch.cat(parts)[: self.samples]
 
 
-class Meter(Hook):
+class Meter(Callback):
     """Stands around `train_step`, notes when each step ended, and ends the process."""
 
     def __init__(self, manager: MultiGPUTrainingManager, request: Request) -> None:
@@ -198,7 +198,7 @@ class Meter(Hook):
                 self._conclude()
         return result
 
-    def on_run_end(self, manager: MultiGPUTrainingManager) -> None:
+    def on_end(self, run: Run) -> None:
         """The script ended before the steps were done: what there is counts."""
         if not self._done and len(self.walls) > 1:
             self._write()
@@ -314,7 +314,7 @@ def measure(manager: MultiGPUTrainingManager, request: Request) -> None:
     if request.silent and hasattr(wrapped, "require_backward_grad_sync"):
         wrapped.require_backward_grad_sync = False  # `no_sync`, for good
     manager.trainer.train_step = meter.train_step  # type: ignore[method-assign]
-    manager.hooks.append(meter)
+    manager.callbacks.add(meter)
 
 
 def _meter(manager: MultiGPUTrainingManager, request: Request) -> Meter:

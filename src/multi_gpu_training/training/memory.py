@@ -24,7 +24,8 @@ from multi_gpu_training.training.buffers import BufferCopies
 from multi_gpu_training.training.takeover import take_over
 
 if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer, StepResult
+    from multi_gpu_training.training.step import StepResult
+    from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 _SIGNS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator: can't allocate")
 

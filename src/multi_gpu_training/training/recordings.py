@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.training.capture import CapturedMicro, CaptureError, Graphs, found
+from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.rewind import Fed, step_bytes
 from multi_gpu_training.training.step import MicroResult
 
 if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer, StepResult
+    from multi_gpu_training.training.step import StepResult
+    from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 KEPT_BYTES = 2**26  # of batches that a rewind may need again
 LONGEST_RING = 1024

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.data.order import FormsBatches
 from multi_gpu_training.errors import CheckpointError, ConfigError
-from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.reliability.integrity import read_manifest
+from multi_gpu_training.training.metrics import MetricsCollector
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager

@@ -22,6 +22,46 @@ class MicroResult(NamedTuple):
     metrics: Pairs
 
 
+class StepResult:
+    """What a call of `train_step` did.
+
+    loss: mean over this rank's micro-batch; stays on the device until you read it.
+    grad_norm: norm of the gradient before clipping, where it is clipped.
+    moved: whether the weights moved, or the micro-batch was only accumulated.
+    """
+
+    __slots__ = ("__weakref__", "_loss", "_norm", "_shared", "moved", "step")
+
+    def __init__(
+        self, loss: Tensor, step: int, moved: bool, norm: Tensor | None, shared: bool
+    ) -> None:
+        self._loss = loss
+        self._norm = norm
+        self._shared = shared
+        self.step = step
+        self.moved = moved
+
+    @property
+    def loss(self) -> Tensor:
+        self.keep()
+        return self._loss
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        self.keep()
+        return self._norm
+
+    def keep(self) -> None:
+        """Take the numbers out of memory that the next recorded step writes to."""
+        if self._shared:
+            self._shared = False
+            self._loss = self._loss.clone()
+            self._norm = None if self._norm is None else self._norm.clone()
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
 class _Zero(torch.autograd.Function):
     """A zero that depends on a parameter and gives it a zero gradient, whatever its values."""
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import attach, batch_count, share_of, to_device
+from multi_gpu_training.data.batch import batch_count, share_of, to_device
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
@@ -34,6 +34,7 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_same_model
 from multi_gpu_training.distributed.whereabouts import (
     BACKWARD,
+    HOOK,
     OPTIMIZER,
     OWN_CODE,
     note_count,
@@ -41,64 +42,20 @@ from multi_gpu_training.distributed.whereabouts import (
     note_step,
 )
 from multi_gpu_training.errors import ModelError
-from multi_gpu_training.monitoring.metrics import MetricsCollector
-from multi_gpu_training.monitoring.phases import PhaseClock
+from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.execution import StepExecution
 from multi_gpu_training.training.finite import LOOK, FiniteGate
 from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.loss import LossFn, Pairs
 from multi_gpu_training.training.memory import MemoryRecovery, is_out_of_memory
+from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.speed import choose_speed, fuse, lay_out_channels_last
-from multi_gpu_training.training.step import MicroResult, StepModule
-from multi_gpu_training.training.verification import Recorder
+from multi_gpu_training.training.step import MicroResult, StepModule, StepResult
 from multi_gpu_training.training.weight_watch import WeightWatch
-
-if TYPE_CHECKING:
-    from multi_gpu_training.monitoring.sampling import StepSampler
 
 # Changes a training batch on the device: augment(batch, random) -> batch.
 Augment = Callable[[Any, SampleRandom], Any]
-
-
-class StepResult:
-    """What a call of `train_step` did.
-
-    loss: mean over this rank's micro-batch; stays on the device until you read it.
-    grad_norm: norm of the gradient before clipping, where it is clipped.
-    moved: whether the weights moved, or the micro-batch was only accumulated.
-    """
-
-    __slots__ = ("__weakref__", "_loss", "_norm", "_shared", "moved", "step")
-
-    def __init__(
-        self, loss: Tensor, step: int, moved: bool, norm: Tensor | None, shared: bool
-    ) -> None:
-        self._loss = loss
-        self._norm = norm
-        self._shared = shared
-        self.step = step
-        self.moved = moved
-
-    @property
-    def loss(self) -> Tensor:
-        self.keep()
-        return self._loss
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        self.keep()
-        return self._norm
-
-    def keep(self) -> None:
-        """Take the numbers out of memory that the next recorded step writes to."""
-        if self._shared:
-            self._shared = False
-            self._loss = self._loss.clone()
-            self._norm = None if self._norm is None else self._norm.clone()
-
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self, key)
 
 
 class MultiGPUTrainer(ABC):
@@ -134,9 +91,9 @@ class MultiGPUTrainer(ABC):
         self._computed: tuple[Tensor, Tensor | None, Pairs, Share]
         self._noise_base: int | None = None
         self._epoch_key = EpochKey(placement.device)
-        self.recorder: Recorder | None = None
-        self.clock: PhaseClock | None = None
-        self.own_steps: StepSampler | None = None  # while a loop of the user's own calls train_step
+        self.callbacks = CallbackList()
+        self.noise_stream = 0  # another one draws other noise for the same steps
+        self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
 
     # What a kind of trainer must say
 
@@ -218,18 +175,20 @@ class MultiGPUTrainer(ABC):
         all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
         """
         note_step(self.step + 1, begun=True)
-        if self.own_steps is not None:
-            self.own_steps.own_step_begins()
         share = share_of(batch)
-        ours = share is not None
         if self._given == 0 if share is None else share.first:
             self.boundary.passed += 1
             if self.boundary.held:
                 self.boundary.halt()
+            if not self.memory.retrying:  # a step that is computed again has begun before
+                for call in self.callbacks.on_step_begin:
+                    call(self.step + 1)
         else:
             note_count(self._micro)
+        ours = share is not None
         memory = self.memory
         memory.busy = True  # an exchange that breaks is the step's to mend
+        short: bool | None  # whether it was this rank's memory that ended an attempt
         try:
             given = batch
             if share is None:
@@ -241,10 +200,6 @@ class MultiGPUTrainer(ABC):
                 self.settle(opened(given), share)
                 self._settled = True
             samples = self._samples(given, share) if self.augment is not None else None
-            if self.recorder is not None:
-                if share.count:  # what is written down is what the loss function gets
-                    given, samples = attach(self._prepared(given, samples), share), None
-                given = self.recorder.batch(opened(given))
             if self.execution.active:
                 result = self.execution.run(given, samples, share, ours)
             elif memory.parts > 1:
@@ -252,18 +207,23 @@ class MultiGPUTrainer(ABC):
             else:
                 result = self.eager_step(given, samples, share)
             self._given = 0 if share.last else self._given + 1
-            if self.own_steps is not None:
-                self.own_steps.own_step_ends()
-            return result
+            short = None
         except RuntimeError as error:
             if memory.retrying or not memory.concerns(error):
                 raise
             short = is_out_of_memory(error)
         finally:
             memory.busy = False
-        # Out here nothing holds the frames of the error any more, and what filled the memory.
-        given = samples = None
-        return memory.retry(batch, short)
+        if short is not None:
+            # Out here nothing holds the frames of the error any more, and what filled the memory.
+            given = samples = None
+            result = memory.retry(batch, short)
+        if result.moved and self.callbacks.on_step_end and not memory.retrying:
+            note_phase(HOOK)
+            for call in self.callbacks.on_step_end:
+                call(result)
+            note_phase(OWN_CODE)
+        return result
 
     def eager_step(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """One micro-batch, operation by operation."""
@@ -284,34 +244,42 @@ class MultiGPUTrainer(ABC):
         """Everything that a micro-batch asks of the device, and nothing else: this is what a
         CUDA graph holds. The last micro-batch of a step moves the weights."""
         self.attendance.present = share.count > 0  # until backward is done: it may recompute
-        clock = self.clock  # None but in the few steps that are timed
-        finite = self.finite
+        finite, callbacks = self.finite, self.callbacks
         if share.first and finite.spares:
             finite.keep_buffers()
-        with self.exchange(share.last):
-            if clock is not None:
-                clock.forward_begins()
-            if share.count == 0:
-                result = self._absent(share)
-            else:
-                ranks = self.placement.dp_size
-                batch = self._prepared(batch, samples)
-                result = self.forward(batch, share.count, share.window_count, ranks)
-            self._computed = result.mean, result.weight, result.metrics, share
-            if finite.mode == "read":
-                finite.losses.append((result.mean, share))
-            scaled = self.precision.scaler.scale(result.scaled)
-            if clock is not None:
-                clock.backward_begins(scaled)
-            # The tally is added unscaled: it is a weight, not a gradient.
-            note_phase(BACKWARD)
-            (scaled if result.tally is None else scaled + result.tally).backward()
-        if clock is not None:
-            clock.backward_ends()
-        norm = self._move_weights(share) if share.last else None
-        if clock is not None:
-            clock.micro_batch_ends()
+        try:
+            with self.exchange(share.last):
+                for call in callbacks.on_forward:
+                    call(share)
+                if share.count == 0:
+                    result = self._absent(share)
+                else:
+                    ranks = self.placement.dp_size
+                    batch = self._prepared(batch, samples)
+                    result = self.forward(batch, share.count, share.window_count, ranks)
+                self._computed = result.mean, result.weight, result.metrics, share
+                if finite.mode == "read":
+                    finite.losses.append((result.mean, share))
+                scaled = self.precision.scaler.scale(result.scaled)
+                for call in callbacks.on_backward:
+                    call(scaled)
+                if callbacks.on_exchange and scaled.requires_grad:
+                    scaled.register_hook(self._announce_exchange)
+                # The tally is added unscaled: it is a weight, not a gradient.
+                note_phase(BACKWARD)
+                (scaled if result.tally is None else scaled + result.tally).backward()
+            norm = self._move_weights(share) if share.last else None
+        finally:
+            for call in callbacks.on_micro_batch_end:
+                call()
         return finite.spare(result, share) if finite.spares else result, norm
+
+    def _announce_exchange(self, grad: Tensor) -> None:
+        """The first thing that runs in a backward: what it queues runs before DDP waits for the
+        other ranks, once this rank's own gradients are computed."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        for call in self.callbacks.on_exchange:
+            engine.queue_callback(call)
 
     def advance(
         self, loss: Tensor, norm: Tensor | None, share: Share, shared: bool = False
@@ -328,8 +296,6 @@ class MultiGPUTrainer(ABC):
         self.step += 1
         self.epoch, self.position = share.epoch, share.position + 1
         self.schedule.after_step(self.step)
-        if self.recorder is not None and self.step >= self.recorder.request.steps:
-            self.recorder.on_done()
         if self.step % LOOK == 0:
             self.finite.look()
         return StepResult(loss, self.step, True, norm, shared)
@@ -342,6 +308,8 @@ class MultiGPUTrainer(ABC):
 
     def _move_weights(self, share: Share) -> Tensor | None:
         note_phase(OPTIMIZER)
+        for call in self.callbacks.on_optimizer:
+            call()
         if not self._checked:
             self._check_gradients()
             self._checked = True
@@ -364,8 +332,6 @@ class MultiGPUTrainer(ABC):
             norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
         if finite.mode == "gate":
             finite.close(norm)
-        if self.recorder is not None:
-            self.recorder.about_to_step(self.model, self.optimizer)
         self._stepping = True
         with self.rates:
             scaler.step(self.optimizer)
@@ -394,10 +360,10 @@ class MultiGPUTrainer(ABC):
     def _prepared(self, batch: Any, samples: Tensor | None) -> Any:
         """The batch as the loss function gets it: gathered, and augmented on the device."""
         batch = opened(batch)
-        if self.augment is None or samples is None:
-            return batch
-        with torch.no_grad():
-            return self.augment(batch, SampleRandom(samples, self._epoch_key.tensor))
+        if self.augment is not None and samples is not None:
+            with torch.no_grad():
+                batch = self.augment(batch, SampleRandom(samples, self._epoch_key.tensor))
+        return batch if self.transform is None else self.transform(batch)
 
     def _samples(self, batch: Any, share: Share) -> Tensor:
         """The numbers of a batch's samples, from which their randomness comes."""
@@ -439,9 +405,9 @@ class MultiGPUTrainer(ABC):
 
     def seed_noise(self) -> None:
         """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history."""
-        noise = self.recorder.request.noise if self.recorder is not None else 0
-        if self._noise_base is None or noise:
-            self._noise_base = derive_seed(self.config.seed, self.placement.dp_rank, noise)
+        if self._noise_base is None:
+            rank = self.placement.dp_rank
+            self._noise_base = derive_seed(self.config.seed, rank, self.noise_stream)
         seed = step_seed(self._noise_base, self.step, self._micro)
         torch.default_generator.manual_seed(seed)
         if self.placement.device.type == "cuda":

@@ -30,7 +30,10 @@ from torch.utils.data import (
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import attach, batch_count, head, map_tensors, share_of
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.loss import LossFn, read_loss
+from multi_gpu_training.training.step import StepResult
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
@@ -134,8 +137,11 @@ def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
 
 
 @dataclass
-class Recorder:
-    """Follows one training and writes `rank-R.json` and rank 0's `weights.safetensors`."""
+class Recorder(Callback):
+    """Follows one training and writes `rank-R.json` and rank 0's `weights.safetensors`.
+
+    `transform` must be the trainer's: it sees what the loss function gets.
+    """
 
     request: Request
     rank: int
@@ -145,6 +151,7 @@ class Recorder:
     rates: list[float] = field(default_factory=list)
     start: Any = None
     on_done: Callable[[], None] = lambda: None
+    _share: Share | None = None  # of the micro-batch that is being computed
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Remember where training starts; dropout off, as its noise depends on the rank."""
@@ -164,26 +171,37 @@ class Recorder:
         batch = map_tensors(batch, lambda t: t.double() if t.is_floating_point() else t)
         return batch if share is None else attach(batch, share)
 
-    def batch(self, batch: Any) -> Any:
-        """Note a batch and give back what to train on."""
-        batch = self.cast(batch)
-        share = share_of(batch)
-        if share is not None:
+    def on_forward(self, run: Run, share: Share) -> None:
+        self._share = share
+        if share.window_count:  # else a batch of the user's own, whose place nobody knows
             self.seen.append(
                 {"epoch": share.epoch, "position": share.position, "indices": share.indices}
             )
-        if self.request.ranks == 1:
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        self._share = None
+
+    def transform(self, batch: Any) -> Any:
+        """Note a training batch; any batch comes back in the precision that was asked for."""
+        batch = self.cast(batch)
+        if self._share is not None and self.request.ranks == 1:
+            if self._share.window_count:
+                batch = attach(batch, self._share)
             self.batches.append(batch)
         return batch
 
-    def about_to_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def on_optimizer(self, run: Run) -> None:
         """Remember the rate, and how large each gradient ever was, as a share of all of them."""
-        self.rates.append(float(optimizer.param_groups[0]["lr"]))
-        named = model.named_parameters()
+        self.rates.append(float(run.optimizer.param_groups[0]["lr"]))
+        named = run.model.named_parameters()
         norms = {n: float(p.grad.norm()) for n, p in named if p.grad is not None}
         total = sum(norm**2 for norm in norms.values()) ** 0.5 or 1.0
         for name, norm in norms.items():
             self.largest[name] = max(self.largest.get(name, 0.0), norm / total)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if result.step >= self.request.steps:
+            self.on_done()
 
     def finish(
         self,
@@ -215,7 +233,9 @@ def begin(manager: MultiGPUTrainingManager, request: Request) -> None:
     recorder = Recorder(request, manager.placement.identity.rank)
     recorder.begin(manager.model, manager.trainer.optimizer)
     recorder.on_done = lambda: _end(manager, recorder)
-    manager.trainer.recorder = recorder
+    manager.trainer.noise_stream = request.noise
+    manager.trainer.transform = recorder.transform
+    manager.callbacks.add(recorder)
 
 
 def _end(manager: MultiGPUTrainingManager, recorder: Recorder) -> None:

@@ -73,7 +73,7 @@ class ProfileMeter(Meter):
                 self._conclude()
         return result
 
-    def on_run_end(self, manager: MultiGPUTrainingManager) -> None:
+    def on_end(self, run: Any) -> None:
         """The script ended before the steps were done: go on with its last one."""
         if not self._done and self.finished and sys.exception() is None:
             self._conclude()

@@ -17,9 +17,7 @@ from multi_gpu_training.recipes.image.data import (
     load_images,
 )
 from multi_gpu_training.recipes.image.model import Mode, build_model
-from multi_gpu_training.recipes.recipe import Job, Options, Recipe
-from multi_gpu_training.training.hooks import Hook
-from multi_gpu_training.training.manager import MultiGPUTrainingManager
+from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
 
 
 class ImageOptions(Options):
@@ -39,7 +37,7 @@ def build(config: MultiGPUConfig, options: ImageOptions) -> Job:
         dataset=as_dataset(data.train),
         val_dataset=as_dataset(data.test),
         augment=Moved(data.shift, data.flip) if options.augment else None,
-        hooks=[Say(data.describe(options.augment))],
+        callbacks=[Announce(data.describe(options.augment))],
     )
 
 
@@ -48,16 +46,6 @@ def defaults_for(options: ImageOptions) -> dict[str, float]:
     if options.data_dir is None:
         return {}
     return {"batch_size": 128, "base_batch_size": 128, "learning_rate": 2e-3}
-
-
-class Say(Hook):
-    """Prints a line before training, on the main rank."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def on_run_start(self, manager: MultiGPUTrainingManager) -> None:
-        manager.console.line(self.text)
 
 
 recipe = Recipe(

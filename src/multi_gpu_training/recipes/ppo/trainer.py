@@ -32,7 +32,7 @@ from multi_gpu_training.recipes.ppo.progress import Decay, PPOProgress
 from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout
 from multi_gpu_training.recipes.ppo.update import Update
 from multi_gpu_training.recipes.ppo.worlds import World, build_world
-from multi_gpu_training.training.hooks import Hook
+from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
 from multi_gpu_training.training.rewind import Counters, StateCopies
@@ -56,9 +56,9 @@ class DistributedCLSTMPPOTrainer:
         config: MultiGPUConfig | None = None,
         options: PPOOptions | None = None,
         manager: MultiGPUTrainingManager | None = None,
-        hooks: Sequence[Hook] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.hooks = hooks
+        self.callbacks = callbacks
         self.options = options or PPOOptions()
         if manager is None:
             config = config or MultiGPUConfig(**CONFIG_DEFAULTS, recipe="ppo")
@@ -122,7 +122,7 @@ class DistributedCLSTMPPOTrainer:
                 parameters, lr=self.config.learning_rate, eps=1e-5, fused=True
             ),
             scheduler=lambda optimizer: Decay(optimizer, self._decay),
-            hooks=self.hooks,
+            callbacks=self.callbacks,
             states={"ppo": self.progress},
         )
         assert isinstance(model, CLSTMPolicy)
@@ -249,8 +249,8 @@ class DistributedCLSTMPPOTrainer:
         every = self.config.consistency_check_every
         if every and progress.passed(step, every, "checked"):
             check_replicas(manager.model, self.placement, step)
-        for hook in manager.hooks:
-            hook.on_epoch_end(manager, progress.iteration - 1, metrics)
+        for call in manager.callbacks.on_epoch_end:
+            call(progress.iteration - 1, metrics)
         if self.config.enable_fault_tolerance and (
             progress.passed(step, self.config.checkpoint_frequency, "saved") or self._rest() <= 0
         ):

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.recipes.recipe import Job, Options, Recipe
+from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
 from multi_gpu_training.recipes.speech.buckets import Buckets
 from multi_gpu_training.recipes.speech.corpora import RATES, Layout, find_layout
 from multi_gpu_training.recipes.speech.data import SpeechData, Timing, built_in, from_folder
@@ -23,8 +23,6 @@ from multi_gpu_training.recipes.speech.dataset import Speech, longest
 from multi_gpu_training.recipes.speech.model import SIZES, NormName, Recogniser, SizeName
 from multi_gpu_training.recipes.speech.objective import Objective, evaluate
 from multi_gpu_training.recipes.speech.voice import RATE
-from multi_gpu_training.training.hooks import Hook
-from multi_gpu_training.training.manager import MultiGPUTrainingManager
 
 
 class SpeechOptions(Options):
@@ -66,7 +64,7 @@ def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
         eval_fn=partial(
             evaluate, alphabet=data.alphabet, decoder=options.decoder, width=options.beam_width
         ),
-        hooks=[Say(lines)],
+        callbacks=[Announce(*lines)],
     )
 
 
@@ -125,17 +123,6 @@ def datasets(data: SpeechData, options: SpeechOptions, timing: Timing) -> tuple[
         Speech(data.train, data.rate, buckets, varied=options.augment),
         Speech(data.test, data.rate, buckets, varied=False),
     )
-
-
-class Say(Hook):
-    """Prints lines before training, on the main rank."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
-
-    def on_run_start(self, manager: MultiGPUTrainingManager) -> None:
-        for line in self.lines:
-            manager.console.line(line)
 
 
 recipe = Recipe(

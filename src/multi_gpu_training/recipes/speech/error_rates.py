@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from multi_gpu_training.monitoring.metrics import MetricsCollector
+from multi_gpu_training.training.metrics import MetricsCollector
 
 
 def edits(found: Sequence[Any], wanted: Sequence[Any]) -> int:

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.recipes.speech.alphabet import Alphabet
 from multi_gpu_training.recipes.speech.ctc import ctc_loss, possible
 from multi_gpu_training.recipes.speech.dataset import Batch
 from multi_gpu_training.recipes.speech.decode import beam, greedy
 from multi_gpu_training.recipes.speech.error_rates import add_error_rates
+from multi_gpu_training.training.metrics import MetricsCollector
 
 MASKS = (0.2, 0.1)  # SpecAugment: the share of all bands and of the time that a mask may take
 

@@ -94,7 +94,7 @@ def _language_model(options: TransformerOptions, tokens: Tokens) -> Job:
     model = _model(options, tokens, None)
     train, val = _sequences(corpus, options, tokens)
     text = _describe(corpus.name, train, val, tokens, model)
-    hooks = [Export(tokens, text)]
+    callbacks = [Export(tokens, text)]
     if masked:
         assert tokens.mask is not None
         masking = Masking(options.mask_share, tokens.mask, tokens.words, tuple(tokens.special()))
@@ -103,7 +103,7 @@ def _language_model(options: TransformerOptions, tokens: Tokens) -> Job:
             dataset=MaskedSequences(train, masking),
             val_dataset=masked_once(val, masking),
             loss_fn=MaskedLoss(padded),
-            hooks=hooks,
+            callbacks=callbacks,
         )
     maskless = use_causal_attention(model, options.sequence_length)
     return Job(
@@ -111,7 +111,7 @@ def _language_model(options: TransformerOptions, tokens: Tokens) -> Job:
         dataset=plain(train),
         val_dataset=plain(val),
         loss_fn=CausalLoss(padded, not maskless, is_direct(model), scores_budget_bytes()),
-        hooks=hooks,
+        callbacks=callbacks,
     )
 
 
@@ -128,7 +128,7 @@ def _classification(options: TransformerOptions, tokens: Tokens) -> Job:
         val_dataset=plain(*val),
         loss_fn=loss,
         eval_fn=loss.evaluate,
-        hooks=[Export(tokens, text)],
+        callbacks=[Export(tokens, text)],
     )
 
 

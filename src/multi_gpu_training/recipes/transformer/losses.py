@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.recipes.transformer.linear_cross_entropy import linear_cross_entropy
 from multi_gpu_training.recipes.transformer.sequences import inputs, next_tokens
 from multi_gpu_training.training.loss import token_cross_entropy
+from multi_gpu_training.training.metrics import MetricsCollector
 
 
 class CausalLoss:

@@ -86,7 +86,7 @@ def build(config: MultiGPUConfig, options: VideoOptions) -> Job:
         val_dataset=val,
         loss_fn=nn.CrossEntropyLoss(weight=weights),
         augment=augmentation(options),
-        hooks=[ClassReport(data.classes, lines)],
+        callbacks=[ClassReport(data.classes, lines)],
     )
 
 

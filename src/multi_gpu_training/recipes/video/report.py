@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
-from multi_gpu_training.monitoring.metrics import classification_scores
-from multi_gpu_training.training.hooks import Hook
-from multi_gpu_training.training.manager import MultiGPUTrainingManager
+from multi_gpu_training.training.callbacks import Callback, Run
+from multi_gpu_training.training.metrics import classification_scores
 
 RULE = "=" * 60
 
@@ -29,7 +28,7 @@ def distribution(names: Sequence[str], counts: Tensor, weights: Tensor) -> list[
     return [RULE, "Class Distribution and Weights", RULE, *rows, RULE]
 
 
-class ClassReport(Hook):
+class ClassReport(Callback):
     """Prints what is trained on; keeps the per-class table and picture of the best epoch.
 
     The run folder then holds classes.csv (precision, recall, F1 and clips of each class) and
@@ -40,26 +39,24 @@ class ClassReport(Hook):
         self.names = names
         self.lines = lines
 
-    def on_run_start(self, manager: MultiGPUTrainingManager) -> None:
+    def on_setup(self, run: Run) -> None:
         for line in self.lines:
-            manager.console.line(line)
+            run.say(line)
 
-    def on_epoch_end(
-        self, manager: MultiGPUTrainingManager, epoch: int, metrics: dict[str, float]
-    ) -> None:
-        matrix = manager.evaluated.confusion_matrix(manager.placement, len(self.names))
-        best = manager.progress.best_epoch == epoch
-        if best and matrix is not None and manager.placement.is_main:
-            self.write(matrix, manager.run.path, epoch)
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        matrix = run.evaluated.confusion_matrix(run.placement, len(self.names))
+        best = run.progress.best_epoch == epoch
+        if best and matrix is not None and run.placement.is_main:
+            self.write(matrix, run.folder, epoch)
 
-    def on_run_end(self, manager: MultiGPUTrainingManager) -> None:
-        path = manager.run.path / "classes.csv"
-        if not manager.placement.is_main or not path.is_file():
+    def on_end(self, run: Run) -> None:
+        path = run.folder / "classes.csv"
+        if not run.placement.is_main or not path.is_file():
             return
         with path.open(newline="") as file:
             header, *rows = csv.reader(file)
-        manager.console.table("Classes in validation, best epoch", header, rows)
-        manager.console.line(f"confusion matrix: {manager.run.path / 'confusion.png'}")
+        run.show_table("Classes in validation, best epoch", header, rows)
+        run.say(f"confusion matrix: {run.folder / 'confusion.png'}")
 
     def write(self, matrix: Tensor, folder: Path, epoch: int) -> None:
         """The three files, from a matrix over all ranks."""

@@ -1,0 +1,277 @@
+"""Callbacks: the one way to observe a run or to add to it.
+
+Progress bar, log, phase timing, fault injection, `mgt verify` and `mgt bench` use the same events
+as your code. An event that nobody overrides costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.training.metrics import MetricsCollector
+from multi_gpu_training.training.progress import Progress
+from multi_gpu_training.training.step import StepResult
+
+
+class Run(Protocol):
+    """What a callback may ask of a run; the manager is one."""
+
+    config: MultiGPUConfig
+    placement: Placement
+    progress: Progress
+    model: nn.Module
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far, those before a resume included."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+
+    @property
+    def evaluated(self) -> MetricsCollector:
+        """What this rank collected in the last validation."""
+
+    def say(self, text: str) -> None:
+        """Show a line, on the main rank."""
+
+    def show_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Show a table, on the main rank."""
+
+    def log(self, **metrics: float | Tensor) -> None:
+        """Give metrics of your own to every logger, under the current step."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something went wrong at `step`, and `action` was taken."""
+
+    kind: str
+    action: str
+    text: str
+    step: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Callback:
+    """Override only what you need. This is the whole run:
+
+        on_setup                        model, data and optimizer are ready, state is resumed
+        for each epoch:
+            on_epoch_begin
+            for each step:
+                on_step_begin
+                for each micro-batch:
+                    on_forward          about to compute the loss
+                    on_backward         about to compute gradients
+                    on_exchange         own gradients are there, ranks now wait for each other
+                    on_optimizer        last micro-batch only: about to move the weights
+                    on_micro_batch_end
+                on_step_end             the weights have moved
+                on_log                  every `log_every` steps, with their metrics
+                on_checkpoint           rank 0: the files of a checkpoint are safe on the disk
+            on_validation
+            on_epoch_end
+        on_fault                        whenever something went wrong: what, and what is done
+        on_end                          always, also after a failure
+
+    Every rank gets every event except on_checkpoint. A loop of your own around `train_step` has no
+    epochs, but all the events of its steps. The events of a micro-batch are Python's: a step that
+    is replayed as a CUDA graph has none of them. Checkpoints are written beside training, so
+    on_checkpoint comes a few steps after the step that was saved.
+
+    Rarely, steps are taken back and computed again, as after a comparison of a recorded step that
+    failed: then on_step_end comes again for them, so that what you set or count stays right. A
+    callback that only watches sets `watches_only`.
+    """
+
+    watches_only = False
+
+    def on_setup(self, run: Run) -> None:
+        pass
+
+    def on_epoch_begin(self, run: Run, epoch: int) -> None:
+        pass
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        pass
+
+    def on_forward(self, run: Run, share: Share) -> None:
+        pass
+
+    def on_backward(self, run: Run, loss: Tensor) -> None:
+        pass
+
+    def on_exchange(self, run: Run) -> None:
+        pass
+
+    def on_optimizer(self, run: Run) -> None:
+        pass
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        pass
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        pass
+
+    def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+    def on_validation(self, run: Run, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        pass
+
+    def on_fault(self, run: Run, fault: Fault) -> None:
+        pass
+
+    def on_end(self, run: Run) -> None:
+        pass
+
+
+# Per event, the methods to call: those that somebody overrides.
+Listeners = tuple[Callable[..., None], ...]
+EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class CallbackList:
+    """The callbacks of one run: for each event, a tuple of the methods that listen to it.
+
+    for call in callbacks.on_step_end:
+        call(result)
+    """
+
+    on_setup: Listeners
+    on_epoch_begin: Listeners
+    on_step_begin: Listeners
+    on_forward: Listeners
+    on_backward: Listeners
+    on_exchange: Listeners
+    on_optimizer: Listeners
+    on_micro_batch_end: Listeners
+    on_step_end: Listeners
+    on_log: Listeners
+    on_validation: Listeners
+    on_epoch_end: Listeners
+    on_checkpoint: Listeners
+    on_fault: Listeners
+    on_end: Listeners
+
+    def __init__(self, run: Run | None = None, members: Iterable[Callback | Hook] = ()) -> None:
+        self._run = run
+        self.members: list[Callback] = []
+        self.redo_step_end: Listeners = ()  # on_step_end, of a step that is computed again
+        self._sort()
+        self.extend(members)
+
+    def extend(self, members: Iterable[Callback | Hook]) -> None:
+        """Add callbacks; events call them in this order."""
+        self.members += [_HookAdapter(m) if isinstance(m, Hook) else m for m in members]
+        self._sort()
+
+    def add(self, callback: Callback) -> None:
+        self.extend([callback])
+
+    def remove(self, callback: Callback) -> None:
+        """Take a callback out, if it is in. An event that is under way is not affected."""
+        if callback in self.members:
+            self.members.remove(callback)
+            self._sort()
+
+    def _sort(self) -> None:
+        for event in EVENTS:
+            setattr(self, event, self._calls(event, self.members))
+        changing = [m for m in self.members if not m.watches_only]
+        self.redo_step_end = self._calls("on_step_end", changing)
+
+    def _calls(self, event: str, members: Iterable[Callback]) -> Listeners:
+        listening = [m for m in members if listens(m, event)]
+        return tuple(functools.partial(getattr(m, event), self._run) for m in listening)
+
+
+def listens(callback: Callback, event: str) -> bool:
+    """Whether the callback does anything at this event."""
+    if isinstance(callback, _HookAdapter):
+        return callback.listens(event)
+    return getattr(type(callback), event) is not getattr(Callback, event)
+
+
+class Hook:
+    """Deprecated: use `Callback`. It has these events under their old names and arguments."""
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        warnings.warn(
+            f"{cls.__name__} is a Hook, which is deprecated; derive from Callback: on_run_start is "
+            "on_setup, on_run_end is on_end, and on_step_end gets a StepResult with `.step`",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+
+    def on_run_start(self, manager: Any) -> None:
+        pass
+
+    def on_step_end(self, manager: Any, step: int) -> None:
+        pass
+
+    def on_epoch_end(self, manager: Any, epoch: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def on_checkpoint(self, manager: Any, path: Path) -> None:
+        pass
+
+    def on_run_end(self, manager: Any) -> None:
+        pass
+
+
+class _HookAdapter(Callback):
+    """A Hook among callbacks."""
+
+    _NAMES = {
+        "on_setup": "on_run_start",
+        "on_step_end": "on_step_end",
+        "on_epoch_end": "on_epoch_end",
+        "on_checkpoint": "on_checkpoint",
+        "on_end": "on_run_end",
+    }
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+
+    def listens(self, event: str) -> bool:
+        name = self._NAMES.get(event)
+        return name is not None and getattr(type(self.hook), name) is not getattr(Hook, name)
+
+    def on_setup(self, run: Run) -> None:
+        self.hook.on_run_start(run)
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self.hook.on_step_end(run, result.step)
+
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        self.hook.on_epoch_end(run, epoch, dict(metrics))
+
+    def on_checkpoint(self, run: Run, path: Path) -> None:
+        self.hook.on_checkpoint(run, path)
+
+    def on_end(self, run: Run) -> None:
+        self.hook.on_run_end(run)
