@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.training.callbacks import Callback, Hook
-    from multi_gpu_training.training.data_parallel import DataParallelTrainer
-    from multi_gpu_training.training.distributed_data_parallel import (
-        DistributedDataParallelTrainer,
-    )
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
     from multi_gpu_training.training.metrics import MetricsCollector
     from multi_gpu_training.training.progress import FitResult
     from multi_gpu_training.training.step import StepResult
-    from multi_gpu_training.training.trainer import MultiGPUTrainer, SingleDeviceTrainer
+    from multi_gpu_training.training.trainer import (
+        DataParallelTrainer,
+        DistributedDataParallelTrainer,
+        MultiGPUTrainer,
+        SingleDeviceTrainer,
+    )
 
 _HOMES = {
     "ConfigError": "errors",
@@ -46,8 +47,8 @@ _HOMES = {
     "Hook": "training.callbacks",
     "FitResult": "training.progress",
     "MultiGPUTrainingManager": "training.manager",
-    "DataParallelTrainer": "training.data_parallel",
-    "DistributedDataParallelTrainer": "training.distributed_data_parallel",
+    "DataParallelTrainer": "training.trainer",
+    "DistributedDataParallelTrainer": "training.trainer",
     "MultiGPUTrainer": "training.trainer",
     "SingleDeviceTrainer": "training.trainer",
     "StepResult": "training.step",

@@ -133,7 +133,7 @@ def exchanges(folder: Path, accumulation: int) -> int:
     manager = MultiGPUTrainingManager(settings)
     _, loader, _ = manager.setup_training(nn.Linear(4, 3), data(16), optimizer=sgd)
     manager.trainer.wrapped.register_comm_hook(None, hook)  # type: ignore[operator]
-    manager.trainer._settled = True
+    manager.trainer.strategy.settled = True
     moved = [manager.trainer.train_step(batch).moved for batch in loader]
     assert moved == [False] * (accumulation - 1) + [True]
     return sent

@@ -1,4 +1,4 @@
-"""BatchNorm over all ranks, on CPUs and GPUs, right also for ranks without a sample."""
+"""BatchNorm over all ranks, on CPUs and GPUs, correct also for ranks without a sample."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.torch_internals import BatchNormBase, BatchNormWithCheck, input_check
 
 
 class Attendance:
@@ -16,15 +17,13 @@ class Attendance:
     present = True
 
 
-class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+class SyncBatchNorm(BatchNormWithCheck):
     """Normalises with the mean and variance of the whole micro-batch, over all ranks.
 
     PyTorch's own refuses CPU tensors, and has no way to leave out a stand-in sample.
     """
 
-    def __init__(
-        self, source: nn.modules.batchnorm._BatchNorm, placement: Placement, seen: Attendance
-    ) -> None:
+    def __init__(self, source: BatchNormBase, placement: Placement, seen: Attendance) -> None:
         super().__init__(
             source.num_features,
             source.eps,
@@ -39,12 +38,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self.running_mean, self.running_var = source.running_mean, source.running_var
         self.num_batches_tracked = source.num_batches_tracked
         self.training = source.training
-        self._check_input_dim = source._check_input_dim  # type: ignore[method-assign]
+        self.check_input = input_check(source)  # a BatchNorm2d goes on asking for 4 dimensions
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.track_running_stats:
             return super().forward(input)
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        self.check_input(input)
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.placement, self.seen.present
         )
@@ -55,7 +54,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         if self.num_batches_tracked is None:
-            return  # a second forward of the same batch, see training/recompute.py
+            return  # the second forward of a batch, see training/activation_checkpointing.py
         assert self.running_mean is not None and self.running_var is not None
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
@@ -89,7 +88,9 @@ class _Normalise(torch.autograd.Function):
         counts = parts[:, -1:]
         total = counts.sum()
         if total.device.type == "cpu" and float(total) <= 1:  # on a GPU this would stall it
-            raise ValueError("BatchNorm saw one value a channel over all ranks; use a larger batch")
+            raise ValueError(
+                "BatchNorm saw one value per channel over all ranks; use a larger batch"
+            )
         means = parts[:, :channels]
         mean = (means * counts).sum(0) / total
         spread = (counts * (means - mean).square()).sum(0)
@@ -131,8 +132,8 @@ class _Normalise(torch.autograd.Function):
 
 
 def synchronise_batchnorm(model: nn.Module, placement: Placement, seen: Attendance) -> nn.Module:
-    """Replace every BatchNorm of `model` by one over all ranks; parameters stay the same."""
-    if isinstance(model, nn.modules.batchnorm._BatchNorm):
+    """Replace every BatchNorm of `model` with one over all ranks; parameters stay the same."""
+    if isinstance(model, BatchNormBase):
         return SyncBatchNorm(model, placement, seen)
     for name, child in model.named_children():
         model.add_module(name, synchronise_batchnorm(child, placement, seen))

@@ -1,4 +1,4 @@
-"""Replicas of a model: DDP around it, equal at the start, checked for equality later."""
+"""Copies of a model on several ranks: wrapped in DDP, equal at the start, compared later."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DivergenceError, ModelError
+from multi_gpu_training.torch_internals import DDPWithBufferHook, ddp_logging_data, ignore_in_ddp
 
 # torch 2.13 renamed the argument and warns about the old name.
 _BUFFERS = (
@@ -25,10 +26,10 @@ _BUFFERS = (
 )
 
 
-class Replicas(DistributedDataParallel):
+class Replicas(DDPWithBufferHook):
     """DDP that can say where its time goes.
 
-    hook_s: seconds that communication hooks of the user took on the host so far. They run inside
+    hook_s: seconds that the user's communication hooks took on the host so far. They run inside
     the backward, between the gradients of one bucket and the next, and would look like computing.
     """
 
@@ -46,23 +47,24 @@ class Replicas(DistributedDataParallel):
 
         super().register_comm_hook(state, timed)
 
-    def _sync_buffers(self) -> None:
-        """Send rank 0's buffers before a forward: whoever is early waits here."""
-        watch = self.placement.watch
-        if watch is not None:
-            watch.collective_begins()
-        super()._sync_buffers()  # type: ignore[no-untyped-call]
-        if watch is not None:
-            watch.collective_ends()
+    # A rank that is early waits here for rank 0's buffers: that is communication, not computing.
+
+    def before_buffers(self) -> None:
+        if self.placement.watch is not None:
+            self.placement.watch.collective_begins()
+
+    def after_buffers(self) -> None:
+        if self.placement.watch is not None:
+            self.placement.watch.collective_ends()
 
 
 def replicate(module: nn.Module, placement: Placement, config: MultiGPUConfig) -> Replicas:
     """Wrap `module`; every rank starts with rank 0's weights."""
     if config.compress_gradients:
-        # The step's weight must not be rounded to 16 bits. DDP puts the module's (empty) name and a
-        # dot before a parameter's.
+        # The step's weight must not be rounded to 16 bits. DDP prefixes a parameter's name with
+        # the module's (empty) name and a dot.
         names = ["tally", ".tally"]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        ignore_in_ddp(module, names)
     asked = {"bucket_cap_mb", "reduce_bucket_size"} & config.model_fields_set
     ddp = Replicas(
         module,
@@ -81,19 +83,14 @@ def replicate(module: nn.Module, placement: Placement, config: MultiGPUConfig) -
     return ddp
 
 
-def release(ddp: DistributedDataParallel) -> None:
-    """Let the parameters forget a wrapper that will not be used again."""
-    ddp._remove_autograd_hooks()
-
-
-def settle_buckets(ddp: DistributedDataParallel, nothing: Callable[[], Tensor]) -> None:
+def settle_buckets(ddp: DistributedDataParallel, zero_loss: Callable[[], Tensor]) -> None:
     """Let DDP rebuild its buckets now, in an order that depends on the model alone.
 
-    It does so after the first exchange; left to the first real step, a resumed run would add
-    gradients in another order than the run it continues. `nothing()` gives a zero loss.
+    It does so after the first exchange. Left to the first real step, a resumed run would add
+    gradients in another order than the run it continues.
     """
     for _ in range(2):
-        nothing().backward()
+        zero_loss().backward()
         ddp.zero_grad(set_to_none=True)
 
 
@@ -150,7 +147,7 @@ def check_replicas(model: nn.Module, placement: Placement, step: int) -> None:
 
 
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
-    """One whole number a tensor, which changes with any of its bits."""
+    """One integer per tensor, which changes with any of its bits."""
     return torch.stack([_bits(p.detach()) for p in parameters])
 
 
@@ -166,7 +163,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def watch_buckets(ddp: DistributedDataParallel, ready: Callable[[int], None]) -> None:
     """Call `ready(bytes)` whenever the gradients of a bucket are ready to be sent, and send
-    nothing from now on: for one rank alone."""
+    nothing from now on. For a single rank."""
 
     def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
@@ -181,6 +178,6 @@ def watch_buckets(ddp: DistributedDataParallel, ready: Callable[[int], None]) ->
 
 def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
     """Sizes of the gradient buckets DDP really uses."""
-    data = ddp._get_ddp_logging_data()
+    data = ddp_logging_data(ddp)
     sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
     return [int(size) for size in str(sizes).split(",") if size.strip()]

@@ -154,7 +154,7 @@ class StepSampler(Callback):
 
     def _new_clock(self, queue: RunQueue | None = None) -> PhaseClock:
         trainer = self.trainer
-        hook_s = lambda: getattr(trainer.wrapped, "hook_s", 0.0)  # noqa: E731
+        hook_s = lambda: trainer.strategy.hook_s  # noqa: E731
         return PhaseClock(trainer.callbacks, trainer.placement, hook_s, queue)
 
     # Comparisons of a graph with the eager step

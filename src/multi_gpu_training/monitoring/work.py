@@ -58,7 +58,7 @@ class WorkCount(TorchDispatchMode):
 def is_compiled(trainer: MultiGPUTrainer) -> bool:
     """Whether the step cannot be looked into: code that the user compiled would be compiled anew,
     and the threads of DataParallel are not seen."""
-    if trainer.replicas > trainer.placement.dp_size:
+    if trainer.strategy.copies_here > 1:
         return True
     modules = [trainer.step_module.loss_fn, *trainer.model.modules()]
     return any(

@@ -56,7 +56,7 @@ def _findings(by_rank: list[list[Any]]) -> list[tuple[int, Finding]]:
 def _once_more(trainer: MultiGPUTrainer, error: NonFiniteLossError) -> list[Finding]:
     """Compute this rank's part of the step again, without the others and without moving."""
     loader = trainer.loader
-    if loader is None or error.position < 0 or trainer.replicas > trainer.placement.dp_size:
+    if loader is None or error.position < 0 or trainer.strategy.copies_here > 1:
         return []
     found: list[Finding] = []
     step, micro = trainer.step, trainer._micro

@@ -27,7 +27,6 @@ from multi_gpu_training.distributed.launch import start_ranks_if_needed
 from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
-from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.distributed.whereabouts import (
     INPUT,
     Phase,
@@ -53,8 +52,6 @@ from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.training.assembly import assemble, open_records
 from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
-from multi_gpu_training.training.data_parallel import DataParallelTrainer
-from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
 from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loss import SupervisedLoss
@@ -70,6 +67,8 @@ from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.stopping import end_control, start_control, validation_batches
 from multi_gpu_training.training.trainer import (
     Augment,
+    DataParallelTrainer,
+    DistributedDataParallelTrainer,
     MultiGPUTrainer,
     SingleDeviceTrainer,
     opened,
@@ -448,8 +447,7 @@ class MultiGPUTrainingManager:
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Metrics of the model as it is on any batches, over all ranks; records nothing."""
         self.trainer.execution.verify()
-        if self.config.broadcast_buffers:
-            self.placement.broadcast_tensors(self.model.buffers())
+        self.trainer.strategy.sync_buffers()
         transform = self.trainer.transform
         collected = evaluate(
             self.model,
@@ -501,7 +499,7 @@ class MultiGPUTrainingManager:
         self._log.after_step(result, saving)  # finds a NaN before it is saved
         every = self.config.consistency_check_every
         if every and step % every == 0:
-            check_replicas(self.model, self.placement, step)
+            self.trainer.strategy.check_replicas(step)
         if saving:
             self.save_checkpoint(wait=False)
         return self._has_all_steps
@@ -536,7 +534,7 @@ class MultiGPUTrainingManager:
             raise NonFiniteLossError(self.trainer.step, text=text)
         self.check_finite(metrics)
         if self.config.consistency_check_every:
-            check_replicas(self.model, self.placement, self.trainer.step)
+            self.trainer.strategy.check_replicas(self.trainer.step)
         if self.val_loader is None:
             self._finish_epoch(epoch, metrics, None)
         else:

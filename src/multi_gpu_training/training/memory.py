@@ -157,7 +157,7 @@ class MemoryRecovery:
         if placement.breakable is not None:
             if mine:
                 placement.breakable.announce()
-            trainer.unwrap()
+            trainer.strategy.unwrap()
             placement.regroup()
             votes = placement.gather_json(vote)
         steps = [step for _, _, step, _ in votes]
@@ -170,7 +170,7 @@ class MemoryRecovery:
         if min(steps) < newest:
             take_over(trainer, steps.index(newest), trainer.step < newest)
         if placement.breakable is not None:
-            trainer.rewrap()
+            trainer.strategy.rewrap()
         self._settle(votes)
         if trainer.step < newest:
             trainer._given = 0

@@ -33,16 +33,14 @@ def obstacle(trainer: MultiGPUTrainer, asked: str) -> str | None:
     config, placement = trainer.config, trainer.placement
     if placement.device.type != "cuda":
         return "there is no GPU" if asked != "compile" else None
-    if trainer.replicas > placement.dp_size or type(trainer).__name__ == "DataParallelTrainer":
-        return "DataParallel runs its GPUs from one process"
+    strategy = trainer.strategy
     if asked == "compile":
-        return None
-    if placement.group is not None and placement.backend != "nccl":
-        return f"the ranks talk over {placement.backend}"
+        return strategy.compile_obstacle()
+    problem = strategy.recording_obstacle()
+    if problem is not None:
+        return problem
     if trainer.precision.scaler.is_enabled():
         return "fp16 loss scaling decides on the CPU whether to step"
-    if config.find_unused_parameters and placement.group is not None:
-        return "find_unused_parameters looks for them on the CPU"
     if config.use_gradient_checkpointing:
         return "use_gradient_checkpointing keeps the random state on the CPU"
     return optimizer_obstacle(trainer.optimizer)

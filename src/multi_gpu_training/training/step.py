@@ -136,3 +136,10 @@ class StepModule(nn.Module):
             if parameter.requires_grad:
                 total = total + _Zero.apply(parameter)  # type: ignore[no-untyped-call]
         return MicroResult(total, self.tally * 0.0, torch.zeros_like(total), None, {})
+
+
+def zero_loss(result: MicroResult) -> Tensor:
+    """The result with every gradient zero. Selected, not multiplied: the loss may be NaN."""
+    total = result.scaled if result.tally is None else result.scaled + result.tally
+    never = torch.zeros((), dtype=torch.bool, device=total.device)
+    return torch.where(never, total, torch.zeros_like(total))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.distributed.batchnorm import (
     Attendance,
-    SyncBatchNorm,
     synchronise_batchnorm,
 )
 from multi_gpu_training.distributed.control import Boundary
@@ -52,6 +50,9 @@ from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.speed import choose_speed, fuse, lay_out_channels_last
 from multi_gpu_training.training.step import MicroResult, StepModule, StepResult
+from multi_gpu_training.training.strategy import SingleDevice, Strategy
+from multi_gpu_training.training.strategy.data_parallel_strategy import DataParallelStrategy
+from multi_gpu_training.training.strategy.ddp_strategy import DDPStrategy
 from multi_gpu_training.training.weight_watch import WeightWatch
 
 # Changes a training batch on the device: augment(batch, random) -> batch.
@@ -65,6 +66,7 @@ class MultiGPUTrainer(ABC):
     def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
         self.config = config
         self.placement = placement
+        self.strategy = self.make_strategy()
         self.precision = Precision(config, placement.device, bool(config.use_mixed_precision))
         self.metrics = MetricsCollector()
         self.attendance = Attendance()
@@ -74,7 +76,6 @@ class MultiGPUTrainer(ABC):
         self.optimizer: Optimizer
         self.schedule: Schedule
         self.model: nn.Module
-        self.wrapped: nn.Module
         self.loader: Loader | None = None
         self.augment: Augment | None = None
         self.boundary = Boundary()  # before each step, on every rank
@@ -85,7 +86,6 @@ class MultiGPUTrainer(ABC):
         self._micro = 0
         self._given = 0  # micro-batches that this step was given, before any was cut
         self._counted: bool | None = None
-        self._settled = False
         self._checked = False
         self._stepping = False
         self._computed: tuple[Tensor, Tensor | None, Pairs, Share]
@@ -95,41 +95,19 @@ class MultiGPUTrainer(ABC):
         self.noise_stream = 0  # another one draws other noise for the same steps
         self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
 
-    # What a kind of trainer must say
-
     @abstractmethod
-    def wrap(self, module: StepModule) -> nn.Module:
-        """The module that computes a micro-batch on all its copies."""
+    def make_strategy(self) -> Strategy:
+        """How the model is replicated: all that kinds of trainers differ in."""
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The module that computes a micro-batch on all copies of the model."""
+        return self.strategy.wrapped
 
     @property
     def replicas(self) -> int:
         """Copies of the model that share a global batch."""
-        return self.placement.dp_size
-
-    def exchange(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a backward: ranks talk only on the last micro-batch of a step."""
-        return nullcontext()
-
-    def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
-        """Compute a micro-batch on all copies."""
-        return self.step_module.forward(batch, count, window_count, ranks)
-
-    def settle(self, batch: Any, share: Share) -> None:
-        """Called once, before the first step of this process."""
-        return
-
-    def unwrap(self) -> None:
-        """Let go of the wrapper, whose group is about to be broken."""
-        self.wrapped = self.step_module
-
-    def rewrap(self) -> None:
-        """Wrap anew, for a group that was made anew."""
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        self.wrapped = self.wrap(self.step_module)
-        with torch.no_grad():
-            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-        self._settled = False
+        return self.strategy.replicas
 
     # Building
 
@@ -152,7 +130,7 @@ class MultiGPUTrainer(ABC):
         self.model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.step_module = StepModule(model, loss_fn, self.precision)
-        self.wrapped = self.wrap(self.step_module)
+        self.strategy.wrap(self.step_module)
         if self.placement.breakable is not None:
             self.placement.on_broken = self.memory.join
         return model
@@ -196,9 +174,8 @@ class MultiGPUTrainer(ABC):
                 share = self._share_of_own_batch(given)
                 if not share.last:
                     memory.remember(given)
-            if not self._settled:
-                self.settle(opened(given), share)
-                self._settled = True
+            if not self.strategy.settled:
+                self.strategy.settle(opened(given), share, self.loader)
             samples = self._samples(given, share) if self.augment is not None else None
             if self.execution.active:
                 result = self.execution.run(given, samples, share, ours)
@@ -248,15 +225,15 @@ class MultiGPUTrainer(ABC):
         if share.first and finite.spares:
             finite.keep_buffers()
         try:
-            with self.exchange(share.last):
+            with self.strategy.no_sync(share.last):
                 for call in callbacks.on_forward:
                     call(share)
                 if share.count == 0:
-                    result = self._absent(share)
+                    result = self.strategy.absent(share, self.loader)
                 else:
                     ranks = self.placement.dp_size
                     batch = self._prepared(batch, samples)
-                    result = self.forward(batch, share.count, share.window_count, ranks)
+                    result = self.strategy.forward(batch, share.count, share.window_count, ranks)
                 self._computed = result.mean, result.weight, result.metrics, share
                 if finite.mode == "read":
                     finite.losses.append((result.mean, share))
@@ -313,13 +290,7 @@ class MultiGPUTrainer(ABC):
         if not self._checked:
             self._check_gradients()
             self._checked = True
-        if self._counted is not False or self.config.compress_gradients:
-            # Also where this rank saw no sample and cannot know: then it is 1, or the others'.
-            total = self._total_weight()
-            if total is not None:
-                nominal = max(1, share.window_count)
-                ones = torch.ones_like(total)
-                self._scale_gradients(torch.where(total > 0, nominal / total, ones))
+        self.strategy.weigh(share.window_count, self._counted)
         finite, scaler = self.finite, self.precision.scaler
         if finite.mode == "read":
             if finite.finds():
@@ -329,7 +300,7 @@ class MultiGPUTrainer(ABC):
         norm = None
         if self.config.max_grad_norm is not None:
             scaler.unscale_(self.optimizer)
-            norm = nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm)
+            norm = self.strategy.clip(self.config.max_grad_norm)
         if finite.mode == "gate":
             finite.close(norm)
         self._stepping = True
@@ -377,21 +348,6 @@ class MultiGPUTrainer(ABC):
         numbers = torch.tensor(share.indices, dtype=torch.int64)
         return numbers.to(self.placement.device, non_blocking=True)
 
-    def _absent(self, share: Share) -> MicroResult:
-        """This rank has no sample in this micro-batch, but the others need it to take part."""
-        needs_forward = self.config.find_unused_parameters or any(
-            isinstance(m, SyncBatchNorm) for m in self.model.modules()
-        )
-        if not needs_forward or self.loader is None:
-            return self.forward(None, 0, share.window_count, 1)
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        stand_in = self.loader.stand_in(share)
-        result = self.forward(stand_in, 0, share.window_count, 1)
-        if not self.config.sync_bn:
-            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-        return result._replace(scaled=nothing(result), tally=self.step_module.tally * 0.0)
-
     def read_metrics(self) -> MetricsCollector:
         """What was collected since the last reset, captured steps included."""
         self.execution.collect(self.metrics)
@@ -413,17 +369,6 @@ class MultiGPUTrainer(ABC):
         if self.placement.device.type == "cuda":
             torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)
 
-    def _total_weight(self) -> Tensor | None:
-        """Summed weight of the step over ranks, divided as the gradients are; None where every
-        micro-batch was scaled by its count."""
-        grad = self.step_module.tally.grad
-        if grad is None:
-            return None
-        if self.config.compress_gradients:
-            # Too large for the 16 bits that gradients are sent in: it goes by itself.
-            grad = self.placement.sum(grad) / self.placement.dp_size
-        return grad
-
     def _share_of_own_batch(self, batch: Any) -> Share:
         last = self._given + 1 >= self.config.gradient_accumulation_steps
         return Share(
@@ -436,16 +381,6 @@ class MultiGPUTrainer(ABC):
             last=last,
             key=self.step,
         )
-
-    def _scale_gradients(self, factor: Tensor) -> None:
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        for dtype in {grad.dtype for grad in grads}:
-            dense = [grad for grad in grads if grad.dtype == dtype and not grad.is_sparse]
-            if dense:
-                torch._foreach_mul_(dense, factor.to(dtype))
-        for grad in grads:
-            if grad.is_sparse:
-                grad.mul_(factor.to(grad.dtype))
 
     def _check_gradients(self) -> None:
         if self.config.find_unused_parameters:
@@ -511,12 +446,19 @@ def opened(batch: Any) -> Any:
 class SingleDeviceTrainer(MultiGPUTrainer):
     """One process, one device."""
 
-    def wrap(self, module: StepModule) -> nn.Module:
-        return module
+    def make_strategy(self) -> Strategy:
+        return SingleDevice(self.config, self.placement)
 
 
-def nothing(result: MicroResult) -> Tensor:
-    """The result with every gradient zero. Selected, not multiplied: the loss may be NaN."""
-    total = result.scaled if result.tally is None else result.scaled + result.tally
-    never = torch.zeros((), dtype=torch.bool, device=total.device)
-    return torch.where(never, total, torch.zeros_like(total))
+class DataParallelTrainer(MultiGPUTrainer):
+    """One process, several GPUs."""
+
+    def make_strategy(self) -> Strategy:
+        return DataParallelStrategy(self.config, self.placement)
+
+
+class DistributedDataParallelTrainer(MultiGPUTrainer):
+    """One process per GPU."""
+
+    def make_strategy(self) -> Strategy:
+        return DDPStrategy(self.config, self.placement)

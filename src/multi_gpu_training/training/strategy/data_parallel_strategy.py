@@ -1,4 +1,4 @@
-"""The trainer of one process for several GPUs."""
+"""One process that drives several GPUs with `nn.DataParallel`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch.nn.parallel import DataParallel
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement, gpu_ids
 from multi_gpu_training.training.step import MicroResult, StepModule
-from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.strategy import Forward, Strategy
+
+_ONE_PROCESS = "DataParallel runs its GPUs from one process"
 
 
-class DataParallelTrainer(MultiGPUTrainer):
-    """One process, several GPUs: `nn.DataParallel` scatters every micro-batch."""
+class DataParallelStrategy(Strategy):
+    """`nn.DataParallel` scatters every micro-batch over the GPUs and gathers the losses."""
 
     def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
         super().__init__(config, placement)
@@ -23,19 +25,33 @@ class DataParallelTrainer(MultiGPUTrainer):
         self.gpus = gpu_ids(config, torch.cuda.device_count()) if cuda else []
 
     @property
-    def replicas(self) -> int:
+    def copies_here(self) -> int:
         return max(1, len(self.gpus))
 
-    def wrap(self, module: StepModule) -> nn.Module:
-        self._counted = True
-        return DataParallel(_Replica(module), device_ids=self.gpus or None)
+    def make_wrapper(self, step_module: StepModule) -> nn.Module:
+        return DataParallel(_Replica(step_module), device_ids=self.gpus or None)
 
-    def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+    @property
+    def forward(self) -> Forward:
+        return self._scatter
+
+    def _scatter(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+        # DataParallel cuts tensors only: the length of `members` tells a copy its sample count.
         members = torch.empty(count, device=self.placement.device)
         scaled, tally, mean, weight, metrics = self.wrapped(batch, members, window_count)
         mean = (mean * weight).sum() / weight.sum()
         pairs = {name: (total.sum(), part.sum()) for name, (total, part) in metrics.items()}
         return MicroResult(scaled.sum(), tally.sum(), mean, weight.sum(), pairs)
+
+    def weigh(self, window_count: int, weighted: bool | None) -> None:
+        # Copies scale their losses by weight, whatever the loss function returned.
+        super().weigh(window_count, None)
+
+    def recording_obstacle(self) -> str | None:
+        return _ONE_PROCESS
+
+    def compile_obstacle(self) -> str | None:
+        return _ONE_PROCESS
 
 
 class _Replica(nn.Module):

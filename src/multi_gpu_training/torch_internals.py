@@ -1,0 +1,166 @@
+"""Names that torch does not promise to keep, in one place.
+
+Each function wraps one private name and says why the public ones do not do. Every one of them has
+a test in tests/test_torch_internals.py that fails loudly when torch renames it or changes what it
+does. Nothing else in the package may touch a private name of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+# BatchNorm1d to 3d, SyncBatchNorm and their relatives share no public base class.
+BatchNormBase = nn.modules.batchnorm._BatchNorm
+# InstanceNorm as well: everything that keeps running statistics.
+RunningStatsBase = nn.modules.batchnorm._NormBase
+# Conv1d to 3d and their transposed forms.
+ConvBase = nn.modules.conv._ConvNd
+
+
+class BatchNormWithCheck(BatchNormBase):
+    """A BatchNorm whose check of the input's dimensions is `check_input`; torch's own hides it
+    in a method of each subclass."""
+
+    check_input: Callable[[Tensor], None]
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        self.check_input(input)
+
+
+def input_check(norm: BatchNormBase) -> Callable[[Tensor], None]:
+    """What raises if an input has the wrong number of dimensions for this BatchNorm."""
+    check: Callable[[Tensor], None] = norm._check_input_dim
+    return check
+
+
+# The NaN gate of fused optimizers
+
+
+def set_found_inf(optimizer: Optimizer, found_inf: Tensor) -> None:
+    """Give a fused optimizer the flag that its kernel reads: where it is 1, no weight moves.
+
+    GradScaler sets the same attribute around each step. If torch stopped reading it, NaN would
+    reach the weights in silence: the test of this function trains with a closed gate.
+    """
+    vars(optimizer)["found_inf"] = found_inf
+
+
+def pop_found_inf(optimizer: Optimizer) -> Tensor | None:
+    """Take the flag away; returns it, or None where there was none."""
+    found: Tensor | None = vars(optimizer).pop("found_inf", None)
+    return found
+
+
+def mark_fused(optimizer: Optimizer) -> None:
+    """Tell GradScaler that the optimizer's kernel unscales and looks for infinities by itself.
+
+    torch sets this only in the constructor; `fuse` changes an optimizer that exists.
+    """
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+
+def flag_nonfinite_(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
+    """Set `flag` to 1 where an element is not finite, in one kernel that never waits for the
+    host. `one` is the scale to divide by."""
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, one)
+
+
+def forget_scaler_steps(scaler: torch.amp.GradScaler) -> None:
+    """Let a scaler forget that it unscaled gradients: the step is taken back, and a second
+    `unscale_` before the next `update` would raise."""
+    scaler._per_optimizer_states.clear()
+
+
+# Many tensors in one kernel
+
+
+def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensor by tensor; fused only for tensors of one type."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """Norms of tensors. `order=math.inf`: their largest elements."""
+    return list(torch._foreach_norm(list(tensors), order))
+
+
+def largest_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The largest element of each; not finite where any of its elements is not."""
+    return foreach_norm([t for t in tensors if t.numel()], math.inf)
+
+
+# Tensors and autograd
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor; the public `values()` refuses gradients that are not
+    coalesced."""
+    return tensor._values()
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to in place."""
+    return tensor._version
+
+
+def queue_after_backward(call: Callable[[], None]) -> None:
+    """Run `call` when the backward under way has computed all gradients, before DDP's own
+    callback waits for the other ranks. Only inside a backward."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+# CUDA graphs
+
+
+def end_allocation_to_pool(device: int, pool: Any) -> None:
+    """After a recording that failed the allocator still serves its pool; nothing public ends
+    that."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+# DDP
+
+
+class DDPWithBufferHook(DistributedDataParallel):
+    """DDP that calls `before_buffers` and `after_buffers` around sending rank 0's buffers, which
+    happens inside a forward, where no public hook is."""
+
+    def before_buffers(self) -> None:
+        pass
+
+    def after_buffers(self) -> None:
+        pass
+
+    def _sync_buffers(self) -> None:
+        self.before_buffers()
+        super()._sync_buffers()  # type: ignore[no-untyped-call]
+        self.after_buffers()
+
+
+def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
+    """Keep DDP from exchanging these parameters."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def remove_ddp_hooks(ddp: DistributedDataParallel) -> None:
+    """Let parameters forget a wrapper that will not be used again; else a second one around the
+    same module exchanges every gradient twice."""
+    ddp._remove_autograd_hooks()
+
+
+def ddp_logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """What DDP's logger knows: bucket sizes as they are now, times of the last steps."""
+    data: dict[str, Any] = ddp._get_ddp_logging_data()
+    return data

@@ -1,0 +1,96 @@
+"""One process per GPU, with DistributedDataParallel to exchange the gradients: the default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from multi_gpu_training.data.feeding import Loader
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.replicas import (
+    Replicas,
+    bucket_bytes,
+    replicate,
+    settle_buckets,
+    watch_buckets,
+)
+from multi_gpu_training.torch_internals import remove_ddp_hooks
+from multi_gpu_training.training.step import StepModule, zero_loss
+from multi_gpu_training.training.strategy import Forward, Strategy
+
+
+class DDPStrategy(Strategy):
+    """A copy of the model in every process. Without a process group it trains unwrapped."""
+
+    ddp: Replicas | None = None
+
+    def make_wrapper(self, step_module: StepModule) -> nn.Module:
+        if self.placement.group is None:
+            return step_module
+        step_module.replicated = True
+        self.ddp = replicate(step_module, self.placement, self.config)
+        return self.ddp
+
+    def unwrap(self) -> None:
+        if self.ddp is not None:
+            remove_ddp_hooks(self.ddp)
+            self.ddp = None
+        super().unwrap()
+
+    @property
+    def forward(self) -> Forward:
+        # Past `__call__`: nobody has hooks on these modules, and each costs a frame per step.
+        return self.step_module.forward if self.ddp is None else self.ddp.forward
+
+    def no_sync(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last or self.ddp is None else self.ddp.no_sync()
+
+    def settle(self, batch: Any, share: Share, loader: Loader | None) -> None:
+        self.settled = True
+        ddp = self.ddp
+        # Buckets are never rebuilt where DDP looks for unused parameters in every step.
+        if ddp is None or (self.config.find_unused_parameters and not self.config.static_graph):
+            return
+        if not self.config.static_graph:
+            settle_buckets(ddp, lambda: self.forward(None, 0, 1, 1).scaled)
+            return
+        # A static graph remembers how often each parameter is used: it must see a real batch.
+        if share.count == 0 and loader is not None:
+            batch = loader.stand_in(share)
+        model = self.step_module.model
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        settle_buckets(ddp, lambda: zero_loss(self.forward(batch, 1, 1, 1)))
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+    def weigh(self, window_count: int, weighted: bool | None) -> None:
+        grad = self.step_module.tally.grad
+        if not self.config.compress_gradients or grad is None:
+            super().weigh(window_count, weighted)
+            return
+        # The weight is too large for the 16 bits that gradients are sent in: it goes by itself.
+        # On every rank, also on one that knows of no weights: it is a collective.
+        self._divide(self.placement.sum(grad) / self.placement.dp_size, window_count)
+
+    def recording_obstacle(self) -> str | None:
+        if self.placement.group is None:
+            return None
+        if self.placement.backend != "nccl":
+            return f"the ranks talk over {self.placement.backend}"
+        if self.config.find_unused_parameters:
+            return "find_unused_parameters looks for them on the CPU"
+        return None
+
+    @property
+    def hook_s(self) -> float:
+        return 0.0 if self.ddp is None else self.ddp.hook_s
+
+    def watch_buckets(self, ready: Callable[[int], None]) -> None:
+        if self.ddp is not None:
+            watch_buckets(self.ddp, ready)
+
+    def bucket_bytes(self) -> list[int]:
+        return [] if self.ddp is None else bucket_bytes(self.ddp)
