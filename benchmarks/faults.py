@@ -35,9 +35,10 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import NonFiniteLossError
-from multi_gpu_training.training import execution, manager, trainer
-from multi_gpu_training.training.finite import FiniteGate
-from multi_gpu_training.training.memory import MemoryRecovery
+from multi_gpu_training.training import manager, step_state, trainer
+from multi_gpu_training.training.nan_guard import NanGuard
+from multi_gpu_training.training.runner import eager, selection
+from multi_gpu_training.training.state_rollback import StepStart
 
 GPU = torch.cuda.is_available()
 BLOCK = 20
@@ -129,20 +130,20 @@ class Alternate(Callback):
         if GPU:
             torch.cuda.synchronize()
         now = time.perf_counter()
-        name = "without" if "begin_step" in vars(manager.trainer.memory) else "with"
+        name = "without" if "keep" in vars(manager.trainer.eager.start) else "with"
         if self._began is not None and step > 10 * BLOCK * GPU:
             self.times[name].append((now - self._began) / BLOCK * 1e6)
         self._switch(manager.trainer, off=name == "with")
         self._began = time.perf_counter()
 
     def _switch(self, trainer: Any, off: bool) -> None:
-        gate, optimizer = trainer.finite, vars(trainer.optimizer)
+        gate, optimizer = trainer.nan_guard, vars(trainer.optimizer)
         if off:
-            trainer.memory.begin_step = lambda: None
+            trainer.eager.start.keep = lambda: None
             self._kept = gate.mode, optimizer.pop("found_inf", None)
             gate.mode = "none"
             return
-        del vars(trainer.memory)["begin_step"]
+        del vars(trainer.eager.start)["keep"]
         gate.mode, found = self._kept
         if found is not None:
             optimizer["found_inf"] = found
@@ -157,10 +158,10 @@ def unready() -> Iterator[None]:
         def put(holder: Any, name: str, instead: Any) -> None:
             stack.enter_context(mock.patch.object(holder, name, instead))
 
-        put(FiniteGate, "attach", lambda self, optimizer: None)
-        put(MemoryRecovery, "begin_step", lambda self: None)
+        put(NanGuard, "attach", lambda self, optimizer: None)
+        put(StepStart, "keep", lambda self: None)
         for name in ("note_step", "note_phase", "note_count"):
-            for module in (trainer, execution, manager):
+            for module in (trainer, step_state, eager, selection, manager):
                 if hasattr(module, name):
                     put(module, name, lambda *_, **__: None)
         yield
@@ -319,7 +320,7 @@ def short_memory(folder: Path, scale: int) -> dict[str, Any]:
         float((a - b).norm() / b.norm())
         for a, b in zip(model.state_dict().values(), reference.state_dict().values(), strict=True)
     )
-    return {"parts": manager.trainer.memory.parts, "apart": worst, "seconds": seconds}
+    return {"parts": manager.trainer.oom.parts, "apart": worst, "seconds": seconds}
 
 
 def table(costs: list[dict[str, Any]], nan: dict[str, Any], memory: dict[str, Any]) -> str:

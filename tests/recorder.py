@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from multi_gpu_training.training import execution
-from multi_gpu_training.training.capture import CaptureError
-from multi_gpu_training.training.rewind import StateCopies
+from multi_gpu_training.training.runner.graph import CaptureError
+from multi_gpu_training.training.runner.selection import StepExecution
+from multi_gpu_training.training.state_rollback import StateCopies
+from multi_gpu_training.training.step_state import StepState
 
 HIDDEN = "MGT_TEST_HIDDEN_WEIGHT"
 
@@ -19,15 +20,14 @@ HIDDEN = "MGT_TEST_HIDDEN_WEIGHT"
 class StandIn:
     """Repeats work with the value of HIDDEN that it was recorded with."""
 
-    def __init__(self, trainer: Any, fails: str | None = None) -> None:
-        self.copies = StateCopies(trainer)
+    def __init__(self, state: StepState, fails: str | None = None) -> None:
+        self.copies = StateCopies(state)
         self.fails = fails
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         self.copies.keep("outside")
         # A recording does nothing yet: above all it does not send gradients.
-        wrapped = self.copies.trainer.wrapped
-        with getattr(wrapped, "no_sync", nullcontext)():
+        with self.copies.state.strategy.no_sync(last=False):
             outputs = work()
         self.copies.restore("outside")
         if self.fails:
@@ -64,10 +64,10 @@ def set_hidden(value: str | None) -> None:
 
 @contextmanager
 def recording(fails: Callable[[int], str | None] = lambda rank: None) -> Iterator[None]:
-    start = execution.StepExecution.start
+    start = StepExecution.start
 
     def with_stand_in(self: Any) -> None:
-        start(self, StandIn(self.trainer, fails(self.trainer.placement.dp_rank)))
+        start(self, StandIn(self.state, fails(self.state.placement.dp_rank)))
 
-    with mock.patch.object(execution.StepExecution, "start", with_stand_in):
+    with mock.patch.object(StepExecution, "start", with_stand_in):
         yield

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 from multi_gpu_training.data import resident
 from multi_gpu_training.data.loader import Feeding
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.training import precision, speed
-from multi_gpu_training.training.speed import Speed, choose_speed
+from multi_gpu_training.training import fast_defaults, precision
+from multi_gpu_training.training.fast_defaults import Speed, choose_speed
 
 GPU = torch.device("cuda", 0)  # only named, never used
 
@@ -26,7 +26,7 @@ def convolutional() -> nn.Module:
 
 def chosen(folder: Path, model: nn.Module, device: torch.device = GPU, **settings: Any) -> Speed:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(speed, "_computes_bf16", lambda: True)
+        patch.setattr(fast_defaults, "_computes_bf16", lambda: True)
         return choose_speed(quiet(folder, **settings), model, device)
 
 
@@ -70,7 +70,7 @@ def test_fused_optimizer_is_one_kernel_where_it_was_left_open(tmp_path: Path) ->
     assert chosen(tmp_path, line(), torch.device("cpu"), fused_optimizer=True).fused_optimizer
     model = line()
     open_one = torch.optim.AdamW(model.parameters())
-    speed.fuse(open_one)  # on the CPU nothing is to be gained: it stays as it is
+    fast_defaults.fuse(open_one)  # on the CPU nothing is to be gained: it stays as it is
     assert open_one.param_groups[0]["fused"] is None
 
 

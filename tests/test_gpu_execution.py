@@ -168,7 +168,7 @@ def test_no_stale_number_ends_up_in_the_weights(tmp_path: Path, seen: bool) -> N
 
 
 def test_a_failed_recording_leaves_the_gpu_usable(tmp_path: Path) -> None:
-    from multi_gpu_training.training.capture import CaptureError, CudaGraphs
+    from multi_gpu_training.training.runner.graph import CaptureError, CudaGraphs
 
     device = torch.device("cuda", 0)
     stream = torch.cuda.Stream()

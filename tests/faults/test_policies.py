@@ -162,7 +162,7 @@ class OnTheGpu(Callback):
     """Looks for NaN as on a GPU: the fused optimizers of the CPU have the same gate."""
 
     def on_setup(self, manager: Any) -> None:
-        gate = manager.trainer.finite
+        gate = manager.trainer.nan_guard
         gate.use_gate(manager.trainer.optimizer)
         gate.start()
 
@@ -421,5 +421,5 @@ def test_fp16_loss_scaling_skips_are_no_faults(tmp_path: Path) -> None:
     settings = {"use_mixed_precision": True, "mixed_precision_dtype": "fp16"}
     manager = tiny.manager_for(tmp_path, **settings)
     manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)
-    assert manager.trainer.finite.mode == "scaler"
+    assert manager.trainer.nan_guard.mode == "scaler"
     manager.finish()

@@ -20,7 +20,7 @@ from multi_gpu_training.data.batch import attach
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.parts import in_parts
 from multi_gpu_training.errors import DataError, MemoryShortError
-from multi_gpu_training.training.memory import is_out_of_memory
+from multi_gpu_training.training.oom import is_out_of_memory
 
 SAMPLES, WIDTH = 48, 8
 # Rounding: half micro-batches add the same numbers in another order.
@@ -103,7 +103,7 @@ def train(folder: Path, case: dict[str, Any], faults: bool) -> dict[str, Any]:
 
     def when() -> bool:
         step = manager.trainer.step + 1
-        at = mine and step in steps and (micro is None or manager.trainer._given == micro)
+        at = mine and step in steps and (micro is None or manager.trainer.state.given == micro)
         steps.difference_update({step} if at else ())
         return at
 
@@ -114,7 +114,7 @@ def train(folder: Path, case: dict[str, Any], faults: bool) -> dict[str, Any]:
     return {
         "weights": tiny.weights(model),
         "losses": [epoch["train"]["loss"] for epoch in result.history],
-        "parts": manager.trainer.memory.parts,
+        "parts": manager.trainer.oom.parts,
         "faults": [event for event in events if event["event"] == "fault"],
         "hit": mine and not steps,
         "pid": os.getpid(),
@@ -199,7 +199,7 @@ def own_loop(folder: Path, short: bool) -> dict[str, Tensor]:
     hits = [short and manager.placement.dp_rank == 1]
 
     def when() -> bool:
-        at = hits[0] and manager.trainer.step == 1 and manager.trainer._given == 1
+        at = hits[0] and manager.trainer.step == 1 and manager.trainer.state.given == 1
         hits[0] = hits[0] and not at
         return at
 
@@ -210,7 +210,7 @@ def own_loop(folder: Path, short: bool) -> dict[str, Tensor]:
         batch = inputs[start : start + 6][mine], targets[start : start + 6][mine]
         manager.trainer.train_step(batch)
     manager.finish()
-    assert manager.trainer.memory.parts == 1 + short
+    assert manager.trainer.oom.parts == 1 + short
     assert manager.trainer.step == SAMPLES // 12
     return tiny.weights(model)
 
@@ -249,7 +249,7 @@ def limited(folder: Path) -> tuple[int, list[str]]:
     manager.fit(Limited(2), data(), optimizer=momentum)
     lines = manager.run.events(manager.placement.identity.rank).read_text().splitlines()
     faults = [e for e in map(json.loads, lines) if e["event"] == "fault"]
-    return manager.trainer.memory.parts, [fault["action"] for fault in faults]
+    return manager.trainer.oom.parts, [fault["action"] for fault in faults]
 
 
 def test_a_batch_that_never_fits_is_halved_with_batchnorm_as_well(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_ranks_that_are_started_again_begin_with_smaller_parts(tmp_path: Path) -
     manager._close()
     again = tiny.manager_for(tmp_path, **settings, resume="auto")
     again.setup_training(Net(None, lambda: False, False), data())
-    assert again.trainer.memory.parts == 2
+    assert again.trainer.oom.parts == 2
     again._close()
 
 
@@ -280,11 +280,11 @@ def test_the_parts_are_kept_over_a_resume(tmp_path: Path) -> None:
     manager.fit(Net("forward", lambda: bool(times and times.pop()), False), data())
     resumed = tiny.manager_for(tmp_path, **settings, resume="auto")
     resumed.setup_training(Net(None, lambda: False, False), data())
-    assert resumed.trainer.memory.parts == 2
+    assert resumed.trainer.oom.parts == 2
     resumed._close()
     smaller = tiny.manager_for(tmp_path, **{**settings, "batch_size": 2, "resume": "auto"})
     smaller.setup_training(Net(None, lambda: False, False), data())
-    assert smaller.trainer.memory.parts == 1  # as few samples at a time as before
+    assert smaller.trainer.oom.parts == 1  # as few samples at a time as before
     smaller._close()
 
 
@@ -348,4 +348,4 @@ def test_an_error_of_user_code_is_no_lack_of_memory(tmp_path: Path) -> None:
     manager: MultiGPUTrainingManager = tiny.manager_for(tmp_path)
     with pytest.raises(RuntimeError, match="shapes do not fit"):
         manager.fit(tiny.line(), tiny.points(), loss_fn=wrong)
-    assert manager.trainer.memory.parts == 1
+    assert manager.trainer.oom.parts == 1

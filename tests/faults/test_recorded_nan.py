@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback
 from multi_gpu_training.errors import MultiGPUError
-from multi_gpu_training.training import execution
+from multi_gpu_training.training.runner import selection
 
 SAMPLES, BATCH = 480, 4
 OPTIMIZERS: dict[str, Any] = {
@@ -34,7 +34,7 @@ class OnTheGpu(Callback):
         self.after: dict[int, dict[str, Tensor]] = {}
 
     def on_setup(self, manager: Any) -> None:
-        gate, optimizer = manager.trainer.finite, manager.trainer.optimizer
+        gate, optimizer = manager.trainer.nan_guard, manager.trainer.optimizer
         if isinstance(optimizer, optim.RMSprop):
             gate.mode = "later"
         else:
@@ -115,8 +115,8 @@ def test_a_nan_in_recorded_steps_is_named_and_leaves_no_trace(
 
 
 def test_a_nan_is_seen_long_before_the_epoch_ends(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(execution, "LOOK_RECORDED", 8)
-    monkeypatch.setattr(execution, "FIRST_WINDOW", 10_000)  # no comparison finds it before
+    monkeypatch.setattr(selection, "LOOK_RECORDED", 8)
+    monkeypatch.setattr(selection, "FIRST_WINDOW", 10_000)  # no comparison finds it before
     bad = 141
     found = train(tmp_path, (bad,), "adamw", True, {})
     (step,) = found["bad_steps"]
@@ -161,7 +161,7 @@ def test_what_a_recorded_gate_writes_to_stays_where_it_is(tmp_path: Path) -> Non
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
     manager.setup_training(model, data, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["adamw"])
-    gate = manager.trainer.finite
+    gate = manager.trainer.nan_guard
     gate.use_gate(manager.trainer.optimizer)
     gate.keep_buffers()
     kept = [buffer.data_ptr() for buffer in gate._good]
@@ -184,12 +184,12 @@ def test_a_single_bad_weight_is_seen(tmp_path: Path, kind: torch.dtype, value: f
     manager = tiny.manager_for(tmp_path, training_mode="single")
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 4))
     manager.setup_training(Odd(), data, loss_fn=F.mse_loss, optimizer=OPTIMIZERS["rmsprop"])
-    watch = manager.trainer.weight_watch
-    manager.trainer.finite.mode = "later"
-    watch.ask()
-    assert not watch.are_spoilt()
+    guard = manager.trainer.nan_guard
+    guard.mode = "later"
+    guard.ask_about_weights()
+    assert not guard.weights_are_spoilt()
     with torch.no_grad():
         manager.model.more[3] = value
-    watch.ask()
-    assert watch.are_spoilt()
+    guard.ask_about_weights()
+    assert guard.weights_are_spoilt()
     manager.finish()

@@ -11,15 +11,15 @@ from unittest import mock
 from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training.monitoring.report.run import read_run
-from multi_gpu_training.training import execution
-from multi_gpu_training.training.rewind import StateCopies
+from multi_gpu_training.training.runner.selection import StepExecution
+from multi_gpu_training.training.state_rollback import StateCopies
 
 
 class Repeats:
     """Stands for a CUDA graph: does what was recorded again."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.copies = StateCopies(trainer)
+    def __init__(self, state: Any) -> None:
+        self.copies = StateCopies(state)
 
     def capture(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         self.copies.keep("outside")
@@ -35,13 +35,13 @@ class Repeats:
 
 
 def test_comparisons_with_eager_steps_are_timed_and_labelled(tmp_path: Path) -> None:
-    start = execution.StepExecution.start
+    start = StepExecution.start
 
     def with_stand_in(self: Any) -> None:
-        start(self, Repeats(self.trainer))
+        start(self, Repeats(self.state))
 
     settings = {"training_mode": "single", "batch_size": 2, "epochs": 20, "log_every": 5}
-    with mock.patch.object(execution.StepExecution, "start", with_stand_in):
+    with mock.patch.object(StepExecution, "start", with_stand_in):
         manager = manager_for(tmp_path, step_execution="graph", **settings)
         manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
     assert manager.trainer.execution.mode == "graph"

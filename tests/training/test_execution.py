@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUTrainingManager
-from multi_gpu_training.training import execution
-from multi_gpu_training.training.guards import Guards
+from multi_gpu_training.training.runner import selection
+from multi_gpu_training.training.runner.graph_guards import Guards
 
 
 class Knob:
@@ -252,9 +252,9 @@ def test_guards_see_a_dropout_and_an_optimizer_that_are_turned() -> None:
 def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays_after_s: float, mode: str
 ) -> None:
-    monkeypatch.setattr(execution, "LARGEST_STATE", 0)
-    monkeypatch.setattr(execution, "COMPILE_PAYS_AFTER_S", pays_after_s)
-    monkeypatch.setattr(execution, "WORTH_IT", 1e9)  # however long it takes on this machine
+    monkeypatch.setattr(selection, "LARGEST_STATE", 0)
+    monkeypatch.setattr(selection, "COMPILE_PAYS_AFTER_S", pays_after_s)
+    monkeypatch.setattr(selection, "WORTH_IT", 1e9)  # however long it takes on this machine
     monkeypatch.setattr(torch, "compile", lambda function: function)
     ends = []
     for how in ("eager", "auto"):

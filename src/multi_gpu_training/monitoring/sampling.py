@@ -90,7 +90,7 @@ class StepSampler(Callback):
         """A batch is asked for: a step begins, or goes on. phase: what the time until it comes
         belongs to."""
         if self._clock.running:
-            if self.trainer._micro:
+            if self.trainer.state.micro:
                 self._clock.mark(phase)
                 return
             self._finish(now)
@@ -98,7 +98,7 @@ class StepSampler(Callback):
         step = self.trainer.step + 1
         if self._count_at is not None and step >= self._count_at:
             self._count()
-        elif step >= self.next_step and not self.trainer._micro:
+        elif step >= self.next_step and not self.trainer.state.micro:
             self._begin(now, phase)
         self.attentive = self._clock.running or self._pending is not None
         self.attentive = self.attentive or self._count_at is not None

@@ -30,7 +30,7 @@ from multi_gpu_training.reliability.state import (
     set_random_state,
 )
 from multi_gpu_training.reliability.transfer import agree, bring
-from multi_gpu_training.training.reminder import leave_word
+from multi_gpu_training.training.oom import leave_oom_hint
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 Scope = Literal["replicated", "per_rank"]
@@ -167,7 +167,7 @@ class FaultToleranceManager:
         text = f"{type(error).__name__}: {error}"
         self.record_fault(policy.kind, policy.action, text, aloud=aloud)
         if policy.kind == "out_of_memory" and policy.action == RESTART:
-            leave_word(self.store.folder.parent, self.trainer.memory)
+            leave_oom_hint(self.store.folder.parent, self.trainer.oom)
         if policy.action != ROLLBACK:
             raise error
         self.rollbacks += 1
@@ -205,15 +205,15 @@ class FaultToleranceManager:
         """Bring back the state of a checkpoint while the ranks go on. Collective."""
         trainer = self.trainer
         before = {p: dict(state) for p, state in trainer.optimizer.state.items()}
-        memory = trainer.memory.state_dict()
+        memory = trainer.oom.state_dict()
         passed_over = self.passed_over.state_dict()
         trainer.forget_step()
         self.resume(path)
-        trainer.memory.load_state_dict(memory)  # what was learned since the checkpoint stays
+        trainer.oom.load_state_dict(memory)  # what was learned since the checkpoint stays
         self.passed_over.load_state_dict(passed_over)
         keep_tensors(trainer.optimizer, before)
         trainer.execution.went_back()
-        trainer.finite.start()
+        trainer.nan_guard.start()
 
     def _snapshot(self, facts: dict[str, Any]) -> Snapshot:
         trainer = self.trainer

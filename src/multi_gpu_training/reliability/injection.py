@@ -47,7 +47,7 @@ from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.loss import read_loss
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.step import StepResult
-from multi_gpu_training.training.trainer import opened
+from multi_gpu_training.training.step_state import materialize
 
 Phase = Literal["input", "forward", "backward", "optimizer", "step_end", "validation", "saving"]
 __all__ = ["EXIT_CODE", "InjectedFault", "Injection", "Kind", "Phase", "fail_at", "injected"]
@@ -161,7 +161,7 @@ class Injection(Callback):
             def with_fault(batch: Any) -> Any:
                 if self._strikes_now(manager.trainer.step + 1):
                     share = share_of(batch)
-                    batch = map_tensors(opened(batch), _poison)
+                    batch = map_tensors(materialize(batch), _poison)
                     batch = batch if share is None else attach(batch, share)
                 return train_step(batch)
 
@@ -205,7 +205,7 @@ class Injection(Callback):
             return noting
 
         self._last_micro_batch = False
-        self._replace(manager.trainer, "compute", around)
+        self._replace(manager.trainer.eager, "compute", around)
         self._undo.append(first.register_hook(with_fault).remove)
 
     def _arm_optimizer(self, manager: MultiGPUTrainingManager) -> None:

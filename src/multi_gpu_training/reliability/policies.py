@@ -15,7 +15,7 @@ from multi_gpu_training.errors import (
     NonFiniteLossError,
     RankFailure,
 )
-from multi_gpu_training.training.memory import is_out_of_memory
+from multi_gpu_training.training.oom import is_out_of_memory
 
 ROLLBACK, RESTART, STOP = "rollback", "restart", "stop"
 

@@ -16,11 +16,11 @@ from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.run_folder import open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
 from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
+from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.learning_rate import choose_schedule, scale_rate
 from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
 from multi_gpu_training.training.optimizer import choose_optimizer
-from multi_gpu_training.training.recompute import use_recompute
 from multi_gpu_training.training.resuming import EpochSums
 from multi_gpu_training.training.verification import shorten
 
@@ -51,8 +51,8 @@ def open_records(manager: MultiGPUTrainingManager, states: dict[str, Any]) -> No
         manager.run.disks,
     )
     manager.fault_tolerance.saver.on_saved = manager._checkpoint_is_safe
-    manager.trainer.memory.told = partial(manager.fault_tolerance.record_fault, "out_of_memory")
-    manager.trainer.finite.told = partial(manager.fault_tolerance.record_fault, "nonfinite")
+    manager.trainer.oom.told = partial(manager.fault_tolerance.record_fault, "out_of_memory")
+    manager.trainer.nan_guard.told = partial(manager.fault_tolerance.record_fault, "nonfinite")
     manager.fault_tolerance.register("progress", manager.progress)
     manager.fault_tolerance.register("shares", manager.balance)
     manager.fault_tolerance.register(
@@ -95,11 +95,11 @@ def assemble(
     if not isinstance(built, nn.Module):
         raise ModelError(f"model is a {type(built).__name__}; give a torch.nn.Module")
     if config.use_gradient_checkpointing:
-        use_recompute(built)
+        use_activation_checkpointing(built)
     if manager._verification is not None and manager._verification.double:
         built.double()
     trainer.loader = manager.train_loader
-    trainer.memory.whole = manager.sizes.per_rank
+    trainer.oom.whole = manager.sizes.per_rank
     manager.model = trainer.build(built, manager.loss_fn)
     trainer.take_optimizer(choose_optimizer(optimizer, manager.model, config, manager.console.line))
     if trainer.gate_note:

@@ -59,19 +59,18 @@ from multi_gpu_training.training.measurement import adapt as place_case
 from multi_gpu_training.training.measurement import measure
 from multi_gpu_training.training.measurement import requested as case_to_measure
 from multi_gpu_training.training.metrics import MetricsCollector
+from multi_gpu_training.training.oom import take_oom_hint
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
-from multi_gpu_training.training.reminder import recall
 from multi_gpu_training.training.resuming import find_checkpoint, go_on_from, plain_options
 from multi_gpu_training.training.step import StepResult
+from multi_gpu_training.training.step_state import Augment, materialize
 from multi_gpu_training.training.stopping import end_control, start_control, validation_batches
 from multi_gpu_training.training.trainer import (
-    Augment,
     DataParallelTrainer,
     DistributedDataParallelTrainer,
     MultiGPUTrainer,
     SingleDeviceTrainer,
-    opened,
 )
 from multi_gpu_training.training.verification import (
     adapt,
@@ -182,9 +181,9 @@ class MultiGPUTrainingManager:
             assemble(self, *given)
             if checkpoint is not None:
                 go_on_from(self, checkpoint)
-            recall(self.run.path, self.trainer.memory, self.placement)
-            if self.trainer.memory.parts > 1:
-                self.console.line(self.trainer.memory.describe())
+            take_oom_hint(self.run.path, self.trainer.oom, self.placement)
+            if self.trainer.oom.parts > 1:
+                self.console.line(self.trainer.oom.describe())
             self.balance.settle(self)
         except BaseException:
             self._close()
@@ -208,7 +207,7 @@ class MultiGPUTrainingManager:
         execution.steps_left = self._steps_left
         execution.snapshot_more = self._keep_rest
         execution.start()
-        self.trainer.finite.start()
+        self.trainer.nan_guard.start()
         self._log = IntervalLog(self)
         self.observer = Observer(self)
 
@@ -268,7 +267,7 @@ class MultiGPUTrainingManager:
         try:
             if sys.exception() is None:
                 self.trainer.execution.verify()  # the weights of a loop of one's own, too
-                self.trainer.finite.look(now=True)
+                self.trainer.nan_guard.look(now=True)
                 self.fault_tolerance.saver.settle()
             else:  # the other ranks may be anywhere
                 self.fault_tolerance.saver.drain()
@@ -406,7 +405,7 @@ class MultiGPUTrainingManager:
                 result = trainer.train_step(batch)
                 wait.used()
                 if self._announce_loss:
-                    self._say_loss(opened(batch))
+                    self._say_loss(materialize(batch))
                 if result.moved and self._after_step(result):
                     self._epoch_is_whole = total is not None and trainer.position >= total
                     break
@@ -468,7 +467,7 @@ class MultiGPUTrainingManager:
         written beside training. `score` says how good it is, for `keep_best`."""
         note_phase(Phase.CHECKPOINT)
         self.trainer.execution.verify()
-        self.trainer.finite.look(now=True)  # finds a NaN before it is saved
+        self.trainer.nan_guard.look(now=True)  # finds a NaN before it is saved
         self.trainer.read_metrics()
         facts = {"metrics": self._last_metrics(), "global_batch_size": self.sizes.global_batch}
         facts["options"] = plain_options(self)
@@ -507,7 +506,7 @@ class MultiGPUTrainingManager:
     def check_finite(self, metrics: dict[str, float]) -> None:
         if not math.isfinite(metrics.get("loss", 0.0)):
             self.trainer.execution.verify()  # they know more
-            self.trainer.finite.look(now=True)
+            self.trainer.nan_guard.look(now=True)
             rate = float(self.trainer.optimizer.param_groups[0]["lr"])
             raise NonFiniteLossError(
                 self.trainer.step,
@@ -528,7 +527,7 @@ class MultiGPUTrainingManager:
         self._epoch_metrics.merge(self.trainer.read_metrics())
         self.trainer.metrics.reset()
         metrics = self._epoch_metrics.compute(self.placement)
-        self.trainer.finite.look(now=True)  # here, where the device is waited for anyway
+        self.trainer.nan_guard.look(now=True)  # here, where the device is waited for anyway
         if not metrics and self.config.on_nonfinite == "skip":
             text = f"every step of epoch {epoch + 1} was skipped: no gradient of it was finite"
             raise NonFiniteLossError(self.trainer.step, text=text)

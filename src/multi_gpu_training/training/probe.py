@@ -17,7 +17,7 @@ from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.reliability.state import random_state, set_random_state
-from multi_gpu_training.training.execution import free_bytes
+from multi_gpu_training.training.runner.selection import free_bytes
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
@@ -126,7 +126,7 @@ class Probe:
 
     def _pass(self, batch: Any, samples: torch.Tensor | None, count: int) -> None:
         trainer = self.trainer
-        prepared = trainer._prepared(batch, samples)
+        prepared = trainer.state.prepare(batch, samples)
         result = trainer.step_module.forward(prepared, count, count, 1)
         torch.autograd.grad(result.scaled, self._parameters, allow_unused=True)
 

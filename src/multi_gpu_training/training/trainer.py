@@ -1,39 +1,23 @@
-"""The training step. Trainers differ only in how a model is wrapped and its copies exchange.
-
-One step, over all ranks and micro-batches, moves the weights along
-
-    sum of w_i * grad l_i  /  sum of w_i
-
-which is what one GPU computes on the whole global batch.
-"""
+"""Trainers: they take micro-batches and move the weights. They differ only in their strategy."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import batch_count, share_of, to_device
+from multi_gpu_training.data.batch import share_of, to_device
 from multi_gpu_training.data.feeding import Loader
-from multi_gpu_training.data.order import Share, derive_seed, step_seed
-from multi_gpu_training.data.randomness import SampleRandom
-from multi_gpu_training.data.resident import ResidentBatch
-from multi_gpu_training.distributed.batchnorm import (
-    Attendance,
-    synchronise_batchnorm,
-)
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.batchnorm import synchronise_batchnorm
 from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_same_model
 from multi_gpu_training.distributed.whereabouts import (
-    BACKWARD,
     HOOK,
-    OPTIMIZER,
     OWN_CODE,
     note_count,
     note_phase,
@@ -41,59 +25,73 @@ from multi_gpu_training.distributed.whereabouts import (
 )
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.training.callbacks import CallbackList
-from multi_gpu_training.training.execution import StepExecution
-from multi_gpu_training.training.finite import LOOK, FiniteGate
+from multi_gpu_training.training.fast_defaults import choose_speed, fuse, lay_out_channels_last
 from multi_gpu_training.training.learning_rate import Rates, Schedule
-from multi_gpu_training.training.loss import LossFn, Pairs
-from multi_gpu_training.training.memory import MemoryRecovery, is_out_of_memory
+from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.metrics import MetricsCollector
+from multi_gpu_training.training.nan_guard import LOOK, NanGuard
+from multi_gpu_training.training.oom import OomRecovery, is_out_of_memory
 from multi_gpu_training.training.precision import Precision
-from multi_gpu_training.training.speed import choose_speed, fuse, lay_out_channels_last
-from multi_gpu_training.training.step import MicroResult, StepModule, StepResult
+from multi_gpu_training.training.runner.eager import EagerRunner
+from multi_gpu_training.training.runner.selection import StepExecution
+from multi_gpu_training.training.state_rollback import StepStart
+from multi_gpu_training.training.step import StepModule, StepResult
+from multi_gpu_training.training.step_state import Augment, StepState, materialize
 from multi_gpu_training.training.strategy import SingleDevice, Strategy
 from multi_gpu_training.training.strategy.data_parallel_strategy import DataParallelStrategy
 from multi_gpu_training.training.strategy.ddp_strategy import DDPStrategy
-from multi_gpu_training.training.weight_watch import WeightWatch
 
-# Changes a training batch on the device: augment(batch, random) -> batch.
-Augment = Callable[[Any, SampleRandom], Any]
+
+def _of_state(name: str) -> Any:
+    """An attribute of the trainer that lies in its StepState."""
+
+    def read(self: MultiGPUTrainer) -> Any:
+        return getattr(self.state, name)
+
+    def write(self: MultiGPUTrainer, value: Any) -> None:
+        setattr(self.state, name, value)
+
+    return property(read, write)
 
 
 class MultiGPUTrainer(ABC):
     """Accumulates micro-batches and moves the weights. Every rank must call `train_step` the
-    same number of times."""
+    same number of times.
+
+    state: where the training stands. strategy: how the model is replicated. execution: how steps
+    run. nan_guard, oom: what happens to a step with a NaN, or without memory.
+    """
+
+    step: int = _of_state("step")
+    epoch: int = _of_state("epoch")
+    position: int = _of_state("position")
+    model: nn.Module = _of_state("model")
+    step_module: StepModule = _of_state("step_module")
+    optimizer: Optimizer = _of_state("optimizer")
+    schedule: Schedule = _of_state("schedule")
+    rates: Rates = _of_state("rates")
+    precision: Precision = _of_state("precision")
+    metrics: MetricsCollector = _of_state("metrics")
+    callbacks: CallbackList = _of_state("callbacks")
+    loader: Loader | None = _of_state("loader")
+    augment: Augment | None = _of_state("augment")
+    transform: Any = _of_state("transform")  # of a batch, right before the loss
+    noise_stream: int = _of_state("noise_stream")  # another number draws other noise
 
     def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
         self.config = config
         self.placement = placement
         self.strategy = self.make_strategy()
-        self.precision = Precision(config, placement.device, bool(config.use_mixed_precision))
-        self.metrics = MetricsCollector()
-        self.attendance = Attendance()
-        self.step = 0
-        self.epoch = 0
-        self.position = 0
-        self.optimizer: Optimizer
-        self.schedule: Schedule
-        self.model: nn.Module
-        self.loader: Loader | None = None
-        self.augment: Augment | None = None
+        self.state = StepState(config, placement, self.strategy)
+        self.attendance = self.state.attendance
+        start = StepStart(self.state)
+        self.nan_guard = NanGuard(self.state, start)
+        self.eager = EagerRunner(self.state, self.nan_guard, start)
+        self.execution = StepExecution(self.state, self.eager, self.nan_guard)
+        self.oom = OomRecovery(self.state, self.eager)
+        self.oom.give_up_recording = self._give_up_recording
         self.boundary = Boundary()  # before each step, on every rank
-        self.execution = StepExecution(self)
-        self.memory = MemoryRecovery(self)
-        self.finite = FiniteGate(self)
-        self.weight_watch = WeightWatch(self)
-        self._micro = 0
-        self._given = 0  # micro-batches that this step was given, before any was cut
-        self._counted: bool | None = None
-        self._checked = False
-        self._stepping = False
-        self._computed: tuple[Tensor, Tensor | None, Pairs, Share]
-        self._noise_base: int | None = None
-        self._epoch_key = EpochKey(placement.device)
-        self.callbacks = CallbackList()
-        self.noise_stream = 0  # another one draws other noise for the same steps
-        self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
+        self.gate_note: str | None = None  # what looking for NaN costs, if anything
 
     @abstractmethod
     def make_strategy(self) -> Strategy:
@@ -117,7 +115,7 @@ class MultiGPUTrainer(ABC):
             raise ModelError(
                 f"{type(model).__name__} has no parameter with requires_grad=True; unfreeze some"
             )
-        device = self.placement.device
+        state, device = self.state, self.placement.device
         self.execution.enter_stream()
         model.to(device)
         check_same_model(model, self.placement)
@@ -126,23 +124,32 @@ class MultiGPUTrainer(ABC):
         self.speed = choose_speed(self.config, model, device)
         if self.speed.channels_last:
             lay_out_channels_last(model)
-        self.precision = Precision(self.config, device, self.speed.mixed_precision)
-        self.model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self.step_module = StepModule(model, loss_fn, self.precision)
-        self.strategy.wrap(self.step_module)
+        state.precision = Precision(self.config, device, self.speed.mixed_precision)
+        state.model = model
+        state.parameters = [p for p in model.parameters() if p.requires_grad]
+        state.step_module = StepModule(model, loss_fn, state.precision)
+        self.strategy.wrap(state.step_module)
         if self.placement.breakable is not None:
-            self.placement.on_broken = self.memory.join
+            self.placement.on_broken = self.oom.join
         return model
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
         """Train with this optimizer, made as fast as the config allows."""
-        self.optimizer = optimizer
+        self.state.optimizer = optimizer
         if self.speed.fused_optimizer:
             fuse(optimizer)
-        optimizer.register_step_pre_hook(self.guard)
-        self.rates = Rates(optimizer, self.placement.device)
-        self.gate_note = self.finite.attach(optimizer)
+        optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self.state.rates = Rates(optimizer, self.placement.device)
+        self.gate_note = self.nan_guard.attach(optimizer)
+
+    def _refuse_foreign_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before every step of the optimizer: a step past the trainer would move this rank's
+        weights along its own gradient alone."""
+        if self.placement.dp_size > 1 and not self.state.moving:
+            raise ModelError(
+                "optimizer.step() was called outside the trainer, where ranks do not exchange "
+                "gradients; train with manager.trainer.train_step(batch)"
+            )
 
     # The step
 
@@ -152,257 +159,80 @@ class MultiGPUTrainer(ABC):
         Batches of the manager's loader know their place. For any other batch, the samples on
         all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
         """
-        note_step(self.step + 1, begun=True)
+        state, oom, execution = self.state, self.oom, self.execution
+        note_step(state.step + 1, begun=True)
         share = share_of(batch)
-        if self._given == 0 if share is None else share.first:
+        if state.given == 0 if share is None else share.first:
             self.boundary.passed += 1
             if self.boundary.held:
                 self.boundary.halt()
-            if not self.memory.retrying:  # a step that is computed again has begun before
-                for call in self.callbacks.on_step_begin:
-                    call(self.step + 1)
+            if not oom.retrying:  # a step that is computed again has begun before
+                for call in state.callbacks.on_step_begin:
+                    call(state.step + 1)
         else:
-            note_count(self._micro)
-        ours = share is not None
-        memory = self.memory
-        memory.busy = True  # an exchange that breaks is the step's to mend
+            note_count(state.micro)
+        oom.busy = True  # an exchange that breaks is the step's to mend
         short: bool | None  # whether it was this rank's memory that ended an attempt
         try:
             given = batch
             if share is None:
                 given = to_device(batch, self.placement.device)
-                share = self._share_of_own_batch(given)
+                share = state.own_share(given)
                 if not share.last:
-                    memory.remember(given)
+                    oom.remember(given)
             if not self.strategy.settled:
-                self.strategy.settle(opened(given), share, self.loader)
-            samples = self._samples(given, share) if self.augment is not None else None
-            if self.execution.active:
-                result = self.execution.run(given, samples, share, ours)
-            elif memory.parts > 1:
-                result = memory.run_parts(given, samples, share)
+                self.strategy.settle(materialize(given), share, state.loader)
+            samples = None if state.augment is None else state.sample_numbers(given, share)
+            if execution.active:
+                result = execution.run(given, samples, share)
+            elif oom.parts > 1:
+                result = oom.run(given, samples, share)
             else:
-                result = self.eager_step(given, samples, share)
-            self._given = 0 if share.last else self._given + 1
+                result = self.eager.run(given, samples, share)
+            state.given = 0 if share.last else state.given + 1
             short = None
         except RuntimeError as error:
-            if memory.retrying or not memory.concerns(error):
+            if oom.retrying or not oom.concerns(error):
                 raise
             short = is_out_of_memory(error)
         finally:
-            memory.busy = False
+            oom.busy = False
         if short is not None:
-            # Out here nothing holds the frames of the error any more, and what filled the memory.
+            # Out here, nothing holds the frames of the error and what filled the memory.
             given = samples = None
-            result = memory.retry(batch, short)
-        if result.moved and self.callbacks.on_step_end and not memory.retrying:
-            note_phase(HOOK)
-            for call in self.callbacks.on_step_end:
-                call(result)
-            note_phase(OWN_CODE)
+            result = oom.retry(batch, short, self.train_step)
+        if result.moved and not oom.retrying:
+            if state.step % LOOK == 0:
+                self.nan_guard.look()
+            if state.callbacks.on_step_end:
+                note_phase(HOOK)
+                for call in state.callbacks.on_step_end:
+                    call(result)
+                note_phase(OWN_CODE)
         return result
 
-    def eager_step(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
-        """One micro-batch, operation by operation."""
-        if share.first:
-            self.memory.begin_step()
-        self.seed_noise()
-        self.rates.send()
-        result, norm = self.compute(batch, samples, share)
-        if self.finite.skipped:
-            self.finite.skipped = False
-        else:
-            self._note(result, share)
-        return self.advance(result.mean, norm, share)
-
-    def compute(
-        self, batch: Any, samples: Tensor | None, share: Share
-    ) -> tuple[MicroResult, Tensor | None]:
-        """Everything that a micro-batch asks of the device, and nothing else: this is what a
-        CUDA graph holds. The last micro-batch of a step moves the weights."""
-        self.attendance.present = share.count > 0  # until backward is done: it may recompute
-        finite, callbacks = self.finite, self.callbacks
-        if share.first and finite.spares:
-            finite.keep_buffers()
-        try:
-            with self.strategy.no_sync(share.last):
-                for call in callbacks.on_forward:
-                    call(share)
-                if share.count == 0:
-                    result = self.strategy.absent(share, self.loader)
-                else:
-                    ranks = self.placement.dp_size
-                    batch = self._prepared(batch, samples)
-                    result = self.strategy.forward(batch, share.count, share.window_count, ranks)
-                self._computed = result.mean, result.weight, result.metrics, share
-                if finite.mode == "read":
-                    finite.losses.append((result.mean, share))
-                scaled = self.precision.scaler.scale(result.scaled)
-                for call in callbacks.on_backward:
-                    call(scaled)
-                if callbacks.on_exchange and scaled.requires_grad:
-                    scaled.register_hook(self._announce_exchange)
-                # The tally is added unscaled: it is a weight, not a gradient.
-                note_phase(BACKWARD)
-                (scaled if result.tally is None else scaled + result.tally).backward()
-            norm = self._move_weights(share) if share.last else None
-        finally:
-            for call in callbacks.on_micro_batch_end:
-                call()
-        return finite.spare(result, share) if finite.spares else result, norm
-
-    def _announce_exchange(self, grad: Tensor) -> None:
-        """The first thing that runs in a backward: what it queues runs before DDP waits for the
-        other ranks, once this rank's own gradients are computed."""
-        engine: Any = torch.autograd.Variable._execution_engine
-        for call in self.callbacks.on_exchange:
-            engine.queue_callback(call)
-
-    def advance(
-        self, loss: Tensor, norm: Tensor | None, share: Share, shared: bool = False
-    ) -> StepResult:
-        """Count a micro-batch that was computed; after the last one of a step, the step.
-
-        shared: the next micro-batch writes its loss to the same memory.
-        """
-        note_phase(OWN_CODE)
-        self._micro += 1
-        if not share.last:
-            return StepResult(loss, self.step, False, None, shared)
-        self._micro = 0
-        self.step += 1
-        self.epoch, self.position = share.epoch, share.position + 1
-        self.schedule.after_step(self.step)
-        if self.step % LOOK == 0:
-            self.finite.look()
-        return StepResult(loss, self.step, True, norm, shared)
-
-    def finish_step(self) -> StepResult:
-        """Count a step that the other ranks have finished: its weights were taken over."""
-        mean, weight, metrics, share = self._computed
-        self._note(MicroResult(mean, None, mean, weight, metrics), share)
-        return self.advance(mean, None, share)
-
-    def _move_weights(self, share: Share) -> Tensor | None:
-        note_phase(OPTIMIZER)
-        for call in self.callbacks.on_optimizer:
-            call()
-        if not self._checked:
-            self._check_gradients()
-            self._checked = True
-        self.strategy.weigh(share.window_count, self._counted)
-        finite, scaler = self.finite, self.precision.scaler
-        if finite.mode == "read":
-            if finite.finds():
-                finite.refuse()
-                return None
-            finite.losses.clear()
-        norm = None
-        if self.config.max_grad_norm is not None:
-            scaler.unscale_(self.optimizer)
-            norm = self.strategy.clip(self.config.max_grad_norm)
-        if finite.mode == "gate":
-            finite.close(norm)
-        self._stepping = True
-        with self.rates:
-            scaler.step(self.optimizer)
-        self._stepping = False
-        scaler.update()
-        self.drop_gradients()
-        return norm
+    def _give_up_recording(self, reason: str) -> None:
+        if self.execution.active:
+            self.execution.give_up(reason)
 
     def forget_step(self) -> None:
         """Give up the step under way, and everything that was measured since the last log."""
-        self.drop_gradients()
-        self._micro = self._given = 0
+        self.state.drop_gradients()
+        self.state.micro = self.state.given = 0
         self.metrics.reset()
-        self.finite.reset()
+        self.nan_guard.reset()
 
     def pass_over(self, share: Share) -> None:
         """Go past a micro-batch without training on it; after the last one, past the step."""
         if share.last:
-            self.epoch, self.position = share.epoch, share.position + 1
-
-    def drop_gradients(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-        self.step_module.tally.grad = None
-
-    def _prepared(self, batch: Any, samples: Tensor | None) -> Any:
-        """The batch as the loss function gets it: gathered, and augmented on the device."""
-        batch = opened(batch)
-        if self.augment is not None and samples is not None:
-            with torch.no_grad():
-                batch = self.augment(batch, SampleRandom(samples, self._epoch_key.tensor))
-        return batch if self.transform is None else self.transform(batch)
-
-    def _samples(self, batch: Any, share: Share) -> Tensor:
-        """The numbers of a batch's samples, from which their randomness comes."""
-        if not share.sample_seed:  # a batch of the user's own: keyed by its place
-            self._epoch_key.set(derive_seed(self.config.seed, self.step, self._micro))
-            start = self.placement.dp_rank * share.count
-            return torch.arange(start, start + share.count, device=self.placement.device)
-        self._epoch_key.set(share.sample_seed)
-        if isinstance(batch, ResidentBatch):
-            return batch.index
-        numbers = torch.tensor(share.indices, dtype=torch.int64)
-        return numbers.to(self.placement.device, non_blocking=True)
+            self.state.epoch, self.state.position = share.epoch, share.position + 1
 
     def read_metrics(self) -> MetricsCollector:
-        """What was collected since the last reset, captured steps included."""
+        """What was collected since the last reset, recorded steps included."""
         self.execution.collect(self.metrics)
         return self.metrics
 
-    def _note(self, result: MicroResult, share: Share) -> None:
-        if share.count:
-            self._counted = result.weight is not None
-            weight = share.count if result.weight is None else result.weight
-            self.metrics.add_mean(result.mean, weight, result.metrics)
-
-    def seed_noise(self) -> None:
-        """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history."""
-        if self._noise_base is None:
-            rank = self.placement.dp_rank
-            self._noise_base = derive_seed(self.config.seed, rank, self.noise_stream)
-        seed = step_seed(self._noise_base, self.step, self._micro)
-        torch.default_generator.manual_seed(seed)
-        if self.placement.device.type == "cuda":
-            torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)
-
-    def _share_of_own_batch(self, batch: Any) -> Share:
-        last = self._given + 1 >= self.config.gradient_accumulation_steps
-        return Share(
-            epoch=self.epoch,
-            position=self.position,
-            indices=(),
-            count=batch_count(batch),
-            window_count=0,  # unknown here: the ranks learn it with the gradients
-            first=self._given == 0,
-            last=last,
-            key=self.step,
-        )
-
-    def _check_gradients(self) -> None:
-        if self.config.find_unused_parameters:
-            return
-        missing = [
-            name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None
-        ]
-        if missing:
-            raise ModelError(
-                f"{len(missing)} parameters got no gradient from the loss: {', '.join(missing[:8])}"
-                f"{' ...' if len(missing) > 8 else ''}; use them in the loss, freeze them with "
-                "requires_grad_(False), or set find_unused_parameters=true"
-            )
-
-    def guard(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before every step of the optimizer: a step past the trainer would move this rank's
-        weights along its own gradient alone."""
-        if self.placement.dp_size > 1 and not self._stepping:
-            raise ModelError(
-                "optimizer.step() was called outside the trainer, where ranks do not exchange "
-                "gradients; train with manager.trainer.train_step(batch)"
-            )
+    # Saved with a run
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -411,7 +241,7 @@ class MultiGPUTrainer(ABC):
             "position": self.position,
             "scaler": self.precision.scaler.state_dict(),
             "schedule": self.schedule.state_dict(),
-            "memory": self.memory.state_dict(),
+            "memory": self.oom.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -422,25 +252,7 @@ class MultiGPUTrainer(ABC):
         self.precision.scaler.load_state_dict(state["scaler"])
         self.schedule.load_state_dict(state["schedule"])
         if "memory" in state:
-            self.memory.load_state_dict(state["memory"])
-
-
-class EpochKey:
-    """What an epoch's randomness comes from, on the device: captured steps read it anew."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros((), dtype=torch.int64, device=device)
-        self._value = 0
-
-    def set(self, value: int) -> None:
-        if value != self._value:
-            self._value = value
-            self.tensor.fill_(value)
-
-
-def opened(batch: Any) -> Any:
-    """The batch itself, gathered where that was not done yet."""
-    return batch.gather(batch.index) if isinstance(batch, ResidentBatch) else batch
+            self.oom.load_state_dict(state["memory"])
 
 
 class SingleDeviceTrainer(MultiGPUTrainer):

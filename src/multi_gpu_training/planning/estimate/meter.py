@@ -171,10 +171,7 @@ class ProfileMeter(Meter):
 
     def _leave_graphs(self) -> None:
         """Recordings hold memory of their own, which a step by hand does not need."""
-        execution = self.manager.trainer.execution
-        if execution.mode == "graph":
-            execution.active, execution.mode = False, "eager"
-            execution._drop_graphs()
+        self.manager.trainer.execution.leave_graphs()
 
     def _loader_rates(self, record: dict[str, Any]) -> None:
         needed = record["samples_per_step"] / median(record["step_times_s"])

@@ -35,7 +35,7 @@ from multi_gpu_training.recipes.ppo.worlds import World, build_world
 from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
-from multi_gpu_training.training.rewind import Counters, StateCopies
+from multi_gpu_training.training.state_rollback import Counters, StateCopies
 from multi_gpu_training.training.stopping import stop
 from multi_gpu_training.training.verification import requested
 
@@ -131,7 +131,7 @@ class DistributedCLSTMPPOTrainer:
         self.update = Update(
             self.manager, options, self.progress, self.held, order, endless=self.verifying
         )
-        self._copies = StateCopies(self.manager.trainer)
+        self._copies = StateCopies(self.manager.trainer.state)
         self.collector = Collector(environments, model, options.normalises, options.gamma)
         if self.progress.environments is not None:
             self.collector.load(take_environments(self.progress.environments, self.stepped))
@@ -174,7 +174,7 @@ class DistributedCLSTMPPOTrainer:
         begin, saves that, and the resumed run makes the iteration anew."""
         manager, trainer = self.manager, self.manager.trainer
         counters, passes, standing = (
-            Counters.of(trainer),
+            Counters.of(trainer.state),
             self.progress.passes,
             self.collector.mark(),
         )
@@ -182,7 +182,7 @@ class DistributedCLSTMPPOTrainer:
             self._copies.keep("begin")
 
         def leave() -> None:
-            counters.restore(trainer)
+            counters.restore(trainer.state)
             self.progress.passes = passes
             if trainer.step:
                 self._copies.restore("begin")

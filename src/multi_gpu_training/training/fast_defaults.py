@@ -1,4 +1,4 @@
-"""What makes a GPU fast without being asked for: each of these was measured before it was chosen.
+"""Settings that make a GPU fast by default; each was measured before it was chosen.
 
 `fast_defaults=false` turns all of them off; each field of the config turns one on or off.
 """
@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.torch_internals import ConvBase, mark_fused
 
-_RECURRENT_OR_CONVOLUTION = (nn.modules.conv._ConvNd, nn.RNNBase)
+_RECURRENT_OR_CONVOLUTION = (ConvBase, nn.RNNBase)
 _LARGE = 1_000_000
 
 
@@ -30,7 +31,7 @@ def choose_speed(config: MultiGPUConfig, model: nn.Module, device: torch.device)
     """What the config says; where it says nothing, what pays for this model on this device.
 
     16 bits pay where matrix products are large: in a small perceptron the casts cost more than
-    they save. A rule of the model alone, so that every run and every rank chooses alike.
+    they save. The rule looks at the model only, so that every run and every rank chooses alike.
     """
     fast = config.fast_defaults and device.type == "cuda"
     layers = [type(module) for module in model.modules()]
@@ -58,7 +59,7 @@ def lay_out_channels_last(model: nn.Module) -> None:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, nn.modules.conv._ConvNd) and module.weight.ndim in formats:
+            if isinstance(module, ConvBase) and module.weight.ndim in formats:
                 laid_out = module.weight.contiguous(memory_format=formats[module.weight.ndim])
                 module.weight.data = laid_out
 
@@ -73,4 +74,4 @@ def fuse(optimizer: Optimizer) -> None:
         if open_to_it and fits and not group.get("differentiable"):
             group["fused"] = True
             group["foreach"] = False
-            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+            mark_fused(optimizer)

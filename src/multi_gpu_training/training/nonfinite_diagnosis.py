@@ -1,9 +1,9 @@
-"""Whose fault a gradient that is not finite is: rank, samples, loss, parameters."""
+"""Diagnose a non-finite gradient: which rank, samples, loss and parameters it came from."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.parts import step_batches
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.errors import NonFiniteLossError
-
-if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 
 MOST = 1024
 
@@ -24,23 +22,24 @@ Finding = tuple[float, list[int], list[str]]
 
 
 def explain(
-    trainer: MultiGPUTrainer,
+    state: StepState,
     error: NonFiniteLossError,
     names: list[str],
     losses: list[tuple[Tensor, Share]],
 ) -> None:
     """Complete `error` with what all ranks know about its step. Collective.
 
-    names: parameters whose summed gradient was not finite, losses: of this rank's micro-batches;
-    both empty where the step lies behind. The weights have not moved since: it is computed again.
+    names: parameters whose summed gradient was not finite. losses: of this rank's micro-batches.
+    Both are empty for a step that was found later; the weights have not moved since, so it is
+    computed again.
     """
     mine: list[Any] = [
         [float(loss), list(share.indices[:MOST]), []] for loss, share in losses if share.count
     ]
     clear = any(samples and not math.isfinite(loss) for loss, samples, _ in mine)
-    if trainer.placement.agree(-int(clear)) == 0:  # no rank has seen a loss that says it all
-        mine = [list(finding) for finding in _once_more(trainer, error)] or mine
-    error.describe(_findings(trainer.placement.gather_json(mine)), names, trainer)
+    if state.placement.agree(-int(clear)) == 0:  # no rank has seen a loss that explains it
+        mine = [list(finding) for finding in _once_more(state, error)] or mine
+    error.describe(_findings(state.placement.gather_json(mine)), names, state)
 
 
 def _findings(by_rank: list[list[Any]]) -> list[tuple[int, Finding]]:
@@ -53,35 +52,34 @@ def _findings(by_rank: list[list[Any]]) -> list[tuple[int, Finding]]:
     ]
 
 
-def _once_more(trainer: MultiGPUTrainer, error: NonFiniteLossError) -> list[Finding]:
+def _once_more(state: StepState, error: NonFiniteLossError) -> list[Finding]:
     """Compute this rank's part of the step again, without the others and without moving."""
-    loader = trainer.loader
-    if loader is None or error.position < 0 or trainer.strategy.copies_here > 1:
+    loader = state.loader
+    if loader is None or error.position < 0 or state.strategy.copies_here > 1:
         return []
     found: list[Finding] = []
-    step, micro = trainer.step, trainer._micro
-    buffers = [buffer.clone() for buffer in trainer.model.buffers()]
-    named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
+    step, micro = state.step, state.micro
+    buffers = [buffer.clone() for buffer in state.model.buffers()]
+    named = [(name, p) for name, p in state.model.named_parameters() if p.requires_grad]
     try:
         for place, batch in enumerate(step_batches(loader, error.epoch, error.position)):
-            trainer.step, trainer._micro = error.step - 1, place
-            trainer.seed_noise()
-            found += _look(trainer, batch, named)
+            state.step, state.micro = error.step - 1, place
+            state.seed_noise()
+            found += _look(state, batch, named)
     finally:
-        trainer.step, trainer._micro = step, micro
+        state.step, state.micro = step, micro
         with torch.no_grad():
-            for buffer, before in zip(trainer.model.buffers(), buffers, strict=True):
+            for buffer, before in zip(state.model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
     return found
 
 
-def _look(trainer: MultiGPUTrainer, batch: Any, named: list[tuple[str, Any]]) -> list[Finding]:
+def _look(state: StepState, batch: Any, named: list[tuple[str, Any]]) -> list[Finding]:
     share = share_of(batch)
     if share is None or share.count == 0:
         return []
-    samples = trainer._samples(batch, share) if trainer.augment is not None else None
-    prepared = trainer._prepared(batch, samples)
-    result = trainer.step_module.forward(prepared, share.count, share.window_count, 1)
+    prepared = state.prepare(batch, state.sample_numbers(batch, share))
+    result = state.step_module.forward(prepared, share.count, share.window_count, 1)
     gradients = torch.autograd.grad(result.scaled, [p for _, p in named], allow_unused=True)
     bad = [
         name

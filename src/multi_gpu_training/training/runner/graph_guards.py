@@ -1,7 +1,11 @@
 """Which Python values a step reads, and whether they still are what they were.
 
-A captured step computes with the numbers it saw when it was captured. A loss function that reads
+A recorded step computes with the numbers it saw when it was recorded. A loss function that reads
 a number which changes (a curriculum weight, a counter) must not be replayed.
+
+Comparing with the eager step now and then would not do. A value that is back by then, like a
+penalty in every 16th step, is never found. And where the user's own loop sets the value, steps
+that are computed again would all see the newest one.
 """
 
 from __future__ import annotations
@@ -16,6 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from multi_gpu_training.torch_internals import version
+
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _DEPTH = 4
 _MOST = 500
@@ -27,8 +33,8 @@ _LIBRARIES = frozenset({"torch", "numpy", "functools", "typing", "collections", 
 class Guards:
     """The plain values that `functions` can reach: in closures, globals, defaults and attributes.
 
-    Found by reading the code, not by running it: a value behind a property, a file or a clock is
-    not seen. What is not seen here, the comparison with an eager step finds.
+    They are found by reading the code, not by running it: a value behind a property, a file or a
+    clock is not seen. Such a value is left to the comparison with the eager step.
     """
 
     def __init__(self, functions: Iterable[Any]) -> None:
@@ -46,7 +52,7 @@ class Guards:
         return len(self._items)
 
     def watch_settings(self, optimizer: Optimizer) -> None:
-        """Also what an optimizer is set to, apart from its rates, which a step reads anew."""
+        """Guard an optimizer's settings as well, except its rates, which every step reads."""
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key not in ("params", "lr", "initial_lr", "capturable"):
@@ -54,7 +60,7 @@ class Guards:
                     self._items.append((group, key, value, name))
 
     def changed(self) -> str | None:
-        """What is not as it was when the guards were made, in words; None if all is."""
+        """What has changed since the guards were made, in words; None if nothing has."""
         for container, key, expected, name in self._items:
             try:
                 value = container[key]
@@ -66,7 +72,7 @@ class Guards:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Put the old values back for a while, where that is possible."""
+        """Put the old values back for the length of a `with` block, where that is possible."""
         put_back = []
         for container, key, expected, _ in self._items:
             with suppress(KeyError, IndexError):
@@ -121,10 +127,10 @@ class Guards:
 
     def _watch(self, container: Any, key: Any, value: Any, name: str, depth: int) -> None:
         if isinstance(value, Tensor):
-            # On a GPU the step reads its memory anew; a tensor of the CPU is read once.
+            # On a GPU the step reads its memory every time; a tensor of the CPU is read once.
             self._items.append((container, key, value, name))
             if value.device.type == "cpu":
-                self._items.append((_Version(value), 0, value._version, f"{name} (in place)"))
+                self._items.append((_Version(value), 0, version(value), f"{name} (in place)"))
         elif isinstance(value, _PLAIN):
             self._items.append((container, key, value, name))
         elif callable(value) and not isinstance(value, nn.Module):
@@ -217,7 +223,7 @@ class _Version:
         self._tensor = tensor
 
     def __getitem__(self, _: int) -> int:
-        return self._tensor._version
+        return version(self._tensor)
 
 
 def _same(value: Any, expected: Any) -> bool:
@@ -239,7 +245,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_foreign(item: Any) -> bool:
-    """Whether this is the user's code rather than a library's."""
+    """Whether this is the user's code and not a library's."""
     module = item.__name__ if isinstance(item, types.ModuleType) else item.__module__
     top = str(module or "").split(".")[0]
     return top not in _LIBRARIES and top not in sys.stdlib_module_names

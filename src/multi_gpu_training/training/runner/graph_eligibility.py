@@ -1,18 +1,17 @@
-"""Whether a step can be recorded as a CUDA graph, found out before it is tried."""
+"""Whether a step can be recorded as a CUDA graph, found out before trying it."""
 
 from __future__ import annotations
 
 import random
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import optim
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 
 # Those with a step that never leaves the GPU. SGD only as one kernel: its others read the rate.
 _WITH_FLAG = (
@@ -28,25 +27,25 @@ _WITH_FLAG = (
 )
 
 
-def obstacle(trainer: MultiGPUTrainer, asked: str) -> str | None:
-    """Why steps of this run cannot be recorded, whatever they compute; None if they may be."""
-    config, placement = trainer.config, trainer.placement
-    if placement.device.type != "cuda":
+def obstacle(state: StepState, asked: str) -> str | None:
+    """Why steps of this run cannot be compiled (`asked`) or recorded, whatever they compute; None
+    if it is worth trying."""
+    if state.placement.device.type != "cuda":
         return "there is no GPU" if asked != "compile" else None
-    strategy = trainer.strategy
     if asked == "compile":
-        return strategy.compile_obstacle()
-    problem = strategy.recording_obstacle()
+        return state.strategy.compile_obstacle()
+    problem = state.strategy.recording_obstacle()
     if problem is not None:
         return problem
-    if trainer.precision.scaler.is_enabled():
+    if state.precision.scaler.is_enabled():
         return "fp16 loss scaling decides on the CPU whether to step"
-    if config.use_gradient_checkpointing:
+    if state.config.use_gradient_checkpointing:
         return "use_gradient_checkpointing keeps the random state on the CPU"
-    return optimizer_obstacle(trainer.optimizer)
+    return optimizer_obstacle(state.optimizer)
 
 
 def optimizer_obstacle(optimizer: Optimizer) -> str | None:
+    """Why an optimizer's step cannot be recorded; None if it can."""
     kind = type(optimizer)
     if kind is optim.SGD and all(group.get("fused") for group in optimizer.param_groups):
         return None
@@ -69,10 +68,11 @@ def make_capturable(optimizer: Optimizer) -> None:
 
 class StepWatch:
     """Watches eager steps for what a recording would not repeat: waiting for the GPU, and random
-    numbers drawn on the CPU. `finding` says what was seen, `draws_noise` if the GPU draws any."""
+    numbers drawn on the CPU. `finding` says what was seen, `draws_noise` whether the GPU draws
+    random numbers."""
 
-    def __init__(self, trainer: MultiGPUTrainer) -> None:
-        self._device = trainer.placement.device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.finding: str | None = None
         self.draws_noise = False
 
@@ -100,7 +100,7 @@ class StepWatch:
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
         drawn = self._before != (random.getstate(), _numpy_state())
-        # The trainer seeds torch's generator at the start of a step; unused, it is as seeded.
+        # A step begins by seeding torch's generator; if nobody drew from it, it is as seeded.
         seed = torch.default_generator.initial_seed()
         unused = torch.Generator().manual_seed(seed).get_state()
         if drawn or not torch.equal(unused, torch.get_rng_state()):

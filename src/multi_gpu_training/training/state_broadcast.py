@@ -1,24 +1,22 @@
-"""Weights and optimizer state of a rank that has finished a step, for those that have not."""
+"""Sends the weights and optimizer state of one rank to ranks that are a step behind."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from multi_gpu_training.reliability.codec import pack, unpack
 from multi_gpu_training.reliability.state import load_optimizer_state, optimizer_state
-
-if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 
 
-def take_over(trainer: MultiGPUTrainer, source: int, behind: bool) -> None:
+def broadcast_state(state: StepState, source: int, behind: bool) -> None:
     """Give the ranks that are `behind` the parameters and optimizer state of rank `source`.
-    Collective. Buffers and rates stay each rank's own: a forward that is done changed the
-    buffers, and the schedule sets the rates when the step is counted."""
-    placement, model, optimizer = trainer.placement, trainer.model, trainer.optimizer
+    Collective. Each rank keeps its own buffers and rates: the forward of the step has changed the
+    buffers already, and the schedule sets the rates when the step is counted."""
+    placement, model, optimizer = state.placement, state.model, state.optimizer
     mine = placement.dp_rank == source
     tensors: dict[str, Tensor] = {}
     plain: Any = pack(optimizer_state(model, optimizer)["state"], tensors) if mine else None
@@ -37,5 +35,5 @@ def take_over(trainer: MultiGPUTrainer, source: int, behind: bool) -> None:
         received[name] = room.copy_(tensors[name]) if mine else room
         placement.broadcast_tensors([received[name]], source)
     if behind:
-        state = {**optimizer_state(model, optimizer), "state": unpack(plain, received)}
-        load_optimizer_state(model, optimizer, state, f"rank {source}")
+        theirs = {**optimizer_state(model, optimizer), "state": unpack(plain, received)}
+        load_optimizer_state(model, optimizer, theirs, f"rank {source}")

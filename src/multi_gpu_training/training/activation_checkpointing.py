@@ -1,4 +1,4 @@
-"""Gradient checkpointing: keep a block's input instead of its activations, compute them again."""
+"""Activation checkpointing: keep a block's input instead of its activations, and recompute them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from multi_gpu_training.errors import ModelError
+from multi_gpu_training.torch_internals import RunningStatsBase
 
 
-def use_recompute(model: nn.Module) -> int:
+def use_activation_checkpointing(model: nn.Module) -> int:
     """Recompute the blocks of `model` in backward; returns how many blocks."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):
@@ -76,7 +77,7 @@ def _statistics_held(block: nn.Module) -> Iterator[None]:
     norms = [
         m
         for m in block.modules()
-        if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats and m.training
+        if isinstance(m, RunningStatsBase) and m.track_running_stats and m.training
     ]
     kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:

@@ -1,4 +1,4 @@
-"""A micro-batch recorded as a CUDA graph, and what must be copied in and out of it."""
+"""One micro-batch recorded as a CUDA graph, and what must be copied in and out of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from multi_gpu_training.data.batch import map_tensors
+from multi_gpu_training.data.batch import map_tensors, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.torch_internals import end_allocation_to_pool
 from multi_gpu_training.training.metrics import MetricsCollector, Number
 from multi_gpu_training.training.step import MicroResult
 
@@ -69,9 +70,9 @@ class CudaGraphs:
         with contextlib.suppress(Exception):
             graph.capture_end()
         with contextlib.suppress(Exception):
-            torch._C._cuda_endAllocateToPool(self.device.index or 0, self.pool)
+            end_allocation_to_pool(self.device.index or 0, self.pool)
         torch.cuda.synchronize(self.device)
-        # The random generator believes that a recording goes on: give it a fresh state.
+        # The random generator believes that the recording goes on: give it a fresh state.
         fresh = torch.Generator(device=self.device)
         generator = torch.cuda.default_generators[self.device.index or 0]
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
@@ -81,8 +82,8 @@ class CudaGraphs:
 class CapturedMicro:
     """One micro-batch as a graph: inputs copied in, sums of its loss and metrics kept inside.
 
-    grads: what the parameters' gradients are while the step is not complete yet.
-    ring: where batches of the user's own are copied to and kept; None for those of a loader.
+    grads: the parameters' gradients while the step is not complete yet.
+    ring: where the user's own batches are copied to and kept; None for those of our loaders.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class CapturedMicro:
         self.replays = 0
         self._inputs: list[Tensor] = []
         self._resident = isinstance(batch, ResidentBatch)
-        self.ring = Ring(batch, kept) if kept and Ring.suits(batch) else None
+        self.ring = BatchRing(batch, kept) if kept and BatchRing.suits(batch) else None
         self._batch = self._fixed(batch) if self.ring is None else None
         self._samples = None if samples is None else self._fixed(samples)
         if self._resident and samples is not None:
@@ -149,7 +150,9 @@ class CapturedMicro:
     def _fixed(self, value: Any) -> Any:
         """The same structure around tensors that stay where they are."""
         if isinstance(value, ResidentBatch):
-            return ResidentBatch(self._fixed(value.index), value.tensors, value._mgt_share)
+            share = share_of(value)
+            assert share is not None
+            return ResidentBatch(self._fixed(value.index), value.tensors, share)
         if isinstance(value, Tensor):
             fixed = torch.empty_like(value)
             fixed.copy_(value)
@@ -165,9 +168,9 @@ class CapturedMicro:
         return value
 
 
-class Ring:
-    """The last batches of a user's own, each in a place of its own: the recorded step reads the
-    next place by itself, and a rewind finds those that came before."""
+class BatchRing:
+    """The user's own batches since the last verified step, each in its own place: the recorded
+    step reads the next place by itself, and a rollback finds those that came before."""
 
     SPARE = 8  # places for replays that only compare or time
 
@@ -220,17 +223,17 @@ class Ring:
 class KeptBatch(NamedTuple):
     """Where in a ring a batch lies."""
 
-    ring: Ring
+    ring: BatchRing
     place: int
 
 
-def found(batch: Any) -> Any:
+def resolve_kept(batch: Any) -> Any:
     """The batch itself, looked up where it was kept."""
     return batch.ring.batch(batch.place) if isinstance(batch, KeptBatch) else batch
 
 
 class _Sums:
-    """Running sums of a captured micro-batch's loss and metrics, added up on the device.
+    """Running sums of a recorded micro-batch's loss and metrics, added up on the device.
 
     Numbers that are the same in every replay (the count of samples) are multiplied at the end.
     """
@@ -301,17 +304,18 @@ def leaves(batch: Any) -> list[Tensor]:
         return [batch]
     if isinstance(batch, dict):
         batch = list(batch.values())
-    found = []
+    tensors = []
     for part in batch if isinstance(batch, (list, tuple)) else ():
         if isinstance(part, Tensor):
-            found.append(part)
+            tensors.append(part)
         else:
-            found += leaves(part)
-    return found
+            tensors += leaves(part)
+    return tensors
 
 
 def signature(batch: Any) -> Any:
-    """What two batches must share for one recording to serve both; None where it cannot be told."""
+    """What two batches must have in common for one recording to serve both; None where a batch
+    holds something that cannot be compared."""
     try:
         return _signature(batch)
     except TypeError:
@@ -322,7 +326,7 @@ def _signature(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch.shape, batch.stride(), batch.dtype
     if isinstance(batch, ResidentBatch):
-        return "resident", batch.index.shape[0]
+        return "resident", id(batch.tensors), batch.index.shape[0]  # it reads those tensors
     if isinstance(batch, (list, tuple)):
         return type(batch).__name__, *map(_signature, batch)
     if isinstance(batch, dict):

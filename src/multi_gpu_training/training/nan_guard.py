@@ -1,0 +1,405 @@
+"""NaN and infinite gradients: found before a weight moves, without waiting for the GPU.
+
+After the ranks have added their gradients, a NaN of one is a NaN of all: every rank sees the
+same, and does the same.
+
+    read     on the CPU, the gradient is looked at before every step
+    gate     on a GPU, the optimizer's own kernel is told to leave the weights alone from then on,
+             until the host has seen it, which looks every LOOK steps and before every checkpoint
+    later    an optimizer without such a kernel: as long as it may be recorded, nothing
+    scaler   fp16 with loss scaling skips such steps by itself, and lowers its scale
+
+Steps recorded as a CUDA graph go without a gate, whose kernels would take a tenth of a small step.
+Their weights are looked at instead, every LOOK_RECORDED steps and before anyone uses them. If they
+are not finite, the last verified state is restored, and the steps since then are computed one by
+one, with a gate or read, up to the one that is to blame. Only `on_nonfinite=skip` records its gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, optim
+
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.errors import NonFiniteLossError
+from multi_gpu_training.torch_internals import (
+    flag_nonfinite_,
+    foreach_norm,
+    largest_elements,
+    pop_found_inf,
+    set_found_inf,
+    sparse_values,
+)
+from multi_gpu_training.training.nonfinite_diagnosis import explain
+from multi_gpu_training.training.runner.graph_eligibility import optimizer_obstacle
+from multi_gpu_training.training.state_rollback import StepStart, copy_each
+from multi_gpu_training.training.step import MicroResult
+from multi_gpu_training.training.step_state import StepState
+
+LOOK = 32
+LOOK_RECORDED = 128
+LARGE = 2**20  # mean elements per gradient from which reading its norm is faster than the check
+LOOKED_AT = (torch.float32, torch.float16, torch.float64)  # types that torch's check takes
+_WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
+_NO_GATE = "{} has no gate for NaN: each step waits for the GPU to look for one"
+
+
+class NanGuard:
+    """Keeps weights from a gradient that is not finite.
+
+    mode: how, see above. found: on the device, 1 where something is not finite. skipped: the step
+    just computed did not move the weights, and does not count in the metrics. recorded: steps are
+    replayed now. losses: of this step, where they can be read. told: called with
+    (action, text, facts) for a step that was skipped.
+    """
+
+    def __init__(self, state: StepState, start: StepStart) -> None:
+        device = state.placement.device
+        self.state = state
+        self.policy = state.config.on_nonfinite
+        self.mode = "none"
+        self.skipped = False
+        self.recorded = False
+        self.losses: list[tuple[Tensor, Share]] = []
+        self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
+        self.found = torch.zeros((), device=device)
+        self._step_start = start
+        self._one = torch.ones((), device=device)
+        self._closed = torch.zeros((), device=device)  # steps that the gate was closed for
+        self._readback = Readback(device, 2)
+        self._pending: int | None = None  # the step after which the gate was asked for
+        self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own
+        self._counts = False
+        self._alike: bool | None = None  # gradients are dense and of one type
+        self._large = False
+        self._buffers: list[Tensor] = []
+        self._newer: list[Tensor] = []  # the buffers at the last look
+        self._good: list[Tensor] = []  # the buffers when all was well for sure
+        self._weights_asked = False
+        self._spoilt = torch.zeros((), device=device)
+        self._weights_readback = Readback(device, 2)
+
+    # Choosing how
+
+    def attach(self, optimizer: optim.Optimizer) -> str | None:
+        """Choose a mode; returns a line for people where it costs something."""
+        state = self.state
+        self._buffers = [buffer.detach() for buffer in state.model.buffers()]
+        recordable = state.config.step_execution in ("auto", "graph")
+        if state.precision.scaler.is_enabled():
+            self.mode = "scaler"
+        elif state.placement.device.type != "cuda":
+            self.mode = "read"
+        elif isinstance(optimizer, _WITH_GATE) and all(g["fused"] for g in optimizer.param_groups):
+            self.use_gate(optimizer)
+        elif recordable and not optimizer_obstacle(optimizer):
+            self.mode = "later"
+        else:
+            self.mode = "read"
+            return _NO_GATE.format(type(optimizer).__name__)
+        return None
+
+    def use_gate(self, optimizer: optim.Optimizer) -> None:
+        """Let the optimizer's kernel look at the gate."""
+        self.mode = "gate"
+        set_found_inf(optimizer, self.found)
+        self.state.extra_tensors = [self.found, self._closed]
+        # A gate that stays closed holds back the optimizer's own count of steps, too: that says
+        # since when, and nothing has to be added up beside it. SGD does not count.
+        self._counts = self.policy == "skip" or isinstance(optimizer, optim.SGD)
+        if self.policy == "skip":
+            _begin_momentum(optimizer)
+
+    def stay_eager(self) -> str | None:
+        """No step will be recorded; returns a line for people where that costs something."""
+        if self.mode != "later":
+            return None
+        self.mode = "read"
+        return _NO_GATE.format(type(self.state.optimizer).__name__)
+
+    def start(self) -> None:
+        """The weights are good as they are now: a run begins, or went back."""
+        self._clear = (self.state.step, float(self._own_step()) if self.mode == "gate" else 0.0)
+
+    def _own_step(self) -> Tensor | float:
+        """How many steps the optimizer has made, by its own count."""
+        states = self.state.optimizer.state
+        steps = (state["step"] for state in states.values() if "step" in state)
+        return next(steps, 0.0)
+
+    # In the step
+
+    @torch.no_grad()
+    def finds(self) -> bool:
+        """Mode `read`: whether the gradient holds something that is not finite."""
+        self.found.zero_()
+        self._look_at_gradients()
+        return bool(self.found)
+
+    def close(self, norm: Tensor | None) -> None:
+        """Mode `gate`: let the optimizer leave the weights where the gradient is not finite.
+
+        Part of a recording. Every operation counts: an eager step of a small model waits for
+        Python.
+        """
+        if self.policy == "skip":
+            self.found.zero_()
+        if norm is not None:
+            flag_nonfinite([norm], self.found, self._one)  # not finite where any gradient is not
+        else:
+            self._look_at_gradients()
+        if self._counts:
+            self._closed.add_(self.found)
+
+    def _look_at_gradients(self) -> None:
+        found = [grad for p in self.state.parameters if (grad := p.grad) is not None]
+        if self._alike:
+            # Reading large gradients is cheaper than reading and writing them.
+            flag_nonfinite_(
+                largest_elements(found) if self._large else found, self.found, self._one
+            )
+            return
+        if self._alike is None:
+            kinds = {grad.dtype for grad in found}
+            dense = not any(grad.is_sparse for grad in found)
+            self._alike = dense and len(kinds) == 1 and kinds <= set(LOOKED_AT)
+            self._large = sum(grad.numel() for grad in found) >= LARGE * len(found)
+        flag_nonfinite(found, self.found, self._one)
+
+    def refuse(self, share: Share) -> None:
+        """Mode `read`: the step's gradient is bad, on every rank. Raises, or skips the step."""
+        state = self.state
+        names = [
+            name
+            for name, p in state.model.named_parameters()
+            if p.grad is not None and not bool(plain_values(p.grad).isfinite().all())
+        ]
+        losses = list(self.losses)
+        state.drop_gradients()
+        self._step_start.put_back()  # the forward has changed BatchNorm's averages already
+        self.losses.clear()
+        error = NonFiniteLossError(state.step + 1, share.epoch, share.position)
+        explain(state, error, names, losses)
+        if self.policy != "skip":
+            raise error
+        self.skipped = True
+        self.told("skip", str(error), {"step": state.step + 1})
+
+    # Skipping without a trace
+
+    @property
+    def spares(self) -> bool:
+        """Whether a skipped step must leave no trace on the device either."""
+        return self.mode == "gate" and self.policy == "skip"
+
+    @torch.no_grad()
+    def keep_buffers(self) -> None:
+        """Keep what a forward is about to change. Where `spares`, part of a recording."""
+        if not self._good:
+            self._good = [buffer.clone() for buffer in self._buffers]
+        if self._buffers:
+            copy_each(self._good, self._buffers)
+
+    @torch.no_grad()
+    def spare(self, result: MicroResult, share: Share) -> MicroResult:
+        """Where `spares`: buffers as they were before a skipped step, and no part in the
+        metrics for a loss that is not finite. Part of a recording."""
+        if share.last:
+            bad = self.found > 0
+            for buffer, before in zip(self._buffers, self._good, strict=True):
+                buffer.copy_(torch.where(bad, before, buffer))
+        fine = result.mean.isfinite()
+        weight = float(share.count) if result.weight is None else result.weight
+        weight = torch.where(fine, weight, 0.0).double()
+        mean = torch.where(fine, result.mean, torch.zeros_like(result.mean))
+        return result._replace(mean=mean, weight=weight)
+
+    # Recorded steps
+
+    @property
+    def leaves_recordings_alone(self) -> bool:
+        """Whether recorded steps have no gate, so that their weights must be looked at."""
+        return self.mode in ("gate", "later") and not self.spares
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what is recorded: without the gate, unless it is recorded as well."""
+        if not self.leaves_recordings_alone:
+            yield
+            return
+        mode, gate = self.mode, pop_found_inf(self.state.optimizer)
+        self.mode = "none"
+        try:
+            yield
+        finally:
+            self.mode = mode
+            if gate is not None:
+                set_found_inf(self.state.optimizer, gate)
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Around steps that are computed again: each is looked at before the next."""
+        mode = self.mode
+        self.mode = "read" if mode == "later" else mode
+        self.reset()
+        self.start()
+        try:
+            yield
+        finally:
+            self.mode = mode
+
+    def check_before_recording(self) -> None:
+        """What is verified from here on must begin with good weights."""
+        self.look(now=True)
+        if self.mode == "later":
+            self.ask_about_weights()
+            if self.weights_are_spoilt():
+                step = self.state.step
+                text = (
+                    f"a weight is not finite after {step} steps; lower the learning rate, set "
+                    "max_grad_norm, or check the data"
+                )
+                raise NonFiniteLossError(step, text=text)
+
+    def weights_were_spoilt(self) -> bool:
+        """Whether recorded steps had spoilt the weights when this was called the last time."""
+        if not (self.recorded and self.leaves_recordings_alone):
+            return False
+        spoilt = self.weights_are_spoilt()
+        if not spoilt:
+            self.ask_about_weights()
+        return spoilt
+
+    @torch.no_grad()
+    def ask_about_weights(self) -> None:
+        """Let the device look at the weights, without waiting for it."""
+        self._weights_asked = self.leaves_recordings_alone
+        if self._weights_asked:
+            self._spoilt.zero_()
+            largest = largest_elements(list[Tensor](self.state.parameters))
+            flag_nonfinite(largest, self._spoilt, self._one)
+            # A step of a shape that is not recorded has a gate.
+            self._weights_readback.ask(self._spoilt, self.found)
+
+    def weights_are_spoilt(self) -> bool:
+        """The answer, if it was asked for. Waits for the device if that was just now."""
+        asked, self._weights_asked = self._weights_asked, False
+        return asked and any(self._weights_readback.read())
+
+    # Between steps
+
+    def look(self, now: bool = False) -> None:
+        """Mode `gate`: read, a while after it was asked for, whether the gate was closed. All
+        ranks look at the same steps. `now`: wait for the device."""
+        if self.mode != "gate" or (self.recorded and self.leaves_recordings_alone):
+            return
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._act(pending)
+            self._good, self._newer = self._newer, self._good
+        if self._counts:
+            self._readback.ask(self._closed)
+        else:
+            self._readback.ask(self.found, torch.as_tensor(self._own_step()))
+        if now:
+            self._act(self.state.step)
+            return
+        self._pending = self.state.step
+        if self._buffers and not self.spares:
+            if not self._newer:
+                self._newer = [buffer.clone() for buffer in self._buffers]
+            copy_each(self._newer, self._buffers)
+
+    def _act(self, step: int) -> None:
+        closed = self._closed_up_to(step)
+        if not closed:
+            return
+        state = self.state
+        if self.policy == "skip":
+            self._closed.sub_(closed)
+            text = f"{closed} steps up to step {step} were skipped: their gradient was not finite"
+            self.told("skip", text, {"step": step, "count": closed})
+            return
+        first = step - closed + 1
+        position = state.position - 1 - (state.step - first)
+        error = NonFiniteLossError(first, state.epoch, position)
+        if self._good:
+            copy_each(self._buffers, self._good)
+        self.reset()
+        explain(state, error, [], [])
+        raise error
+
+    def _closed_up_to(self, step: int) -> int:
+        """For how many of the steps up to this one the gate was closed: the last ones."""
+        value, own_step = self._readback.read()
+        if self._counts or not value:
+            self._clear = (step, own_step)
+            return int(value)
+        since, then = self._clear
+        return max(1, min(step - since, (step - since) - int(own_step - then)))
+
+    def reset(self) -> None:
+        """Open the gate again."""
+        self._pending = None
+        self._weights_asked = False
+        if not self.spares:  # there, a recording writes to them
+            self._good, self._newer = [], []
+        self.skipped = False
+        self.losses = []
+        if self.mode == "gate":
+            self.found.zero_()
+            self._closed.zero_()
+
+
+class Readback:
+    """Brings numbers from the device to the host without waiting for them."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        cuda = device.type == "cuda"
+        self._host = torch.zeros(count, pin_memory=cuda)
+        self._event = torch.cuda.Event() if cuda else None
+
+    def ask(self, *numbers: Tensor) -> None:
+        for place, number in zip(self._host.unbind(), numbers, strict=False):
+            place.copy_(number, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """What was asked for last; 0 where nothing was. Waits if that was just now."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[float] = self._host.tolist()
+        return found
+
+
+def flag_nonfinite(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
+    """Set `flag` to one where any element is not finite; else it stays. Tensors of any type."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        values = plain_values(tensor)
+        by_type.setdefault(values.dtype, []).append(values)
+    for kind, same in by_type.items():
+        if kind not in LOOKED_AT:
+            same = [torch.stack(foreach_norm(same)).float()]
+        flag_nonfinite_(same, flag, one)
+
+
+def plain_values(tensor: Tensor) -> Tensor:
+    """What a sparse or complex tensor holds, as real numbers."""
+    tensor = sparse_values(tensor) if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _begin_momentum(optimizer: optim.Optimizer) -> None:
+    """Let SGD begin with a momentum of zero: torch leaves it undefined where the very first step
+    is skipped. Without dampening, the first step is the same."""
+    for group in optimizer.param_groups if isinstance(optimizer, optim.SGD) else ():
+        if group["momentum"] and not group["dampening"]:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                state.setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -1,0 +1,140 @@
+"""The plain step, operation by operation. Every other way to run a step must equal this one.
+
+One step, over all ranks and micro-batches, moves the weights along
+
+    sum of w_i * grad l_i  /  sum of w_i
+
+which is what one GPU computes on the whole global batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.whereabouts import BACKWARD, OPTIMIZER, note_phase
+from multi_gpu_training.errors import ModelError
+from multi_gpu_training.torch_internals import queue_after_backward
+from multi_gpu_training.training.loss import Pairs
+from multi_gpu_training.training.nan_guard import NanGuard
+from multi_gpu_training.training.state_rollback import StepStart
+from multi_gpu_training.training.step import MicroResult, StepResult
+from multi_gpu_training.training.step_state import StepState
+
+
+class EagerRunner:
+    """Forward, backward, exchange, clipping, NaN guard, optimizer."""
+
+    def __init__(self, state: StepState, guard: NanGuard, start: StepStart) -> None:
+        self.state = state
+        self.guard = guard
+        self.start = start
+        self._checked = False
+        # Of the newest micro-batch, without its graph: mean, weight, metrics, share.
+        self._computed: tuple[Tensor, Tensor | None, Pairs, Share]
+
+    def run(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
+        """Train on one micro-batch, and count it."""
+        state = self.state
+        if share.first:
+            self.start.keep()  # the forward changes buffers, which a failing step must restore
+        state.seed_noise()
+        state.rates.send()
+        result, norm = self.compute(batch, samples, share)
+        if self.guard.skipped:
+            self.guard.skipped = False
+        else:
+            state.note(result, share)
+        return state.advance(result.mean, norm, share)
+
+    def compute(
+        self, batch: Any, samples: Tensor | None, share: Share
+    ) -> tuple[MicroResult, Tensor | None]:
+        """Everything that a micro-batch asks of the device, and nothing else: this is what a
+        CUDA graph records. Returns its result, and the gradient norm where it was clipped."""
+        state, guard = self.state, self.guard
+        strategy, callbacks = state.strategy, state.callbacks
+        state.attendance.present = share.count > 0  # until backward is done: it may recompute
+        if share.first and guard.spares:
+            guard.keep_buffers()
+        try:
+            with strategy.no_sync(share.last):
+                for call in callbacks.on_forward:
+                    call(share)
+                if share.count == 0:
+                    result = strategy.absent(share, state.loader)
+                else:
+                    batch = state.prepare(batch, samples)
+                    ranks = state.placement.dp_size
+                    result = strategy.forward(batch, share.count, share.window_count, ranks)
+                self._computed = result.mean, result.weight, result.metrics, share
+                if guard.mode == "read":
+                    guard.losses.append((result.mean, share))
+                scaled = state.precision.scaler.scale(result.scaled)
+                for call in callbacks.on_backward:
+                    call(scaled)
+                if callbacks.on_exchange and scaled.requires_grad:
+                    scaled.register_hook(self._announce_exchange)
+                note_phase(BACKWARD)
+                # The tally is added unscaled: it is a weight, not a gradient.
+                (scaled if result.tally is None else scaled + result.tally).backward()
+            norm = self._move_weights(share) if share.last else None
+        finally:
+            for call in callbacks.on_micro_batch_end:
+                call()
+        return guard.spare(result, share) if guard.spares else result, norm
+
+    def _announce_exchange(self, grad: Tensor) -> None:
+        """Runs first in a backward: what it queues runs before DDP waits for the other ranks,
+        once this rank's own gradients are computed."""
+        for call in self.state.callbacks.on_exchange:
+            queue_after_backward(call)
+
+    def _move_weights(self, share: Share) -> Tensor | None:
+        note_phase(OPTIMIZER)
+        state, guard = self.state, self.guard
+        config, scaler, optimizer = state.config, state.precision.scaler, state.optimizer
+        for call in state.callbacks.on_optimizer:
+            call()
+        if not self._checked:
+            self._check_gradients()
+            self._checked = True
+        state.strategy.weigh(share.window_count, state.weighted)
+        if guard.mode == "read":
+            if guard.finds():
+                guard.refuse(share)
+                return None
+            guard.losses.clear()
+        norm = None
+        if config.max_grad_norm is not None:
+            scaler.unscale_(optimizer)
+            norm = state.strategy.clip(config.max_grad_norm)
+        if guard.mode == "gate":
+            guard.close(norm)  # on the device: the host does not wait to see whether it closed
+        state.moving = True
+        with state.rates:
+            scaler.step(optimizer)
+        state.moving = False
+        scaler.update()
+        state.drop_gradients()
+        return norm
+
+    def _check_gradients(self) -> None:
+        if self.state.config.find_unused_parameters:
+            return
+        named = self.state.model.named_parameters()
+        missing = [name for name, p in named if p.requires_grad and p.grad is None]
+        if missing:
+            raise ModelError(
+                f"{len(missing)} parameters got no gradient from the loss: {', '.join(missing[:8])}"
+                f"{' ...' if len(missing) > 8 else ''}; use them in the loss, freeze them with "
+                "requires_grad_(False), or set find_unused_parameters=true"
+            )
+
+    def finish_step(self) -> StepResult:
+        """Count a step that the other ranks have finished: this rank got their weights."""
+        mean, weight, metrics, share = self._computed
+        self.state.note(MicroResult(mean, None, mean, weight, metrics), share)
+        return self.state.advance(mean, None, share)

@@ -1,0 +1,245 @@
+"""Copies of a training's state: to compare two ways of computing a step, and to go back.
+
+StepStart       what a step changes before its weights move; kept at the start of every step
+StateCopies     model and optimizer, in host memory, under names
+Counters        where a training stands, apart from its tensors
+Window          the steps since the last verified one, with the batches they were computed from
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multi_gpu_training.data.batch import map_tensors
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.torch_internals import RunningStatsBase, foreach_copy_, version
+from multi_gpu_training.training.runner.graph import KeptBatch, leaves
+from multi_gpu_training.training.step_state import StepState
+
+# One micro-batch as a runner takes it: batch, numbers of its samples, share.
+Fed = tuple[Any, Tensor | None, Share]
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensor by tensor, in one kernel for each type: torch goes one by one through a mixed
+    list."""
+    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        to, of = by_type.setdefault(target.dtype, ([], []))
+        to.append(target)
+        of.append(source)
+    with torch.no_grad():
+        for to, of in by_type.values():
+            foreach_copy_(to, of)
+
+
+class StepStart:
+    """Metrics and buffers as they were when the step under way began.
+
+    A forward changes them long before the weights move. Buffers are copied on the device, and
+    only where something may have changed them since the last step.
+    """
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._step: int | None = None
+        self._metrics: dict[str, Any] = {}
+        self._all: list[Tensor] | None = None
+        self._all_kept: list[Tensor] = []
+        self._tracked: list[Tensor] = []  # running statistics: torch does not count their changes
+        self._tracked_kept: list[Tensor] = []
+        self._others: list[tuple[Tensor, Tensor]] = []
+        self._versions: list[int] = []
+        self._replayed = 0
+
+    def keep(self) -> None:
+        """Call when a step begins."""
+        state = self._state
+        self._step = state.step
+        self._metrics = state.metrics.kept()
+        # A replay changes buffers without counting it.
+        if self._all is None or state.replayed != self._replayed:
+            self._keep_all()
+            self._replayed = state.replayed
+            return
+        if self._tracked:
+            copy_each(self._tracked_kept, self._tracked)
+        for place, (buffer, kept) in enumerate(self._others):
+            if version(buffer) != self._versions[place]:
+                kept.copy_(buffer)
+                self._versions[place] = version(buffer)
+
+    def put_back(self) -> None:
+        """Undo what the unfinished step changed. Its gradients are the caller's to drop."""
+        state = self._state
+        state.micro = 0
+        if self._step != state.step:
+            return
+        state.metrics.put_back(self._metrics)
+        if self._all:
+            copy_each(self._all, self._all_kept)
+            self._versions = [version(buffer) for buffer, _ in self._others]
+
+    def _keep_all(self) -> None:
+        model = self._state.model
+        tracked = {
+            id(buffer)
+            for module in model.modules()
+            if isinstance(module, RunningStatsBase)
+            for buffer in module.buffers(recurse=False)
+        }
+        self._all = [buffer.detach() for buffer in model.buffers()]
+        self._all_kept = [buffer.clone() for buffer in self._all]
+        pairs = list(zip(model.buffers(), self._all, self._all_kept, strict=True))
+        mine = [(live, kept) for own, live, kept in pairs if id(own) in tracked]
+        self._tracked, self._tracked_kept = [a for a, _ in mine], [b for _, b in mine]
+        self._others = [(live, kept) for own, live, kept in pairs if id(own) not in tracked]
+        self._versions = [version(buffer) for buffer, _ in self._others]
+
+
+class StateCopies:
+    """Model, buffers and optimizer state, kept under names in host memory that is reused.
+
+    Device memory stays as it is: copies live on the host, pinned.
+    """
+
+    def __init__(self, state: StepState) -> None:
+        self.state = state
+        self._kept: dict[str, list[Tensor]] = {}
+
+    def tensors(self) -> list[Tensor]:
+        """All state tensors as they are now, in a fixed order."""
+        state = self.state
+        found = [p.detach() for p in state.model.parameters()]
+        found += [b.detach() for b in state.model.buffers()]
+        for group in state.optimizer.param_groups:
+            for parameter in group["params"]:
+                kept = state.optimizer.state.get(parameter, {})
+                found += [v for _, v in sorted(kept.items()) if isinstance(v, Tensor)]
+        return found + state.extra_tensors
+
+    def size(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def keep(self, name: str) -> None:
+        live = self.tensors()
+        kept = self._kept.get(name)
+        if kept is None or [(k.shape, k.dtype) for k in kept] != [(t.shape, t.dtype) for t in live]:
+            kept = self._kept[name] = _host_copies(live)
+        for copied, tensor in zip(kept, live, strict=True):
+            copied.copy_(tensor, non_blocking=True)
+
+    def restore(self, name: str) -> None:
+        with torch.no_grad():
+            for tensor, copied in zip(self.tensors(), self._kept[name], strict=True):
+                tensor.copy_(copied, non_blocking=True)
+
+    def difference(self, name: str) -> float:
+        """The largest relative difference of a tensor, by norm, from the copy."""
+        worst = []
+        for tensor, copied in zip(self.tensors(), self._kept[name], strict=True):
+            if tensor.numel():
+                mine = copied.to(tensor.device, non_blocking=True, copy=True)
+                worst.append(relative(tensor, mine))
+        return float(torch.stack(worst).max()) if worst else 0.0
+
+    def rename(self, old: str, new: str) -> None:
+        self._kept[new], self._kept[old] = self._kept[old], self._kept.get(new, [])
+
+    def drop(self) -> None:
+        self._kept.clear()
+
+
+def _host_copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Room for the tensors in one piece of host memory: pinning many small ones takes long."""
+    sizes = [-(-t.numel() * t.element_size() // 16) * 16 for t in tensors]
+    pinned = any(t.is_cuda for t in tensors)
+    room = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    pieces = room.split(sizes)
+    return [
+        piece[: t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+        for piece, t in zip(pieces, tensors, strict=True)
+    ]
+
+
+def relative(a: Tensor, b: Tensor) -> Tensor:
+    """||a - b|| / ||a||, where `b` is overwritten. NaN in the same place counts as equal, NaN in
+    only one of them as infinitely far apart."""
+    kind = torch.float64 if a.dtype == torch.float64 else torch.float32
+    a = a.to(kind)
+    both = a.isnan() & b.isnan()
+    b = b.to(kind).sub_(a)  # in place: comparing must not cost memory
+    b.masked_fill_(both, 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    size = a.square().nansum(dtype=torch.float64).sqrt()
+    apart: Tensor = b.norm().double() / size.clamp(min=1e-30)
+    return apart
+
+
+@dataclass
+class Counters:
+    """Where a training stands, apart from its tensors."""
+
+    step: int
+    epoch: int
+    position: int
+    schedule: Any
+    rates: list[float]
+    metrics: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: StepState) -> Counters:
+        return cls(
+            state.step,
+            state.epoch,
+            state.position,
+            copy.deepcopy(state.schedule.state_dict()),
+            [float(group["lr"]) for group in state.optimizer.param_groups],
+            state.metrics.kept(),
+        )
+
+    def restore(self, state: StepState) -> None:
+        state.step, state.epoch, state.position = self.step, self.epoch, self.position
+        state.schedule.load_state_dict(copy.deepcopy(self.schedule))
+        for group, rate in zip(state.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+        state.metrics.put_back(self.metrics)
+
+
+@dataclass
+class Window:
+    """The steps since the last verified one, with what they were computed from."""
+
+    steps: list[list[Fed]] = field(default_factory=list)
+    kept_bytes: int = 0
+    counters: Counters | None = None
+    restore_more: Callable[[], None] | None = None
+
+    def begin(self, state: StepState, restore_more: Callable[[], None] | None) -> None:
+        self.steps.clear()
+        self.kept_bytes = 0
+        self.counters = Counters.of(state)
+        self.restore_more = restore_more
+
+    def add(self, step: list[Fed], size: int) -> None:
+        self.steps.append(step)
+        self.kept_bytes += size
+
+
+def step_bytes(step: list[Fed]) -> int:
+    """Memory that keeping these batches takes."""
+    kept = [batch for batch, _, _ in step if not isinstance(batch, (ResidentBatch, KeptBatch))]
+    return sum(t.numel() * t.element_size() for batch in kept for t in leaves(batch))
+
+
+def own_copy(batch: Any) -> Any:
+    """A copy of the user's batch: they may fill the same memory with the next one."""
+    if type(batch) is tuple and all(isinstance(part, Tensor) for part in batch):
+        return tuple([part.clone() for part in batch])
+    return map_tensors(batch, torch.clone)
