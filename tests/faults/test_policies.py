@@ -201,7 +201,7 @@ def test_the_gate_holds_the_weights_until_the_host_looks(
 
 
 def test_large_gradients_are_looked_at_as_well(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("multi_gpu_training.training.finite.LARGE", 1)
+    monkeypatch.setattr("multi_gpu_training.training.nan_guard.LARGE", 1)
     for kind in ("loss", "gradient"):
         found = gated(tmp_path / kind, kind, "adamw", {"training_mode": "single"})
         step = found["bad_step"]

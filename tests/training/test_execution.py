@@ -1,14 +1,14 @@
 """Recorded steps must compute what eager steps compute, whatever the step reads.
 
-On a machine without a GPU a stand-in plays the recorder: like a CUDA graph it repeats what was
-recorded with the Python values of that time, and nothing else.
+On a machine without a GPU a stand-in plays the recorder: like a CUDA graph, it repeats what was
+recorded with the Python values of that time, and does nothing else.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUTrainingManager
+from multi_gpu_training.data import feeding
 from multi_gpu_training.training.runner import selection
 from multi_gpu_training.training.runner.graph_guards import Guards
 
@@ -56,22 +57,24 @@ def train(
     recorded: bool,
     kind: str = "plain",
     fails: Callable[[int], str | None] = lambda rank: None,
+    samples: int = 200,
+    where: AbstractContextManager[None] | None = None,
     **settings: Any,
 ) -> tuple[dict[str, Tensor], Any, list[float]]:
-    """Weights, what the execution says of itself, and the hidden values the hook set."""
+    """Weights, what the execution says of itself, and the loss of each epoch."""
     knob = Knob()
     rank = int(os.environ.get("RANK", 0))
-    notes: list[float] = []
 
     class Change(Callback):
-        """The curriculum: from step 45 on the weight grows."""
+        """The curriculum: from step 45 on the weight grows, or it is another in a few steps."""
 
         def on_step_end(self, manager: Any, result: Any) -> None:
             step = result.step
-            notes.append(step)
             value = 1.0 if step < 45 else 1.0 + 0.5 * (step // 15)
             if kind == "seen" or (kind == "seen on one rank" and rank == 1):
                 knob.weight = value
+            if kind == "for a while":
+                knob.weight = 3.0 if 50 <= step < 55 else 1.0
             if kind == "hidden":
                 set_hidden(str(value))
 
@@ -88,8 +91,11 @@ def train(
         manager = MultiGPUTrainingManager(config)
         fit = {"loss_fn": loss_fn, "hooks": [Change()], "optimizer": sgd}
         # Without recordings, but with the rate in a float32 tensor, as recorded steps have it.
-        with recording(fails if recorded else lambda rank: "not wanted"):
-            manager.fit(Net(), data(), data(40), **fit)
+        with (
+            recording(fails if recorded else lambda rank: "not wanted", [knob]),
+            where or nullcontext(),
+        ):
+            manager.fit(Net(), data(samples), data(40), **fit)
     weights = {name: tensor.clone() for name, tensor in manager.model.state_dict().items()}
     history = [epoch["train"]["loss"] for epoch in manager.progress.history]
     return weights, manager.trainer.execution, history
@@ -117,15 +123,15 @@ def test_recorded_steps_learn_what_eager_steps_learn(
     assert run.replayed > 0.85 * run.steps
 
 
-@pytest.mark.parametrize("kind", ["seen", "hidden"])
+@pytest.mark.parametrize("kind", ["seen", "for a while", "hidden"])
 def test_no_stale_number_ends_up_in_the_weights(tmp_path: Path, kind: str) -> None:
     expected, _, losses = train(tmp_path / "eager", False, kind)
     weights, run, found = train(tmp_path / "graph", True, kind)
     same(expected, weights)
     assert found == pytest.approx(losses, rel=1e-4)
     assert run.mode == "eager"
-    said = "knob.weight changed from 1.0" if kind == "seen" else "differs from the recorded one"
-    assert said in run.reason
+    hidden_one = "differs from the recorded one"
+    assert (hidden_one if kind == "hidden" else "knob.weight changed from 1.0") in run.reason
 
 
 def test_what_cannot_be_recorded_is_trained_eagerly_and_named(tmp_path: Path) -> None:
@@ -136,22 +142,39 @@ def test_what_cannot_be_recorded_is_trained_eagerly_and_named(tmp_path: Path) ->
     assert "the moon is full" in run.reason
 
 
-def on_ranks(folder: Path, recorded: bool, kind: str, failing: int | None) -> Any:
+@contextmanager
+def on_the_device() -> Iterator[None]:
+    """Data that live on the device, as on a GPU: then steps follow from the global plan."""
+    with mock.patch.object(feeding, "fits_on_gpu", lambda *_: True):
+        yield
+
+
+def on_ranks(
+    folder: Path, recorded: bool, kind: str, failing: int | None, resident: bool = False
+) -> Any:
     fails = {failing: "rank cannot"}
-    weights, run, losses = train(
-        folder / str(recorded), recorded, kind, fails.get, batch_size=4, sync_bn=True
-    )
+    where = on_the_device() if resident else None
+    settings = {"batch_size": 4, "sync_bn": True, "samples": 203, "where": where}
+    weights, run, losses = train(folder / str(recorded), recorded, kind, fails.get, **settings)
     return {k: v.tolist() for k, v in weights.items()}, run.mode, run.reason, run.replayed, losses
 
 
+@pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize(
     ("kind", "failing"),
-    [("plain", None), ("seen on one rank", None), ("hidden", None), ("plain", 1)],
+    [
+        ("plain", None),
+        ("seen on one rank", None),
+        ("for a while", None),
+        ("hidden", None),
+        ("plain", 1),
+    ],
 )
-def test_ranks_decide_alike(tmp_path: Path, kind: str, failing: int | None) -> None:
-    """A rank that left the recording alone would wait for the others for ever."""
-    expected = run_ranks(2, on_ranks, tmp_path, False, kind, None)
-    found = run_ranks(2, on_ranks, tmp_path, True, kind, failing)
+def test_ranks_decide_alike(tmp_path: Path, kind: str, failing: int | None, resident: bool) -> None:
+    """A rank that left the recording alone would wait for the others for ever. Epochs end with a
+    batch of 3, of which the ranks have different shares."""
+    expected = run_ranks(2, on_ranks, tmp_path, False, kind, None, resident)
+    found = run_ranks(2, on_ranks, tmp_path, True, kind, failing, resident)
     for (weights, *_), (recorded, *_) in zip(expected, found, strict=True):
         for name, values in weights.items():
             torch.testing.assert_close(
@@ -160,24 +183,87 @@ def test_ranks_decide_alike(tmp_path: Path, kind: str, failing: int | None) -> N
     assert len({mode for _, mode, *_ in found}) == 1
     assert found[0][1] == ("graph" if (kind, failing) == ("plain", None) else "eager")
     assert len({replayed for *_, replayed, _ in found}) == 1
+    if kind != "plain" and failing is None:
+        assert "changed" in found[0][2] or "changes" in found[0][2]
 
 
-def own_loop(folder: Path, recorded: bool) -> tuple[dict[str, Tensor], list[Tensor], Any]:
+def votes(folder: Path, kind: str, accumulation: int) -> list[int]:
+    """Collectives per step that Python code asks for while steps are replayed."""
+    counts: list[int] = []
+    asked = 0
+
+    class Count(Callback):
+        def on_step_end(self, manager: Any, result: Any) -> None:
+            nonlocal asked
+            # Comparisons come after steps 28 and 92.
+            if 30 <= result.step < 90:
+                counts.append(asked)
+                assert manager.trainer.execution.mode == "graph"
+            asked = 0
+
+    def counted(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    # log_every is beyond the run: logging is where the ranks do talk.
+    settings = {"batch_size": 2, "log_every": 1000, "gradient_accumulation_steps": accumulation}
+    manager = MultiGPUTrainingManager(quiet(folder, step_execution="graph", **settings))
+    fit = {"loss_fn": _own_loss, "optimizer": sgd, "callbacks": [Count()]}
+    dataset = data(95 * 4 * accumulation)
+    with ExitStack() as stack:
+        for name in ("all_reduce", "all_gather", "broadcast"):
+            call = counted(getattr(torch.distributed, name))
+            stack.enter_context(mock.patch.object(torch.distributed, name, call))
+        stack.enter_context(recording())
+        if kind == "resident":
+            stack.enter_context(on_the_device())
+        if kind != "own":
+            manager.fit(Net(), dataset, **fit)
+            return counts
+        manager.setup_training(Net(), dataset, **fit)
+        for _ in range(95 * accumulation):
+            manager.trainer.train_step((torch.randn(2, 6), torch.tensor([0, 1])))
+        manager.finish()
+    return counts
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("kind", "most"), [("resident", 0), ("loaded", 1), ("own", 1)])
+def test_ranks_vote_at_most_once_per_recorded_step(
+    tmp_path: Path, kind: str, most: int, accumulation: int
+) -> None:
+    """Not at all where the shapes of a step follow from the plan that every rank knows."""
+    for counts in run_ranks(2, votes, tmp_path, kind, accumulation):
+        assert counts == [most] * 60
+
+
+def own_loop(
+    folder: Path, recorded: bool, seen: bool
+) -> tuple[dict[str, Tensor], list[Tensor], Any]:
+    knob = Knob()
+
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1]) * float(os.environ.get(HIDDEN, "1"))
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        return loss * knob.weight * float(os.environ.get(HIDDEN, "1"))
 
     manager = MultiGPUTrainingManager(quiet(folder, step_execution="graph", batch_size=8))
     with hidden(None):
-        with recording(lambda rank: None if recorded else "not wanted"):
+        with recording(lambda rank: None if recorded else "not wanted", [knob]):
             manager.setup_training(Net(), data(), loss_fn=loss_fn, optimizer=sgd)
         inputs, target = torch.empty(8, 6), torch.empty(8, dtype=torch.int64)
         losses = []
         generator = torch.Generator().manual_seed(5)
         for step in range(120):
-            # The user fills the same memory anew: a rewind must not read what came later.
+            # The user fills the same memory again: a rollback must not read what came later.
             inputs.copy_(torch.randn(8, 6, generator=generator))
             target.copy_(torch.randint(3, (8,), generator=generator))
-            if step == 100:
+            if step == 100 and seen:
+                knob.weight = 3.0
+            elif step == 100:
                 set_hidden("3")
             losses.append(manager.trainer.train_step((inputs, target)).loss)
         manager.trainer.execution.verify()
@@ -186,14 +272,24 @@ def own_loop(folder: Path, recorded: bool) -> tuple[dict[str, Tensor], list[Tens
     return dict(manager.model.state_dict()), losses, run
 
 
-def test_a_loop_of_ones_own_gets_its_own_losses_and_weights(tmp_path: Path) -> None:
-    expected, losses, _ = own_loop(tmp_path / "eager", False)
-    weights, found, run = own_loop(tmp_path / "graph", True)
+def test_the_users_own_loop_gets_its_losses_and_weights(tmp_path: Path) -> None:
+    """Steps that are computed again would all see the newest value: a value that the step visibly
+    reads is noticed before a step uses it."""
+    expected, losses, _ = own_loop(tmp_path / "eager", False, seen=True)
+    weights, found, run = own_loop(tmp_path / "graph", True, seen=True)
+    assert [float(x) for x in found] == pytest.approx([float(x) for x in losses])
+    assert "knob.weight changed from 1.0 to 3.0" in run.reason
+    same(expected, weights)
+
+
+def test_a_hidden_change_in_the_users_own_loop_is_found(tmp_path: Path) -> None:
+    expected, losses, _ = own_loop(tmp_path / "eager", False, seen=False)
+    weights, found, run = own_loop(tmp_path / "graph", True, seen=False)
     assert [float(x) for x in found[:100]] == pytest.approx([float(x) for x in losses[:100]])
     assert run.mode == "eager"
     assert "differs from the recorded one" in run.reason
-    # Replayed with today's value of what nobody could see, the steps up to the last comparison
-    # stand, those after it are done again.
+    # The steps up to the last comparison stand. Those after it are computed again with today's
+    # value of what nobody could see.
     assert set(weights) == set(expected)
     assert all(bool(torch.isfinite(t).all()) for t in weights.values())
 
@@ -267,10 +363,11 @@ def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
     same(*ends)
 
 
-def uneven(folder: Path, recorded: bool) -> Any:
+def uneven(folder: Path, recorded: bool, accumulation: int) -> Any:
     """Shapes that come back at other times on each rank: sequences of two lengths."""
     rank = int(os.environ.get("RANK", 0))
-    config = quiet(folder / str(recorded), step_execution="graph", batch_size=4)
+    settings = {"batch_size": 4, "gradient_accumulation_steps": accumulation}
+    config = quiet(folder / str(recorded), step_execution="graph", **settings)
     manager = MultiGPUTrainingManager(config)
 
     class Mean(nn.Module):
@@ -285,7 +382,7 @@ def uneven(folder: Path, recorded: bool) -> Any:
     with recording(lambda rank: None if recorded else "not wanted"):
         model, *_ = manager.setup_training(Mean(), data(8), loss_fn=_own_loss, optimizer=sgd)
     generator = torch.Generator().manual_seed(rank)
-    for step in range(60):
+    for step in range(60 * accumulation):
         long = (step + 2 * rank) % 7 == 0 or (rank == 1 and step % 5 == 0)
         x = torch.randn(4, 6 if long else 5, 3, generator=generator)
         manager.trainer.train_step((x, torch.arange(4) % 2))
@@ -298,12 +395,15 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def test_ranks_that_see_shapes_at_different_times_never_wait_for_ever(tmp_path: Path) -> None:
-    expected = run_ranks(2, uneven, tmp_path, False)
-    found = run_ranks(2, uneven, tmp_path, True)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ranks_that_see_shapes_at_different_times_never_wait_for_ever(
+    tmp_path: Path, accumulation: int
+) -> None:
+    expected = run_ranks(2, uneven, tmp_path, False, accumulation)
+    found = run_ranks(2, uneven, tmp_path, True, accumulation)
     for (weights, *_), (recorded, mode, replayed) in zip(expected, found, strict=True):
         assert mode == "graph"
-        assert replayed > 20
+        assert replayed > (20 if accumulation == 1 else 5)
         for name, values in weights.items():
             torch.testing.assert_close(
                 torch.tensor(recorded[name]), torch.tensor(values), rtol=1e-6, atol=1e-7

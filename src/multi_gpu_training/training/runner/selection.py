@@ -434,9 +434,13 @@ class StepExecution:
         """A step of another shape was seen; the second time it is recorded as well."""
         note_phase(Phase.RECORDING)
         key = self._keys[0]
-        recorded = key in self._cache.steps  # here, while another rank may still lack its own
+        known = self._cache.steps.get(key)
+        # It may be recorded here, while another rank still lacks its own. A step that only begins
+        # like a recorded one stays eager: which of them it is shows when half of it has run.
+        recorded = known is not None and known.keys == self._keys
         sightings = self._sightings[key] = self._sightings.get(key, 0) + 1
-        wanted = recorded or (sightings >= 2 and len(self._cache.steps) < MOST_SHAPES)
+        new = known is None and sightings >= 2 and len(self._cache.steps) < MOST_SHAPES
+        wanted = recorded or new
         # What follows from the plan is the same on every rank: nobody has to ask.
         if not (wanted if is_planned(key) else self._all_agree(wanted)):
             return
