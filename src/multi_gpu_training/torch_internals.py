@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import RandomSampler
 
 # BatchNorm1d to 3d, SyncBatchNorm and their relatives share no public base class.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
@@ -22,6 +24,11 @@ BatchNormBase = nn.modules.batchnorm._BatchNorm
 RunningStatsBase = nn.modules.batchnorm._NormBase
 # Conv1d to 3d and their transposed forms.
 ConvBase = nn.modules.conv._ConvNd
+# Every criterion of torch.nn.
+CriterionBase = nn.modules.loss._Loss
+# Keeps a function out of compiled graphs, as `torch.compiler.disable` does, without the second
+# that importing the compiler takes.
+disable_dynamo = _disable_dynamo
 
 
 class BatchNormWithCheck(BatchNormBase):
@@ -164,3 +171,12 @@ def ddp_logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     """What DDP's logger knows: bucket sizes as they are now, times of the last steps."""
     data: dict[str, Any] = ddp._get_ddp_logging_data()
     return data
+
+
+# Data
+
+
+def asked_samples(sampler: RandomSampler) -> int | None:
+    """The `num_samples` that a RandomSampler was made with; the public one fills in a default."""
+    asked: int | None = sampler._num_samples
+    return asked

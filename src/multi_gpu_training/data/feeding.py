@@ -24,6 +24,7 @@ from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
 from multi_gpu_training.data.stream import StreamLoader
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.torch_internals import asked_samples
 
 Loader = ShareLoader | StreamLoader
 Data = Dataset[Any] | DataLoader[Any]
@@ -139,7 +140,11 @@ def _source(
         return ShuffledBatches(samples, total, shuffle=False)
     if type(sampler) is DistributedSampler:
         return ShuffledBatches(samples, total, sampler.shuffle)  # ours are exact shares of all
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and asked_samples(sampler) is None
+    ):
         return ShuffledBatches(samples, total, shuffle=True)
     return SamplerBatches(sampler, total)
 

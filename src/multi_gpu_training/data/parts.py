@@ -14,6 +14,7 @@ from multi_gpu_training.data.loader import ShareLoader, _Fetch
 from multi_gpu_training.data.order import Share, cut
 from multi_gpu_training.data.resident import ResidentBatch, ResidentLoader
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.torch_internals import version
 
 if TYPE_CHECKING:
     from multi_gpu_training.data.feeding import Loader
@@ -122,5 +123,5 @@ def _fetch_of(loader: Loader | None, share: Share) -> _Fetch:
 def versions(batch: Any) -> list[int]:
     """How often each tensor of a batch was written to: equal lists, equal contents."""
     found: list[int] = []
-    map_tensors(batch, lambda tensor: (found.append(tensor._version), tensor)[1])  # type: ignore[func-returns-value]
+    map_tensors(batch, lambda tensor: (found.append(version(tensor)), tensor)[1])  # type: ignore[func-returns-value]
     return found

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training.errors import ModelError
+from multi_gpu_training.torch_internals import CriterionBase
 
 LossFn = Callable[[nn.Module, Any], Any]
 Pairs = Mapping[str, tuple[Tensor | float, Tensor | float]]
@@ -71,7 +72,7 @@ def choose_loss(given: Any) -> LossFn:
     """The loss function to train with: the user's, a torch criterion wrapped, or by the data."""
     if given is None:
         return SupervisedLoss()
-    if isinstance(given, nn.modules.loss._Loss):
+    if isinstance(given, CriterionBase):
         if getattr(given, "reduction", "mean") != "mean":
             raise ModelError(
                 f"{type(given).__name__}(reduction={given.reduction!r}): use reduction='mean', "

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
+
+from multi_gpu_training.torch_internals import disable_dynamo
 
 BLANK = 0
 NEVER = -1e30  # the logarithm of zero, finite so that no difference of two is NaN
 
 
-@_disable_dynamo
+@disable_dynamo
 def ctc_loss(logits: Tensor, lengths: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
     """Minus log likelihood of each utterance; 0 for one with too few frames for its text.
 

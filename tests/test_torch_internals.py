@@ -1,0 +1,298 @@
+"""The private names of torch that the package relies on still do what it relies on.
+
+One test per name in torch_internals.py. If one fails after an update of torch, the wrapper of the
+same name must be mended before anything is trained with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import RandomSampler
+
+from multi_gpu_training import torch_internals
+from multi_gpu_training.training.fast_defaults import fuse
+
+FUSED: dict[str, Any] = {
+    "adam": lambda p: optim.Adam(p, lr=0.1, fused=True),
+    "adamw": lambda p: optim.AdamW(p, lr=0.1, fused=True),
+    "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": lambda p: optim.Adagrad(p, lr=0.1, fused=True),
+}
+
+
+def line_with_gradient() -> nn.Linear:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    model(torch.ones(4, 3)).sum().backward()
+    return model
+
+
+def moved(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", list(FUSED))
+def test_set_found_inf_keeps_a_fused_optimizer_from_moving_weights(kind: str) -> None:
+    """If torch stopped reading it, the NaN gate would stand open and nobody would notice."""
+    model = line_with_gradient()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = FUSED[kind](model.parameters())
+    gate = torch.ones(())
+    torch_internals.set_found_inf(optimizer, gate)
+    optimizer.step()
+    assert not moved(model, before)
+    gate.zero_()
+    optimizer.step()
+    assert moved(model, before)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "adagrad"])
+def test_a_closed_gate_holds_back_the_optimizers_own_count_of_steps(kind: str) -> None:
+    """The guard reads from it since when the gate is closed."""
+    model = line_with_gradient()
+    optimizer = FUSED[kind](model.parameters())
+    gate = torch.zeros(())
+    torch_internals.set_found_inf(optimizer, gate)
+    optimizer.step()
+    gate.fill_(1.0)
+    optimizer.step()
+    optimizer.step()
+    assert float(optimizer.state[model.weight]["step"]) == 1.0
+
+
+def test_pop_found_inf_opens_the_gate_for_good() -> None:
+    model = line_with_gradient()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = FUSED["adamw"](model.parameters())
+    gate = torch.ones(())
+    torch_internals.set_found_inf(optimizer, gate)
+    assert torch_internals.pop_found_inf(optimizer) is gate
+    assert torch_internals.pop_found_inf(optimizer) is None
+    optimizer.step()
+    assert moved(model, before)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "sgd"])
+def test_mark_fused_says_what_torchs_own_constructor_says(kind: str) -> None:
+    """Without it, GradScaler unscales by itself, and the kernel skips nothing."""
+    model = line_with_gradient()
+    theirs = FUSED[kind](model.parameters())
+    assert theirs._step_supports_amp_scaling is True
+    ours = type(theirs)(model.parameters(), lr=0.1)
+    assert not getattr(ours, "_step_supports_amp_scaling", False)
+    torch_internals.mark_fused(ours)
+    assert ours._step_supports_amp_scaling is True
+
+
+def test_a_scaler_leaves_an_infinite_gradient_to_a_marked_optimizer() -> None:
+    model = line_with_gradient()
+    assert model.weight.grad is not None
+    before = copy.deepcopy(model.state_dict())
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = True, False
+    torch_internals.mark_fused(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))  # a scaler makes its tensors at its first use
+    model.weight.grad[0, 0] = torch.inf
+    scaler.step(optimizer)
+    assert not moved(model, before)
+    model.weight.grad[0, 0] = 1.0
+    scaler.update()
+    scaler.step(optimizer)
+    assert moved(model, before)
+
+
+def test_fuse_leaves_optimizers_on_the_cpu_alone() -> None:
+    optimizer = optim.AdamW(line_with_gradient().parameters())
+    fuse(optimizer)
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_flag_nonfinite_sets_the_flag_and_never_clears_it(value: float) -> None:
+    flag, one = torch.zeros(()), torch.ones(())
+    fine, bad = torch.ones(5), torch.tensor([1.0, value])
+    torch_internals.flag_nonfinite_([fine], flag, one)
+    assert float(flag) == 0.0
+    torch_internals.flag_nonfinite_([fine, bad], flag, one)
+    torch_internals.flag_nonfinite_([fine], flag, one)
+    assert float(flag) == 1.0
+    assert torch.equal(fine, torch.ones(5))
+
+
+def test_forget_scaler_steps_lets_gradients_be_unscaled_again() -> None:
+    model = line_with_gradient()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    torch_internals.forget_scaler_steps(scaler)
+    scaler.unscale_(optimizer)
+
+
+def test_foreach_copy_mul_and_norm() -> None:
+    a, b = torch.tensor([3.0, 4.0]), torch.tensor([1.0])
+    targets = [torch.empty(2), torch.empty(1)]
+    torch_internals.foreach_copy_(targets, [a, b])
+    assert torch.equal(targets[0], a) and torch.equal(targets[1], b)
+    torch_internals.foreach_mul_(targets, torch.tensor(2.0))
+    assert torch.equal(targets[0], 2 * a) and torch.equal(targets[1], 2 * b)
+    assert [float(n) for n in torch_internals.foreach_norm([a, b])] == [5.0, 1.0]
+
+
+def test_largest_elements_are_not_finite_where_an_element_is_not() -> None:
+    bad = torch.tensor([1.0, math.nan, 2.0])
+    found = torch_internals.largest_elements([torch.tensor([-3.0, 1.0]), torch.empty(0), bad])
+    assert len(found) == 2
+    assert float(found[0]) == 3.0 and math.isnan(float(found[1]))
+
+
+def test_sparse_values_of_a_gradient_that_is_not_coalesced() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    grad = table.weight.grad
+    assert grad is not None and not grad.is_coalesced()
+    with pytest.raises(RuntimeError):
+        grad.values()
+    assert torch_internals.sparse_values(grad).shape == (3, 2)
+
+
+def test_version_counts_writes_in_place() -> None:
+    tensor = torch.zeros(2)
+    before = torch_internals.version(tensor)
+    tensor.detach().add_(1)
+    assert torch_internals.version(tensor) == before + 1
+
+
+def test_queue_after_backward_runs_once_all_gradients_are_there() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    found: list[bool] = []
+
+    def announce(grad: Tensor) -> None:
+        assert all(p.grad is None for p in model.parameters())
+        torch_internals.queue_after_backward(
+            lambda: found.append(all(p.grad is not None for p in model.parameters()))
+        )
+
+    loss = model(torch.ones(1, 2)).sum()
+    loss.register_hook(announce)
+    loss.backward()
+    assert found == [True]
+
+
+def test_end_allocation_to_pool_is_there() -> None:
+    """What it does takes a GPU: see tests/test_gpu_execution.py."""
+    if torch.backends.cuda.is_built():
+        assert callable(torch._C._cuda_endAllocateToPool)
+    else:
+        pytest.skip("this torch is built without CUDA")
+
+
+def test_base_classes_cover_their_families() -> None:
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    assert all(issubclass(kind, torch_internals.BatchNormBase) for kind in norms)
+    assert issubclass(nn.InstanceNorm2d, torch_internals.RunningStatsBase)
+    assert issubclass(torch_internals.BatchNormBase, torch_internals.RunningStatsBase)
+    assert not issubclass(nn.InstanceNorm2d, torch_internals.BatchNormBase)
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)
+    assert all(issubclass(kind, torch_internals.ConvBase) for kind in convolutions)
+    criteria = (nn.CrossEntropyLoss, nn.MSELoss, nn.CTCLoss, nn.BCEWithLogitsLoss)
+    assert all(issubclass(kind, torch_internals.CriterionBase) for kind in criteria)
+
+
+def test_input_check_refuses_the_wrong_number_of_dimensions() -> None:
+    check = torch_internals.input_check(nn.BatchNorm2d(3))
+    check(torch.zeros(2, 3, 4, 4))
+    with pytest.raises(ValueError, match="4D"):
+        check(torch.zeros(2, 3))
+
+
+def test_batch_norm_with_check_asks_check_input() -> None:
+    norm = torch_internals.BatchNormWithCheck(3)
+    norm.check_input = torch_internals.input_check(nn.BatchNorm1d(3))
+    norm(torch.randn(4, 3))
+    with pytest.raises(ValueError, match="2D or 3D"):
+        norm(torch.randn(4, 3, 2, 2))
+
+
+def test_asked_samples_tells_a_default_from_a_wish() -> None:
+    data = list(range(5))
+    assert torch_internals.asked_samples(RandomSampler(data)) is None
+    assert torch_internals.asked_samples(RandomSampler(data, num_samples=5)) == 5
+
+
+def test_disable_dynamo_keeps_the_compiler_unimported() -> None:
+    code = """
+        import sys
+        from multi_gpu_training.torch_internals import disable_dynamo
+        disable_dynamo(lambda: None)
+        sys.exit("torch._dynamo" in sys.modules)
+    """
+    lines = "\n".join(line.strip() for line in code.splitlines())
+    assert subprocess.run([sys.executable, "-c", lines], check=False).returncode == 0
+
+
+# DDP
+
+
+class Notes(torch_internals.DDPWithBufferHook):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.events: list[str] = []
+
+    def before_buffers(self) -> None:
+        self.events.append("before")
+
+    def after_buffers(self) -> None:
+        self.events.append("after")
+
+
+def ddp_facts() -> dict[str, Any]:
+    torch.manual_seed(0)
+    noting = Notes(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    noting(torch.randn(4, 2)).sum().backward()
+
+    rank = torch.distributed.get_rank()
+    module = nn.Linear(2, 1)
+    module.alone = nn.Parameter(torch.ones(()))
+    torch_internals.ignore_in_ddp(module, ["alone", ".alone"])
+    ddp = DistributedDataParallel(module)
+    (ddp(torch.full((1, 2), float(rank))).sum() + module.alone * rank).backward()
+    logged = torch_internals.ddp_logging_data(ddp)
+    together = module.weight.grad.tolist()
+    apart = float(module.alone.grad)
+
+    torch_internals.remove_ddp_hooks(ddp)
+    module.zero_grad()
+    module(torch.full((1, 2), float(rank))).sum().backward()
+    return {
+        "events": noting.events,
+        "together": together,
+        "apart": apart,
+        "sizes": logged["bucket_sizes"],
+        "released": module.weight.grad.tolist(),
+    }
+
+
+def test_names_of_ddp(tmp_path: Path) -> None:
+    """ignore_in_ddp, remove_ddp_hooks, ddp_logging_data, DDPWithBufferHook."""
+    first, second = run_ranks(2, ddp_facts)
+    assert first["events"] == second["events"] == ["before", "after"]
+    assert first["together"] == second["together"] == [[0.5, 0.5]]  # exchanged
+    assert (first["apart"], second["apart"]) == (0.0, 1.0)  # not exchanged
+    assert str(first["sizes"]).split(",")[0].strip().isdigit()
+    assert (first["released"], second["released"]) == ([[0.0, 0.0]], [[1.0, 1.0]])
