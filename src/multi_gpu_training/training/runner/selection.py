@@ -121,6 +121,10 @@ class StepExecution:
         """Steps that ran as a CUDA graph."""
         return self.state.replayed
 
+    @replayed.setter
+    def replayed(self, steps: int) -> None:
+        self.state.replayed = steps
+
     # Starting
 
     def enter_stream(self) -> None:
