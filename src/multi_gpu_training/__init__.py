@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
     from multi_gpu_training.distributed.launch import launch_distributed_training
     from multi_gpu_training.errors import ConfigError, MultiGPUError
+    from multi_gpu_training.manager import MultiGPUTrainingManager
     from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.comparison import comparison_report
     from multi_gpu_training.planning.estimate.speedup import (
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from multi_gpu_training.training.distributed_data_parallel import (
         DistributedDataParallelTrainer,
     )
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
     from multi_gpu_training.training.metrics import MetricsCollector
     from multi_gpu_training.training.progress import FitResult
     from multi_gpu_training.training.step import StepResult
@@ -45,7 +45,7 @@ _HOMES = {
     "Callback": "training.callbacks",
     "Hook": "training.callbacks",
     "FitResult": "training.progress",
-    "MultiGPUTrainingManager": "training.manager",
+    "MultiGPUTrainingManager": "manager",
     "DataParallelTrainer": "training.data_parallel",
     "DistributedDataParallelTrainer": "training.distributed_data_parallel",
     "MultiGPUTrainer": "training.trainer",

@@ -208,6 +208,12 @@ class MultiGPUConfig(BaseModel):
     )
     log_every: PositiveInt = 20
     tensorboard: bool = True
+    loggers: list[str] = Field(
+        [], description="where metrics go besides the run's events: csv, tensorboard"
+    )
+    validate_every: PositiveInt | None = Field(
+        None, description="optimizer steps between validations inside an epoch"
+    )
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     monitor: bool = Field(
         True, description="record the phases of sampled steps and the use of the device"

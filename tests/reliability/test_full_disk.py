@@ -19,8 +19,8 @@ from torch import nn
 
 from multi_gpu_training import Callback, MultiGPUTrainingManager
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.monitoring.log import EventFile
-from multi_gpu_training.monitoring.tensorboard import Curves
+from multi_gpu_training.monitoring.events import EventFile
+from multi_gpu_training.monitoring.loggers.tensorboard_logger import TensorBoardLogger
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.snapshot import Snapshot
 
@@ -229,16 +229,16 @@ def test_events_go_on_after_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFi
 def test_curves_go_on_after_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    curves = Curves(tmp_path)
+    curves = TensorBoardLogger(tmp_path)
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(curves._writer, "add_scalar", full)
-    curves.write("train", {"loss": 1.0}, 1)
-    curves.write("train", {"loss": 1.0}, 2)  # not tried again for a minute
+    curves.log({"train/loss": 1.0}, 1)
+    curves.log({"train/loss": 1.0}, 2)  # not tried again for a minute
     assert capsys.readouterr().err.count("curves cannot be written") == 1
     curves._retry_at = 0.0
-    curves.write("train", {"loss": 1.0}, 3)
+    curves.log({"train/loss": 1.0}, 3)
     curves.close()
     assert len(list(tmp_path.glob("events.out.*"))) == 2

@@ -103,6 +103,16 @@ class Control(Boundary):
     # For the loop
 
     @property
+    def is_main(self) -> bool:
+        return self._main
+
+    @property
+    def asked_by(self) -> str:
+        """What asked the run to end, as people call it."""
+        asked = self.asked or signal.SIGTERM
+        return NAMES.get(asked, asked.name)
+
+    @property
     def ends_next(self) -> bool:
         """Whether the boundary ahead is the last one: what is under way may be left."""
         return self._stop_at is not None and self.passed + 1 == self._stop_at

@@ -41,11 +41,11 @@ from torch import Tensor
 
 from multi_gpu_training.data.batch import attach, map_tensors, share_of
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.manager import MultiGPUTrainingManager
 from multi_gpu_training.reliability.snapshot import Capture
 from multi_gpu_training.reliability.strikes import EXIT_CODE, InjectedFault, Kind, Memory, strike
 from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.loss import read_loss
-from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.trainer import opened
 

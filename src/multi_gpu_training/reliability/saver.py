@@ -12,7 +12,7 @@ from pathlib import Path
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.monitoring.log import StructuredLogger
+from multi_gpu_training.monitoring.events import StructuredLogger
 from multi_gpu_training.reliability.checkpoint import CheckpointStore
 from multi_gpu_training.reliability.disks import Disks, one_disk
 from multi_gpu_training.reliability.host_copy import HostBuffer

@@ -31,7 +31,7 @@ from multi_gpu_training.distributed.batchnorm import (
 )
 from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.replicas import check_same_model
+from multi_gpu_training.distributed.replicas import check_replicas, check_same_model
 from multi_gpu_training.distributed.whereabouts import (
     BACKWARD,
     HOOK,
@@ -347,10 +347,23 @@ class MultiGPUTrainer(ABC):
         self.metrics.reset()
         self.finite.reset()
 
-    def pass_over(self, share: Share) -> None:
+    def pass_over(self, share: Share | None) -> None:
         """Go past a micro-batch without training on it; after the last one, past the step."""
-        if share.last:
+        if share is not None and share.last:
             self.epoch, self.position = share.epoch, share.position + 1
+
+    def at_step_boundary(self) -> bool:
+        """Whether no step is under way."""
+        return self._micro == 0
+
+    def check_replicas(self) -> None:
+        """Raise if a parameter differs in any bit between ranks. Collective."""
+        check_replicas(self.model, self.placement, self.step)
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, where `broadcast_buffers` asks for it."""
+        if self.config.broadcast_buffers:
+            self.placement.broadcast_tensors(self.model.buffers())
 
     def drop_gradients(self) -> None:
         for parameter in self._parameters:

@@ -9,27 +9,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from multi_gpu_training.monitoring.loggers import LoggedRun
+
 RETRY_S = 60.0
 
 
-class Curves:
-    """Scalars under their names. Without a folder it writes nothing.
+def open_logger(run: LoggedRun) -> TensorBoardLogger | None:
+    return TensorBoardLogger(run.folder / "tensorboard") if run.is_main else None
+
+
+class TensorBoardLogger:
+    """Scalars under their names.
 
     A disk that is full interrupts the curves, never the training; the events hold the same.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path) -> None:
+        self._folder: Path | None = folder
         self._writer: Any = None
         self._retry_at = 0.0
         self._open()
 
-    def write(self, group: str, values: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._writer is None and self._folder is not None and time.monotonic() > self._retry_at:
             self._open()
         try:
-            for name, value in values.items() if self._writer is not None else ():
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+            for name, value in metrics.items() if self._writer is not None else ():
+                self._writer.add_scalar(name, value, step)
         except OSError as error:
             self._interrupt(error)
 

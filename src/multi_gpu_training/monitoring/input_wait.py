@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 
-if TYPE_CHECKING:
-    from multi_gpu_training.monitoring.sampling import StepSampler
+from multi_gpu_training.training.callbacks import Callback, Run
 
 NOTICEABLE = 0.1  # share of the time from which on it is worth a word
 
 
-class InputWait:
+class InputWait(Callback):
     """Measures, batch by batch, how long the device had nothing to do for want of data.
 
     On a GPU, a wait of the CPU costs nothing while earlier steps are still being computed.
     """
 
-    def __init__(self, device: torch.device, resident: bool) -> None:
+    watches_only = True
+
+    def __init__(
+        self, device: torch.device, resident: bool, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" and not resident else None
+        self._tell = tell
         self._resident = resident  # data on the device are never waited for
         self._busy = False
         self.total_s = 0.0  # since the run began
-        self.sampler: StepSampler | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -33,27 +36,31 @@ class InputWait:
         self.waited_s = 0.0
         self._started = self._asked = time.perf_counter()
 
-    def ask(self) -> None:
-        """Before a batch is asked for."""
-        self._asked = time.perf_counter()
-        if self.sampler is not None and self.sampler.attentive:
-            self.sampler.asked(self._asked)
+    def on_epoch_begin(self, run: Run, epoch: int) -> None:
+        self.reset()
 
-    def got(self) -> None:
-        """Once it is there."""
+    def on_input(self, run: Run) -> None:
+        if self._event is not None and self.batches:
+            self._event.record()  # behind the work of the batch before
+            self._busy = True
+        self._asked = time.perf_counter()
+
+    def on_batch(self, run: Run, arrived: bool) -> None:
+        if not arrived:
+            self._conclude(run.config.num_workers)
+            return
         self.batches += 1
         if self._event is None or not self._busy or self._event.query():
             waited = time.perf_counter() - self._asked
             self.waited_s += waited
             self.total_s += waited
-        if self.sampler is not None and self.sampler.attentive:
-            self.sampler.got()
 
-    def used(self) -> None:
-        """After its work was given to the device."""
-        if self._event is not None:
-            self._event.record()
-            self._busy = True
+    def _conclude(self, workers: int) -> None:
+        """The epoch's data are exhausted: say what would help, once."""
+        advice = self.advice(workers)
+        if advice is not None:
+            self._tell(advice)
+        self.batches = 0
 
     @property
     def share(self) -> float:
