@@ -17,13 +17,20 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training.checkpoint import integrity
+from multi_gpu_training.checkpoint.integrity import damage
+from multi_gpu_training.checkpoint.snapshot import DTYPE_NAMES, Snapshot
+from multi_gpu_training.checkpoint.store import CheckpointStore, load
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability import hashing, integrity, tensor_file
-from multi_gpu_training.reliability.checkpoint import CheckpointStore
-from multi_gpu_training.reliability.codec import from_text, pack, to_text, unpack
-from multi_gpu_training.reliability.integrity import damage
-from multi_gpu_training.reliability.snapshot import Snapshot, load
-from multi_gpu_training.reliability.state import load_optimizer_state, model_state, optimizer_state
+from multi_gpu_training.state_dicts import (
+    from_text,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    pack,
+    to_text,
+    unpack,
+)
 
 
 def snapshot(step: int, value: float = 1.0) -> Snapshot:
@@ -101,13 +108,9 @@ def damages(size: int) -> Iterator[tuple[str, Callable[[bytes], bytes | None]]]:
     yield "removed", lambda raw: None
 
 
-def test_a_hundred_damages_are_all_seen_and_the_older_one_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hundred_damages_are_all_seen_and_the_older_one_used(tmp_path: Path) -> None:
     """In every region of every file; the model is large enough to be hashed in chunks."""
-    monkeypatch.setattr(hashing.chunks, "__defaults__", (1000,))
-    monkeypatch.setattr(hashing, "CHUNK_BYTES", 1000)
-    store = CheckpointStore(tmp_path)
+    store = CheckpointStore(tmp_path, chunk_bytes=1000)
     older, later = snapshot(1), snapshot(2)
     later.model["large"] = torch.randn(3000)
     later.optimizer["momentum"] = torch.randn(7)
@@ -153,14 +156,14 @@ def test_checkpoints_of_format_1_are_read(tmp_path: Path) -> None:
     assert load(path).step == 7
     manifest["format"] = 99
     manifest["sha256"] = integrity.digest(manifest)
-    (path / "manifest.json").write_text(integrity.written(manifest))
+    (path / "manifest.json").write_text(integrity.manifest_text(manifest))
     assert damage(path) == "format 99 is not known to this version"
 
 
 def test_every_type_of_tensor_is_read_by_any_safetensors_reader(tmp_path: Path) -> None:
     """Also in a layout that the file does not keep, of odd sizes, empty, and shared."""
     base = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
-    tensors = {str(dtype): (torch.arange(5) % 2).to(dtype) for dtype in tensor_file._NAMES if dtype}
+    tensors = {str(dtype): (torch.arange(5) % 2).to(dtype) for dtype in DTYPE_NAMES}
     tensors |= {
         "scalar": torch.tensor(3.5),
         "empty": torch.zeros(0, 4),

@@ -18,11 +18,11 @@ from tiny import manager_for, points, squares
 from torch import nn
 
 from multi_gpu_training import Hook, MultiGPUTrainingManager
+from multi_gpu_training.checkpoint.snapshot import Snapshot
+from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.monitoring.log import EventFile
 from multi_gpu_training.monitoring.tensorboard import Curves
-from multi_gpu_training.reliability.checkpoint import CheckpointStore
-from multi_gpu_training.reliability.snapshot import Snapshot
 
 LEVELS = 10
 KIB = 1024

@@ -9,10 +9,10 @@ import pytest
 from tiny import line, manager_for, points, sgd, squares
 from typer.testing import CliRunner
 
+from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.cli.app import app
 from multi_gpu_training.cli.checkpoints import show_checkpoints
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.reliability.checkpoint import CheckpointStore
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_run_is_listed_with_what_each_checkpoint_holds(
     shown = capsys.readouterr().out
     for word in ("step-00000012", "step-00000008", "step-00000004", "intact", "best", "loss"):
         assert word in shown
-    assert "--resume auto goes on from step-00000012" in shown
+    assert "--resume auto continues from step-00000012" in shown
     assert "unfinished, cleared by the next save: .staged-step-00000016-0-1" in shown
     assert show_checkpoints(str(run), as_json=True) == 0
     listing = json.loads(capsys.readouterr().out)
@@ -52,7 +52,7 @@ def test_damage_is_named_and_the_exit_code_says_if_nothing_is_left(
     assert show_checkpoints(str(run), as_json=False) == 0
     shown = capsys.readouterr().out
     assert "step-00000012 is damaged: state.json has 2 bytes instead of" in shown
-    assert "--resume auto goes on from step-00000008" in shown
+    assert "--resume auto continues from step-00000008" in shown
     (folders[1] / "manifest.json").write_text("[1, 2]")
     (folders[2] / "model.safetensors").unlink()
     assert show_checkpoints(str(run / "checkpoints"), as_json=False) == 1
@@ -69,7 +69,7 @@ def test_one_checkpoint_and_an_abandoned_one(run: Path, capsys: pytest.CaptureFi
     CheckpointStore(run / "checkpoints").branch(from_step=4)
     assert show_checkpoints(str(run), as_json=False) == 0
     shown = capsys.readouterr().out
-    assert shown.count("abandoned") == 2 and "goes on from step-00000004" in shown
+    assert shown.count("abandoned") == 2 and "continues from step-00000004" in shown
     assert show_checkpoints(str(run / "checkpoints" / "step-00000004"), as_json=True) == 0
     assert len(json.loads(capsys.readouterr().out)["checkpoints"]) == 1
 

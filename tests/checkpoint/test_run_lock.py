@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from tiny import line, manager_for, points, sgd, squares
 
+from multi_gpu_training.checkpoint import run_lock
+from multi_gpu_training.checkpoint.run_lock import RunLock, owner
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.reliability import lock
-from multi_gpu_training.reliability.lock import RunLock, owner
 
 # Takes the lock, starts a child by fork that outlives it, as a loader worker may, and waits.
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from multi_gpu_training.reliability.lock import RunLock
+from multi_gpu_training.checkpoint.run_lock import RunLock
 held = RunLock(Path(sys.argv[1]))
 child = os.fork()
 if child == 0:
@@ -62,7 +62,7 @@ def test_a_second_run_is_told_who_is_there_and_a_killed_one_is_not(tmp_path: Pat
 def test_a_second_training_changes_nothing_in_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock.RunLock.__init__, "__defaults__", (0.1,))
+    monkeypatch.setattr(run_lock.RunLock.__init__, "__defaults__", (0.1,))
     folder = tmp_path / "custom" / "run"
     folder.mkdir(parents=True)
     holder = subprocess.Popen(
@@ -97,6 +97,6 @@ def test_a_file_system_without_locks_is_used_all_the_same(
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
     RunLock(tmp_path).release()
     assert "without locks" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from tiny import line, manager_for, points, sgd, squares, watching, weights
 
 from multi_gpu_training.errors import ConfigError, NonFiniteLossError
-from multi_gpu_training.reliability.injection import (
+from multi_gpu_training.faults.injection import (
     EXIT_CODE,
     InjectedFault,
     Injection,

@@ -24,8 +24,8 @@ from multi_gpu_training.errors import (
     MultiGPUError,
     NonFiniteLossError,
 )
+from multi_gpu_training.faults.policies import judge
 from multi_gpu_training.monitoring.spikes import LossSpikes, threshold
-from multi_gpu_training.reliability.policies import judge
 
 SAMPLES = 24
 BAD = next(iter(ShuffledBatches(SAMPLES, SAMPLES).batches(0, 0)))[13]  # neither first nor last
@@ -106,7 +106,7 @@ def train(
         "bad_step": places.index(BAD) // size + 1,
         "bad_rank": (places.index(BAD) % (2 * manager.placement.dp_size)) // 2,
         "losses": [epoch["train"]["loss"] for epoch in manager.progress.history],
-        "passed": sorted(manager.fault_tolerance.passed_over.places),
+        "passed": sorted(manager.fault_tolerance.skipped_batches.places),
     }
 
 
@@ -405,7 +405,7 @@ def test_handle_error_rolls_back_in_a_loop_of_ones_own(tmp_path: Path, capsys: A
         manager.fault_tolerance.handle_error(error)
     assert manager.trainer.step == 1 and same(tiny.weights(model), saved)
     said = capsys.readouterr().err
-    assert "back at step 1; a loop of your own goes on with its next batch" in said
+    assert "back at step 1; your own loop continues with its next batch" in said
     assert "the 1 steps since" in said
     manager.trainer.train_step(batches[3])
     assert manager.trainer.step == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +13,24 @@ from torch import nn
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import Data, training_loader, validation_loader
 from multi_gpu_training.errors import ConfigError, ModelError
+from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
+from multi_gpu_training.faults.policies import RESTART, TrainingFault
 from multi_gpu_training.monitoring.announce import announce
 from multi_gpu_training.monitoring.log import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.run_folder import open_run
 from multi_gpu_training.monitoring.tensorboard import Curves
-from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.learning_rate import choose_schedule, scale_rate
 from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
 from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.recompute import use_recompute
+from multi_gpu_training.training.reminder import leave_word
 from multi_gpu_training.training.resuming import EpochSums
 from multi_gpu_training.training.verification import shorten
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
+    from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 
 def open_records(manager: MultiGPUTrainingManager, states: dict[str, Any]) -> None:
@@ -49,7 +54,9 @@ def open_records(manager: MultiGPUTrainingManager, states: dict[str, Any]) -> No
         manager.logger,
         manager.run.checkpoints,
         manager.run.disks,
+        partial(_rolling_back, manager.trainer),
     )
+    manager.fault_tolerance.on_fault.append(partial(_leave_oom_hint, manager))
     manager.fault_tolerance.saver.on_saved = manager._checkpoint_is_safe
     manager.trainer.memory.told = partial(manager.fault_tolerance.record_fault, "out_of_memory")
     manager.trainer.finite.told = partial(manager.fault_tolerance.record_fault, "nonfinite")
@@ -60,6 +67,23 @@ def open_records(manager: MultiGPUTrainingManager, states: dict[str, Any]) -> No
     )
     for name, item in states.items():
         manager.fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
+
+
+@contextmanager
+def _rolling_back(trainer: MultiGPUTrainer) -> Iterator[None]:
+    """Drop the step under way before a checkpoint is loaded, and start afresh after it."""
+    memory = trainer.memory.state_dict()
+    trainer.forget_step()
+    yield
+    trainer.memory.load_state_dict(memory)  # what was learned since the checkpoint stays
+    trainer.execution.went_back()
+    trainer.finite.start()
+
+
+def _leave_oom_hint(manager: MultiGPUTrainingManager, fault: TrainingFault) -> None:
+    """Tell the ranks that will be started again how small micro-batches must be."""
+    if fault.kind == "out_of_memory" and fault.action == RESTART:
+        leave_word(manager.run.path, manager.trainer.memory)
 
 
 def assemble(

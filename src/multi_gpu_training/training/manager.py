@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from multi_gpu_training.checkpoint.saver import Save
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import (
@@ -41,6 +42,7 @@ from multi_gpu_training.errors import (
     ConfigError,
     NonFiniteLossError,
 )
+from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.monitoring.announce import epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.interval import IntervalLog
@@ -49,8 +51,6 @@ from multi_gpu_training.monitoring.metrics import MetricsCollector
 from multi_gpu_training.monitoring.observer import Observer
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.monitoring.tensorboard import Curves
-from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
-from multi_gpu_training.reliability.saving import Save
 from multi_gpu_training.training.assembly import assemble, open_records
 from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
@@ -365,7 +365,7 @@ class MultiGPUTrainingManager:
 
     def _train_on(self, batches: Iterable[Any], total: int | None) -> None:
         trainer, wait, control = self.trainer, self._log.wait, self.control
-        passed_over = self.fault_tolerance.passed_over
+        skipped = self.fault_tolerance.skipped_batches
         step = trainer.step + 1  # the one that an error belongs to
         try:
             wait.ask()
@@ -373,7 +373,7 @@ class MultiGPUTrainingManager:
             for batch in batches:
                 control.waiting = False
                 wait.got()
-                if passed_over.places and passed_over.holds(share := share_of(batch)):
+                if skipped.places and skipped.holds(share := share_of(batch)):
                     assert share is not None
                     trainer.pass_over(share)
                     wait.ask()

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multi_gpu_training.checkpoint.integrity import read_manifest
 from multi_gpu_training.data.order import FormsBatches
 from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.monitoring.metrics import MetricsCollector
-from multi_gpu_training.reliability.integrity import read_manifest
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager

@@ -121,6 +121,7 @@ class MultiGPUTrainer(ABC):
         self.loader: Loader | None = None
         self.augment: Augment | None = None
         self.boundary = Boundary()  # before each step, on every rank
+        self.on_batch: list[Callable[[Any], Any]] = []  # each returns the batch to train on
         self.execution = StepExecution(self)
         self.memory = MemoryRecovery(self)
         self.finite = FiniteGate(self)
@@ -217,6 +218,9 @@ class MultiGPUTrainer(ABC):
         Batches of the manager's loader know their place. For any other batch, the samples on
         all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
         """
+        if self.on_batch:
+            for change in list(self.on_batch):
+                batch = change(batch)
         note_step(self.step + 1, begun=True)
         if self.own_steps is not None:
             self.own_steps.own_step_begins()

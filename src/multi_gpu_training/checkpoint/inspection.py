@@ -1,4 +1,4 @@
-"""What lies in a run's checkpoint folder, every byte checked."""
+"""List a run's checkpoints, with every byte checked."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from multi_gpu_training.checkpoint.integrity import MANIFEST, damage, trusted_manifest
+from multi_gpu_training.checkpoint.run_lock import owner
+from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.reliability.checkpoint import CheckpointStore
-from multi_gpu_training.reliability.integrity import MANIFEST, damage, trusted_manifest
-from multi_gpu_training.reliability.lock import owner
 
 
 @dataclass
-class Listed:
-    """One checkpoint; what a damaged one does not say any more is None or empty.
+class ListedCheckpoint:
+    """One checkpoint. Fields that a damaged one no longer tells are None or empty.
 
-    `problem` says what is damaged, None if nothing is. One that is not `current` was abandoned
-    when the run went back before it.
+    problem: what is damaged, None if nothing is.
+    current: False if the run went back before it and so abandoned it.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Listed:
 
 
 @dataclass
-class Listing:
-    """All of them, newest first, and who is using the folder."""
+class CheckpointListing:
+    """All checkpoints, newest first, and who is using the folder."""
 
     folder: str
-    checkpoints: list[Listed]
+    checkpoints: list[ListedCheckpoint]
     newest_intact: str | None
     leftovers: list[str]
     owner: dict[str, Any] | None
@@ -53,15 +53,15 @@ class Listing:
         return found
 
 
-def inspect(given: Path) -> Listing:
-    """`given` is a run folder, its `checkpoints`, or one checkpoint."""
+def inspect(given: Path) -> CheckpointListing:
+    """List what lies in a run folder, in its `checkpoints` folder, or one checkpoint."""
     folder, paths = _where(given)
     store = CheckpointStore(folder)
     if paths is None:
         paths = store.folders()
     items = [_look(store, path) for path in paths]
     intact = [item.name for item in items if item.problem is None and item.current]
-    return Listing(
+    return CheckpointListing(
         folder=str(folder),
         checkpoints=items,
         newest_intact=intact[0] if intact else None,
@@ -80,13 +80,13 @@ def _where(given: Path) -> tuple[Path, Sequence[Path] | None]:
         return given, None
     runs = sorted(str(path.parent) for path in given.glob("**/checkpoints") if path.is_dir())
     hint = f"; did you mean {runs[-1]}?" if runs else ""
-    raise ConfigError(f"{given} is no run folder: there is no `checkpoints` in it{hint}")
+    raise ConfigError(f"{given} is not a run folder: there is no `checkpoints` in it{hint}")
 
 
-def _look(store: CheckpointStore, path: Path) -> Listed:
+def _look(store: CheckpointStore, path: Path) -> ListedCheckpoint:
     sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
     best = store.folder / "best"
-    item = Listed(path.name, str(path), sum(sizes), damage(path))
+    item = ListedCheckpoint(path.name, str(path), sum(sizes), damage(path))
     item.best = best.exists() and best.resolve().name == path.name
     item.current = store.on_timeline(path)
     facts = trusted_manifest(path)

@@ -1,4 +1,4 @@
-"""The checkpoint store: written so that a crash at any instant leaves an intact one behind.
+"""The checkpoints of a run on one disk: a crash at any instant leaves an intact one behind.
 
     checkpoints/
       step-00000100/
@@ -8,7 +8,7 @@
         state.json
         manifest.json          sizes and hashes of the others, and of itself; written last
       best -> step-00000100
-      lineage.json             which attempts went on from which step
+      lineage.json             which attempt started from which step
 
 A checkpoint is staged in a temporary folder, flushed to the disk, and renamed into place.
 """
@@ -19,25 +19,43 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability.durable import is_own, own_name, sync, write_text
-from multi_gpu_training.reliability.hashing import Bytes, FileHash, HashThreads
-from multi_gpu_training.reliability.host_copy import HostBuffer
-from multi_gpu_training.reliability.integrity import (
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from multi_gpu_training.checkpoint.durable import (
+    flush,
+    is_own,
+    own_name,
+    write_pieces,
+    write_text,
+)
+from multi_gpu_training.checkpoint.integrity import (
+    CHUNK_BYTES,
     MANIFEST,
-    Verified,
+    Bytes,
+    FileHash,
+    HashThreads,
+    Verifier,
     damage,
     digest,
+    manifest_text,
+    read_manifest,
     trusted_manifest,
-    written,
 )
-from multi_gpu_training.reliability.lineage import STAGED_LINEAGE, Lineage
-from multi_gpu_training.reliability.retention import Kept, score_of, to_drop
-from multi_gpu_training.reliability.snapshot import Capture, Snapshot, capture
-from multi_gpu_training.reliability.tensor_file import write_file
+from multi_gpu_training.checkpoint.retention import (
+    STAGED_LINEAGE,
+    Lineage,
+    StoredCheckpoint,
+    score_of,
+    to_drop,
+)
+from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
+from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.state_dicts import unpack
 
 _STAGED = ".staged-"
 _OLD = ".old-"
@@ -48,15 +66,24 @@ class CheckpointStore:
     """The checkpoints of one run on one disk. One rank writes, one checkpoint at a time."""
 
     def __init__(
-        self, folder: Path, keep_last: int = 3, attempt: int = 0, keep_best: int = 1
+        self,
+        folder: Path,
+        keep_last: int = 3,
+        attempt: int = 0,
+        keep_best: int = 1,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.attempt = attempt
-        self._verified = Verified()
+        self.verifier = Verifier()
         self.lineage = Lineage(folder)
-        self._best: Path | None = None  # still to be named so
+        self._chunk_bytes = chunk_bytes
+        self._new_best: Path | None = None  # until `best` names it
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     # Writing
 
@@ -64,13 +91,10 @@ class CheckpointStore:
         """Write `snapshot`; when this returns it is safe on the disk."""
         return self.write(capture(snapshot, HostBuffer()))
 
-    def path_of(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
-
     def write(self, captured: Capture) -> Path:
         """Write what was captured; when this returns it is safe on the disk."""
         final = self.path_of(captured.step)
-        staged = self.folder / f"{_STAGED}{final.name}-{own_name()}"
+        staged = self._staged_name(final)
         try:
             captured.copy.wait()
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -88,37 +112,34 @@ class CheckpointStore:
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
             raise
-        self._verified.written(final)
         return final
 
     def _write_files(self, staged: Path, captured: Capture) -> None:
         text = json.dumps(captured.plain).encode()
         contents: dict[str, Sequence[Bytes]] = {**captured.copy.files, "state.json": [text]}
-        threads = HashThreads()
         opened: list[int] = []
         hashes: dict[str, FileHash] = {}
         try:
-            for name, pieces in contents.items():
-                descriptor, hashes[name] = write_file(staged / name, pieces, threads)
-                opened.append(descriptor)
-            for descriptor in opened:
-                os.fsync(descriptor)
-            threads.finish()
+            with HashThreads() as threads:
+                for name, pieces in contents.items():
+                    descriptor, hashes[name] = write_pieces(
+                        staged / name, pieces, threads, self._chunk_bytes
+                    )
+                    opened.append(descriptor)
+                # All files are written before the first is flushed: the disk works meanwhile.
+                for descriptor in opened:
+                    os.fsync(descriptor)
+                files = {name: hashes[name].facts() for name in sorted(hashes)}
         finally:
-            threads.abandon()
             for descriptor in opened:
                 os.close(descriptor)
-        manifest = {
-            **captured.manifest,
-            "attempt": self.attempt,
-            "files": {name: hashes[name].facts() for name in sorted(hashes)},
-        }
+        manifest = {**captured.manifest, "attempt": self.attempt, "files": files}
         manifest["sha256"] = digest(manifest)
-        write_text(staged / MANIFEST, written(manifest))
-        sync(staged)
+        write_text(staged / MANIFEST, manifest_text(manifest))
+        flush(staged)
 
     def _move_into_place(self, staged: Path, final: Path) -> None:
-        self._verified.forget(final)
+        self.verifier.forget(final)
         if final.exists():
             # The same step again, after going back to an earlier one: a folder cannot be
             # renamed onto one that is not empty.
@@ -129,38 +150,43 @@ class CheckpointStore:
             except OSError:
                 old.rename(final)
                 raise
-            sync(self.folder)
+            flush(self.folder)
             shutil.rmtree(old, ignore_errors=True)
         else:
             staged.rename(final)
-            sync(self.folder)
+            flush(self.folder)
+        self.verifier.trust(final)
 
     def staging(self, final: Path) -> Path:
-        """A folder in which a checkpoint can be put together."""
+        """Make a folder in which a checkpoint can be put together."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        staged = self.folder / f"{_STAGED}{final.name}-{own_name()}"
+        staged = self._staged_name(final)
         staged.mkdir()
         return staged
 
     def install(self, staged: Path, final: Path) -> str | None:
-        """Take a checkpoint that came from elsewhere; what is wrong with it, if anything is."""
+        """Take a checkpoint that came from elsewhere; return what is wrong with it, if anything."""
         problem = damage(staged)
         if problem is not None:
             return f"{final.name} did not arrive intact: {problem}"
         self._move_into_place(staged, final)
-        self._verified.written(final)
         return None
 
-    def keep(self, path: Path, best: bool) -> None:
-        """After `path` was saved: let `best` name it if it is, and drop what need not be kept.
+    def _staged_name(self, final: Path) -> Path:
+        return self.folder / f"{_STAGED}{final.name}-{own_name()}"
 
-        It is best too where the one that was better could not be saved.
+    # Keeping
+
+    def keep(self, path: Path, best: bool) -> None:
+        """After `path` was saved: point `best` at it if it is, and drop what is not needed.
+
+        It is also the best if a better one could not be saved.
         """
         if best or self._beats(path, self._named_best()):
-            self._best = path
-        if self._best is not None:
-            self.mark_best(self._best)
-            self._best = None
+            self._new_best = path
+        if self._new_best is not None:
+            self.mark_best(self._new_best)
+            self._new_best = None
         self.prune()
 
     def _beats(self, path: Path, named: Path | None) -> bool:
@@ -176,19 +202,22 @@ class CheckpointStore:
         return self.folder / best.resolve().name if best.exists() else None
 
     def mark_best(self, path: Path) -> None:
-        """Let `best` name this checkpoint."""
+        """Point `best` at this checkpoint."""
         link = self.folder / f"{_BEST}{own_name()}"
         link.symlink_to(path.name)
         link.replace(self.folder / "best")
-        sync(self.folder)
+        flush(self.folder)
 
     def prune(self) -> None:
         """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
-        found = [self._kept(path) for path in self.folders()]
-        named = self._named_best()
-        for path in to_drop(found, self._is_intact, self.keep_last, self.keep_best, named):
+        found = [
+            StoredCheckpoint(path, self.on_timeline(path), score_of(trusted_manifest(path)))
+            for path in self.folders()
+        ]
+        intact = lambda path: self.verifier.damage(path) is None  # noqa: E731
+        for path in to_drop(found, intact, self.keep_last, self.keep_best, self._named_best()):
             shutil.rmtree(path, ignore_errors=True)
-            self._verified.forget(path)
+            self.verifier.forget(path)
         for path in self.leftovers():
             if is_own(path.name):
                 continue
@@ -198,10 +227,10 @@ class CheckpointStore:
                 path.unlink(missing_ok=True)
 
     def branch(self, from_step: int) -> None:
-        """Go on from `from_step`: what earlier attempts saved after it is no longer ours."""
+        """Continue from `from_step`, and abandon what earlier attempts saved after it."""
         self.lineage.branch(from_step)
         self.attempt = self.lineage.attempt
-        newer = any(self._step(path) > from_step for path in self.folders())
+        newer = any(_step(path) > from_step for path in self.folders())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lineage.write()
@@ -211,28 +240,28 @@ class CheckpointStore:
                     f"cannot go back to step {from_step}: {self.folder / 'lineage.json'} cannot "
                     f"be written ({error.strerror}); free some space first"
                 ) from error
-            # Nothing newer could be taken for ours: the next save writes it.
+            # Nothing newer could be mistaken for ours: the next save writes it.
 
-    # Reading
+    # Finding
 
     def newest_intact(self) -> tuple[Path | None, list[str]]:
-        """The newest checkpoint whose every byte is as written, and why newer ones are not."""
+        """Return the newest checkpoint whose every byte is as written, and why newer ones fail."""
         damaged: list[str] = []
         for path in self.folders():
             if not self.on_timeline(path):
                 continue
-            problem = self._verified.damage(path)
+            problem = self.verifier.damage(path)
             if problem is None:
                 return path, damaged
             damaged.append(f"{path.name} is damaged: {problem}")
         return None, damaged
 
     def folders(self) -> list[Path]:
-        """Finished checkpoints, newest first."""
-        return sorted(self.folder.glob("step-*"), key=self._step, reverse=True)
+        """Return finished checkpoints, newest first."""
+        return sorted(self.folder.glob("step-*"), key=_step, reverse=True)
 
     def leftovers(self) -> list[Path]:
-        """What crashed saves have left; the next save clears it away."""
+        """Return what crashed saves have left; the next save clears it away."""
         patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{STAGED_LINEAGE}*")
         return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
 
@@ -244,19 +273,53 @@ class CheckpointStore:
                 old.rename(self.folder / name[0])
 
     def on_timeline(self, path: Path) -> bool:
-        """False for a checkpoint that was abandoned when the run went back before it."""
+        """Return False for a checkpoint that was abandoned when the run went back before it."""
         manifest = trusted_manifest(path)
         if not manifest:
             return True  # damaged: reported as such by whoever reads it
         return self.lineage.includes(int(manifest.get("attempt", 0)), int(manifest["step"]))
 
-    def _kept(self, path: Path) -> Kept:
-        return Kept(path, self.on_timeline(path), score_of(trusted_manifest(path)))
 
-    def _is_intact(self, path: Path) -> bool:
-        return self._verified.damage(path) is None
+def _step(path: Path) -> int:
+    digits = path.name.removeprefix("step-")
+    return int(digits) if digits.isdigit() else -1
 
-    @staticmethod
-    def _step(path: Path) -> int:
-        digits = path.name.removeprefix("step-")
-        return int(digits) if digits.isdigit() else -1
+
+# Reading
+
+
+def load(path: Path) -> Snapshot:
+    """Read a checkpoint after checking every byte of it."""
+    problem = damage(path)
+    if problem is not None:
+        raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
+    return read_verified(path)
+
+
+def read_verified(path: Path) -> Snapshot:
+    """Read a checkpoint that was verified, here or by another rank that sees the same files."""
+    manifest = read_manifest(path)
+    plain = _read(path / "state.json", lambda file: json.loads(file.read_text()))
+    model, optimizer, state = (
+        _read(path / f"{name}.safetensors", load_file) for name in ("model", "optimizer", "state")
+    )
+    return Snapshot(
+        step=manifest["step"],
+        epoch=manifest["epoch"],
+        model=model,
+        aliases=manifest["aliases"],
+        optimizer=_read(path / "state.json", lambda _: unpack(plain["optimizer"], optimizer)),
+        state=_read(path / "state.json", lambda _: unpack(plain["state"], state)),
+        facts=manifest,
+    )
+
+
+def _read(file: Path, how: Callable[[Path], Any]) -> Any:
+    """Read a file with `how`. Its hash is right, so any error is the doing of whoever wrote it."""
+    try:
+        return how(file)
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} does not hold what a checkpoint holds ({type(error).__name__}: {error}); "
+            "resume from another checkpoint, and ask where this one comes from"
+        ) from error

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from multi_gpu_training.reliability.codec import from_text, pack, to_text, unpack
+from multi_gpu_training.state_dicts import from_text, pack, to_text, unpack
 
 ALIKE: list[dict[Any, Any]] = [
     {"net": {"0.w": torch.ones(3)}, "net.0": {"w": torch.zeros(3)}},

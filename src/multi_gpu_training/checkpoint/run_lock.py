@@ -1,7 +1,7 @@
 """One run at a time in a run folder.
 
-The lock is the kernel's: it belongs to the process that holds the file open and goes with it,
-however it dies, so that a killed run never stands in the way of the one that resumes it.
+The kernel holds the lock for the process that has the file open and drops it however that process
+dies, so a killed run never blocks the one that resumes it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from typing import Any
 from multi_gpu_training.errors import ConfigError
 
 NAME = ".lock"
-# A killed process keeps its files until the kernel has taken it apart, which a GPU makes slow.
+# A killed process keeps its files open until the kernel has cleaned up, which a GPU makes slow.
 GRACE_S = 3.0
 
 _held: dict[str, tuple[int, int]] = {}  # folder -> (open file, how often it is held)
 
 
 class RunLock:
-    """Held by this process until `release`. A process does not lock itself out: a second run of
-    the same process in the same folder shares the lock."""
+    """The lock on a run folder, held by this process until `release`.
+
+    A process does not lock itself out: a second run of it in the same folder shares the lock.
+    """
 
     def __init__(self, folder: Path, grace_s: float = GRACE_S) -> None:
         self._key: str | None = str(folder.resolve())
@@ -62,7 +64,7 @@ class RunLock:
 
 
 def owner(folder: Path) -> dict[str, Any] | None:
-    """Who trains in this folder now, if anyone does."""
+    """Return who trains in this folder now, if anyone does."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDWR)
     except OSError:
@@ -79,7 +81,7 @@ def owner(folder: Path) -> dict[str, Any] | None:
 
 
 def _take(descriptor: int, folder: Path, grace_s: float) -> bool:
-    """True once the lock is ours, False where the file system has none."""
+    """Return True once the lock is ours, False if the file system has no locks."""
     deadline = time.monotonic() + grace_s
     while True:
         try:
@@ -93,7 +95,7 @@ def _take(descriptor: int, folder: Path, grace_s: float) -> bool:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise
             print(
-                f"{folder} lies on a file system without locks ({error.strerror}); see to it "
+                f"{folder} lies on a file system without locks ({error.strerror}); make sure "
                 "that no second run uses it",
                 file=sys.stderr,
             )
@@ -115,7 +117,7 @@ def _sign(descriptor: int) -> None:
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": " ".join(sys.orig_argv)[:500],
     }
-    # A full disk: the lock holds, only nobody can read whose it is.
+    # On a full disk the lock holds all the same; nobody can read whose it is.
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(signature).encode(), 0)
@@ -130,7 +132,7 @@ def _signature(descriptor: int) -> dict[str, Any]:
 
 
 def _forget() -> None:
-    """A forked child, such as a loader worker, must not hold its parent's lock."""
+    """Let go of the locks in a forked child: a loader worker must not hold its parent's."""
     for descriptor, _ in _held.values():
         with contextlib.suppress(OSError):
             os.close(descriptor)

@@ -9,18 +9,19 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from multi_gpu_training.checkpoint.snapshot import Snapshot
+from multi_gpu_training.checkpoint.store import CheckpointStore, load
+from multi_gpu_training.checkpoint.sync import (
+    CheckpointHosts,
+    agree_on_newest,
+    best_offer,
+    bring_to_all,
+    find_checkpoint_hosts,
+    newest_history,
+)
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability.checkpoint import CheckpointStore
-from multi_gpu_training.reliability.disks import Disks, find_disks
-from multi_gpu_training.reliability.snapshot import Snapshot, load
-from multi_gpu_training.reliability.transfer import (
-    agree,
-    best_offer,
-    bring,
-    newest_history,
-)
 
 
 def went(*attempts: tuple[int, int]) -> list[dict[str, int]]:
@@ -58,19 +59,19 @@ def snapshot(step: int, value: float) -> Snapshot:
     return Snapshot(step, 0, {"w": torch.full((300,), value)}, {}, {}, {})
 
 
-def keepers(folder: Path) -> list[Any]:
+def writers(folder: Path) -> list[Any]:
     answers = []
     for shared in (False, True):
         placement, disk = on_a_node(folder, shared=shared)
-        found = find_disks(placement, disk)
-        answers += [found.keepers, found.keeps]
+        found = find_checkpoint_hosts(placement, disk)
+        answers += [found.writers, found.writes]
         placement.barrier()
         answers.append(sorted(path.name for path in disk.iterdir()))
     return answers
 
 
-def test_every_disk_has_one_keeper(tmp_path: Path) -> None:
-    first, second = run_ranks(2, keepers, tmp_path)
+def test_every_disk_has_one_writer(tmp_path: Path) -> None:
+    first, second = run_ranks(2, writers, tmp_path)
     assert first == [(0, 1), True, ["events"], (0,), True, ["events"]]
     assert second == [(0, 1), True, ["events"], (0,), False, ["events"]]
 
@@ -87,8 +88,8 @@ def resume(folder: Path, steps: dict[int, list[int]], damaged: bool = False) -> 
             file.seek(-1, 2)
             file.write(b"\xff")
     placement.barrier()
-    disks = Disks((0, 1), True, True)
-    found = agree(placement, disks, store)
+    disks = CheckpointHosts((0, 1), True, True)
+    found = agree_on_newest(placement, disks, store)
     value = None if found.path is None else float(load(found.path).model["w"][0])
     ours = found.path is None or disk in found.path.parents
     return value, ours, found.damaged, found.said
@@ -120,7 +121,7 @@ def strangers(folder: Path) -> tuple[Any, ...]:
     store = CheckpointStore(disk / "checkpoints")
     rank = placement.identity.rank
     store.save(snapshot(5 if rank == 0 else 100, 1.0))
-    found = agree(placement, Disks((0, 1), True, known=rank == 0), store)
+    found = agree_on_newest(placement, CheckpointHosts((0, 1), True, known=rank == 0), store)
     assert found.path is not None
     kept = [path.name for path in disk.iterdir() if path.name.startswith("checkpoints-before-")]
     return load(found.path).step, len(kept), [path.name for path in store.folders()]
@@ -148,7 +149,7 @@ def noisy(folder: Path) -> list[Any]:
 
     placement.broadcast_from = flip  # type: ignore[method-assign]
     try:
-        agree(placement, Disks((0, 1), True, True), store)
+        agree_on_newest(placement, CheckpointHosts((0, 1), True, True), store)
         said = ""
     except CheckpointError as error:
         said = str(error)
@@ -169,7 +170,7 @@ def given(folder: Path) -> tuple[int, bool]:
     if placement.is_main:
         elsewhere.save(snapshot(7, 1.0))
     store = CheckpointStore(disk / "checkpoints")
-    found = bring(placement, Disks((0, 1), True, True), store, path)
+    found = bring_to_all(placement, CheckpointHosts((0, 1), True, True), store, path)
     return load(found).step, found == path
 
 

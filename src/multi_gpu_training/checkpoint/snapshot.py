@@ -1,23 +1,63 @@
-"""State copied into host memory that is reused from save to save, so that training may go on."""
+"""The state of a run at one step, and its copy in host memory while training continues.
+
+Snapshot    live tensors and plain state: what is saved, and what is loaded
+HostBuffer  host memory, reused from save to save, that the tensors are copied into
+Capture     the copy: files as they will be written, so training may overwrite the tensors
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multi_gpu_training.reliability.hashing import Bytes
-from multi_gpu_training.reliability.tensor_file import lay_out
+from multi_gpu_training.checkpoint.integrity import FORMAT, Bytes
+from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.state_dicts import pack
 
+# What safetensors calls each type.
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
 _ALIGNMENT = 64  # of each file's bytes in the buffer
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
+
+
+@dataclass
+class Snapshot:
+    """The whole state of a run at one step: what is saved, and what is loaded."""
+
+    step: int
+    epoch: int
+    model: dict[str, Tensor]
+    aliases: dict[str, str]
+    optimizer: Any
+    state: Any
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -27,18 +67,52 @@ class HostCopy:
     files: dict[str, list[Bytes]]
     nbytes: int
     device_s: float = 0.0  # how long the device copied, after `wait`
-    _marks: list[tuple[Any, Any]] = field(default_factory=list)
+    marks: list[tuple[Any, Any]] = field(default_factory=list)  # CUDA events: start, end
 
     def wait(self) -> None:
         """Return when the device has copied everything. May be called from any thread."""
-        for start, end in self._marks:
+        for start, end in self.marks:
             end.synchronize()
             self.device_s = max(self.device_s, start.elapsed_time(end) / 1000)
-        self._marks = []
+        self.marks = []
+
+
+@dataclass
+class Capture:
+    """A snapshot in host memory, as plain data and files: training may continue."""
+
+    step: int
+    manifest: dict[str, Any]
+    plain: dict[str, Any]
+    copy: HostCopy
+
+
+def capture(snapshot: Snapshot, buffer: HostBuffer) -> Capture:
+    """Copy `snapshot` into `buffer`. The device may still be copying when this returns."""
+    optimizer: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    plain = {
+        "optimizer": pack(snapshot.optimizer, optimizer),
+        "state": pack(snapshot.state, state),
+    }
+    manifest = {
+        "format": FORMAT,
+        "step": snapshot.step,
+        "epoch": snapshot.epoch,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "aliases": snapshot.aliases,
+        **snapshot.facts,
+    }
+    files = {
+        "model.safetensors": snapshot.model,
+        "optimizer.safetensors": optimizer,
+        "state.safetensors": state,
+    }
+    return Capture(snapshot.step, manifest, plain, buffer.copy(files))
 
 
 class HostBuffer:
-    """One block of host memory as large as the largest state that was saved, pinned for a GPU.
+    """One block of host memory as large as the largest state saved so far, pinned for a GPU.
 
     A copy overwrites the one before: its files must have been written by then.
     """
@@ -57,8 +131,11 @@ class HostBuffer:
 
     @torch.no_grad()
     def copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> HostCopy:
-        """Begin to copy the tensors of each file. What is computed after this call on the
-        current stream sees the copy done; the host does not wait for it."""
+        """Start copying the tensors of each file.
+
+        The host does not wait. Whatever the current stream computes after this call finds the
+        copy done.
+        """
         layouts = {name: lay_out(tensors, name) for name, tensors in files.items()}
         starts, total = {}, 0
         for name, layout in layouts.items():
@@ -75,7 +152,7 @@ class HostBuffer:
                 source = files[name][key].detach()
                 place = self._flat[start + offset : start + offset + size]
                 pairs.append((place.view(source.dtype).view(source.shape), source))
-        copy._marks = self._begin(pairs)
+        copy.marks = self._begin(pairs)
         return copy
 
     def _begin(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Any, Any]]:
@@ -92,8 +169,7 @@ class HostBuffer:
     def _begin_on(
         self, device: torch.device, pairs: list[tuple[Tensor, Tensor]]
     ) -> tuple[Any, Any]:
-        """Copies on a stream of their own: the host goes on, and the next step on the device
-        waits until they are done, before it overwrites what is copied."""
+        """Copy on a side stream, which the next step waits for before it overwrites anything."""
         current = torch.cuda.current_stream(device)
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -114,7 +190,7 @@ class HostBuffer:
         if nbytes <= self.nbytes:
             return
         begun = time.perf_counter()
-        self._flat = torch.empty(0, dtype=torch.uint8)  # freed before the larger one is taken
+        self._flat = torch.empty(0, dtype=torch.uint8)  # free it before taking the larger one
         if self._unpin is not None:
             self._unpin()
         self._flat = _memory(nbytes, advice=("MADV_HUGEPAGE",))
@@ -122,9 +198,7 @@ class HostBuffer:
         self.allocated_s = time.perf_counter() - begun
 
     def _pin(self) -> bool:
-        """Fix the memory in place for the GPU. torch's own pinned memory is rounded up to a
-        power of two, and is asked for only where that fails; without either, copies are slower
-        and safe all the same."""
+        """Pin the memory for the GPU. Where that fails, copies are slower but just as safe."""
         cudart: Any = torch.cuda.cudart()
         # A forked loader worker must not get a copy of pages that the GPU writes into.
         memory = _memory(self.nbytes, advice=("MADV_HUGEPAGE", "MADV_DONTFORK"))
@@ -135,6 +209,7 @@ class HostBuffer:
             return True
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda").add_(1)  # takes the error that CUDA remembers
+        # torch rounds its pinned memory up to a power of two, so it comes second.
         try:
             self._flat = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
@@ -143,10 +218,45 @@ class HostBuffer:
 
 
 def _memory(nbytes: int, advice: Sequence[str]) -> Tensor:
-    """Memory of its own pages; not touched yet, it costs nothing until it is used."""
+    """Allocate separate pages, which cost nothing until they are touched."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for word in advice:
         if hasattr(mmap, word):
             with contextlib.suppress(OSError):
                 pages.madvise(getattr(mmap, word))
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A safetensors file: its header, and where each tensor lies in the bytes that follow."""
+
+    header: bytes
+    places: dict[str, tuple[int, int]]  # name -> (first byte, number of bytes)
+    nbytes: int
+
+
+def lay_out(tensors: Mapping[str, Tensor], file: str) -> FileLayout:
+    """Lay out tensors in the common safetensors format, which any reader loads."""
+    # Wide types first, so that every tensor starts at a multiple of its element size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    places: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
+            raise CheckpointError(
+                f"cannot save {name} in {file}: a {tensor.layout} tensor of {tensor.dtype}; save "
+                "it as a dense tensor of a common type"
+            )
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        places[name] = (start, end - start)
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return FileLayout(len(text).to_bytes(8, "little") + text, places, end)
