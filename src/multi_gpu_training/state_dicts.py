@@ -1,10 +1,4 @@
-"""State as plain data: any state as JSON plus tensors, and model, optimizer and generator state.
-
-    pack, unpack                          any state <-> JSON and a dictionary of tensors
-    to_text, from_text                    the same as JSON alone, to send between ranks
-    model_state, load_model_state         tensors by name; names that share another's memory
-    optimizer_state, load_optimizer_state keyed by parameter name
-    random_state, set_random_state        torch, numpy, Python and the GPU
+"""State as plain data: any state as JSON and tensors, and that of models, optimizers, generators.
 
 Nothing that is loaded can run code.
 """
@@ -165,12 +159,9 @@ def load_model_state(
     """Copy saved state into the model; the error names everything that does not fit."""
     saved: dict[str, Any] = {**tensors, **extra}
     saved |= {name: tensors[owner] for name, owner in aliases.items()}
-    problems = []
     own = model.state_dict()
-    for name in own.keys() - saved.keys():
-        problems.append(f"{name} is missing")
-    for name in saved.keys() - own.keys():
-        problems.append(f"{name} is not in this model")
+    problems = [f"{name} is missing" for name in own.keys() - saved.keys()]
+    problems += [f"{name} is not in this model" for name in saved.keys() - own.keys()]
     for name in own.keys() & saved.keys():
         mine, theirs = own[name], saved[name]
         if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
@@ -229,12 +220,10 @@ def load_optimizer_state(
             "optimizer as the run that wrote it did"
         )
     numbers = {name: i for i, name in enumerate(n for group in mine for n in group)}
-    count = 0
-    groups = []
-    for group in saved["groups"]:
-        size = len(group["params"])
-        groups.append({**group, "params": list(range(count, count + size))})
-        count += size
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]}
+        for group in saved["groups"]
+    ]
     state = {numbers[name]: values for name, values in saved["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     _restore_strides(optimizer)

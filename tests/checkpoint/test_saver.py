@@ -20,7 +20,7 @@ from tiny import flat, line, manager_for, points, sgd, squares
 from torch import nn
 
 from multi_gpu_training import Hook, MultiGPUTrainingManager
-from multi_gpu_training.checkpoint.snapshot import Capture
+from multi_gpu_training.checkpoint import durable
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.errors import CheckpointError
 
@@ -51,22 +51,22 @@ class Watch(Hook):
         self.order.append("end")
 
 
-def before_writing(monkeypatch: pytest.MonkeyPatch, do: Callable[[Capture], None]) -> None:
-    write = CheckpointStore.write
+def before_writing(monkeypatch: pytest.MonkeyPatch, do: Callable[[int], None]) -> None:
+    """Call `do(step)` in the thread that writes, before the first byte of a checkpoint."""
 
-    def first(store: CheckpointStore, captured: Capture) -> Path:
-        do(captured)
-        return write(store, captured)
+    def observe(path: Path) -> None:
+        if path.name == "model.safetensors":
+            do(int(path.parent.name.split("-")[2]))  # .staged-step-N-...
 
-    monkeypatch.setattr(CheckpointStore, "write", first)
-
-
-def no_space(captured: Capture) -> None:
-    raise CheckpointError(f"could not save step {captured.step}: no space")
+    monkeypatch.setattr(durable, "observers", [observe])
 
 
-def failing_at(steps: Callable[[int], bool]) -> Callable[[Capture], None]:
-    return lambda captured: no_space(captured) if steps(captured.step) else None
+def no_space(step: int) -> None:
+    raise CheckpointError(f"could not save step {step}: no space")
+
+
+def failing_at(steps: Callable[[int], bool]) -> Callable[[int], None]:
+    return lambda step: no_space(step) if steps(step) else None
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -90,7 +90,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
 ) -> None:
     """And what is written is the state of its step, not that of the steps meanwhile."""
     go = threading.Event()
-    before_writing(monkeypatch, lambda captured: _wait(go))
+    before_writing(monkeypatch, lambda step: _wait(go))
     watch = Watch(at_step=lambda step: go.set() if step == 4 else None)
     fit(tmp_path, watch, checkpoint_frequency=2)
     assert watch.order.index("step 4") < watch.order.index("step-00000002")
@@ -113,11 +113,11 @@ def test_a_save_waits_for_the_one_before_and_says_how_long(
 ) -> None:
     running: list[int] = []
 
-    def slow(captured: Capture) -> None:
-        running.append(captured.step)
+    def slow(step: int) -> None:
+        running.append(step)
         assert len(running) == 1, "two at a time"
-        time.sleep(1.0 if captured.step == 3 else 0.0)
-        running.remove(captured.step)
+        time.sleep(1.0 if step == 3 else 0.0)
+        running.remove(step)
 
     before_writing(monkeypatch, slow)
     fit(tmp_path, checkpoint_frequency=3)  # and step 4, the end of the epoch
@@ -160,10 +160,10 @@ def test_a_last_save_that_fails_is_tried_again_and_then_is_an_error(
 ) -> None:
     tries: list[int] = []
 
-    def fail(captured: Capture) -> None:
-        tries.append(captured.step)
+    def fail(step: int) -> None:
+        tries.append(step)
         if len(tries) < failures:
-            no_space(captured)
+            no_space(step)
 
     before_writing(monkeypatch, fail)
     failures = 2
@@ -241,7 +241,7 @@ def save_a_function(folder: Path) -> str:
 def test_an_error_in_training_does_not_lose_the_save_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before_writing(monkeypatch, lambda captured: time.sleep(0.3))
+    before_writing(monkeypatch, lambda step: time.sleep(0.3))
 
     def fail(step: int) -> None:
         if step == 3:
@@ -259,9 +259,8 @@ import sys, time
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from tiny import line, manager_for, points, sgd, squares
-from multi_gpu_training.checkpoint.store import CheckpointStore
-write = CheckpointStore.write
-CheckpointStore.write = lambda store, captured: (time.sleep(0.5), write(store, captured))[1]
+from multi_gpu_training.checkpoint import durable
+durable.observers.append(lambda path: time.sleep(0.2))
 manager = manager_for(Path(sys.argv[1]), run_name="run", training_mode="single")
 manager.setup_training(line(), points(), loss_fn=squares, optimizer=sgd)
 manager.save_checkpoint(wait=False)

@@ -46,10 +46,12 @@ def test_the_newest_checkpoint_is_taken_from_the_lowest_rank_that_has_it() -> No
     assert best_offer([{"step": -1}, None]) is None
 
 
-def on_a_node(folder: Path, *, shared: bool = False) -> tuple[Placement, Path]:
+def on_a_node(
+    folder: Path, *, shared: bool = False, kind: type[Placement] = Placement
+) -> tuple[Placement, Path]:
     """Every rank a node of its own."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    placement = Placement(Identity(rank, 0, world, 1, True), "cpu", dist.group.WORLD)
+    placement = kind(Identity(rank, 0, world, 1, True), "cpu", dist.group.WORLD)
     disk = folder / ("disk" if shared else f"disk-{rank}") / "run"
     (disk / "events").mkdir(parents=True, exist_ok=True)
     return placement, disk
@@ -133,21 +135,21 @@ def test_another_runs_checkpoints_are_neither_used_nor_lost(tmp_path: Path) -> N
     assert second == (5, 1, ["step-00000005"])
 
 
-def noisy(folder: Path) -> list[Any]:
+class Noisy(Placement):
     """A byte changes on its way."""
-    placement, disk = on_a_node(folder)
-    store = CheckpointStore(disk / "checkpoints")
-    if placement.is_main:
-        store.save(snapshot(5, 1.0))
-    exact = placement.broadcast_from
 
-    def flip(source: int, tensor: torch.Tensor) -> torch.Tensor:
-        got = exact(source, tensor)
-        if not placement.is_main:
+    def broadcast_from(self, source: int, tensor: torch.Tensor) -> torch.Tensor:
+        got = super().broadcast_from(source, tensor)
+        if not self.is_main:
             got[-1] ^= 1
         return got
 
-    placement.broadcast_from = flip  # type: ignore[method-assign]
+
+def noisy(folder: Path) -> list[Any]:
+    placement, disk = on_a_node(folder, kind=Noisy)
+    store = CheckpointStore(disk / "checkpoints")
+    if placement.is_main:
+        store.save(snapshot(5, 1.0))
     try:
         agree_on_newest(placement, CheckpointHosts((0, 1), True, True), store)
         said = ""

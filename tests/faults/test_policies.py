@@ -24,7 +24,7 @@ from multi_gpu_training.errors import (
     MultiGPUError,
     NonFiniteLossError,
 )
-from multi_gpu_training.faults.policies import judge
+from multi_gpu_training.faults.policies import TrainingFault, judge
 from multi_gpu_training.monitoring.spikes import LossSpikes, threshold
 
 SAMPLES = 24
@@ -418,3 +418,26 @@ def test_fp16_loss_scaling_skips_are_no_faults(tmp_path: Path) -> None:
     manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)
     assert manager.trainer.finite.mode == "scaler"
     manager.finish()
+
+
+def test_every_fault_reaches_those_who_listen(tmp_path: Path) -> None:
+    manager = tiny.manager_for(
+        tmp_path, enable_fault_tolerance=True, on_nonfinite="rollback", batch_size=4
+    )
+    _, loader, _ = manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)
+    heard: list[TrainingFault] = []
+    manager.fault_tolerance.on_fault.append(heard.append)
+    batches = list(loader)
+    batches[0][0].fill_(math.nan)
+    try:
+        manager.trainer.train_step(batches[0])
+    except NonFiniteLossError as error:
+        manager.fault_tolerance.handle_error(error)
+    manager.fault_tolerance.record_fault("loss_spike", "warn", "it jumped", {"step": 3, "by": 9})
+    with pytest.raises(ValueError, match="wrong"):
+        manager.fault_tolerance.handle_error(ValueError("wrong"))
+    manager.finish()
+    first, second, third = heard
+    assert (first.kind, first.action, first.step) == ("nonfinite", "rollback", 1)
+    assert second == TrainingFault("loss_spike", "warn", "it jumped", 3, {"by": 9})
+    assert (third.kind, third.action, third.text) == ("user_code", "restart", "ValueError: wrong")

@@ -74,7 +74,7 @@ def owner(folder: Path) -> dict[str, Any] | None:
     except BlockingIOError:
         return _signature(descriptor)
     except OSError:
-        return None
+        pass
     finally:
         os.close(descriptor)
     return None
@@ -89,7 +89,13 @@ def _take(descriptor: int, folder: Path, grace_s: float) -> bool:
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise ConfigError(_taken(folder, _signature(descriptor))) from None
+                by = {"pid": "?", "host": "?", "since": "?", "command": "?"}
+                by |= _signature(descriptor)
+                raise ConfigError(
+                    f"the run {folder} is in use by process {by['pid']} on {by['host']} since "
+                    f"{by['since']} ({by['command']}); wait for it, stop it, or choose another "
+                    "--run-name"
+                ) from None
             time.sleep(0.05)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
@@ -100,14 +106,6 @@ def _take(descriptor: int, folder: Path, grace_s: float) -> bool:
                 file=sys.stderr,
             )
             return False
-
-
-def _taken(folder: Path, by: dict[str, Any]) -> str:
-    return (
-        f"the run {folder} is in use by process {by.get('pid', '?')} on {by.get('host', '?')} "
-        f"since {by.get('since', '?')} ({by.get('command', '?')}); wait for it, stop it, or "
-        "choose another --run-name"
-    )
 
 
 def _sign(descriptor: int) -> None:
@@ -124,11 +122,10 @@ def _sign(descriptor: int) -> None:
 
 
 def _signature(descriptor: int) -> dict[str, Any]:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         found = json.loads(os.pread(descriptor, 4096, 0))
         return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}
+    return {}
 
 
 def _forget() -> None:

@@ -12,7 +12,7 @@ import json
 import mmap
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -25,23 +25,11 @@ from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.state_dicts import pack
 
 # What safetensors calls each type.
+_CODES = """float64=F64 float32=F32 float16=F16 bfloat16=BF16 float8_e4m3fn=F8_E4M3
+    float8_e5m2=F8_E5M2 complex64=C64 int64=I64 int32=I32 int16=I16 int8=I8 uint64=U64 uint32=U32
+    uint16=U16 uint8=U8 bool=BOOL"""
 DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
+    getattr(torch, name): code for name, code in (pair.split("=") for pair in _CODES.split())
 }
 _ALIGNMENT = 64  # of each file's bytes in the buffer
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
@@ -193,18 +181,15 @@ class HostBuffer:
         self._flat = torch.empty(0, dtype=torch.uint8)  # free it before taking the larger one
         if self._unpin is not None:
             self._unpin()
-        self._flat = _memory(nbytes, advice=("MADV_HUGEPAGE",))
+        self._flat = _memory(nbytes, for_gpu=self._wants_pinned)
         self.pinned = self._wants_pinned and self._pin()
         self.allocated_s = time.perf_counter() - begun
 
     def _pin(self) -> bool:
         """Pin the memory for the GPU. Where that fails, copies are slower but just as safe."""
         cudart: Any = torch.cuda.cudart()
-        # A forked loader worker must not get a copy of pages that the GPU writes into.
-        memory = _memory(self.nbytes, advice=("MADV_HUGEPAGE", "MADV_DONTFORK"))
-        address = memory.data_ptr()
-        if int(cudart.cudaHostRegister(address, memory.numel(), _PORTABLE)) == 0:
-            self._flat = memory
+        address = self._flat.data_ptr()
+        if int(cudart.cudaHostRegister(address, self.nbytes, _PORTABLE)) == 0:
             self._unpin = weakref.finalize(self, cudart.cudaHostUnregister, address)
             return True
         with contextlib.suppress(RuntimeError):
@@ -217,10 +202,11 @@ class HostBuffer:
         return True
 
 
-def _memory(nbytes: int, advice: Sequence[str]) -> Tensor:
+def _memory(nbytes: int, for_gpu: bool) -> Tensor:
     """Allocate separate pages, which cost nothing until they are touched."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for word in advice:
+    # A forked loader worker must not get a copy of pages that the GPU writes into.
+    for word in ("MADV_HUGEPAGE", "MADV_DONTFORK") if for_gpu else ("MADV_HUGEPAGE",):
         if hasattr(mmap, word):
             with contextlib.suppress(OSError):
                 pages.madvise(getattr(mmap, word))

@@ -26,33 +26,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from multi_gpu_training.checkpoint.durable import (
-    flush,
-    is_own,
-    own_name,
-    write_pieces,
-    write_text,
-)
-from multi_gpu_training.checkpoint.integrity import (
-    CHUNK_BYTES,
-    MANIFEST,
-    Bytes,
-    FileHash,
-    HashThreads,
-    Verifier,
-    damage,
-    digest,
-    manifest_text,
-    read_manifest,
-    trusted_manifest,
-)
-from multi_gpu_training.checkpoint.retention import (
-    STAGED_LINEAGE,
-    Lineage,
-    StoredCheckpoint,
-    score_of,
-    to_drop,
-)
+from multi_gpu_training.checkpoint import durable, integrity, retention
+from multi_gpu_training.checkpoint.integrity import trusted_manifest
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.state_dicts import unpack
@@ -71,14 +46,14 @@ class CheckpointStore:
         keep_last: int = 3,
         attempt: int = 0,
         keep_best: int = 1,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = integrity.CHUNK_BYTES,
     ) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.attempt = attempt
-        self.verifier = Verifier()
-        self.lineage = Lineage(folder)
+        self.verifier = integrity.Verifier()
+        self.lineage = retention.Lineage(folder)
         self._chunk_bytes = chunk_bytes
         self._new_best: Path | None = None  # until `best` names it
 
@@ -102,27 +77,29 @@ class CheckpointStore:
             staged.mkdir()
             self._write_files(staged, captured)
             self._move_into_place(staged, final)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(staged, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise CheckpointError(
                 f"could not save step {captured.step} in {self.folder}: "
                 f"{error.strerror or error}; earlier checkpoints are untouched. Free some space "
                 "or choose another --save-dir"
             ) from error
-        except BaseException:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise
         return final
 
     def _write_files(self, staged: Path, captured: Capture) -> None:
         text = json.dumps(captured.plain).encode()
-        contents: dict[str, Sequence[Bytes]] = {**captured.copy.files, "state.json": [text]}
+        contents: dict[str, Sequence[integrity.Bytes]] = {
+            **captured.copy.files,
+            "state.json": [text],
+        }
         opened: list[int] = []
-        hashes: dict[str, FileHash] = {}
+        hashes: dict[str, integrity.FileHash] = {}
         try:
-            with HashThreads() as threads:
+            with integrity.HashThreads() as threads:
                 for name, pieces in contents.items():
-                    descriptor, hashes[name] = write_pieces(
+                    descriptor, hashes[name] = durable.write_pieces(
                         staged / name, pieces, threads, self._chunk_bytes
                     )
                     opened.append(descriptor)
@@ -134,27 +111,27 @@ class CheckpointStore:
             for descriptor in opened:
                 os.close(descriptor)
         manifest = {**captured.manifest, "attempt": self.attempt, "files": files}
-        manifest["sha256"] = digest(manifest)
-        write_text(staged / MANIFEST, manifest_text(manifest))
-        flush(staged)
+        manifest["sha256"] = integrity.digest(manifest)
+        durable.write_text(staged / integrity.MANIFEST, integrity.manifest_text(manifest))
+        durable.flush(staged)
 
     def _move_into_place(self, staged: Path, final: Path) -> None:
         self.verifier.forget(final)
         if final.exists():
             # The same step again, after going back to an earlier one: a folder cannot be
             # renamed onto one that is not empty.
-            old = self.folder / f"{_OLD}{final.name}-{own_name()}"
+            old = self.folder / f"{_OLD}{final.name}-{durable.own_name()}"
             final.rename(old)
             try:
                 staged.rename(final)
             except OSError:
                 old.rename(final)
                 raise
-            flush(self.folder)
+            durable.flush(self.folder)
             shutil.rmtree(old, ignore_errors=True)
         else:
             staged.rename(final)
-            flush(self.folder)
+            durable.flush(self.folder)
         self.verifier.trust(final)
 
     def staging(self, final: Path) -> Path:
@@ -166,14 +143,14 @@ class CheckpointStore:
 
     def install(self, staged: Path, final: Path) -> str | None:
         """Take a checkpoint that came from elsewhere; return what is wrong with it, if anything."""
-        problem = damage(staged)
+        problem = integrity.damage(staged)
         if problem is not None:
             return f"{final.name} did not arrive intact: {problem}"
         self._move_into_place(staged, final)
         return None
 
     def _staged_name(self, final: Path) -> Path:
-        return self.folder / f"{_STAGED}{final.name}-{own_name()}"
+        return self.folder / f"{_STAGED}{final.name}-{durable.own_name()}"
 
     # Keeping
 
@@ -192,7 +169,7 @@ class CheckpointStore:
     def _beats(self, path: Path, named: Path | None) -> bool:
         ours = trusted_manifest(path)
         theirs = trusted_manifest(named) if named is not None else {}
-        mine, other = score_of(ours), score_of(theirs)
+        mine, other = retention.score_of(ours), retention.score_of(theirs)
         if mine is None or other is None:
             return mine is not None and named is None
         return ours["score"]["metric"] == theirs["score"]["metric"] and mine > other
@@ -203,23 +180,24 @@ class CheckpointStore:
 
     def mark_best(self, path: Path) -> None:
         """Point `best` at this checkpoint."""
-        link = self.folder / f"{_BEST}{own_name()}"
+        link = self.folder / f"{_BEST}{durable.own_name()}"
         link.symlink_to(path.name)
         link.replace(self.folder / "best")
-        flush(self.folder)
+        durable.flush(self.folder)
 
     def prune(self) -> None:
         """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
-        found = [
-            StoredCheckpoint(path, self.on_timeline(path), score_of(trusted_manifest(path)))
-            for path in self.folders()
-        ]
+        found = []
+        for path in self.folders():
+            score = retention.score_of(trusted_manifest(path))
+            found.append(retention.StoredCheckpoint(path, self.on_timeline(path), score))
         intact = lambda path: self.verifier.damage(path) is None  # noqa: E731
-        for path in to_drop(found, intact, self.keep_last, self.keep_best, self._named_best()):
+        best = self._named_best()
+        for path in retention.to_drop(found, intact, self.keep_last, self.keep_best, best):
             shutil.rmtree(path, ignore_errors=True)
             self.verifier.forget(path)
         for path in self.leftovers():
-            if is_own(path.name):
+            if durable.is_own(path.name):
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -262,7 +240,7 @@ class CheckpointStore:
 
     def leftovers(self) -> list[Path]:
         """Return what crashed saves have left; the next save clears it away."""
-        patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{STAGED_LINEAGE}*")
+        patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{retention.STAGED_LINEAGE}*")
         return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
 
     def recover(self) -> None:
@@ -290,7 +268,7 @@ def _step(path: Path) -> int:
 
 def load(path: Path) -> Snapshot:
     """Read a checkpoint after checking every byte of it."""
-    problem = damage(path)
+    problem = integrity.damage(path)
     if problem is not None:
         raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
     return read_verified(path)
@@ -298,7 +276,7 @@ def load(path: Path) -> Snapshot:
 
 def read_verified(path: Path) -> Snapshot:
     """Read a checkpoint that was verified, here or by another rank that sees the same files."""
-    manifest = read_manifest(path)
+    manifest = integrity.read_manifest(path)
     plain = _read(path / "state.json", lambda file: json.loads(file.read_text()))
     model, optimizer, state = (
         _read(path / f"{name}.safetensors", load_file) for name in ("model", "optimizer", "state")

@@ -2,27 +2,7 @@
 
     manager.fit(model, dataset, hooks=[fail_at(rank=1, step=12, phase="backward", kind="sigkill")])
 
-| phase | when it strikes |
-|---|---|
-| input | a batch arrives |
-| forward | the loss function first calls a part of the model |
-| backward | the last gradient is computed, while earlier ones are on their way to the other ranks |
-| optimizer | the optimizer is about to move the weights |
-| step_end | the weights have moved |
-| validation | the model sees its first validation batch, at or after the step |
-| saving | the files of a checkpoint are half written, at or after the step (rank 0 writes) |
-
-| kind | what happens |
-|---|---|
-| exception | InjectedFault is raised |
-| exit | the process exits with code 17, at once |
-| sigkill, sigstop | the process sends itself that signal |
-| sleep | it sleeps for ever, or for `seconds` |
-| slow | it sleeps for `seconds` (0.5), every time from that step on |
-| nan | what the phase works on becomes NaN: batch, output, gradient, gradients, weights |
-| oom | torch.OutOfMemoryError is raised |
-| disk_full | OSError "No space left on device" is raised |
-
+docs/reliability.md says when each phase strikes and what each kind does.
 A fault strikes once in a run, counting restarts and resumes: a file in the run folder remembers.
 """
 
@@ -266,31 +246,23 @@ class Injection(Hook):
         later = self.kind == "slow" or self.phase in _RARE
         if not self._armed or step < self.step or (step > self.step and not later):
             return False
-        if self.times is not None and self._strikes_so_far() >= self.times:
+        # A file that outlives the process has one byte for each strike. If the disk is full,
+        # only this process remembers.
+        memory = self._folder / "injected" / self.name.replace(" ", "-")
+        before = self.strikes
+        with suppress(OSError):
+            before = max(before, memory.stat().st_size)
+        if self.times is not None and before >= self.times:
             return False
-        self._remember()
+        self.strikes += 1
+        with suppress(OSError):
+            if self.times is not None:
+                memory.parent.mkdir(exist_ok=True)
+                with memory.open("ab") as file:
+                    file.write(b"x")
         self._record("injected", fault=self.name, at_step=step)
         strike(self.kind, self.name, self.seconds)
         return self.kind == "nan"
-
-    @property
-    def _memory(self) -> Path:
-        """A file that outlives the process: one byte for each strike."""
-        return self._folder / "injected" / self.name.replace(" ", "-")
-
-    def _strikes_so_far(self) -> int:
-        with suppress(OSError):
-            return max(self.strikes, self._memory.stat().st_size)
-        return self.strikes
-
-    def _remember(self) -> None:
-        self.strikes += 1
-        if self.times is None:
-            return
-        with suppress(OSError):  # on a full disk only this process remembers
-            self._memory.parent.mkdir(exist_ok=True)
-            with self._memory.open("ab") as file:
-                file.write(b"x")
 
 
 def strike(kind: Kind, name: str, seconds: float | None = None) -> None:
