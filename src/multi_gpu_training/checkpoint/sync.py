@@ -27,7 +27,6 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError
 
 CHUNK = 16 << 20
-_TENSORS = ("model.safetensors", "optimizer.safetensors", "state.safetensors")
 
 History = list[dict[str, int]]
 
@@ -215,7 +214,8 @@ def _offer(store: CheckpointStore) -> dict[str, Any]:
         "name": "" if path is None else path.name,
         "step": int(facts.get("step", -1)),
         "attempt": int(facts.get("attempt", 0)),
-        "tensors": [facts.get("files", {}).get(name) for name in _TENSORS],
+        # Not state.json: it holds each writer's own settings, such as its save_dir.
+        "tensors": {n: f for n, f in facts.get("files", {}).items() if n.endswith(".safetensors")},
         "damaged": damaged,
     }
 

@@ -111,7 +111,7 @@ class Injection(Hook):
         self.rank, self.step, self.phase, self.kind = rank, step, phase, kind
         self.seconds = seconds
         self.times = times if times is not None else (None if kind == "slow" else 1)
-        self.strikes = 0  # in this process
+        self.strikes = 0  # in this process, since it was armed
         self._armed = False
         self._folder = Path()
         self._record: Callable[..., None] = lambda *_, **__: None
@@ -125,7 +125,7 @@ class Injection(Hook):
 
     def arm(self, folder: Path, record: Callable[..., None]) -> None:
         """Get ready in the run folder `folder`; `record` takes an event and its fields."""
-        self._folder, self._record, self._armed = folder, record, True
+        self._folder, self._record, self._armed, self.strikes = folder, record, True, 0
 
     def disarm(self) -> None:
         self._armed = False
@@ -193,7 +193,9 @@ class Injection(Hook):
 
     def _attach(self, manager: MultiGPUTrainingManager) -> None:
         trainer, model = manager.trainer, manager.model
-        fresh = last = False  # no part of the model has seen the batch; it is its step's last
+        # Whether no part of the model has seen the batch yet, and whether its gradients will be
+        # exchanged: those of earlier micro-batches are not.
+        fresh = last = False
 
         def on_batch(batch: Any) -> Any:
             nonlocal fresh, last
@@ -219,8 +221,9 @@ class Injection(Hook):
             return None
 
         def on_gradient(gradient: Tensor) -> Tensor | None:
-            # Gradients of earlier micro-batches are not exchanged.
-            return self.gradient_arrives(trainer.step + 1, gradient) if last else None
+            nonlocal last
+            exchanged, last = last, False
+            return self.gradient_arrives(trainer.step + 1, gradient) if exchanged else None
 
         trainer.on_batch.append(on_batch)
         self._detach.append(lambda: trainer.on_batch.remove(on_batch))
