@@ -58,9 +58,10 @@ class HashThreads:
     """Threads that hash chunks while the caller writes them. Use it as a context manager."""
 
     def __init__(self) -> None:
-        # Half of this process's cores, four at most: training needs the others.
+        # Half of this process's cores, four at most: training needs the others. And one, because
+        # the caller waits for the disk or for these threads most of the time.
         spare = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
-        self._pool = ThreadPoolExecutor(spare, thread_name_prefix="checkpoint-hash")
+        self._pool = ThreadPoolExecutor(spare + 1, thread_name_prefix="checkpoint-hash")
 
     def __enter__(self) -> HashThreads:
         return self
