@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from multi_gpu_training.reliability.integrity import damage, read_manifest
+from multi_gpu_training.checkpoint.integrity import damage, read_manifest
 
 PATIENCE_S = 120.0
 

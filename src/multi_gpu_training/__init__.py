@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
     from multi_gpu_training.distributed.launch import launch_distributed_training
     from multi_gpu_training.errors import ConfigError, MultiGPUError
+    from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.manager import MultiGPUTrainingManager
     from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.comparison import comparison_report
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
         print_training_speedup_estimates,
     )
     from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
-    from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.training.callbacks import Callback, Hook
     from multi_gpu_training.training.data_parallel import DataParallelTrainer
     from multi_gpu_training.training.distributed_data_parallel import (
@@ -41,7 +41,7 @@ _HOMES = {
     "print_training_speedup_estimates": "planning.estimate.speedup",
     "get_gpu_info": "planning.gpus",
     "print_gpu_info": "planning.gpus",
-    "FaultToleranceManager": "reliability.fault_tolerance",
+    "FaultToleranceManager": "faults.fault_tolerance",
     "Callback": "training.callbacks",
     "Hook": "training.callbacks",
     "FitResult": "training.progress",

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training import setup
+from multi_gpu_training.checkpoint.saver import Save
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes, Data, Loader
 from multi_gpu_training.data.loader import wait_for_no_worker
@@ -27,14 +28,13 @@ from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.distributed.whereabouts import Phase, note_hang_limit, note_phase
+from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.monitoring.announce import announce, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.loggers import Logger
 from multi_gpu_training.monitoring.monitor import Monitor
 from multi_gpu_training.monitoring.run_folder import RunFolder
-from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
-from multi_gpu_training.reliability.saving import Save
 from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
@@ -216,9 +216,10 @@ class MultiGPUTrainingManager:
             self.logger,
             folder.checkpoints,
             folder.disks,
+            lambda: setup.rolling_back(self.trainer),
         )
         kept.saver.on_saved = self._checkpoint_is_safe
-        setup.tell_faults(self.trainer, kept)
+        setup.tell_faults(self.trainer, kept, folder.path, self.callbacks)
         return kept
 
     def _start_control(self) -> Control:

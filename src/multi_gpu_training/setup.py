@@ -7,7 +7,8 @@ arguments; nothing gets the manager.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from multi_gpu_training.checkpoint.integrity import read_manifest
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import (
@@ -29,6 +31,8 @@ from multi_gpu_training.data.order import FormsBatches
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError, ModelError
+from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
+from multi_gpu_training.faults.policies import RESTART
 from multi_gpu_training.monitoring.announce import LossAnnouncement
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EpochEvents, EventFile, StructuredLogger
@@ -39,15 +43,14 @@ from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
-from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
-from multi_gpu_training.reliability.integrity import read_manifest
-from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
+from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook, TrainingFault
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.learning_rate import Scaling, choose_schedule, scale_rate
 from multi_gpu_training.training.loss import LossFn, SupervisedLoss
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.recompute import use_recompute
+from multi_gpu_training.training.reminder import leave_word
 from multi_gpu_training.training.replica_check import ReplicaCheck
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
@@ -271,7 +274,7 @@ class RunCheckpoints:
         self._kept.handle_error(error, aloud=False)
 
     def skips(self, batch: Any) -> bool:
-        skipped = self._kept.passed_over
+        skipped = self._kept.skipped_batches
         return bool(skipped.places) and skipped.holds(share_of(batch))
 
 
@@ -349,7 +352,32 @@ def register_states(
         fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
 
 
-def tell_faults(trainer: MultiGPUTrainer, fault_tolerance: FaultToleranceManager) -> None:
-    """Let what the step mends by itself be recorded like every other fault."""
+def tell_faults(
+    trainer: MultiGPUTrainer,
+    fault_tolerance: FaultToleranceManager,
+    folder: Path,
+    callbacks: CallbackList,
+) -> None:
+    """Let what the step mends by itself be recorded like every other fault, and let callbacks
+    know of all of them."""
     trainer.memory.told = partial(fault_tolerance.record_fault, "out_of_memory")
     trainer.finite.told = partial(fault_tolerance.record_fault, "nonfinite")
+
+    def tell(fault: TrainingFault) -> None:
+        if fault.kind == "out_of_memory" and fault.action == RESTART:
+            leave_word(folder, trainer.memory)  # for the ranks that will be started again
+        for call in callbacks.on_fault:
+            call(fault)
+
+    fault_tolerance.on_fault.append(tell)
+
+
+@contextmanager
+def rolling_back(trainer: MultiGPUTrainer) -> Iterator[None]:
+    """Drop the step under way before a checkpoint is loaded, and start afresh after it."""
+    memory = trainer.memory.state_dict()
+    trainer.forget_step()
+    yield
+    trainer.memory.load_state_dict(memory)  # what was learned since the checkpoint stays
+    trainer.execution.went_back()
+    trainer.finite.start()

@@ -15,19 +15,21 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.checkpoint.sync import CheckpointHosts, find_checkpoint_hosts
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.caller import Opening, choose, opening
-from multi_gpu_training.reliability.disks import Disks, find_disks
-from multi_gpu_training.reliability.lock import RunLock
 
 
 class RunFolder:
     """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints."""
 
-    def __init__(self, path: Path, lock: RunLock | None = None, disks: Disks | None = None) -> None:
+    def __init__(
+        self, path: Path, lock: RunLock | None = None, disks: CheckpointHosts | None = None
+    ) -> None:
         self.path = path
         self.disks = disks
         self._lock = lock
@@ -78,10 +80,10 @@ def open_run(
     path = _base(config) / answer["name"] if answer["own"] else Path(answer["path"])
     settings = {**config.plain(), **(options or {})}
     try:
-        disks = find_disks(placement, path)
-        if disks.keeps and not placement.is_main:
+        disks = find_checkpoint_hosts(placement, path)
+        if disks.writes and not placement.is_main:
             lock = RunLock(path)
-        if disks.keeps:
+        if disks.writes:
             _write_facts(path, settings, placement.identity, opened)
     except OSError as error:
         raise ConfigError(_unwritable(error, config)) from None

@@ -58,7 +58,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Fault:
+class TrainingFault:
     """Something went wrong at `step`, and `action` was taken."""
 
     kind: str
@@ -158,7 +158,7 @@ class Callback:
     def on_checkpoint(self, run: Run, path: Path) -> None:
         pass
 
-    def on_fault(self, run: Run, fault: Fault) -> None:
+    def on_fault(self, run: Run, fault: TrainingFault) -> None:
         pass
 
     def on_end(self, run: Run) -> None:
