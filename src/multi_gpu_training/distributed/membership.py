@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from multi_gpu_training.config import name_problem
+
 # A node is lost when nothing was heard of it for so long. Shorter absences are no fault: the
 # ranks' connections wait and go on.
 LOST_S = 10.0
@@ -44,6 +46,9 @@ class Node:
         for key in cls.__dataclass_fields__:
             if not isinstance(getattr(node, key), kinds.get(key, int)):
                 raise TypeError(f"{key}={getattr(node, key)!r}")
+        problem = name_problem(node.name)
+        if problem is not None:
+            raise ValueError(f"name={node.name!r:.200}: {problem}")
         return node
 
 

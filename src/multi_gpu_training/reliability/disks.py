@@ -55,7 +55,9 @@ def find_disks(placement: Placement, folder: Path) -> Disks:
             )
     told = placement.gather_json([mark, problem])
     problems = [answer[1] for answer in told if answer[1]]
-    seen = [r for r, (name, _) in enumerate(told) if name and (folder / name).exists()]
+    # A mark names a file in this folder and nothing else, whoever sent it.
+    marks = [name if name and Path(name).name == name else None for name, _ in told]
+    seen = [r for r, name in enumerate(marks) if name and (folder / name).exists()]
     every = placement.gather_json(seen)
     if mark is not None:
         with contextlib.suppress(OSError):
