@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -236,7 +235,6 @@ class MultiGPUConfig(BaseModel):
         return value
 
     def __init__(self, **values: Any) -> None:
-        install_error_hook()  # a script with a wrong setting ends with its message and code 2
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -257,6 +255,12 @@ class MultiGPUConfig(BaseModel):
         if "timeout" in self.model_fields_set or self.hang_timeout_s is None:
             return self.timeout
         return max(self.timeout, timedelta(seconds=min(20 * self.hang_timeout_s, 1e6)))
+
+    @property
+    def allowed_restarts(self) -> int:
+        """`max_restarts`; unless it was given, 0 without checkpoints to restart from."""
+        asked = "max_restarts" in self.model_fields_set
+        return self.max_restarts if asked or self.enable_fault_tolerance else 0
 
     def check(self) -> None:
         """Raise one ConfigError with every pair of settings that contradict each other."""

@@ -89,6 +89,6 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
         return int(str(text))
     except ValueError:
         raise ConfigError(
-            f"the environment has {name}={text!r}, which is no whole number; "
+            f"the environment has {name}={text!r}, which is not a whole number; "
             "unset it, or start with `mgt run` or torchrun, which set it"
         ) from None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from multi_gpu_training.distributed.rank_main import die_with_parent
+from multi_gpu_training.distributed.cleanup import die_with_parent
 
 STAGES = ("start", "meet", "join", "values", "curve", "training", "end")
 # Exit codes: the answer was given in lines before.

@@ -23,12 +23,8 @@ from multi_gpu_training.data.feeding import (
 )
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.distributed.control import Control, LeaveWait
-from multi_gpu_training.distributed.launch import start_ranks_if_needed
-from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.distributed.placement import place
-from multi_gpu_training.distributed.rank_main import install_error_hook
-from multi_gpu_training.distributed.replicas import check_replicas
-from multi_gpu_training.distributed.whereabouts import (
+from multi_gpu_training.distributed.progress_slot import (
     HOOK,
     INPUT,
     Phase,
@@ -36,11 +32,14 @@ from multi_gpu_training.distributed.whereabouts import (
     note_phase,
     note_step,
 )
+from multi_gpu_training.distributed.replicas import check_replicas
+from multi_gpu_training.distributed.signal_thread import end_on_signals
 from multi_gpu_training.errors import (
     CheckpointError,
     ConfigError,
     NonFiniteLossError,
 )
+from multi_gpu_training.launch.launcher import start_ranks_if_needed
 from multi_gpu_training.monitoring.announce import epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.interval import IntervalLog
@@ -105,7 +104,6 @@ class MultiGPUTrainingManager:
     """
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
-        install_error_hook()
         self.config = config or MultiGPUConfig()
         self.config.check()
         self._verification = requested()

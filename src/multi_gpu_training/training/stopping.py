@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.data.loader import wait_for_no_worker
+from multi_gpu_training.distributed.cleanup import end_workers
 from multi_gpu_training.distributed.control import NAMES, Control, LeaveWait, exit_code
-from multi_gpu_training.distributed.rank_main import end_workers
-from multi_gpu_training.distributed.whereabouts import note_count
+from multi_gpu_training.distributed.progress_slot import note_count
 from multi_gpu_training.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from multi_gpu_training.distributed.launch import Hosts
-from multi_gpu_training.distributed.membership import LAST_CALL_S, LOST_S, Membership, Node
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.launch.elastic.membership import LAST_CALL_S, LOST_S, Membership, Node
+from multi_gpu_training.launch.engine import Hosts
 
 
 def node(rank: int, start: int = 0) -> Node:

@@ -1,7 +1,7 @@
-"""Which nodes take part in a run, as the node that leads it sees them.
+"""Which nodes take part in a run, as seen by the node that leads it.
 
-A *round* is one set of nodes that trains together; when it changes or fails, a new one follows.
-Pure decisions: `now` is any clock in seconds that never goes back.
+A *round* is one set of nodes that train together; when it changes or fails, a new one follows.
+Pure decisions: `now` is any monotonic clock in seconds.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import Any, Literal
 
 from multi_gpu_training.config import name_problem
 
-# A node is lost when nothing was heard of it for so long. Shorter absences are no fault: the
-# ranks' connections wait and go on.
+# A node is lost after so long a silence. Shorter absences are not a fault: the ranks' connections
+# wait and then continue.
 LOST_S = 10.0
-# A run that may have more nodes than it needs waits so long for them before it begins.
+# A run that may have more nodes than it needs waits this long for them before it begins.
 LAST_CALL_S = 10.0
 
-Phase = Literal["waiting", "training", "failed", "done"]
+NodePhase = Literal["waiting", "training", "failed", "done"]
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says about itself. `name` is another one each time it is started."""
+    """What a node says about itself. `name` is new each time the node is started."""
 
     name: str
     node_rank: int
     address: str
     port: int
     ranks: int
-    phase: Phase = "waiting"
+    phase: NodePhase = "waiting"
     round: int = 0  # the last that it took part in
 
     @property
@@ -41,6 +41,7 @@ class Node:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Node:
+        """Check what another launcher, or a stranger, says about itself."""
         node = cls(**{key: values[key] for key in cls.__dataclass_fields__})
         kinds = {"name": str, "address": str, "phase": str}
         for key in cls.__dataclass_fields__:

@@ -1,5 +1,4 @@
-"""What the node that leads a run does for the others: it forms the rounds, hosts the ranks' store,
-decides about restarts, and says all of it to whoever asks."""
+"""The node that leads a run: it forms the rounds, hosts the ranks' store and decides restarts."""
 
 from __future__ import annotations
 
@@ -7,14 +6,16 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch._C._distributed_c10d import TCPStore
+from multi_gpu_training.config import name_problem
+from multi_gpu_training.launch.elastic.membership import Membership, Node
+from multi_gpu_training.launch.elastic.messages import Gone, Message, ask
+from multi_gpu_training.launch.restart_policy import Fault, Limits, RestartPolicy, RestartVerdict
+from multi_gpu_training.launch.sockets import host_store
 
-from multi_gpu_training.distributed.membership import Membership, Node
-from multi_gpu_training.distributed.messages import Gone, Message, ask
-from multi_gpu_training.distributed.rank_store import host_store
-from multi_gpu_training.distributed.restarts import Fault, Limits, RestartPolicy, Verdict
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 
 @dataclass(frozen=True)
@@ -42,29 +43,40 @@ class View:
     def parse(cls, values: Message) -> View:
         known = {key: values[key] for key in cls.__dataclass_fields__}
         roster = [Node.parse(node) for node in values["roster"]]
+        # It becomes an environment variable of the ranks, and is compared with what is on disk.
+        if name_problem(values["run"]) is not None:
+            raise ValueError(f"run={values['run']!r:.200}")
         return cls(**{**known, "leader": Node.parse(values["leader"]), "roster": roster})
 
 
 class Leader:
-    """Kept by the leading node. Its owner sees to it that one thread at a time is in here."""
+    """State of the leading node. Its owner makes sure that one thread at a time is in here."""
 
-    def __init__(self, least: int, most: int, me: Node, timeout_s: float) -> None:
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        me: Node,
+        timeout_s: float,
+        run: str | None = None,
+        full_world: int = 0,
+    ) -> None:
         self.members = Membership(least, most, me.name, time.monotonic())
         self.policy = RestartPolicy(None)
-        self._run = uuid.uuid4().hex
+        self._run = run or uuid.uuid4().hex
         self._timeout_s = timeout_s
-        self._full_world = 0
+        self._full_world = full_world
         self._store: TCPStore | None = None
         self._cause: str | None = None
-        self._verdict: tuple[int, bool, Verdict] | None = None  # of a round, for lost contact alone
+        # Its round, and whether it was about a lost contact alone.
+        self._verdict: tuple[int, bool, RestartVerdict] | None = None
         self._ended: dict[str, Any] | None = None
         self._told: set[str] = set()  # nodes that know how the run ended
 
     @classmethod
     def in_place_of(cls, view: View, least: int, most: int, me: Node, timeout_s: float) -> Leader:
-        """Go on where the leader of `view` has ended."""
-        found = cls(least, most, me, timeout_s)
-        found._run, found._full_world = view.run, view.full_world
+        """Continue where the leader of `view` has ended."""
+        found = cls(least, most, me, timeout_s, view.run, view.full_world)
         members, now = found.members, time.monotonic()
         members.number, members.roster = view.number, view.roster
         for node in view.roster:
@@ -130,7 +142,7 @@ class Leader:
         return view.plain()
 
     def hear_fault(self, message: Message) -> Message:
-        """One verdict a round, unless a later fault says more than the first."""
+        """Give one verdict per round, unless a later fault says more than the first."""
         fault, limits, number = Fault(**message["fault"]), message["limits"], message["round"]
         if limits is not None and self.policy.limits is None:
             self.policy.limits = Limits(*limits)
@@ -156,7 +168,7 @@ class Leader:
 
 
 def gone(nodes: list[Node]) -> list[Node]:
-    """Those of `nodes` whose launcher has ended: their machine says that nobody listens."""
+    """Those of `nodes` whose launcher has ended: their machine answers that nobody listens."""
     found = []
     for node in nodes:
         try:

@@ -1,7 +1,7 @@
-"""Where a rank is, in a file that its launcher can read after any death of it.
+"""A rank's progress, in a file that its launcher can read however the rank died.
 
-A few bytes of shared memory: writing them costs less than a microsecond and asks nothing of the
-disk. Without a launcher of ours only the process itself sees them.
+It is a few bytes of shared memory: writing them takes less than a microsecond and does not touch
+the disk. Without a launcher of ours only the process itself sees them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Phase(IntEnum):
         return _WORDS[self]
 
 
-# As plain numbers for the loop: to ask an Enum for a member takes longer than to note it.
+# Plain numbers for the loop: looking up an Enum member takes longer than writing it down.
 FORWARD, BACKWARD, OPTIMIZER = map(int, (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
 OWN_CODE, HOOK, INPUT = map(int, (Phase.OWN_CODE, Phase.HOOK, Phase.INPUT))
 
@@ -76,11 +76,14 @@ _memory: mmap.mmap | bytearray = bytearray(_FRESH)
 
 
 @dataclass(frozen=True)
-class Whereabouts:
-    """`step` is the one being computed, or the checkpoint's after a resume. `line` is where the
-    main thread was seen last. `grace_s`: what it needs to save after a signal; 0: it does not.
-    `hang_s`: 0 is a limit that follows the step time, None is no limit. `asked`: the signal that
-    asked it to end, or 0."""
+class RankProgress:
+    """How far a rank has come, and what its run allows.
+
+    `step` is the one being computed, or the checkpoint's after a resume. `line` is where the main
+    thread was last seen. `grace_s` is how long it needs to save after a signal; 0: it does not
+    save. `hang_s`: 0 means that the limit follows the step time, None that there is none. `asked`
+    is the signal that asked it to end, or 0.
+    """
 
     step: int | None = None
     begun: bool = False
@@ -95,11 +98,11 @@ class Whereabouts:
 
 
 def keep(error_file: str | None) -> None:
-    """Begin to keep this process's whereabouts, beside the file for its error report."""
+    """Keep this process's progress in a file beside that for its error report."""
     global _memory
     if error_file is None:
         return
-    with suppress(OSError):  # a full disk costs the diagnosis its step, not the run
+    with suppress(OSError):  # on a full disk the diagnosis lacks the step, but training runs
         path = _beside(error_file)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_FRESH)
@@ -108,7 +111,7 @@ def keep(error_file: str | None) -> None:
 
 
 def note_step(step: int, begun: bool | None = None) -> None:
-    """This rank is at `step`; begun=True: it computes it."""
+    """Note the step; begun=True: this rank is computing it."""
     if begun is None:
         _STEP.pack_into(_memory, 0, step)
     else:
@@ -116,32 +119,32 @@ def note_step(step: int, begun: bool | None = None) -> None:
 
 
 def note_phase(phase: int) -> None:
-    """What it does there."""
+    """Note what this rank does within its step."""
     _memory[_PHASE_AT] = phase
 
 
 def note_count(count: int) -> None:
-    """How many micro-batches of the step, or batches of a validation, it has begun."""
+    """Note how many micro-batches of the step, or batches of a validation, have begun."""
     _COUNT.pack_into(_memory, _COUNT_AT, count)
 
 
 def note_limits(max_restarts: int, window_s: float) -> None:
-    """What the config of this run allows, for a launcher that has not seen it."""
+    """Note how many restarts the config allows, for a launcher that has not seen the config."""
     _LIMITS.pack_into(_memory, _LIMITS_AT, max_restarts, window_s)
 
 
 def note_grace(grace_s: float) -> None:
-    """How long this rank needs after a signal; 0: it does not listen."""
+    """Note how long this rank needs to save after a signal; 0: it does not listen."""
     _TIMES.pack_into(_memory, _GRACE_AT, grace_s)
 
 
 def note_hang_limit(hang_s: float) -> None:
-    """Seconds after which a step is a hang; 0: as the step time says."""
+    """Note after how many seconds a step is a hang; 0: the limit follows the step time."""
     _TIMES.pack_into(_memory, _HANG_AT, hang_s)
 
 
 def note_asked(number: int) -> None:
-    """A signal has come; the launcher tells the other ranks."""
+    """Note that a signal has come; the launcher tells the other ranks."""
     _memory[_ASKED_AT] = number
 
 
@@ -151,31 +154,31 @@ def launcher_reads() -> bool:
 
 
 def note_line(line: str) -> None:
-    """Where the main thread is; a sample."""
+    """Note where the main thread was sampled."""
     raw = line.encode(errors="replace")[-(_SIZE - _LINE_AT - 1) :]
     _memory[_LINE_AT : _LINE_AT + 1 + len(raw)] = bytes([len(raw)]) + raw
 
 
-def here() -> Whereabouts:
-    """Those of this process."""
+def here() -> RankProgress:
+    """The progress of this process."""
     return _decode(bytes(_memory))
 
 
-def of_rank(error_file: str) -> Whereabouts:
-    """Those of another rank, dead or alive."""
+def of_rank(error_file: str) -> RankProgress:
+    """The progress of another rank, dead or alive."""
     try:
         return _decode(_beside(error_file).read_bytes())
     except (OSError, ValueError, struct.error):
-        return Whereabouts()
+        return RankProgress()
 
 
-def _decode(raw: bytes) -> Whereabouts:
+def _decode(raw: bytes) -> RankProgress:
     step, begun, phase, count = _PLACE.unpack_from(raw)
     restarts, window = _LIMITS.unpack_from(raw, _LIMITS_AT)
     (grace,) = _TIMES.unpack_from(raw, _GRACE_AT)
     (hang,) = _TIMES.unpack_from(raw, _HANG_AT)
     (length,) = _LINE.unpack_from(raw, _LINE_AT)
-    return Whereabouts(
+    return RankProgress(
         None if step == _UNKNOWN else step,
         bool(begun),
         None if restarts == _UNKNOWN else restarts,
@@ -190,4 +193,4 @@ def _decode(raw: bytes) -> Whereabouts:
 
 
 def _beside(error_file: str) -> Path:
-    return Path(error_file).with_name("whereabouts")
+    return Path(error_file).with_name("progress")

@@ -18,7 +18,7 @@ BAD_NAMES = [
     "../../../x",
     "..",
     ".hidden",
-    "/etc/x",
+    "/proc/x",
     "a/b",
     "a\\b",
     "a\0b",
