@@ -150,7 +150,8 @@ def test_a_stack_is_the_main_threads_from_its_innermost_line_on() -> None:
 
 
 def test_progress_comes_back_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_slot, "_memory", progress_slot._memory)
+    for name in ("_slot", "_shared"):
+        monkeypatch.setattr(progress_slot, name, getattr(progress_slot, name))
     error_file = str(tmp_path / "error.json")
     assert progress_slot.of_rank(error_file) == RankProgress()
     progress_slot.keep(error_file)
@@ -173,7 +174,8 @@ def test_progress_comes_back_from_the_file(tmp_path: Path, monkeypatch: pytest.M
 def test_notes_of_a_whole_step_cost_about_a_microsecond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_slot, "_memory", progress_slot._memory)
+    for name in ("_slot", "_shared"):
+        monkeypatch.setattr(progress_slot, name, getattr(progress_slot, name))
     progress_slot.keep(str(tmp_path / "error.json"))
 
     def seconds() -> float:

@@ -119,12 +119,32 @@ def test_a_signal_to_the_launcher_or_to_its_ranks_stops_the_engine(
     assert recorded.calls[-2:] == ["stop 15", "close"]
 
     class Signalled(recorded):  # type: ignore[misc, valid-type]
+        number = signal.SIGINT
+
         def watch(self) -> None:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), self.number)
 
     assert run(Signalled).exit_code == 130
     assert recorded.calls[-2:] == ["stop 2", "close"]
+    for Signalled.number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+        assert run(Signalled).exit_code == 143
+        assert recorded.calls[-2:] == ["stop 15", "close"], "all of them ask the ranks to save"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored(
+    recorded: type[Recorded],
+) -> None:
+    class HungUp(recorded):  # type: ignore[misc, valid-type]
+        def watch(self) -> RunOutcome | None:
+            os.kill(os.getpid(), signal.SIGHUP)
+            return super().watch()  # type: ignore[no-any-return]
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run(HungUp, None, RunOutcome()).exit_code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_engine_is_closed_however_it_fails(recorded: type[Recorded]) -> None:

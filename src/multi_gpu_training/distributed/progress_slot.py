@@ -6,8 +6,9 @@ the disk. Without a launcher of ours only the process itself sees them.
 
 from __future__ import annotations
 
+import ctypes
+import math
 import mmap
-import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -54,25 +55,32 @@ _WORDS = {
     Phase.ENDING: "end of the run",
 }
 
-# step, whether one was begun in this attempt, phase, micro-batches and batches of a validation
-_PLACE = struct.Struct("<qqqq")
-_STEP = struct.Struct("<q")
-_COUNT = struct.Struct("<q")
-_PHASE_AT, _COUNT_AT = 16, 24
-# restarts that the run allows, within seconds; seconds to end after a signal; of a hang
-_LIMITS = struct.Struct("<qd")
-_TIMES = struct.Struct("<d")
-_LIMITS_AT, _GRACE_AT, _HANG_AT, _ASKED_AT, _LINE_AT = 32, 48, 56, 64, 65
-_LINE = struct.Struct("<B")
-_SIZE = 320
 _UNKNOWN = -1
-_FRESH = (
-    _PLACE.pack(_UNKNOWN, 0, 0, 0)
-    + _LIMITS.pack(_UNKNOWN, 0.0)
-    + _TIMES.pack(0.0)
-    + _TIMES.pack(float("nan"))
-).ljust(_SIZE, b"\0")
-_memory: mmap.mmap | bytearray = bytearray(_FRESH)
+
+
+class _Slot(ctypes.Structure):
+    """The bytes themselves. A rank sets fields; its launcher may read them at any instant."""
+
+    _fields_ = [
+        ("step", ctypes.c_int64),
+        ("begun", ctypes.c_int64),
+        ("phase", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("max_restarts", ctypes.c_int64),
+        ("restart_window_s", ctypes.c_double),
+        ("grace_s", ctypes.c_double),
+        ("hang_s", ctypes.c_double),  # NaN: no limit
+        ("asked", ctypes.c_int64),
+        ("line", ctypes.c_char * 256),
+    ]
+
+
+def _fresh() -> bytes:
+    return bytes(_Slot(step=_UNKNOWN, max_restarts=_UNKNOWN, hang_s=math.nan))
+
+
+_slot = _Slot.from_buffer_copy(_fresh())
+_shared = False  # whether it is in a file
 
 
 @dataclass(frozen=True)
@@ -99,96 +107,91 @@ class RankProgress:
 
 def keep(error_file: str | None) -> None:
     """Keep this process's progress in a file beside that for its error report."""
-    global _memory
+    global _slot, _shared
     if error_file is None:
         return
     with suppress(OSError):  # on a full disk the diagnosis lacks the step, but training runs
         path = _beside(error_file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_FRESH)
+        path.write_bytes(_fresh())
         with path.open("r+b") as file:
-            _memory = mmap.mmap(file.fileno(), _SIZE)
-
-
-def note_step(step: int, begun: bool | None = None) -> None:
-    """Note the step; begun=True: this rank is computing it."""
-    if begun is None:
-        _STEP.pack_into(_memory, 0, step)
-    else:
-        _PLACE.pack_into(_memory, 0, step, begun, FORWARD, 0)
-
-
-def note_phase(phase: int) -> None:
-    """Note what this rank does within its step."""
-    _memory[_PHASE_AT] = phase
-
-
-def note_count(count: int) -> None:
-    """Note how many micro-batches of the step, or batches of a validation, have begun."""
-    _COUNT.pack_into(_memory, _COUNT_AT, count)
-
-
-def note_limits(max_restarts: int, window_s: float) -> None:
-    """Note how many restarts the config allows, for a launcher that has not seen the config."""
-    _LIMITS.pack_into(_memory, _LIMITS_AT, max_restarts, window_s)
-
-
-def note_grace(grace_s: float) -> None:
-    """Note how long this rank needs to save after a signal; 0: it does not listen."""
-    _TIMES.pack_into(_memory, _GRACE_AT, grace_s)
-
-
-def note_hang_limit(hang_s: float) -> None:
-    """Note after how many seconds a step is a hang; 0: the limit follows the step time."""
-    _TIMES.pack_into(_memory, _HANG_AT, hang_s)
-
-
-def note_asked(number: int) -> None:
-    """Note that a signal has come; the launcher tells the other ranks."""
-    _memory[_ASKED_AT] = number
+            _slot = _Slot.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_Slot)))
+        _shared = True
 
 
 def launcher_reads() -> bool:
     """Whether a launcher of ours sees what this process notes."""
-    return isinstance(_memory, mmap.mmap)
+    return _shared
+
+
+def note_step(step: int, begun: bool | None = None) -> None:
+    """Note the step; begun=True: this rank is computing it."""
+    slot = _slot
+    slot.step = step
+    if begun is not None:
+        slot.begun, slot.phase, slot.count = begun, FORWARD, 0
+
+
+def note_phase(phase: int) -> None:
+    """Note what this rank does within its step."""
+    _slot.phase = phase
+
+
+def note_count(count: int) -> None:
+    """Note how many micro-batches of the step, or batches of a validation, have begun."""
+    _slot.count = count
+
+
+def note_limits(max_restarts: int, window_s: float) -> None:
+    """Note how many restarts the config allows, for a launcher that has not seen the config."""
+    _slot.max_restarts, _slot.restart_window_s = max_restarts, window_s
+
+
+def note_grace(grace_s: float) -> None:
+    """Note how long this rank needs to save after a signal; 0: it does not listen."""
+    _slot.grace_s = grace_s
+
+
+def note_hang_limit(hang_s: float) -> None:
+    """Note after how many seconds a step is a hang; 0: as the step time says, NaN: never."""
+    _slot.hang_s = hang_s
+
+
+def note_asked(number: int) -> None:
+    """Note that a signal has come; the launcher tells the other ranks."""
+    _slot.asked = number
 
 
 def note_line(line: str) -> None:
     """Note where the main thread was sampled."""
-    raw = line.encode(errors="replace")[-(_SIZE - _LINE_AT - 1) :]
-    _memory[_LINE_AT : _LINE_AT + 1 + len(raw)] = bytes([len(raw)]) + raw
+    _slot.line = line.encode(errors="replace")[-255:]
 
 
 def here() -> RankProgress:
     """The progress of this process."""
-    return _decode(bytes(_memory))
+    return _decode(_slot)
 
 
 def of_rank(error_file: str) -> RankProgress:
     """The progress of another rank, dead or alive."""
     try:
-        return _decode(_beside(error_file).read_bytes())
-    except (OSError, ValueError, struct.error):
+        return _decode(_Slot.from_buffer_copy(_beside(error_file).read_bytes()))
+    except (OSError, ValueError):
         return RankProgress()
 
 
-def _decode(raw: bytes) -> RankProgress:
-    step, begun, phase, count = _PLACE.unpack_from(raw)
-    restarts, window = _LIMITS.unpack_from(raw, _LIMITS_AT)
-    (grace,) = _TIMES.unpack_from(raw, _GRACE_AT)
-    (hang,) = _TIMES.unpack_from(raw, _HANG_AT)
-    (length,) = _LINE.unpack_from(raw, _LINE_AT)
+def _decode(slot: _Slot) -> RankProgress:
     return RankProgress(
-        None if step == _UNKNOWN else step,
-        bool(begun),
-        None if restarts == _UNKNOWN else restarts,
-        window,
-        Phase(phase),
-        count,
-        grace,
-        None if hang != hang else hang,
-        raw[_ASKED_AT],
-        raw[_LINE_AT + 1 : _LINE_AT + 1 + length].decode(errors="replace"),
+        None if slot.step == _UNKNOWN else slot.step,
+        bool(slot.begun),
+        None if slot.max_restarts == _UNKNOWN else slot.max_restarts,
+        slot.restart_window_s,
+        Phase(slot.phase),
+        slot.count,
+        slot.grace_s,
+        None if math.isnan(slot.hang_s) else slot.hang_s,
+        slot.asked,
+        slot.line.decode(errors="replace"),
     )
 
 

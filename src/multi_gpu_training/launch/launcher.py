@@ -132,7 +132,8 @@ def launch_distributed_training(
     """Run `function(*args)` on `num_gpus` ranks (-1: every GPU) and return rank 0's result.
 
     `function` must be importable: defined in a module, not in a notebook cell. `options` are
-    those of LaunchPlan. In a process that is a rank already, it runs there.
+    those of LaunchPlan. In a process that is a rank already, started by torchrun for example, the
+    function runs there and its own result is returned.
     """
     ranks = ranks_for(num_gpus, share_gpu=bool(options.pop("share_gpu", False)))
     main = sys.modules.get(function.__module__)
@@ -150,4 +151,4 @@ def launch_distributed_training(
         raise KeyboardInterrupt
     if outcome.signal:
         sys.exit(outcome.exit_code)
-    return outcome.results.get(0)
+    return outcome.results[min(outcome.results)] if outcome.results else None

@@ -134,8 +134,9 @@ class LocalEngine(Engine):
         self._ranks = None
         meeting = self._meet()
         here, first = self.plan.ranks_here, meeting.first_rank
+        same = {**meeting.variables, "TORCHELASTIC_MAX_RESTARTS": str(self.plan.max_restarts or 0)}
         environments = {
-            first + local: rank_variables(meeting, local, here) for local in range(here)
+            first + local: {**rank_variables(meeting, local, here), **same} for local in range(here)
         }
         folder = self._scratch.path / f"attempt-{meeting.attempt}"
         self._ranks = RankProcesses(self._job, environments, folder)
@@ -195,7 +196,7 @@ def rank_variables(meeting: Meeting, local: int, here: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": True,  # a launcher hosts the store, not rank 0
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
-    return {**{name: str(value) for name, value in values.items()}, **meeting.variables}
+    return {name: str(value) for name, value in values.items()}
 
 
 def explained(verdict: RestartVerdict, error: RankFailure) -> RankFailure:

@@ -44,15 +44,19 @@ class RankProcesses:
         self.pids: dict[int, int] = {}
         self._wait: list[Callable[[], Any]] = []
         self._connections: dict[int, Connection] = {}
-        for rank, variables in environments.items():
-            file = folder / f"rank-{rank}" / "error.json"
-            file.parent.mkdir(parents=True)
-            self.error_files[rank] = str(file)
-            env = {**variables, "TORCHELASTIC_ERROR_FILE": str(file)}
-            if job.function is None:
-                self._start_command(rank, job.command, env)
-            else:
-                self._start_function(rank, job.function, job.args, env)
+        try:
+            for rank, variables in environments.items():
+                file = folder / f"rank-{rank}" / "error.json"
+                file.parent.mkdir(parents=True)
+                self.error_files[rank] = str(file)
+                env = {**variables, "TORCHELASTIC_ERROR_FILE": str(file)}
+                if job.function is None:
+                    self._start_command(rank, job.command, env)
+                else:
+                    self._start_function(rank, job.function, job.args, env)
+        except BaseException:
+            self.end(signal.SIGKILL)  # the caller gets no object to do it with
+            raise
 
     def _start_command(self, rank: int, command: tuple[str, ...], env: Mapping[str, str]) -> None:
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

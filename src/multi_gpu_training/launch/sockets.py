@@ -99,5 +99,5 @@ def interface_of(address: str) -> str | None:
 def interface_variables(address: str) -> dict[str, str]:
     """Let gloo and NCCL talk over the interface that has `address`, unless the user chose one."""
     name = "lo" if address.startswith("127.") or address == "::1" else interface_of(address)
-    variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {v: os.environ.get(v, name) for v in variables} if name is not None else {}
+    chosen = {v: os.environ.get(v, name) for v in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return {variable: found for variable, found in chosen.items() if found is not None}
