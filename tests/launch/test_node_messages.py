@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def test_a_hostile_leader_is_refused_and_the_refusal_logged(
     pair: tuple[Rendezvous, Rendezvous], capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = pair
-    stranger = {**first.me.plain(), "name": "../../home/victim", "address": HERE, "port": 9}
+    stranger = {**asdict(first.me), "name": "../../home/victim", "address": HERE, "port": 9}
     for name in ("../../home/victim", "a/b", ".x", "\x1b[2J", "x" * 1000, 7):
         for target in pair:
             message = {"op": "lead", "leader": {**stranger, "name": name}, "number": 10**6}

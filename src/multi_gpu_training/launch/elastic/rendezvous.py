@@ -1,7 +1,7 @@
 """How the launchers of a run on several nodes find each other, again and again.
 
 Every launcher listens on its own address and tells the leader about itself twice per second. The
-leader, node 0 at first, forms the rounds (leader.py, membership.py).
+leader, node 0 at first, forms the rounds (leader.py).
 
     answer                  means                       consequence
     connection refused      the launcher has ended      lost at once; if it led: the next node in
@@ -18,11 +18,20 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from multi_gpu_training.errors import ConfigError, RankFailure
-from multi_gpu_training.launch.elastic.leader import Leader, View, announce, gone
-from multi_gpu_training.launch.elastic.membership import LOST_S, Node, NodePhase
+from multi_gpu_training.launch.elastic.leader import (
+    LOST_S,
+    Leader,
+    Node,
+    NodePhase,
+    View,
+    announce,
+    gone,
+    parse_node,
+    parse_view,
+)
 from multi_gpu_training.launch.elastic.messages import Gone, Message, MessageServer, ask
 from multi_gpu_training.launch.restart_policy import Fault, Limits, RestartVerdict
 
@@ -231,10 +240,11 @@ class Rendezvous:
         where it is kept follows from this node's own config.
         """
         try:
-            leader, number = Node.parse(message["leader"]), int(message["number"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            leader, number = parse_node(message["leader"]), int(message["number"])
+        except (KeyError, TypeError, ValueError) as error:
             if not self._refused_a_leader:  # once, or a flood of them would fill the log
-                say(f"refused a message that claims to lead the run: {error}")
+                reason = ascii(str(error))  # the sender must not control the terminal
+                say(f"refused a message that claims to lead the run: {reason:.500}")
             self._refused_a_leader = True
             return
         if self._leader is not None:
@@ -285,7 +295,7 @@ class Rendezvous:
             self._view, self._heard = self._leader.view(self.me), time.monotonic()
 
     def _tell_leader(self) -> None:
-        message = {"op": "beat", "node": self.me.plain(), "nodes": [self.least, self.most]}
+        message = {"op": "beat", "node": asdict(self.me), "nodes": [self.least, self.most]}
         try:
             answer = ask(*self._where, message)
         except Gone:
@@ -310,8 +320,8 @@ class Rendezvous:
             if "ask" in answer:
                 self._where = (str(answer["ask"][0]), int(answer["ask"][1]))
                 return False
-            view, before = View.parse(answer), self._view
-        except (KeyError, TypeError, ValueError, AttributeError):
+            view, before = parse_view(answer), self._view
+        except (KeyError, TypeError, ValueError):
             return False
         other = before is not None and view.leader.name != before.leader.name
         if other and view.number < self.me.round:
