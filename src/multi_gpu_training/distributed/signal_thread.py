@@ -23,8 +23,11 @@ _active: SignalThread | None = None  # handlers belong to the process: one at a 
 
 
 class SignalThread:
-    """Calls `heard(number)` for each signal and `look()` after it and every `poll_s`, both in a
-    thread; `in_main()` runs in the main thread as soon as that is back in Python."""
+    """Catches signals and acts on them in a thread.
+
+    The thread calls `heard(number)` for each signal, and `look()` after it and every `poll_s`.
+    `in_main()` runs in the main thread as soon as that is back in Python.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class SignalThread:
 
     @property
     def catches(self) -> bool:
-        """Whether any signal comes here; a handler of the user's own stays in place."""
+        """Whether any signal comes here; handlers that the user installed stay in place."""
         return bool(self._before)
 
     def start(self) -> None:
@@ -55,7 +58,7 @@ class SignalThread:
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         if threading.current_thread() is threading.main_thread():
-            if _active is not None:  # of a manager that was not finished
+            if _active is not None:  # left by a manager that was not finished
                 _active.close()
             for number in SIGNALS:
                 before = signal.getsignal(number)
@@ -68,7 +71,7 @@ class SignalThread:
         self._thread.start()
 
     def wake_main(self) -> None:
-        """Have `in_main` called soon, also where the main thread waits in a system call."""
+        """Have `in_main` called soon, even if the main thread waits in a system call."""
         main = threading.main_thread().ident
         usable = [number for number in self._before if number != signal.SIGINT]  # that one counts
         if main is not None and usable and not self._closed:
@@ -142,29 +145,31 @@ class SignalThread:
 
 
 def join(thread: threading.Thread) -> None:
-    """Wait for a thread that has been told to end and that may be asking the store.
+    """Wait for a thread that was told to end, and that may be waiting for the store's answer.
 
-    One that comes back from C++ while the interpreter shuts down is ended by force, and the whole
-    process with it ("terminate called without an active exception"). A store that no longer
-    answers is not waited for.
+    A thread that returns from C++ while the interpreter shuts down aborts the whole process
+    ("terminate called without an active exception"). A store that no longer answers is not waited
+    for.
     """
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join(JOIN_S)
 
 
 def end_unsaved(number: int, _frame: FrameType | None) -> None:
-    """Handler of a process that has nothing to save yet."""
+    """Signal handler of a process that has nothing to save yet."""
     sys.exit(128 + signal.SIGTERM)
 
 
 def end_on_signals(*numbers: signal.Signals) -> None:
-    """Let these signals end this process with 143 from now on, unless somebody listens to them.
-    SIGUSR1, as Slurm may send it, would end it with 138."""
+    """Let these signals end this process with code 143, unless somebody handles them.
+
+    By default SIGUSR1, which Slurm may send, would end it with 138.
+    """
     _replace(numbers, signal.SIG_DFL, end_unsaved)
 
 
 def end_no_more(*numbers: signal.Signals) -> None:
-    """Take `end_on_signals` back."""
+    """Undo `end_on_signals`."""
     _replace(numbers, end_unsaved, signal.SIG_DFL)
 
 
@@ -176,7 +181,7 @@ def _replace(numbers: Iterable[signal.Signals], before: Any, now: Any) -> None:
 
 
 def _in_child() -> None:
-    """A fork inherits handlers and pipe: what is sent to it is not meant for us."""
+    """Drop the handlers and the pipe that a fork inherits: its signals are not meant for us."""
     global _active
     active, _active = _active, None
     if active is not None:

@@ -116,7 +116,7 @@ class LocalEngine(Engine):
         return self._ranks
 
     def _meet(self) -> Meeting:
-        """Find the other machines, of which this engine has none, and a place for all ranks."""
+        """Open a place where the ranks of the next attempt meet."""
         self._attempt += 1
         self._store = None  # closes the last attempt's, whose port may be the same
         port = self.plan.hosts.master_port or 0
@@ -148,15 +148,18 @@ class LocalEngine(Engine):
         return RunOutcome(results=ranks.results)
 
     def _ranks_were_asked(self, number: int) -> RunOutcome | None:
+        """A rank was asked to end, without the launcher: end the run."""
         raise AskedToEnd(number)
 
     def _after_failure(self, codes: dict[int, int]) -> RunOutcome | None:
+        """End the other ranks, find out who failed first, and restart all or give up."""
         ranks = self._running
         ranks.end_after_failure()
         own = {code for rank, code in codes.items() if rank not in ranks.bystanders}
         if own and own <= STOPPED.keys():
             return self._ranks_were_asked(min(STOPPED[code] for code in own))
         for found in ranks.progress.values():
+            # `mgt run` has not seen the config; its ranks have.
             if self._policy.limits is None and found.max_restarts is not None:
                 self._policy.limits = Limits(found.max_restarts, found.restart_window_s)
         fault, error = self._stalls.verdict() or first_failure(
