@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-    from multi_gpu_training.distributed.launch import launch_distributed_training
     from multi_gpu_training.errors import ConfigError, MultiGPUError
     from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
+    from multi_gpu_training.launch.launcher import launch_distributed_training
     from multi_gpu_training.manager import MultiGPUTrainingManager
     from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.comparison import comparison_report
@@ -33,7 +33,7 @@ _HOMES = {
     "MultiGPUError": "errors",
     "MultiGPUConfig": "config",
     "TrainingMode": "config",
-    "launch_distributed_training": "distributed.launch",
+    "launch_distributed_training": "launch.launcher",
     "MetricsCollector": "training.metrics",
     "PerformanceMonitor": "monitoring.performance",
     "comparison_report": "planning.bench.comparison",

@@ -23,12 +23,11 @@ from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes, Data, Loader
 from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.distributed.control import Control
-from multi_gpu_training.distributed.launch import start_ranks_if_needed
-from multi_gpu_training.distributed.listening import end_on_signals
 from multi_gpu_training.distributed.placement import place
-from multi_gpu_training.distributed.rank_main import install_error_hook
-from multi_gpu_training.distributed.whereabouts import Phase, note_hang_limit, note_phase
+from multi_gpu_training.distributed.progress_slot import Phase, note_hang_limit, note_phase
+from multi_gpu_training.distributed.signal_thread import end_on_signals
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
+from multi_gpu_training.launch.launcher import start_ranks_if_needed
 from multi_gpu_training.monitoring.announce import announce, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
@@ -81,7 +80,6 @@ class MultiGPUTrainingManager:
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
         protect_output()
-        install_error_hook()
         self.config = config or MultiGPUConfig()
         self.config.check()
         self._verification = requested()

@@ -25,8 +25,8 @@ from multi_gpu_training.errors import (
     NonFiniteLossError,
 )
 from multi_gpu_training.faults.policies import judge
-from multi_gpu_training.training.callbacks import TrainingFault
 from multi_gpu_training.monitoring.spikes import LossSpikes, threshold
+from multi_gpu_training.training.callbacks import TrainingFault
 
 SAMPLES = 24
 BAD = next(iter(ShuffledBatches(SAMPLES, SAMPLES).batches(0, 0)))[13]  # neither first nor last

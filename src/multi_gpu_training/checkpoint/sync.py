@@ -60,7 +60,7 @@ def one_disk(placement: Placement) -> CheckpointHosts:
 def find_checkpoint_hosts(placement: Placement, folder: Path) -> CheckpointHosts:
     """Find out which hosts share a disk, by a file that each leaves in `folder`. Collective."""
     identity = placement.identity
-    if placement.group is None or identity.local_world_size == identity.world_size:
+    if placement.group is None or not identity.on_several_hosts:
         return one_disk(placement)
     mark, problem = None, None
     if identity.local_rank == 0:
@@ -75,7 +75,9 @@ def find_checkpoint_hosts(placement: Placement, folder: Path) -> CheckpointHosts
             )
     told = placement.gather_json([mark, problem])
     problems = [answer[1] for answer in told if answer[1]]
-    seen = [r for r, (name, _) in enumerate(told) if name and (folder / name).exists()]
+    # A mark names a file in this folder and nothing else, whoever sent it.
+    marks = [name if name and Path(name).name == name else None for name, _ in told]
+    seen = [r for r, name in enumerate(marks) if name and (folder / name).exists()]
     every = placement.gather_json(seen)
     if mark is not None:
         with contextlib.suppress(OSError):

@@ -34,7 +34,7 @@ def try_compiled(
     try:
         module.compiled = torch.compile(module.loss_fn)
         problem = _fails_alone(trainer, recordings)
-        if trainer.placement.agree(int(problem is None)) == 1:
+        if trainer.placement.all_min(int(problem is None)) == 1:
             off = apart(expected, recordings.eager_step())
             # Compiled code draws other noise than eager code: then there is nothing to compare.
             if off > SAME_LOSS and not draws_noise:

@@ -38,7 +38,7 @@ def explain(
         [float(loss), list(share.indices[:MOST]), []] for loss, share in losses if share.count
     ]
     clear = any(samples and not math.isfinite(loss) for loss, samples, _ in mine)
-    if trainer.placement.agree(-int(clear)) == 0:  # no rank has seen a loss that says it all
+    if trainer.placement.all_min(-int(clear)) == 0:  # no rank has seen a loss that says it all
         mine = [list(finding) for finding in _once_more(trainer, error)] or mine
     error.describe(_findings(trainer.placement.gather_json(mine)), names, trainer)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.distributed.whereabouts import Phase, note_phase
+from multi_gpu_training.distributed.progress_slot import Phase, note_phase
 from multi_gpu_training.training.capture import (
     CapturedMicro,
     CudaGraphs,
@@ -164,7 +164,7 @@ class StepExecution:
             micro = self._chain.at(place, key)
         stale = self._stale() if share.first else None
         verdict = 0 if stale is not None else 1 if micro is None else 2
-        verdict = trainer.placement.agree(verdict)
+        verdict = trainer.placement.all_min(verdict)
         if verdict == 0:
             self._leave(stale or "a Python value that another rank's step reads changed")
             return trainer.eager_step(batch, samples, share)
@@ -574,10 +574,10 @@ class StepExecution:
             torch.cuda.synchronize(self.trainer.placement.device)
 
     def _all_agree(self, ok: bool) -> bool:
-        return self.trainer.placement.agree(int(ok)) == 1
+        return self.trainer.placement.all_min(int(ok)) == 1
 
     def _all_slowest(self, seconds: float) -> float:
-        return -self.trainer.placement.agree(-int(min(seconds, 1e6) * 1e9)) / 1e9
+        return -self.trainer.placement.all_min(-int(min(seconds, 1e6) * 1e9)) / 1e9
 
 
 def free_bytes(device: torch.device) -> int:

@@ -25,7 +25,7 @@ from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.distributed.control import Control
-from multi_gpu_training.distributed.whereabouts import Phase, note_phase, note_step
+from multi_gpu_training.distributed.progress_slot import Phase, note_phase, note_step
 from multi_gpu_training.errors import CheckpointError, ConfigError, NonFiniteLossError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.evaluation import EvalFn, evaluate

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from multi_gpu_training.distributed.cleanup import end_workers
 from multi_gpu_training.distributed.control import Control, LeaveWait, exit_code
-from multi_gpu_training.distributed.rank_main import end_workers
-from multi_gpu_training.distributed.whereabouts import INPUT, note_count, note_phase
+from multi_gpu_training.distributed.progress_slot import INPUT, note_count, note_phase
 from multi_gpu_training.training.callbacks import CallbackList
 
 _END = object()

@@ -31,8 +31,7 @@ from multi_gpu_training.distributed.batchnorm import (
 )
 from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.replicas import check_replicas, check_same_model
-from multi_gpu_training.distributed.whereabouts import (
+from multi_gpu_training.distributed.progress_slot import (
     BACKWARD,
     HOOK,
     OPTIMIZER,
@@ -41,6 +40,7 @@ from multi_gpu_training.distributed.whereabouts import (
     note_phase,
     note_step,
 )
+from multi_gpu_training.distributed.replicas import check_replicas, check_same_model
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.execution import StepExecution

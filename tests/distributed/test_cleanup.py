@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from faults.kit import PATIENCE_S, Forked
 
-from multi_gpu_training.distributed.scratch import (
+from multi_gpu_training.distributed.cleanup import (
     PREFIX,
     Scratch,
-    join,
     keep_sockets_in,
+    share_scratch,
     sweep,
 )
 
@@ -64,9 +64,9 @@ def test_workers_keep_their_sockets_in_it_where_the_path_is_short_enough(
     monkeypatch.setattr(multiprocessing.current_process(), "_config", config)
     keep_sockets_in(Path("/" + "x" * 90))
     assert config == {}
-    join(None)
-    join("/tmp/torch/1/error.json")
+    share_scratch(None)
+    share_scratch("/tmp/torch/1/error.json")
     assert config == {}
-    join(f"/tmp/{PREFIX}abc/run_1/attempt_0/1/error.json")
+    share_scratch(f"/tmp/{PREFIX}abc/run_1/attempt_0/1/error.json")
     keep_sockets_in(Path("/tmp/another"))
     assert config == {"tempdir": f"/tmp/{PREFIX}abc"}

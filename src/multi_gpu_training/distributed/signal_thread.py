@@ -1,7 +1,7 @@
-"""Signals that ask a run to end, heard by a thread: also while the main thread is deep in C code.
+"""A thread that hears signals even while the main thread is deep in C code.
 
-Python runs a handler only once the main thread is back from a collective or the GPU. The number
-of a signal, however, is written to a pipe at once, and a thread that reads it can act.
+Python runs a signal handler only when the main thread returns from a collective or the GPU. The
+signal's number, however, is written to a pipe at once, and a thread that reads it can act.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 JOIN_S = 5.0
 _END = 0  # written to the pipe where signals are
-_listening: Listener | None = None  # handlers belong to the process: one at a time has them
+_active: SignalThread | None = None  # handlers belong to the process: one at a time has them
 
 
-class Listener:
-    """Calls `heard(number)` for each signal and `look()` after it and every `poll_s`, both in a
-    thread; `in_main()` runs in the main thread as soon as that is back in Python."""
+class SignalThread:
+    """Catches signals and acts on them in a thread.
+
+    The thread calls `heard(number)` for each signal, and `look()` after it and every `poll_s`.
+    `in_main()` runs in the main thread as soon as that is back in Python.
+    """
 
     def __init__(
         self,
@@ -45,30 +48,30 @@ class Listener:
 
     @property
     def catches(self) -> bool:
-        """Whether any signal comes here; a handler of the user's own stays in place."""
+        """Whether any signal comes here; handlers that the user installed stay in place."""
         return bool(self._before)
 
     def start(self) -> None:
-        global _listening
+        global _active
         self._pid = os.getpid()
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
         if threading.current_thread() is threading.main_thread():
-            if _listening is not None:  # of a manager that was not finished
-                _listening.close()
+            if _active is not None:  # left by a manager that was not finished
+                _active.close()
             for number in SIGNALS:
                 before = signal.getsignal(number)
                 if before in (signal.SIG_DFL, signal.default_int_handler, end_unsaved):
                     self._before[number] = before
                     signal.signal(number, self._on_signal)
             if self._before:
-                _listening = self
+                _active = self
                 self._wakes = self._take_wakeup()
         self._thread.start()
 
     def wake_main(self) -> None:
-        """Have `in_main` called soon, also where the main thread waits in a system call."""
+        """Have `in_main` called soon, even if the main thread waits in a system call."""
         main = threading.main_thread().ident
         usable = [number for number in self._before if number != signal.SIGINT]  # that one counts
         if main is not None and usable and not self._closed:
@@ -76,20 +79,25 @@ class Listener:
 
     def close(self) -> None:
         """Give the signals back and let the thread end, once it has heard those that came."""
-        global _listening
+        global _active
         # A forked child has this object, but neither its thread nor the right to end it.
         if self._closing or self._pid != os.getpid():
             return
         self._closing = True
         if threading.current_thread() is threading.main_thread():
             self._give_back()
-        if _listening is self:
-            _listening = None
+        if _active is self:
+            _active = None
         if self._write >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._write, bytes([_END]))
         join(self._thread)
         self._closed = True
+
+    def abandon(self) -> None:
+        """In a forked child: give the signals back, without a thread to end."""
+        self._closed = True
+        self._give_back()
 
     def _take_wakeup(self) -> bool:
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -137,29 +145,31 @@ class Listener:
 
 
 def join(thread: threading.Thread) -> None:
-    """Wait for a thread that has been told to end and that may be asking the store.
+    """Wait for a thread that was told to end, and that may be waiting for the store's answer.
 
-    One that comes back from C++ while the interpreter shuts down is ended by force, and the whole
-    process with it ("terminate called without an active exception"). A store that no longer
-    answers is not waited for.
+    A thread that returns from C++ while the interpreter shuts down aborts the whole process
+    ("terminate called without an active exception"). A store that no longer answers is not waited
+    for.
     """
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join(JOIN_S)
 
 
 def end_unsaved(number: int, _frame: FrameType | None) -> None:
-    """Handler of a process that has nothing to save yet."""
+    """Signal handler of a process that has nothing to save yet."""
     sys.exit(128 + signal.SIGTERM)
 
 
 def end_on_signals(*numbers: signal.Signals) -> None:
-    """Let these signals end this process with 143 from now on, unless somebody listens to them.
-    SIGUSR1, as Slurm may send it, would end it with 138."""
+    """Let these signals end this process with code 143, unless somebody handles them.
+
+    By default SIGUSR1, which Slurm may send, would end it with 138.
+    """
     _replace(numbers, signal.SIG_DFL, end_unsaved)
 
 
 def end_no_more(*numbers: signal.Signals) -> None:
-    """Take `end_on_signals` back."""
+    """Undo `end_on_signals`."""
     _replace(numbers, end_unsaved, signal.SIG_DFL)
 
 
@@ -171,13 +181,12 @@ def _replace(numbers: Iterable[signal.Signals], before: Any, now: Any) -> None:
 
 
 def _in_child() -> None:
-    """A fork inherits handlers and pipe: what is sent to it is not meant for us."""
-    global _listening
-    listener, _listening = _listening, None
-    if listener is not None:
+    """Drop the handlers and the pipe that a fork inherits: its signals are not meant for us."""
+    global _active
+    active, _active = _active, None
+    if active is not None:
         with contextlib.suppress(ValueError):
-            listener._closed = True
-            listener._give_back()
+            active.abandon()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -1,12 +1,12 @@
-"""The launchers of a run on several nodes: who leads, who takes part, what became of the others.
+"""How the launchers of a run on several nodes find each other, again and again.
 
-Every launcher listens on its own address and tells the leader about itself twice a second. The
-leader, node 0 at first, forms the rounds (leader.py, membership.py).
+Every launcher listens on its own address and tells the leader about itself twice per second. The
+leader, node 0 at first, forms the rounds (leader.py).
 
-    answer                  means                       follows
-    connection refused      the launcher has ended      lost at once; of the leader: the next node
-                                                        in the roster leads
-    none for LOST_S         cut off, or switched off    the leader goes on without it; a node that
+    answer                  means                       consequence
+    connection refused      the launcher has ended      lost at once; if it led: the next node in
+                                                        the roster leads
+    none for LOST_S         cut off, or switched off    the leader continues without it; a node that
                                                         lost the leader waits: only one side trains
 """
 
@@ -16,25 +16,28 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousTimeoutError,
-)
-
-from multi_gpu_training.distributed.leader import Leader, View, announce, gone
-from multi_gpu_training.distributed.membership import LOST_S, Node, Phase
-from multi_gpu_training.distributed.messages import Gone, Listener, Message, ask
-from multi_gpu_training.distributed.rank_store import meeting
-from multi_gpu_training.distributed.restarts import Fault, Limits, Verdict
 from multi_gpu_training.errors import ConfigError, RankFailure
+from multi_gpu_training.launch.elastic.leader import (
+    LOST_S,
+    Leader,
+    Node,
+    NodePhase,
+    View,
+    announce,
+    gone,
+    parse_node,
+    parse_view,
+)
+from multi_gpu_training.launch.elastic.messages import Gone, Message, MessageServer, ask
+from multi_gpu_training.launch.restart_policy import Fault, Limits, RestartVerdict
 
 BEAT_S = 0.5
-_HASTY_BEAT_S = 0.2  # where a change is under way
-_QUIET_S = 3 * BEAT_S  # from then on a node is asked whether it is there
+_HASTY_BEAT_S = 0.2  # while a change is under way
+_QUIET_S = 3 * BEAT_S  # after that a node is asked whether it is there
 _REFUSALS = 2
 
 
@@ -42,7 +45,11 @@ class Ended(RankFailure):
     """Another node ended the run."""
 
 
-class Nodes(RendezvousHandler):
+class NotMet(Exception):
+    """No round with this node in it came about in time."""
+
+
+class Rendezvous:
     """This node's part in a run on `least` to `most` nodes.
 
     `master` is where node 0 listens, `address` this node's own address on the way there.
@@ -67,42 +74,26 @@ class Nodes(RendezvousHandler):
         self._view: View | None = None
         self._leader: Leader | None = None  # on the node that leads
         self._problem: str | None = None
+        self._refused_a_leader = False
         self._closing = False
         self._wake = threading.Event()  # something is to be told now
         self._lock = threading.RLock()
         with self._lock:
-            self._listener = Listener(address, master[1] if node_rank == 0 else 0, self._answer)
+            self._server = MessageServer(address, master[1] if node_rank == 0 else 0, self._answer)
             name = f"{node_rank}-{uuid.uuid4().hex[:8]}"
-            self.me = Node(name, node_rank, address, self._listener.port, ranks)
+            self.me = Node(name, node_rank, address, self._server.port, ranks)
             if node_rank == 0:
                 self._leader = Leader(least, most, self.me, timeout_s)
         self._beats = threading.Thread(target=self._beat, name="launcher-beats", daemon=True)
         self._beats.start()
 
-    # What PyTorch's agent asks
+    # What the engine of this node asks
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
+    def next_round(self, check: Callable[[], None] = lambda: None) -> tuple[int, int]:
+        """Wait for the next round with this node in it: its place there, and how many nodes.
 
-    def get_backend(self) -> str:
-        return "mgt"
-
-    def get_run_id(self) -> str:
-        return "" if self._view is None else self._view.run
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        """1 where this node's ranks must be started again, with other nodes or others gone."""
-        return int(self.why_again() is not None)
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round with this node in it."""
+        `check` is called often, and may raise to end the waiting.
+        """
         before = self.me.round
         why = self.why_again() if before else None
         if why is not None:
@@ -114,6 +105,7 @@ class Nodes(RendezvousHandler):
                 self._leader.gather()
         self._wake.set()
         while True:
+            check()
             with self._lock:
                 self._raise_if_ended()
                 if self._leader is not None:
@@ -121,16 +113,15 @@ class Nodes(RendezvousHandler):
                     self._look()
                     if said is not None:
                         say(said)
-                info = self._joined(before)
-            if info is not None:
-                return info
+                joined = self._joined(before)
+            if joined is not None:
+                return joined
             if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(self._missing())
+                raise NotMet(self._missing())
             time.sleep(0.05)
 
-    def shutdown(self) -> bool:
-        """Leave: the others see at once that this launcher is gone. How the run ended is told
-        first."""
+    def shutdown(self) -> None:
+        """Leave, after all others have heard how the run ended. They see at once that we left."""
         deadline = time.monotonic() + LOST_S
         while time.monotonic() < deadline:
             with self._lock:
@@ -140,11 +131,8 @@ class Nodes(RendezvousHandler):
         self._closing = True
         self._wake.set()
         self._beats.join()
-        self._listener.close()
+        self._server.close()
         self._leader = None
-        return True
-
-    # What our agent asks
 
     @property
     def round(self) -> View:
@@ -153,7 +141,7 @@ class Nodes(RendezvousHandler):
 
     @property
     def elastic(self) -> bool:
-        """Whether the run goes on without some of its nodes."""
+        """Whether the run continues without some of its nodes."""
         return self.least < self.most
 
     @property
@@ -162,7 +150,7 @@ class Nodes(RendezvousHandler):
 
     @property
     def first_rank(self) -> int:
-        """Of this node."""
+        """The number of this node's first rank."""
         names = [node.name for node in self.round.roster]
         return sum(node.ranks for node in self.round.roster[: names.index(self.me.name)])
 
@@ -170,14 +158,14 @@ class Nodes(RendezvousHandler):
     def world(self) -> int:
         return sum(node.ranks for node in self.round.roster)
 
-    def phase(self, phase: Phase) -> None:
+    def phase(self, phase: NodePhase) -> None:
         with self._lock:
             self.me = replace(self.me, phase=phase)
             self._look()
         self._wake.set()
 
     def fault_elsewhere(self) -> str | None:
-        """What other node's fault ended ours; None if it cannot be told to be one's."""
+        """The fault on another node that ended the ranks here; None if none is known."""
         self.phase("failed")
         deadline = time.monotonic() + LOST_S + 2.0
         while time.monotonic() < deadline:
@@ -189,8 +177,8 @@ class Nodes(RendezvousHandler):
             time.sleep(0.05)
         return None
 
-    def judge(self, fault: Fault, limits: Limits | None) -> Verdict:
-        """The leader decides for all whether a fault is followed by a restart."""
+    def judge(self, fault: Fault, limits: Limits | None) -> RestartVerdict:
+        """Have the leader decide for all nodes whether to restart after a fault."""
         told = {
             "op": "fault",
             "fault": fault.__dict__,
@@ -199,17 +187,17 @@ class Nodes(RendezvousHandler):
             "round": self.me.round,
         }
         answer = self._tell(told)
-        if answer is None:  # whoever leads next counts from there
-            return Verdict(True, "the leader is gone; restarting with those that are left")
-        return Verdict(**answer)
+        if answer is None:  # whoever leads next counts restarts from there
+            return RestartVerdict(True, "the leader is gone; restarting with the nodes left")
+        return RestartVerdict(**answer)
 
     def end(self, code: int, text: str) -> None:
-        """This node gives the run up; so do all."""
+        """Give the run up, on this node and all others."""
         named = {"title": self.me.title, "name": self.me.name}
         self._tell({"op": "end", "code": code, "text": text, **named})
 
     def why_again(self) -> str | None:
-        """Why the ranks here cannot go on as they are."""
+        """Why the ranks here must be restarted; None if they need not."""
         view = self._view
         if view is None or not self.me.round:
             return None
@@ -218,17 +206,17 @@ class Nodes(RendezvousHandler):
         if self._cut_off() is not None:
             return self._cut_off()
         if view.number != self.me.round or self.me.name not in {n.name for n in view.roster}:
-            return "the others went on without this node"
+            return "the others continued without this node"
         return view.broken
 
     def change(self) -> str | None:
-        """The same, waited for as long as it may take to be known."""
+        """Like `why_again`, but wait as long as it may take to become known."""
         deadline = time.monotonic() + LOST_S
         while self.why_again() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.why_again()
 
-    # What other launchers ask, in threads of their own
+    # What other launchers ask, in the server's threads
 
     def _answer(self, message: Message) -> Message:
         with self._lock:
@@ -246,18 +234,29 @@ class Nodes(RendezvousHandler):
             return {}
 
     def _hear_leader(self, message: Message) -> None:
-        """Another node leads a run that is further on: this one joins it."""
-        leader, number = Node.parse(message["leader"]), int(message["number"])
+        """Join another node that leads a run which is further on.
+
+        Nothing but its address and the number of the round is used: what the run is called and
+        where it is kept follows from this node's own config.
+        """
+        try:
+            leader, number = parse_node(message["leader"]), int(message["number"])
+        except (KeyError, TypeError, ValueError) as error:
+            if not self._refused_a_leader:  # once, or a flood of them would fill the log
+                reason = ascii(str(error))  # the sender must not control the terminal
+                say(f"refused a message that claims to lead the run: {reason:.500}")
+            self._refused_a_leader = True
+            return
         if self._leader is not None:
             if number <= self._leader.members.number:
                 return
-            say(f"{leader.title} leads the run since this node was gone; joining it")
+            say(f"{leader.title} took over the run while this node was gone; joining it")
         self._leader = None
         self._where, self._refusals = (leader.address, leader.port), 0
         self._heard = time.monotonic()
 
     def _tell(self, message: Message) -> Message | None:
-        """The leader's answer, which may be this node."""
+        """The answer of the leader, which may be this node."""
         with self._lock:
             if self._leader is not None:
                 answer = self._answer(message)
@@ -268,7 +267,7 @@ class Nodes(RendezvousHandler):
             return None if "ask" in answer else answer
         return None
 
-    # The beats, in a thread of its own
+    # The beats, in their own thread
 
     def _beat(self) -> None:
         while not self._closing:
@@ -291,12 +290,12 @@ class Nodes(RendezvousHandler):
             announce(self._master, self.me, leader.members.number)
 
     def _look(self) -> None:
-        """On the leader: its own view."""
+        """On the leading node: refresh its own view."""
         if self._leader is not None:
             self._view, self._heard = self._leader.view(self.me), time.monotonic()
 
     def _tell_leader(self) -> None:
-        message = {"op": "beat", "node": self.me.plain(), "nodes": [self.least, self.most]}
+        message = {"op": "beat", "node": asdict(self.me), "nodes": [self.least, self.most]}
         try:
             answer = ask(*self._where, message)
         except Gone:
@@ -313,7 +312,7 @@ class Nodes(RendezvousHandler):
             self._follow_the_next()
 
     def _take(self, answer: Message) -> bool:
-        """Note what the leader says. True: it was started anew and knows nothing of the run."""
+        """Note what the leader says. True: it was restarted and knows nothing of the run."""
         if "problem" in answer:
             self._problem = str(answer["problem"])
             return False
@@ -321,8 +320,8 @@ class Nodes(RendezvousHandler):
             if "ask" in answer:
                 self._where = (str(answer["ask"][0]), int(answer["ask"][1]))
                 return False
-            view, before = View.parse(answer), self._view
-        except (KeyError, TypeError, ValueError, AttributeError):
+            view, before = parse_view(answer), self._view
+        except (KeyError, TypeError, ValueError):
             return False
         other = before is not None and view.leader.name != before.leader.name
         if other and view.number < self.me.round:
@@ -331,7 +330,7 @@ class Nodes(RendezvousHandler):
         return False
 
     def _follow_the_next(self) -> None:
-        """The leader's launcher has ended: the first node of the roster that is there leads."""
+        """After the leader's launcher has ended: the first node of the roster still there leads."""
         view = self.round
         for node in view.roster:
             if node.name == view.leader.name:
@@ -343,7 +342,7 @@ class Nodes(RendezvousHandler):
                     )
                     self._where = (self.me.address, self.me.port)
                     self._look()
-                say(f"{view.leader.title} ended; {self.me.title} leads the run from here on")
+                say(f"{view.leader.title} ended; {self.me.title} leads the run from now on")
                 return
             try:
                 ask(node.address, node.port, {"op": "ping"})
@@ -357,12 +356,12 @@ class Nodes(RendezvousHandler):
     # States
 
     def _cut_off(self) -> str | None:
-        """Why this node knows nothing of the run: the leader is silent."""
+        """Why this node is cut off from the run: the leader is silent."""
         if self._leader is not None or time.monotonic() - self._heard <= LOST_S:
             return None
         return f"the leader at {self._where[0]}:{self._where[1]} was silent for {LOST_S:g} s"
 
-    def _joined(self, before: int) -> RendezvousInfo | None:
+    def _joined(self, before: int) -> tuple[int, int] | None:
         view = self._view
         if view is None or view.number <= before or self._cut_off() is not None:
             return None
@@ -371,7 +370,7 @@ class Nodes(RendezvousHandler):
             return None
         self.me = replace(self.me, phase="training", round=view.number)
         self._look()
-        return meeting(names.index(self.me.name), len(names), view.leader.address, view.store_port)
+        return names.index(self.me.name), len(names)
 
     def _raise_if_ended(self) -> None:
         if self._problem is not None:
@@ -397,9 +396,9 @@ class Nodes(RendezvousHandler):
         silent = self._cut_off()
         if silent is not None and self.me.round:
             return (
-                f"{silent}. Whether it trains on cannot be known from here, so this node does not: "
-                "start the same command again when it is reachable. If it is gone for good, start "
-                "the run anew on the nodes that are left, with --resume auto"
+                f"{silent}. Whether it still trains cannot be known from here, so this node does "
+                "not: start the same command again when it is reachable. If it is gone for good, "
+                "start the run anew on the nodes that are left, with --resume auto"
             )
         if silent is not None or self._view is None:
             return "the leader did not answer"

@@ -1,16 +1,18 @@
-"""Temporary folders that do not outlive their owners for long, not even killed ones.
+"""Nothing outlives its owner: child processes die with their parent, temporary folders are swept.
 
-A process that is killed cannot tidy up. So its folder holds a lock of the kernel's, which goes with
-the process, and whoever makes the next folder removes those that nobody holds any more.
+A killed process cannot tidy up. So its temporary folder holds a kernel lock, which is released
+with the process, and whoever makes the next folder removes those that nobody holds any more.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import fcntl
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 from contextlib import suppress
@@ -18,8 +20,28 @@ from pathlib import Path
 
 PREFIX = "mgt-launch-"
 _LOCK = ".lock"
-_SOON_S = 60.0  # within it a new folder has its lock
+_SOON_S = 60.0  # a new folder has its lock by then
 _LONGEST = 85  # a socket's path has 107 bytes, of which its own name takes about 20
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Be killed when the parent is. `parent` is its process id, as it may be dead already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def end_workers(all_children: bool = False) -> None:
+    """Kill the daemon processes of this one.
+
+    Loader workers ignore SIGTERM, and multiprocessing would wait for them forever at exit.
+    """
+    # torch's handler would report a killed worker as an error.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in multiprocessing.active_children():
+        if worker.daemon or all_children:
+            worker.kill()
 
 
 class Scratch:
@@ -30,9 +52,9 @@ class Scratch:
         self._owner = os.getpid()
         draft = self.path / f"{_LOCK}.draft"
         self._descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
-        with suppress(OSError):  # a file system without locks: the folder is left to its owner
+        with suppress(OSError):  # a file system without locks: its owner must remove it
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            draft.rename(self.path / _LOCK)  # from now on it is held: nobody sees it before
+            draft.rename(self.path / _LOCK)  # nobody ever sees it unlocked
         sweep(self.path.parent)
 
     def remove(self) -> None:
@@ -49,7 +71,7 @@ class Scratch:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the folders of the dead."""
+    """Remove the folders of dead processes."""
     for folder in parent.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if not (folder / _LOCK).exists():
@@ -65,16 +87,17 @@ def sweep(parent: Path) -> None:
 
 
 def keep_sockets_in(folder: Path) -> None:
-    """Let loader workers, which hand over tensors through sockets, make them there: their own
-    folders would stay behind when they are killed."""
+    """Have loader workers, which pass tensors through sockets, create the sockets in `folder`.
+
+    Their own temporary folders would stay behind when they are killed.
+    """
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if config.get("tempdir") is None and len(os.fsencode(folder)) <= _LONGEST:
         config["tempdir"] = str(folder)
 
 
-def join(error_file: str | None) -> None:
-    """A rank shares the folder of its launcher, in which its error file lies; another launcher's
-    is none of ours."""
+def share_scratch(error_file: str | None) -> None:
+    """Use the launcher's folder in a rank, if the error file shows that the launcher is ours."""
     parents = Path(error_file).parents if error_file else ()
     for path in parents:
         if path.name.startswith(PREFIX):
@@ -82,7 +105,7 @@ def join(error_file: str | None) -> None:
 
 
 def for_one_process() -> None:
-    """A process without a launcher keeps its workers' sockets in a folder of its own."""
+    """Give a process without a launcher its own folder for its workers' sockets."""
     if multiprocessing.current_process()._config.get("tempdir") is None:  # type: ignore[attr-defined]
         scratch = Scratch()
         atexit.register(scratch.remove)

@@ -1,8 +1,8 @@
-"""A group of ranks that can be broken and made anew while the processes live on.
+"""A gloo group that can be broken and rebuilt while the processes keep running.
 
 Gloo has no abort. A rank that cannot finish a step says so in the store and shuts its
-connections; whoever waits for it gets an error at once, finds the word in the store, and does the
-same. Then all of them connect again, under a new number.
+connections. Whoever waits for it gets an error at once, finds that word in the store, and does
+the same. Then all ranks connect again, under a new number.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 _OPEN = Path("/proc/self/fd")
 
 
-class BreakableGroup:
-    """A gloo group over all ranks. `number` counts those of this process, alike on every rank."""
+class RecoverableGroup:
+    """A gloo group over all ranks. `number` counts its rebuilds and is the same on every rank."""
 
     def __init__(self, timeout: timedelta, number: int = 0) -> None:
         self.number = number
@@ -42,12 +42,12 @@ class BreakableGroup:
             return bool(_get_default_store().check([self._key]))
         return False
 
-    def renew(self) -> BreakableGroup:
+    def renew(self) -> RecoverableGroup:
         """Break this group and connect anew. Waits for all ranks to do so."""
         self._break()
         dist.destroy_process_group(self.group)
         self.group = None
-        fresh = BreakableGroup(self.timeout, self.number + 1)
+        fresh = RecoverableGroup(self.timeout, self.number + 1)
         _current[0] = fresh
         return fresh
 
@@ -65,15 +65,14 @@ class BreakableGroup:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-_current: list[BreakableGroup | None] = [None]  # one a process, as torch's own group is
+_current: list[RecoverableGroup | None] = [None]  # one per process, like torch's own
 
 
-def breakable_group(timeout: timedelta) -> BreakableGroup:
-    """This process's breakable group over all ranks of the world; made by the first call, which
-    every rank must take part in."""
+def recoverable_group(timeout: timedelta) -> RecoverableGroup:
+    """This process's group over all ranks. The first call creates it; every rank must make it."""
     found = _current[0]
     if found is None or found.world is not dist.group.WORLD or found.group is None:
-        found = _current[0] = BreakableGroup(timeout)
+        found = _current[0] = RecoverableGroup(timeout)
     return found
 
 

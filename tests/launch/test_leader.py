@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from multi_gpu_training.distributed.launch import Hosts
-from multi_gpu_training.distributed.membership import LAST_CALL_S, LOST_S, Membership, Node
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.launch.elastic.leader import (
+    LAST_CALL_S,
+    LOST_S,
+    Membership,
+    Node,
+    parse_node,
+)
+from multi_gpu_training.launch.engine import Hosts
 
 
 def node(rank: int, start: int = 0) -> Node:
@@ -109,10 +115,23 @@ def test_a_run_has_ended_when_every_node_that_is_there_has() -> None:
     assert found.finished() and found.broken() is None
 
 
-@pytest.mark.parametrize("values", [{"ranks": "2"}, {"name": 3}, {"port": None}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"ranks": "2"},
+        {"name": 3},
+        {"name": "../x"},
+        {"port": None},
+        {"port": 10**30},
+        {"round": -1},
+        {"phase": "asleep"},
+    ],
+    ids=str,
+)
 def test_what_a_stranger_says_is_checked(values: dict[str, object]) -> None:
-    with pytest.raises((TypeError, KeyError)):
-        Node.parse({**node(0).plain(), **values})
+    assert parse_node(asdict(node(0))) == node(0)
+    with pytest.raises(ValueError):
+        parse_node({**asdict(node(0)), **values})
 
 
 def test_nnodes_is_a_number_or_a_range() -> None:

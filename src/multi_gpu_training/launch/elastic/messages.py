@@ -1,7 +1,7 @@
-"""Small JSON messages between the launchers of a run: one question and one answer a connection.
+"""Small JSON messages between the launchers of a run: one question and answer per connection.
 
-A connection is made anew each time: after a network was away, a new one is through at once, where
-an old one may wait for its next retransmission. What arrives is parsed as JSON and nothing else.
+Each message has a new connection: after a network outage a new one works at once, where an old one
+may wait for its next retransmission. What arrives is parsed as JSON and nothing else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.launch.sockets import listening_socket
 
 LONGEST = 1 << 20  # bytes of a message
 PATIENCE_S = 2.0
@@ -34,7 +34,9 @@ def ask(address: str, port: int, message: Message, timeout_s: float = PATIENCE_S
     except ConnectionRefusedError as error:
         raise Gone(str(error)) from None
     except ValueError as error:
-        raise ConnectionError(f"what answers at {address}:{port} is no launcher: {error}") from None
+        raise ConnectionError(
+            f"what answers at {address}:{port} is not a launcher: {error}"
+        ) from None
 
 
 def _read(stream: Any) -> Message:
@@ -45,8 +47,8 @@ def _read(stream: Any) -> Message:
     return message
 
 
-class Listener:
-    """Answers messages at one address, in threads of its own, until closed."""
+class MessageServer:
+    """Answers messages at one address, in its own threads, until closed."""
 
     def __init__(self, address: str, port: int, answer: Callable[[Message], Message]) -> None:
         class Handler(socketserver.StreamRequestHandler):
@@ -57,7 +59,7 @@ class Listener:
                     reply = answer(_read(self.rfile))
                     self.wfile.write(json.dumps(reply).encode() + b"\n")
                 except (OSError, ValueError, KeyError, TypeError):
-                    pass  # somebody else's noise, or a launcher that is gone: it asks again
+                    pass  # noise from elsewhere, or a launcher that is gone: it asks again
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
@@ -82,20 +84,3 @@ class Listener:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def listening_socket(address: str, port: int) -> socket.socket:
-    """A socket that listens on this address alone; port 0 is any free one."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.socket(family)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
-        listening.listen(128)
-    except OSError as error:
-        listening.close()
-        raise ConfigError(
-            f"port {port} for {address} cannot be used: {error.strerror}; choose another "
-            "--master-port, or none for a free one; --master-addr is an address of node 0 itself"
-        ) from None
-    return listening

@@ -1,14 +1,12 @@
-"""Whether a failed run is started again, and when: limits, back-off, and faults that come back.
+"""Whether a failed run is restarted, and when: limits, back-off, and faults that repeat.
 
-Pure decisions, without processes or clocks of their own.
+Pure decisions, without processes or clocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from multi_gpu_training.config import MultiGPUConfig
 
 SAME_FAULT_STOPS = 3
 LONGEST_PAUSE_S = 30.0
@@ -19,9 +17,9 @@ class Fault:
     """What ended an attempt: the rank that failed first, where, and of what.
 
     `kind` is the same for the same cause: an error with its message, a signal, an exit code.
-    `step` is the one that was being computed; None where none was known. `begun`: whether the
-    attempt had come to its first step. `hopeless`: no restart can mend it. `contact`: the rank
-    lost the others, which may be another's doing.
+    `step` is the one that was being computed; None where it is not known. `begun`: whether the
+    attempt had reached its first step. `hopeless`: no restart can help. `contact`: the rank lost
+    the others, which may be another rank's fault.
     """
 
     rank: int
@@ -33,8 +31,8 @@ class Fault:
 
     @property
     def cause(self) -> tuple[int | None, str]:
-        """Equal for faults that are one and the same. Any rank may meet it first."""
-        # Numbers of processes, ports and addresses differ from attempt to attempt.
+        """Equal for faults with the same cause. Any rank may meet it first."""
+        # Process ids, ports and addresses differ from attempt to attempt.
         return self.step, "".join("#" if c.isdigit() else c for c in self.kind)
 
     @property
@@ -49,17 +47,9 @@ class Limits:
     restarts: int
     window_s: float
 
-    @classmethod
-    def of(cls, config: MultiGPUConfig) -> Limits:
-        """What a config allows. Unless asked for, nothing is restarted that would begin anew
-        because it keeps no checkpoints."""
-        asked = "max_restarts" in config.model_fields_set
-        useful = config.enable_fault_tolerance
-        return cls(config.max_restarts if asked or useful else 0, config.restart_window_s)
-
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartVerdict:
     """What to do after a fault: restart after `pause_s`, or stop. `reason` says which and why."""
 
     restart: bool
@@ -71,24 +61,24 @@ class RestartPolicy:
     """Judges one fault after another of one launch."""
 
     def __init__(self, limits: Limits | None) -> None:
-        self.limits = limits  # None: not known before a rank has said what its config allows
+        self.limits = limits  # None: unknown until a rank reports what its config allows
         self._faults: list[Fault] = []
         self._restarted_at: list[float] = []
 
-    def judge(self, fault: Fault, now: float) -> Verdict:
-        """`now` is any clock in seconds that never goes back."""
+    def judge(self, fault: Fault, now: float) -> RestartVerdict:
+        """Decide what follows a fault; `now` is any monotonic clock in seconds."""
         self._faults.append(fault)
         if fault.hopeless:
-            return Verdict(False, "")
+            return RestartVerdict(False, "")
         if self.limits is None or self.limits.restarts == 0:
-            return Verdict(False, "")
+            return RestartVerdict(False, "")
         window, allowed = self.limits.window_s, self.limits.restarts
         recent = [then for then in self._restarted_at if now - then < window]
-        # Asked first: its diagnosis says more than that the restarts are used up.
+        # First, because its diagnosis says more than that the restarts are used up.
         if self._came_back(fault):
-            return Verdict(False, self._diagnosis(fault))
+            return RestartVerdict(False, self._diagnosis(fault))
         if len(recent) >= allowed:
-            return Verdict(
+            return RestartVerdict(
                 False,
                 f"stopped: {_times(len(recent) + 1, 'failure')} within restart_window_s={window:g}"
                 f", and max_restarts={allowed} is used up. The last was rank {fault.rank}, "
@@ -97,7 +87,7 @@ class RestartPolicy:
         self._restarted_at = [*recent, now]
         pause = back_off(len(recent))
         when = f" in {pause:g} s" if pause else ""
-        return Verdict(
+        return RestartVerdict(
             True,
             f"restarting every rank{when} from the newest checkpoint "
             f"({len(recent) + 1} of {allowed} within {window:g} s)",
@@ -112,8 +102,8 @@ class RestartPolicy:
         ranks = sorted({f.rank for f in self._faults[-SAME_FAULT_STOPS:]})
         who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed(ranks)}"
         return (
-            f"stopped: {who} failed three times {fault.place} with {fault.kind}. What comes back "
-            "at the same place is not mended by a restart: look at the code and data of that step"
+            f"stopped: {who} failed three times {fault.place} with {fault.kind}. Restarting will "
+            "not fix a failure that repeats at the same step: look at its code and data"
         )
 
 
