@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import NonFiniteLossError
-from multi_gpu_training.training import manager, step_state, trainer
+from multi_gpu_training.training import loop, step_state, stopping, trainer
 from multi_gpu_training.training.nan_guard import NanGuard
 from multi_gpu_training.training.runner import eager, selection
 from multi_gpu_training.training.state_rollback import StepStart
@@ -161,7 +161,7 @@ def unready() -> Iterator[None]:
         put(NanGuard, "attach", lambda self, optimizer: None)
         put(StepStart, "keep", lambda self: None)
         for name in ("note_step", "note_phase", "note_count"):
-            for module in (trainer, step_state, eager, selection, manager):
+            for module in (trainer, step_state, eager, selection, loop, stopping):
                 if hasattr(module, name):
                     put(module, name, lambda *_, **__: None)
         yield

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from multi_gpu_training.reliability.integrity import damage, read_manifest
+from multi_gpu_training.checkpoint.integrity import damage, read_manifest
 
 PATIENCE_S = 120.0
 
@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
-from multi_gpu_training.distributed import whereabouts
+from multi_gpu_training.distributed import progress_slot
 
 name, epochs, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 
@@ -165,7 +165,7 @@ def pid_of(target: str, launcher: int) -> int:
 
 def phase_of(family: list[psutil.Process]) -> str:
     """What rank 0 has noted about itself."""
-    from multi_gpu_training.distributed import whereabouts
+    from multi_gpu_training.distributed import progress_slot
 
     for process in family:
         try:
@@ -173,7 +173,7 @@ def phase_of(family: list[psutil.Process]) -> str:
         except psutil.Error:
             continue
         if variables.get("RANK") == "0" and "TORCHELASTIC_ERROR_FILE" in variables:
-            return whereabouts.of_rank(variables["TORCHELASTIC_ERROR_FILE"]).phase.words
+            return progress_slot.of_rank(variables["TORCHELASTIC_ERROR_FILE"]).phase.words
     return "unknown"
 
 

@@ -5,7 +5,7 @@
 
 The training of subject.py, with a small model, meets one fault after the other until it is done;
 then the next training begins. Faults come from outside the process, at instants it does not know,
-and from inside, at a step and phase drawn by chance (multi_gpu_training.reliability.injection).
+and from inside, at a step and phase drawn by chance (multi_gpu_training.faults.injection).
 Where the launcher has ended, `--resume auto` is added, as a user would. At the end of each training
 every bit of weights, optimizer state and history must be that of an undisturbed one (after an
 `oom`, which cuts micro-batches, the weights to 1e-5), and no process, temporary file or shared

@@ -37,7 +37,7 @@ from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
 given = json.loads(sys.argv[1])
 hooks = []
 if given["faults"]:
-    from multi_gpu_training.reliability.injection import fail_at
+    from multi_gpu_training.faults.injection import fail_at
     hooks = [fail_at(**fault) for fault in given["faults"]]
 
 

@@ -32,7 +32,7 @@ Mgt = Callable[..., Said]
 def mgt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Mgt:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("multi_gpu_training.distributed.agent.RankAgent.run", never)
+    monkeypatch.setattr("multi_gpu_training.launch.local.LocalEngine.start", never)
 
     def call(*words: object) -> Said:
         return mgt_here(monkeypatch, capsys, *words)
@@ -130,7 +130,7 @@ def test_a_port_variable_that_is_no_port_is_named(
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.setenv("MASTER_PORT", port)
-    monkeypatch.setattr("multi_gpu_training.distributed.launch.supervise", lambda command, plan: 0)
+    monkeypatch.setattr("multi_gpu_training.launch.launcher.supervise", lambda command, plan: 0)
     if not port:
         assert mgt("run", "--num-gpus", 2, "train.py").code == 0
         return
@@ -143,13 +143,13 @@ def test_rank_variables_that_are_no_numbers_are_named(
 ) -> None:
     monkeypatch.setenv("RANK", "first")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(mgt("train", "image"), "RANK='first'", "no whole number")
+    refused(mgt("train", "image"), "RANK='first'", "not a whole number")
 
 
 def test_more_ranks_than_gpus_are_refused(
     mgt: Mgt, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("multi_gpu_training.distributed.launch.available_gpus", lambda: 2)
+    monkeypatch.setattr("multi_gpu_training.launch.launcher.available_gpus", lambda: 2)
     (tmp_path / "train.py").touch()
     asked = "--num-gpus 4 asked for, but 2 GPUs are there"
     refused(mgt("run", "--num-gpus", 4, "train.py"), asked, "at most 2", "--share-gpu")

@@ -117,6 +117,8 @@ SHOWN_IN = {
         "progress": "test_progress_chooses_what_a_person_sees",
     },
     "test_fields_watching": {
+        "loggers": "test_loggers_write_where_they_are_asked_to",
+        "validate_every": "test_validate_every_validates_inside_an_epoch",
         "monitor": "test_monitor_records_phases_and_devices",
         "monitor_interval_s": "test_monitor_interval_s_is_how_often_devices_are_read",
         "report": "test_report_is_written_at_the_end_of_a_run",

@@ -86,7 +86,7 @@ def test_resume_goes_on_where_the_run_was(tmp_path: Path) -> None:
     rest = trained(tmp_path / "parts", **{**KEPT, "epochs": 3}, resume="auto")
     assert rest["steps"] == [9, 10, 11, 12]
     assert torch.equal(rest["weights"], whole["weights"])
-    with pytest.raises(RankError, match="has checkpoints already; add --resume auto"):
+    with pytest.raises(RankError, match="already has checkpoints; add --resume auto"):
         trained(tmp_path / "parts", **{**KEPT, "epochs": 3})
 
 

@@ -19,8 +19,10 @@ from tiny import FEATURES, line, manager_for, points, quiet, sgd
 from torch import Tensor, nn
 
 from multi_gpu_training import MultiGPUConfig
-from multi_gpu_training.distributed import launch, placement
+from multi_gpu_training.distributed import placement
 from multi_gpu_training.errors import ConfigError, LaunchError
+from multi_gpu_training.launch import launcher
+from multi_gpu_training.launch.engine import Hosts
 
 TESTS = Path(__file__).parent
 
@@ -317,12 +319,12 @@ def test_restart_window_s_forgets_older_restarts(restarted: Any) -> None:
 
 def wait_for_others(port: int, seconds: float, pipe: Connection) -> None:
     """The second of two machines, whose first never comes."""
-    launch.own_command = lambda: ["train.py"]
+    launcher.own_command = lambda: ["train.py"]
     config = MultiGPUConfig(world_size=2, device="cpu", recovery_timeout=seconds)
     started = time.monotonic()
     kind = said = ""
     try:
-        launch.start_ranks_if_needed(config, launch.Hosts(2, 1, "127.0.0.1", port))
+        launcher.start_ranks_if_needed(config, Hosts(2, 1, "127.0.0.1", port))
     except BaseException as error:
         kind, said = type(error).__name__, str(error)
     pipe.send((time.monotonic() - started, kind, said))

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training import Callback
-from multi_gpu_training.monitoring import observer
+from multi_gpu_training.monitoring import monitor
 
 
 class Pause(Callback):
@@ -52,8 +53,29 @@ def test_report_is_written_at_the_end_of_a_run(
 ) -> None:
     short, _ = recorded(tmp_path)
     assert not (short / "report.html").exists()  # not worth it
-    monkeypatch.setattr(observer, "WORTH_A_REPORT_S", 0.0)
+    monkeypatch.setattr(monitor, "WORTH_A_REPORT_S", 0.0)
     path, _ = recorded(tmp_path)
     assert "</html>" in (path / "report.html").read_text() and (path / "metrics.png").exists()
     without, _ = recorded(tmp_path, report=False)
     assert not (without / "report.html").exists()
+
+
+def test_validate_every_validates_inside_an_epoch(tmp_path: Path) -> None:
+    validated: list[int] = []
+
+    class Watch(Callback):
+        def on_validation(self, run: Any, metrics: Any) -> None:
+            validated.append(run.step)
+            assert torch.is_grad_enabled() and run.model.training
+
+    manager = manager_for(
+        tmp_path, batch_size=2, training_mode="single", validate_every=3, epochs=2
+    )
+    manager.fit(line(), points(16), points(4), loss_fn=squares, optimizer=sgd, callbacks=[Watch()])
+    assert validated == [3, 6, 8, 9, 12, 15, 16]  # and once at the end of each epoch
+
+
+def test_loggers_write_where_they_are_asked_to(tmp_path: Path) -> None:
+    manager = manager_for(tmp_path, training_mode="single", loggers=["csv"], log_every=1)
+    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
+    assert "1,train/loss," in (manager.folder / "metrics.csv").read_text()

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-    from multi_gpu_training.distributed.launch import launch_distributed_training
     from multi_gpu_training.errors import ConfigError, MultiGPUError
+    from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
+    from multi_gpu_training.launch.launcher import launch_distributed_training
+    from multi_gpu_training.manager import MultiGPUTrainingManager
     from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.comparison import comparison_report
     from multi_gpu_training.planning.estimate.speedup import (
@@ -16,9 +18,7 @@ if TYPE_CHECKING:
         print_training_speedup_estimates,
     )
     from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
-    from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.training.callbacks import Callback, Hook
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
     from multi_gpu_training.training.metrics import MetricsCollector
     from multi_gpu_training.training.progress import FitResult
     from multi_gpu_training.training.step import StepResult
@@ -34,7 +34,7 @@ _HOMES = {
     "MultiGPUError": "errors",
     "MultiGPUConfig": "config",
     "TrainingMode": "config",
-    "launch_distributed_training": "distributed.launch",
+    "launch_distributed_training": "launch.launcher",
     "MetricsCollector": "training.metrics",
     "PerformanceMonitor": "monitoring.performance",
     "comparison_report": "planning.bench.comparison",
@@ -42,11 +42,11 @@ _HOMES = {
     "print_training_speedup_estimates": "planning.estimate.speedup",
     "get_gpu_info": "planning.gpus",
     "print_gpu_info": "planning.gpus",
-    "FaultToleranceManager": "reliability.fault_tolerance",
+    "FaultToleranceManager": "faults.fault_tolerance",
     "Callback": "training.callbacks",
     "Hook": "training.callbacks",
     "FitResult": "training.progress",
-    "MultiGPUTrainingManager": "training.manager",
+    "MultiGPUTrainingManager": "manager",
     "DataParallelTrainer": "training.trainer",
     "DistributedDataParallelTrainer": "training.trainer",
     "MultiGPUTrainer": "training.trainer",

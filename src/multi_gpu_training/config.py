@@ -9,13 +9,13 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from multi_gpu_training.distributed.rank_main import install_error_hook
 from multi_gpu_training.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NaturalInt = Annotated[int, Field(ge=0)]
+LONGEST_NAME = 200  # bytes; file systems allow 255, and temporary copies add a suffix
 
 
 class TrainingMode(StrEnum):
@@ -202,12 +202,20 @@ class MultiGPUConfig(BaseModel):
     # Watching
     save_dir: str = "runs"
     recipe: str = "custom"
-    run_name: str | None = None
+    run_name: str | None = Field(
+        None, description="name of the run's folder, without slashes; None: the time of its start"
+    )
     forecast: str | None = Field(
         None, description="forecast.json of `mgt estimate`, kept with the run for its report"
     )
     log_every: PositiveInt = 20
     tensorboard: bool = True
+    loggers: list[str] = Field(
+        [], description="where metrics go besides the run's events: csv, tensorboard"
+    )
+    validate_every: PositiveInt | None = Field(
+        None, description="optimizer steps between validations inside an epoch"
+    )
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     monitor: bool = Field(
         True, description="record the phases of sampled steps and the use of the device"
@@ -224,8 +232,15 @@ class MultiGPUConfig(BaseModel):
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads a bare `off` as false
 
+    @field_validator("run_name")
+    @classmethod
+    def _one_folder(cls, value: str | None) -> str | None:
+        problem = None if value is None else name_problem(value)
+        if problem is not None:
+            raise PydanticCustomError("run_name", "{problem}", {"problem": problem})
+        return value
+
     def __init__(self, **values: Any) -> None:
-        install_error_hook()  # a script with a wrong setting ends with its message and code 2
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -246,6 +261,12 @@ class MultiGPUConfig(BaseModel):
         if "timeout" in self.model_fields_set or self.hang_timeout_s is None:
             return self.timeout
         return max(self.timeout, timedelta(seconds=min(20 * self.hang_timeout_s, 1e6)))
+
+    @property
+    def allowed_restarts(self) -> int:
+        """`max_restarts`; unless it was given, 0 without checkpoints to restart from."""
+        asked = "max_restarts" in self.model_fields_set
+        return self.max_restarts if asked or self.enable_fault_tolerance else 0
 
     def check(self) -> None:
         """Raise one ConfigError with every pair of settings that contradict each other."""
@@ -356,6 +377,25 @@ class MultiGPUConfig(BaseModel):
         values["use_fp16_allreduce"] = values["fp16_compression"] = self.compress_gradients
         values["bucket_cap_mb"] = self.bucket_bytes / 2**20
         return values
+
+
+def name_problem(name: str) -> str | None:
+    """What keeps `name` from naming one folder inside another; None if nothing does.
+
+    Names that come from other machines go through this as well: whoever sends them must not
+    choose where files are written.
+    """
+    if not name:
+        return "a run needs a name of at least one character"
+    if "/" in name or "\\" in name:
+        return "a run's name is one folder, without / or \\; use save_dir for the folder above it"
+    if name.startswith("."):
+        return "a run's name must not start with a dot"
+    if not name.isprintable():
+        return "a run's name must not contain control characters"
+    if len(name.encode(errors="replace")) > LONGEST_NAME:
+        return f"a run's name has at most {LONGEST_NAME} bytes"
+    return None
 
 
 def unknown_key(key: str, known: list[str]) -> str:

@@ -17,13 +17,22 @@ Every message says what was asked, what was found and what to do next.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 
 class MultiGPUError(Exception):
+    """Uncaught, it ends a plain `python train.py` with its message alone and its `exit_code`."""
+
     exit_code = 1
     restart_helps = True  # whether the ranks may get further when they are started again
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        # Only now, when there is something to show: importing and configuring change nothing.
+        _show_uncaught_errors_plainly()
 
 
 class ConfigError(MultiGPUError):
@@ -110,3 +119,25 @@ class LossSpikeError(MultiGPUError):
 
 class MemoryShortError(MultiGPUError):
     pass
+
+
+def _show_uncaught_errors_plainly() -> None:
+    """Let Python print an uncaught error of this module without a traceback, once per process.
+
+    MGT_DEBUG=1 (`mgt --debug`) shows the traceback.
+    """
+    before = sys.excepthook
+    if getattr(before, "_mgt", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not isinstance(error, MultiGPUError) or os.environ.get("MGT_DEBUG"):
+            before(kind, error, trace)
+            return
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
+        # Not sys.stderr: torch's hook in a rank replaces it by a buffer that is printed after us.
+        print(f"{error}{notes}", file=sys.__stderr__ or sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+    hook._mgt = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

@@ -173,7 +173,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         found.append(list(command))
         return 0
 
-    monkeypatch.setattr("multi_gpu_training.distributed.launch.supervise", note)
+    monkeypatch.setattr("multi_gpu_training.launch.launcher.supervise", note)
     return found
 
 

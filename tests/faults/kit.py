@@ -1,6 +1,6 @@
 """Processes for faults to happen in: forked from a warm one, so that a start costs no import.
 
-The faults themselves come from `multi_gpu_training.reliability.injection`, as a user has them.
+The faults themselves come from `multi_gpu_training.faults.injection`, as a user has them.
 """
 
 from __future__ import annotations

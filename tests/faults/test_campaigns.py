@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multi_gpu_training.reliability.injection import fail_at
+from multi_gpu_training.faults.injection import fail_at
 
 FOLDER = str(Path(__file__).parent.parent.parent / "benchmarks")
 

@@ -22,24 +22,22 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
-from multi_gpu_training.distributed import whereabouts
-from multi_gpu_training.distributed.hangs import ProgressWatch, Stall, diagnose, limit_s
-from multi_gpu_training.distributed.heartbeat import sample
-from multi_gpu_training.distributed.peer_watch import PeerWatch
-from multi_gpu_training.distributed.stacks import Stack, read_stack
-from multi_gpu_training.distributed.whereabouts import (
+from multi_gpu_training.distributed import progress_slot
+from multi_gpu_training.distributed.progress_slot import (
     BACKWARD,
     INPUT,
     OPTIMIZER,
     OWN_CODE,
     Phase,
-    Whereabouts,
+    RankProgress,
 )
+from multi_gpu_training.distributed.stacks import Stack, read_stack, sample
+from multi_gpu_training.distributed.stall import PeerWatch, ProgressWatch, Stall, diagnose, limit_s
 from multi_gpu_training.errors import ConfigError
 
 
-def at(step: int, phase: Phase, hang_s: float = 5.0, line: str = "") -> Whereabouts:
-    return Whereabouts(step, True, phase=phase, hang_s=hang_s, line=line)
+def at(step: int, phase: Phase, hang_s: float = 5.0, line: str = "") -> RankProgress:
+    return RankProgress(step, True, phase=phase, hang_s=hang_s, line=line)
 
 
 WAITS = Stack((("/x/torch/autograd/graph.py", 800, "_engine_run_backward"), ("/u.py", 3, "step")))
@@ -96,7 +94,7 @@ def test_a_launcher_that_was_stopped_itself_blames_nobody() -> None:
 
 def test_without_a_limit_nothing_is_a_hang() -> None:
     watch = ProgressWatch()
-    ranks = {0: Whereabouts(3, True, phase=Phase.FORWARD, hang_s=None)}
+    ranks = {0: RankProgress(3, True, phase=Phase.FORWARD, hang_s=None)}
     assert not any(watch.look(ranks, float(second)) for second in range(0, 10**6, 10**5))
 
 
@@ -122,7 +120,7 @@ def test_the_rank_that_does_not_wait_is_named(
     assert hang.rank == blamed and f"rank {blamed} holds the others up" in hang.report
     if blamed in stacks and stacks[blamed] is BUSY:
         assert "at /home/me/loss.py:7 in loss_fn" in hang.report
-        assert "loss.py:7" in hang.fault.kind and hang.fault.step == 7
+        assert "loss.py:7" in hang.kind and hang.step == 7
 
 
 def test_ranks_that_all_wait_for_another_machine_are_not_to_blame() -> None:
@@ -152,41 +150,41 @@ def test_a_stack_is_the_main_threads_from_its_innermost_line_on() -> None:
 # What a rank notes
 
 
-def test_whereabouts_come_back_from_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(whereabouts, "_memory", whereabouts._memory)
+def test_progress_comes_back_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_slot", "_shared"):
+        monkeypatch.setattr(progress_slot, name, getattr(progress_slot, name))
     error_file = str(tmp_path / "error.json")
-    assert whereabouts.of_rank(error_file) == Whereabouts()
-    whereabouts.keep(error_file)
-    whereabouts.note_limits(3, 60.0)
-    whereabouts.note_grace(30.0)
-    whereabouts.note_hang_limit(0.0)
-    whereabouts.note_step(7, begun=True)
-    whereabouts.note_count(2)
-    whereabouts.note_phase(Phase.OPTIMIZER)
-    whereabouts.note_line("/a/" + "b" * 300 + ".py:3 in f")
-    found = whereabouts.of_rank(error_file)
-    assert found == whereabouts.here()
+    assert progress_slot.of_rank(error_file) == RankProgress()
+    progress_slot.keep(error_file)
+    progress_slot.note_limits(3, 60.0)
+    progress_slot.note_grace(30.0)
+    progress_slot.note_hang_limit(0.0)
+    progress_slot.note_step(7, begun=True)
+    progress_slot.note_count(2)
+    progress_slot.note_phase(Phase.OPTIMIZER)
+    progress_slot.note_line("/a/" + "b" * 300 + ".py:3 in f")
+    found = progress_slot.of_rank(error_file)
+    assert found == progress_slot.here()
     assert (found.step, found.begun, found.phase, found.count) == (7, True, Phase.OPTIMIZER, 2)
     assert (found.max_restarts, found.restart_window_s, found.grace_s) == (3, 60.0, 30.0)
     assert found.hang_s == 0.0 and found.line.endswith("b.py:3 in f")
-    whereabouts.note_line("/short.py:1 in g")
-    assert whereabouts.here().line == "/short.py:1 in g"
+    progress_slot.note_line("/short.py:1 in g")
+    assert progress_slot.here().line == "/short.py:1 in g"
 
 
 def test_notes_of_a_whole_step_cost_about_a_microsecond(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whereabouts, "_memory", whereabouts._memory)
-    whereabouts.keep(str(tmp_path / "error.json"))
+    for name in ("_slot", "_shared"):
+        monkeypatch.setattr(progress_slot, name, getattr(progress_slot, name))
+    progress_slot.keep(str(tmp_path / "error.json"))
 
     def seconds() -> float:
         begun = time.perf_counter()
         for step in range(300):
-            whereabouts.note_step(step, begun=True)
+            progress_slot.note_step(step, begun=True)
             for phase in (BACKWARD, OPTIMIZER, OWN_CODE, INPUT):
-                whereabouts.note_phase(phase)
+                progress_slot.note_phase(phase)
         return (time.perf_counter() - begun) / 300
 
     # 0.6 us on a quiet machine. Many short looks, some of which nobody disturbs.
@@ -203,19 +201,19 @@ def test_the_line_of_a_thread_is_the_users_own() -> None:
 
 def test_ranks_name_each_other_where_no_launcher_watches() -> None:
     """Rank 1 falls silent, as one does that was stopped; rank 0 reports it, rank 2 does not."""
-    whereabouts.note_step(9, begun=True)
-    whereabouts.note_hang_limit(5.0)
+    progress_slot.note_step(9, begun=True)
+    progress_slot.note_hang_limit(5.0)
     try:
         watches = [PeerWatch(rank, 3, None) for rank in range(3)]
         for _ in range(5):  # the first steps may take longer
-            whereabouts.note_step((whereabouts.here().step or 0) + 1, begun=True)
+            progress_slot.note_step((progress_slot.here().step or 0) + 1, begun=True)
             messages = [watch.message() for watch in watches]
             assert [watch.look(messages, 0.0) for watch in watches] == [None] * 3
         for second in range(1, 8):
             messages = [watches[0].message(), messages[1], watches[2].message()]
             found = [watches[rank].look(messages, float(second)) for rank in (0, 2)]
     finally:
-        whereabouts.note_hang_limit(math.nan)
+        progress_slot.note_hang_limit(math.nan)
     assert found[1] is None and found[0] is not None
     assert "rank 1 holds the others up" in found[0].report
     assert "it does not answer" in found[0].report
@@ -224,16 +222,16 @@ def test_ranks_name_each_other_where_no_launcher_watches() -> None:
 def test_ranks_name_rank_0_where_the_store_stops_with_it() -> None:
     """Nobody is heard any more. Rank 1 reports it, and rank 2 a while later; a rank whose steps go
     on says nothing: then it is the launcher that was stopped."""
-    whereabouts.note_step(9, begun=True)
-    whereabouts.note_hang_limit(5.0)
+    progress_slot.note_step(9, begun=True)
+    progress_slot.note_hang_limit(5.0)
     try:
         watches = [PeerWatch(rank, 3, None) for rank in range(3)]
         for second in range(5):
-            whereabouts.note_step((whereabouts.here().step or 0) + 1, begun=True)
+            progress_slot.note_step((progress_slot.here().step or 0) + 1, begun=True)
             messages = [watch.message() for watch in watches]
             assert [watch.look(messages, float(second)) for watch in watches] == [None] * 3
         for second in range(5, 30):  # steps go on
-            whereabouts.note_step((whereabouts.here().step or 0) + 1, begun=True)
+            progress_slot.note_step((progress_slot.here().step or 0) + 1, begun=True)
             assert watches[1].look_alone(messages, float(second)) is None
         reports: dict[int, float] = {}
         for second in range(30, 45):
@@ -244,21 +242,21 @@ def test_ranks_name_rank_0_where_the_store_stops_with_it() -> None:
                     assert "rank 0 holds the others up" in found.report
                     assert "it does not answer" in found.report
     finally:
-        whereabouts.note_hang_limit(math.nan)
+        progress_slot.note_hang_limit(math.nan)
     assert 34 <= reports[1] <= 36 and reports[1] < reports[2] <= 40
 
 
 THREADS = """
 import time
 from torch.distributed import TCPStore
-from multi_gpu_training.distributed import peer_watch
-from multi_gpu_training.distributed.listening import Listener
+from multi_gpu_training.distributed import stall
+from multi_gpu_training.distributed.signal_thread import SignalThread
 
-peer_watch.EVERY_S = peer_watch.SOON_S = 0.0
+stall.SAMPLE_EVERY_S = stall.SOON_S = 0.0
 store = TCPStore("127.0.0.1", 0, is_master=True)
-watches = [peer_watch.PeerWatch(rank, 4, store.clone()) for rank in range(4)]
+watches = [stall.PeerWatch(rank, 4, store.clone()) for rank in range(4)]
 mine = store.clone()
-watches.append(Listener(print, lambda: mine.check(["asked"]), print, 0.0))
+watches.append(SignalThread(print, lambda: mine.check(["asked"]), print, 0.0))
 for watch in watches:
     watch.start()
 time.sleep(0.2)

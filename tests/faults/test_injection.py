@@ -16,8 +16,9 @@ from faults.kit import PATIENCE_S, Forked
 from ranks import run_ranks
 from tiny import line, manager_for, points, sgd, squares, watching, weights
 
+from multi_gpu_training.checkpoint import durable
 from multi_gpu_training.errors import ConfigError, NonFiniteLossError
-from multi_gpu_training.reliability.injection import (
+from multi_gpu_training.faults.injection import (
     EXIT_CODE,
     InjectedFault,
     Injection,
@@ -113,9 +114,11 @@ def test_in_a_loop_of_ones_own_it_is_armed_in_its_block_alone(tmp_path: Path) ->
     _, loader, _ = manager.setup_training(line(), points(), loss_fn=squares, optimizer=sgd)
     batch = next(iter(loader))
     fault = fail_at(rank=0, step=2, phase="input", kind="exception", times=5)
+    before = list(manager.callbacks.members)
     for phase in PHASES:
         with injected(manager, fail_at(rank=0, step=9, phase=phase, kind="exception")):
-            pass
+            assert bool(durable.observers) == (phase == "saving")
+        assert manager.callbacks.members == before and not durable.observers
     with injected(manager, fault):
         manager.trainer.train_step(batch)
         with pytest.raises(InjectedFault):
@@ -123,6 +126,26 @@ def test_in_a_loop_of_ones_own_it_is_armed_in_its_block_alone(tmp_path: Path) ->
     manager.trainer.train_step(batch)
     assert fault.strikes == 1 and fault not in manager.callbacks.members
     manager.finish()
+
+
+def test_plain_calls_drive_it_without_a_manager(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    record = lambda event, **fields: events.append({"event": event, **fields})  # noqa: E731
+    fault = fail_at(rank=0, step=3, phase="input", kind="nan")
+    assert not fault.batch_arrives(3)  # not armed yet
+    fault.arm(tmp_path, record)
+    assert not fault.batch_arrives(2) and not fault.forward_begins(3)
+    assert fault.batch_arrives(3)
+    assert not fault.batch_arrives(3)  # once
+    assert events == [{"event": "injected", "fault": fault.name, "at_step": 3}]
+    full = fail_at(rank=0, step=3, phase="saving", kind="disk_full")
+    full.arm(tmp_path, record)
+    folder = tmp_path / "checkpoints" / ".staged-step-00000004-0-x"
+    full.disk_write(folder / "model.safetensors")
+    full.disk_write(Path("/another/run/.staged-step-00000004-0-x/state.safetensors"))
+    with pytest.raises(OSError, match="No space left"):
+        full.disk_write(folder / "state.safetensors")
+    full.disarm()
 
 
 def count_strikes(folder: Path) -> int:

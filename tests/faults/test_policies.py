@@ -24,8 +24,9 @@ from multi_gpu_training.errors import (
     MultiGPUError,
     NonFiniteLossError,
 )
+from multi_gpu_training.faults.policies import judge
 from multi_gpu_training.monitoring.spikes import LossSpikes, threshold
-from multi_gpu_training.reliability.policies import judge
+from multi_gpu_training.training.callbacks import TrainingFault
 
 SAMPLES = 24
 BAD = next(iter(ShuffledBatches(SAMPLES, SAMPLES).batches(0, 0)))[13]  # neither first nor last
@@ -107,7 +108,7 @@ def train(
         "bad_step": places.index(BAD) // size + 1,
         "bad_rank": (places.index(BAD) % (2 * manager.placement.dp_size)) // 2,
         "losses": [epoch["train"]["loss"] for epoch in manager.progress.history],
-        "passed": sorted(manager.fault_tolerance.passed_over.places),
+        "passed": sorted(manager.fault_tolerance.skipped_batches.places),
     }
 
 
@@ -410,7 +411,7 @@ def test_handle_error_rolls_back_in_a_loop_of_ones_own(tmp_path: Path, capsys: A
         manager.fault_tolerance.handle_error(error)
     assert manager.trainer.step == 1 and same(tiny.weights(model), saved)
     said = capsys.readouterr().err
-    assert "back at step 1; a loop of your own goes on with its next batch" in said
+    assert "back at step 1; your own loop continues with its next batch" in said
     assert "the 1 steps since" in said
     manager.trainer.train_step(batches[3])
     assert manager.trainer.step == 2
@@ -423,3 +424,26 @@ def test_fp16_loss_scaling_skips_are_no_faults(tmp_path: Path) -> None:
     manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)
     assert manager.trainer.nan_guard.mode == "scaler"
     manager.finish()
+
+
+def test_every_fault_reaches_those_who_listen(tmp_path: Path) -> None:
+    manager = tiny.manager_for(
+        tmp_path, enable_fault_tolerance=True, on_nonfinite="rollback", batch_size=4
+    )
+    _, loader, _ = manager.setup_training(tiny.line(), tiny.points(), optimizer=tiny.sgd)
+    heard: list[TrainingFault] = []
+    manager.fault_tolerance.on_fault.append(heard.append)
+    batches = list(loader)
+    batches[0][0].fill_(math.nan)
+    try:
+        manager.trainer.train_step(batches[0])
+    except NonFiniteLossError as error:
+        manager.fault_tolerance.handle_error(error)
+    manager.fault_tolerance.record_fault("loss_spike", "warn", "it jumped", {"step": 3, "by": 9})
+    with pytest.raises(ValueError, match="wrong"):
+        manager.fault_tolerance.handle_error(ValueError("wrong"))
+    manager.finish()
+    first, second, third = heard
+    assert (first.kind, first.action, first.step) == ("nonfinite", "rollback", 1)
+    assert second == TrainingFault("loss_spike", "warn", "it jumped", 3, {"by": 9})
+    assert (third.kind, third.action, third.text) == ("user_code", "restart", "ValueError: wrong")

@@ -80,7 +80,7 @@ def train(
         "mode": manager.trainer.execution.mode,
         "replayed": manager.trainer.execution.replayed,
         "steps": manager.trainer.step,
-        "passed": sorted(manager.fault_tolerance.passed_over.places),
+        "passed": sorted(manager.fault_tolerance.skipped_batches.places),
     }
 
 

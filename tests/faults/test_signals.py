@@ -22,9 +22,9 @@ from ranks import CONTEXT, run_ranks
 from torch import Tensor, nn
 
 from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
+from multi_gpu_training.checkpoint.integrity import damage
 from multi_gpu_training.distributed.control import Boundary, Control
 from multi_gpu_training.distributed.placement import place
-from multi_gpu_training.reliability.integrity import damage
 from multi_gpu_training.training.stopping import Stopped
 
 PATIENCE_S = 60  # for what takes a second on a quiet machine; benchmarks/preemption.py measures

@@ -17,10 +17,10 @@ import torch
 from faults.kit import Forked
 from tiny import line, manager_for, points, sgd, squares
 
+from multi_gpu_training.checkpoint.integrity import damage, digest, manifest_text, read_manifest
+from multi_gpu_training.checkpoint.snapshot import Snapshot
+from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.reliability.checkpoint import CheckpointStore
-from multi_gpu_training.reliability.integrity import damage, digest, read_manifest, written
-from multi_gpu_training.reliability.snapshot import Snapshot
 
 CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink"}
 
@@ -170,7 +170,7 @@ def test_a_pickle_in_a_checkpoint_runs_no_code(tmp_path: Path, file: str) -> Non
     raw = (path / file).read_bytes()
     manifest["files"][file] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     manifest["sha256"] = digest(manifest)
-    (path / "manifest.json").write_text(written(manifest))
+    (path / "manifest.json").write_text(manifest_text(manifest))
     assert damage(path) is None
     with pytest.raises(CheckpointError, match=file):
         train(str(path))

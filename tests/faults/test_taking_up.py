@@ -17,7 +17,7 @@ from torch import Tensor
 
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.distributed.identity import from_environment
-from multi_gpu_training.distributed.listening import Listener
+from multi_gpu_training.distributed.signal_thread import SignalThread
 from multi_gpu_training.monitoring.caller import Opening, choose
 from multi_gpu_training.training.progress import Progress
 
@@ -179,7 +179,7 @@ def test_a_stale_record_does_not_end_an_epoch_that_goes_on(tmp_path: Path) -> No
 
 def test_a_forked_child_does_not_end_the_listening() -> None:
     heard: list[signal.Signals] = []
-    listener = Listener(heard.append, lambda: None, lambda: None, 10.0)
+    listener = SignalThread(heard.append, lambda: None, lambda: None, 10.0)
     listener.start()
     child = os.fork()
     if child == 0:
@@ -219,7 +219,7 @@ def test_launches_of_torchrun_without_a_name_are_told_apart() -> None:
 def test_a_signal_right_before_the_end_is_heard() -> None:
     for _ in range(20):
         heard: list[signal.Signals] = []
-        listener = Listener(heard.append, lambda: None, lambda: None, 10.0)
+        listener = SignalThread(heard.append, lambda: None, lambda: None, 10.0)
         listener.start()
         os.kill(os.getpid(), signal.SIGTERM)
         listener.close()

@@ -11,6 +11,7 @@ import pytest
 from recorded import Folder, healthy
 from typer.testing import CliRunner
 
+from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.cli.app import app
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.report import write_report
@@ -19,7 +20,6 @@ from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.lines import thinned
 from multi_gpu_training.monitoring.report.run import read_run
 from multi_gpu_training.monitoring.report.verdict import judge
-from multi_gpu_training.reliability.lock import RunLock
 
 
 def whole_run(path: Path, ranks: int = 2, rate: float = 640.0, **config: object) -> Folder:

@@ -391,6 +391,6 @@ def test_the_recipe_tells_what_it_found(tmp_path: Path) -> None:
     recipe = find_recipe("speech")
     write_wav(write_fsdd(tmp_path) / "recordings/3_ann_5.wav", rate=16000)
     job = recipe.build(recipe.config({}), SpeechOptions(data_dir=str(tmp_path)))
-    lines = job.hooks[0].lines  # type: ignore[attr-defined]
+    lines = job.callbacks[0].lines  # type: ignore[attr-defined]
     assert lines[0].startswith("speech: fsdd, 8 utterances")
     assert lines[1] == "resampled to 8,000 Hz: 1 of 16,000 Hz"

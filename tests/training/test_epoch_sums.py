@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from multi_gpu_training.training.metrics import MetricsCollector
-from multi_gpu_training.training.resuming import EpochSums
+from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 
 
 def sums(total: float, weight: float) -> EpochSums:

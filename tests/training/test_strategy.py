@@ -118,7 +118,7 @@ ASKS = re.compile(
 
 def test_no_other_code_asks_which_strategy_it_is() -> None:
     package = Path(multi_gpu_training.__file__).parent
-    for part in ("training", "monitoring", "checkpoint", "reliability", "data"):
+    for part in ("training", "monitoring", "checkpoint", "faults", "data"):
         for path in (package / part).rglob("*.py"):
             if path.parent.name != "strategy":
                 assert not ASKS.search(path.read_text()), path

@@ -17,7 +17,7 @@ STARTS_A_RUN = ("train", "run")
 
 def main() -> None:
     protect_output()
-    from multi_gpu_training.distributed.listening import end_no_more, end_on_signals
+    from multi_gpu_training.distributed.signal_thread import end_no_more, end_on_signals
 
     end_on_signals(signal.SIGTERM, signal.SIGUSR1)
     from multi_gpu_training.cli.app import app

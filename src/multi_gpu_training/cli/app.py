@@ -163,7 +163,7 @@ def run(
     master_addr: Annotated[str | None, Option("--master-addr", "--master_addr")] = None,
     master_port: Annotated[int | None, Option("--master-port", "--master_port")] = None,
 ) -> None:
-    """Run a script once a rank. What follows SCRIPT.py is passed on to it."""
+    """Run a script once per rank. Everything after SCRIPT.py is passed to it."""
     from multi_gpu_training.cli.run import run_script
 
     hosts = {

@@ -1,4 +1,4 @@
-"""`mgt checkpoints`: what a run has saved, and whether every byte of it is as written."""
+"""`mgt checkpoints`: list what a run has saved, with every byte checked."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from multi_gpu_training.checkpoint.inspection import CheckpointListing, ListedCheckpoint, inspect
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.reliability.inspection import Listed, Listing, inspect
 
 
 def show_checkpoints(run: str, as_json: bool) -> int:
-    """0 if there is an intact checkpoint to go on from, else 1."""
+    """Print the checkpoints of a run; return 0 if there is an intact one to resume from, else 1."""
     given = Path(run)
     if not given.is_dir():
         raise ConfigError(
@@ -25,12 +25,12 @@ def show_checkpoints(run: str, as_json: bool) -> int:
     else:
         console = Console(highlight=False, soft_wrap=True)
         if not console.is_terminal:
-            console.width = 160  # into a file or a pipe nothing need be cut
+            console.width = 160  # in a file or a pipe nothing needs to be cut
         _print(listing, console)
     return 0 if listing.newest_intact is not None else 1
 
 
-def _print(listing: Listing, console: Console) -> None:
+def _print(listing: CheckpointListing, console: Console) -> None:
     table = Table()
     for title in ("checkpoint", "epoch", "saved", "ranks", "size", "metrics", "", "state"):
         table.add_column(title, no_wrap=title != "metrics", overflow="fold")
@@ -50,10 +50,10 @@ def _print(listing: Listing, console: Console) -> None:
     if listing.newest_intact is None:
         console.print(f"no intact checkpoint in {listing.folder}", markup=False)
     else:
-        console.print(f"--resume auto goes on from {listing.newest_intact}", markup=False)
+        console.print(f"--resume auto continues from {listing.newest_intact}", markup=False)
 
 
-def _row(item: Listed) -> list[str]:
+def _row(item: ListedCheckpoint) -> list[str]:
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in item.metrics.items())
     state = "damaged" if item.problem is not None else "intact"
     if not item.current:

@@ -1,4 +1,4 @@
-"""`mgt run`: any script, once a rank."""
+"""`mgt run`: any script, once per rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def run_script(
     again: Mapping[str, Any],
     hosts: Mapping[str, Any],
 ) -> int:
-    """Exit code of the run."""
-    from multi_gpu_training.distributed.launch import Hosts, LaunchPlan, ranks_for, supervise
+    """Run a script on every rank; returns the exit code of the run."""
+    from multi_gpu_training.launch.engine import Hosts, LaunchPlan
+    from multi_gpu_training.launch.launcher import ranks_for, supervise
 
     script, *arguments = command
     if not Path(script).is_file():

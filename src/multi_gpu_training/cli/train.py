@@ -31,7 +31,8 @@ class Flags:
 
 
 def train(flags: Flags) -> None:
-    from multi_gpu_training.distributed.launch import Hosts, start_ranks_if_needed
+    from multi_gpu_training.launch.engine import Hosts
+    from multi_gpu_training.launch.launcher import start_ranks_if_needed
     from multi_gpu_training.training import measurement, verification
 
     recipe, config, options = resolve(flags)
@@ -102,7 +103,8 @@ def _mode(fields: Mapping[str, Any]) -> TrainingMode:
 def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
     """Ranks and GPUs from --num-gpus and --gpu-ids, in the terms of each mode."""
     from multi_gpu_training.distributed.identity import from_environment
-    from multi_gpu_training.distributed.launch import Hosts, available_gpus, ranks_for
+    from multi_gpu_training.launch.engine import Hosts
+    from multi_gpu_training.launch.launcher import available_gpus, ranks_for
 
     device = str(fields.get("device", "auto"))
     gpus = available_gpus() if device != "cpu" else 0
@@ -124,7 +126,8 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
 
 def _ranks_here(config: MultiGPUConfig, flags: Flags) -> int | None:
     """Ranks of this machine in a run whose world may change; else the config says how many."""
-    from multi_gpu_training.distributed.launch import Hosts, available_gpus, ranks_for
+    from multi_gpu_training.launch.engine import Hosts
+    from multi_gpu_training.launch.launcher import available_gpus, ranks_for
 
     if not Hosts.from_environment(**flags.hosts).elastic:
         return None

@@ -25,8 +25,7 @@ from multi_gpu_training.data.order import (
     shares,
 )
 from multi_gpu_training.data.prefetch import on_device
-from multi_gpu_training.distributed.rank_main import die_with_parent, end_workers
-from multi_gpu_training.distributed.scratch import for_one_process
+from multi_gpu_training.distributed.cleanup import die_with_parent, end_workers, for_one_process
 
 Collate = Callable[[list[Any]], Any]
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Place: who am I, start the ranks, talk to each other.
+"""Who am I, and how do ranks talk to each other.
 
-The only folder that imports torch.distributed or reads rank variables from the environment.
+The only package that imports torch.distributed or reads rank variables from the environment.
 """

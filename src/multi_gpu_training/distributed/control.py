@@ -25,10 +25,10 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from multi_gpu_training.distributed.listening import Listener
-from multi_gpu_training.distributed.peer_watch import PeerWatch
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.whereabouts import launcher_reads, note_asked, note_grace
+from multi_gpu_training.distributed.progress_slot import launcher_reads, note_asked, note_grace
+from multi_gpu_training.distributed.signal_thread import SignalThread
+from multi_gpu_training.distributed.stall import PeerWatch
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
 POLL_S = 0.25
@@ -98,9 +98,19 @@ class Control(Boundary):
         self._deadline: float | None = None
         self._agreed = threading.Event()
         self._interrupted_at: float | None = None
-        self._listener = Listener(self._heard, self._look, self._wanted_elsewhere, POLL_S)
+        self._listener = SignalThread(self._heard, self._look, self._wanted_elsewhere, POLL_S)
 
     # For the loop
+
+    @property
+    def is_main(self) -> bool:
+        return self._main
+
+    @property
+    def asked_by(self) -> str:
+        """What asked the run to end, as people call it."""
+        asked = self.asked or signal.SIGTERM
+        return NAMES.get(asked, asked.name)
 
     @property
     def ends_next(self) -> bool:

@@ -15,7 +15,11 @@ FULL_WORLD = "MGT_FULL_WORLD_SIZE"
 
 @dataclass(frozen=True)
 class Identity:
-    """`full_world_size`: the ranks of the run when all its nodes are there; 0: always as now."""
+    """A rank's number, and those of its machine and launch.
+
+    `attempt` counts restarts, `run_id` names the launch. `full_world_size` is how many ranks the
+    run has when all its nodes are there; 0: the number never changes.
+    """
 
     rank: int = 0
     local_rank: int = 0
@@ -25,6 +29,10 @@ class Identity:
     attempt: int = 0
     run_id: str = ""
     full_world_size: int = 0
+
+    @property
+    def on_several_hosts(self) -> bool:
+        return self.local_world_size < self.world_size
 
     @property
     def is_main(self) -> bool:
@@ -68,8 +76,11 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
 
 
 def _launch_of_torchrun(env: Mapping[str, str]) -> str:
-    """What all starts of this rank's launch have in common, and no other launch has. torchrun's
-    own id is "none" unless it is told another: then it is the process that starts the ranks."""
+    """A name that all attempts of this launch share, and no other launch has.
+
+    torchrun's own id is "none" unless the user gives one; then the process that started this rank
+    identifies the launch.
+    """
     name = env.get("TORCHELASTIC_RUN_ID", "")
     if name != "none":
         return name
@@ -89,6 +100,6 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
         return int(str(text))
     except ValueError:
         raise ConfigError(
-            f"the environment has {name}={text!r}, which is no whole number; "
+            f"the environment has {name}={text!r}, which is not a whole number; "
             "unset it, or start with `mgt run` or torchrun, which set it"
         ) from None

@@ -17,15 +17,14 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
-from multi_gpu_training.distributed.rank_main import die_with_parent
-from multi_gpu_training.distributed.regroup import BreakableGroup, breakable_group
-from multi_gpu_training.distributed.restarts import Limits
-from multi_gpu_training.distributed.whereabouts import (
+from multi_gpu_training.distributed.progress_slot import (
     launcher_reads,
     note_hang_limit,
     note_limits,
 )
+from multi_gpu_training.distributed.recoverable_group import RecoverableGroup, recoverable_group
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 T = TypeVar("T")
@@ -75,7 +74,7 @@ class Placement:
         self.group = group
         self.dp_rank = identity.rank if group is not None else 0
         self.dp_size = identity.world_size if group is not None else 1
-        self.breakable: BreakableGroup | None = None
+        self.breakable: RecoverableGroup | None = None
         # Called when a collective between steps fails; True: there is a new group, try again.
         self.on_broken: Callable[[RuntimeError], bool] | None = None
         self.watch: CollectiveWatch | None = None
@@ -171,7 +170,7 @@ class Placement:
         return tensor
 
     @_watched
-    def agree(self, value: int) -> int:
+    def all_min(self, value: int) -> int:
         """The smallest `value` of any rank: what all of them can do. Waits on the CPU only."""
         if self.dp_size == 1:
             return value
@@ -285,8 +284,7 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         return _in_world(config, identity, device)
     for name, value in _rendezvous_defaults().items():
         os.environ.setdefault(name, value)
-    limits = Limits.of(config)
-    note_limits(limits.restarts, limits.window_s)
+    note_limits(config.allowed_restarts, config.restart_window_s)
     note_hang_limit(config.hang_timeout_s or 0.0)
     patience = min(config.timeout, timedelta(seconds=config.recovery_timeout))
     try:
@@ -319,7 +317,7 @@ def _in_world(config: MultiGPUConfig, identity: Identity, device: torch.device) 
     """Placed among all ranks; over gloo in a group that can be broken and made anew."""
     if dist.get_backend() != "gloo":
         return Placement(identity, device, dist.group.WORLD)
-    breakable = breakable_group(config.timeout)
+    breakable = recoverable_group(config.timeout)
     placement = Placement(identity, device, breakable.group)
     placement.breakable = breakable
     return placement

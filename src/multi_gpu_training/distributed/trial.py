@@ -1,8 +1,8 @@
-"""One rank of `mgt check`: meet the others, exchange known values, train three steps, say so.
+"""One rank of `mgt check`: meet the others, exchange known values, train three steps, report.
 
-`python -m multi_gpu_training.distributed.trial` reads a Request from its first line of input and
-writes one JSON line for each thing that it begins or finds out. It may hang, crash or be killed:
-whoever started it knows from these lines how far it came. Nothing is written to disk.
+`python -m multi_gpu_training.distributed.trial` reads a TrialRequest from its first line of input
+and writes one JSON line for each thing that it begins or finds out. It may hang, crash or be
+killed: whoever started it knows from these lines how far it got. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from multi_gpu_training.distributed.rank_main import die_with_parent
+from multi_gpu_training.distributed.cleanup import die_with_parent
 
 STAGES = ("start", "meet", "join", "values", "curve", "training", "end")
 # Exit codes: the answer was given in lines before.
@@ -29,9 +29,12 @@ FAILED, ABSENT = 1, 3
 
 
 @dataclass(frozen=True)
-class Request:
-    """What one rank shall do. `limit_s` is the longest that it waits for the others, `hosts_store`
-    whether the ranks meet in this process, `facts` what its machine has to say to rank 0."""
+class TrialRequest:
+    """What one rank must do.
+
+    `limit_s` is the longest that it waits for the others. `hosts_store`: the ranks meet in this
+    process. `facts` is what its machine tells rank 0.
+    """
 
     rank: int
     world_size: int
@@ -59,8 +62,8 @@ class Voice:
             self._file.write(json.dumps({"time": time.monotonic(), **line}) + "\n")
 
 
-class Trial:
-    def __init__(self, request: Request, voice: Voice) -> None:
+class RankTrial:
+    def __init__(self, request: TrialRequest, voice: Voice) -> None:
         self.request = request
         self.voice = voice
         self.store: Any = None
@@ -243,9 +246,9 @@ def _line_of_input(limit_s: float) -> str:
 def main() -> None:
     die_with_parent()
     voice = Voice()
-    request = Request(**json.loads(sys.stdin.readline()))
+    request = TrialRequest(**json.loads(sys.stdin.readline()))
     voice.say(stage="start", pid=os.getpid())
-    trial = Trial(request, voice)
+    trial = RankTrial(request, voice)
     code = trial.run()
     if code == 0:
         trial.verdict()

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.feeding import BatchSizes, Loader
 from multi_gpu_training.data.loader import ShareLoader
+from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.planning.gpus import get_gpu_info
+from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
+from multi_gpu_training.training.learning_rate import Scaling
+from multi_gpu_training.training.loss import SupervisedLoss
+from multi_gpu_training.training.progress import Progress
+from multi_gpu_training.training.step import StepResult
+from multi_gpu_training.training.trainer import MultiGPUTrainer
 
-if TYPE_CHECKING:
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
 
-
-def announce(manager: MultiGPUTrainingManager) -> None:
+def announce(
+    say: Callable[[str], None],
+    config: MultiGPUConfig,
+    trainer: MultiGPUTrainer,
+    sizes: BatchSizes,
+    loader: Loader,
+    scaling: Scaling,
+    folder: Path,
+) -> None:
     """What is about to run: hardware, mode, model, batch arithmetic, rate, schedule."""
-    config, placement, sizes = manager.config, manager.placement, manager.sizes
-    say = manager.console.line
+    placement = trainer.placement
     for gpu in get_gpu_info() if placement.device.type == "cuda" else []:
         say(f"GPU {gpu['index']}: {gpu['name']} ({gpu['uuid']})")
     if config.device_ids is not None and config.device != "cpu" and placement.device.type == "cpu":
@@ -23,27 +37,27 @@ def announce(manager: MultiGPUTrainingManager) -> None:
     ranks = placement.dp_size
     say(
         f"mode: {config.training_mode.value}, {ranks} rank{'s' if ranks > 1 else ''} "
-        f"({placement.backend}), device {placement.device}, {manager.trainer.precision.describe()}"
+        f"({placement.backend}), device {placement.device}, {trainer.precision.describe()}"
     )
-    count = sum(p.numel() for p in manager.model.parameters())
-    size = sum(p.numel() * p.element_size() for p in manager.model.parameters())
-    say(f"model: {type(manager.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
+    parameters = list(trainer.model.parameters())
+    count = sum(p.numel() for p in parameters)
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    say(f"model: {type(trainer.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
     exact = sizes.per_rank * sizes.accumulation * sizes.ranks == sizes.global_batch
     one = "GPU" if placement.device.type == "cuda" else "rank"
     copies = f"{sizes.ranks} {one}{'s' if sizes.ranks > 1 else ''}"
     say(
         f"batch: {sizes.per_rank} per {one} x {sizes.accumulation} accumulation x {copies} "
-        f"{'=' if exact else '>='} {sizes.global_batch} samples a step"
+        f"{'=' if exact else '>='} {sizes.global_batch} samples per step"
     )
-    loader = manager.train_loader
     if loader.steps is not None:
         batches = (
             len(loader) if isinstance(loader, ShareLoader) else loader.steps * sizes.accumulation
         )
-        say(f"data: {loader.steps} steps an epoch, {batches * ranks} batches, {batches} per rank")
-    say(manager.scaling.describe())
-    say(manager.trainer.schedule.describe())
-    say(f"run: {manager.run.path}")
+        say(f"data: {loader.steps} steps per epoch, {batches * ranks} batches, {batches} per rank")
+    say(scaling.describe())
+    say(trainer.schedule.describe())
+    say(f"run: {folder}")
 
 
 def epoch_line(
@@ -64,29 +78,43 @@ def _metrics(values: dict[str, float]) -> str:
     return ", ".join(shown)
 
 
-def summary(manager: MultiGPUTrainingManager) -> None:
+def summary(
+    console: Console, progress: Progress, config: MultiGPUConfig, step: int, run: RunFolder
+) -> None:
     """What came out, where it lies, and how to look at it."""
-    progress = manager.progress
     last = progress.last
     if not last["train"]:
         return
-    elapsed = time.perf_counter() - manager._started
     rows = [
         ["epochs", f"{progress.epochs_done}"],
-        ["steps", f"{manager.trainer.step}"],
-        ["time", f"{elapsed:.1f} s"],
+        ["steps", f"{step}"],
+        ["time", f"{console.age_s():.1f} s"],
         *([f"train {name}", _value(name, value)] for name, value in last["train"].items()),
         *([f"val {name}", _value(name, value)] for name, value in last["val"].items()),
     ]
     if progress.best is not None and progress.best_epoch is not None:
         best = f"{_value(progress.metric, progress.best)} (epoch {progress.best_epoch + 1})"
         rows.append([f"best {progress.metric}", best])
-    manager.console.table("Summary", ["", ""], rows)
-    manager.console.line(f"run folder: {manager.run.path}")
-    if manager.config.enable_fault_tolerance:
-        manager.console.line(f"best model: {manager.run.checkpoints / 'best'}")
-    if manager.config.tensorboard:
-        manager.console.line(f"curves: tensorboard --logdir {manager.run.tensorboard}")
+    console.table("Summary", ["", ""], rows)
+    console.line(f"run folder: {run.path}")
+    if config.enable_fault_tolerance:
+        console.line(f"best model: {run.checkpoints / 'best'}")
+    if config.tensorboard:
+        console.line(f"curves: tensorboard --logdir {run.tensorboard}")
+
+
+class LossAnnouncement(Callback):
+    """Says, after the first step, which loss was chosen where the user gave none."""
+
+    watches_only = True
+
+    def __init__(self, loss_fn: SupervisedLoss, callbacks: CallbackList) -> None:
+        self._loss_fn = loss_fn
+        self._callbacks = callbacks
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        run.say(self._loss_fn.description)
+        self._callbacks.remove(self)
 
 
 def _value(name: str, value: float) -> str:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.distributed.heartbeat import LIBRARIES, PACKAGE
+from multi_gpu_training.distributed.stacks import LIBRARIES, PACKAGE
 
 _NOT_THEIRS = (PACKAGE, *LIBRARIES, "<frozen")
 _opened: Counter[str] = Counter()  # of this process, by place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rich.console import Console as RichConsole
@@ -28,6 +28,11 @@ class Console:
         self._title = ""
         self._last_line = 0.0
         self._last_tick = 0.0
+        self._made = time.perf_counter()
+
+    def age_s(self) -> float:
+        """Seconds since this console was made, which is when the run began."""
+        return time.perf_counter() - self._made
 
     def line(self, text: str = "") -> None:
         if not self.main or self.style == "off":
@@ -66,14 +71,14 @@ class Console:
         self._task = self._progress.add_task(title, total=total, completed=done, note="")
         self._progress.start()
 
-    def tick(self, done: int) -> None:
+    def tick(self, done: Callable[[], int]) -> None:
         """Move the bar, at most ten times a second."""
         if self._progress is None or self._task is None:
             return
         now = time.monotonic()
         if now - self._last_tick > 0.1:
             self._last_tick = now
-            self._progress.update(self._task, completed=done)
+            self._progress.update(self._task, completed=done())
 
     def advance(self, done: int, total: int | None, note: str) -> None:
         """Show how far we are. Called when something was logged, not every step."""
@@ -81,9 +86,14 @@ class Console:
             return
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=done, note=note)
-        elif self.style == "lines" and time.monotonic() - self._last_line > 5.0:
+        else:
+            self.note(f"{self._title} {done}/{total or '?'}  {note}")
+
+    def note(self, text: str) -> None:
+        """A line about how far we are, where there is no bar; at most one in five seconds."""
+        if time.monotonic() - self._last_line > 5.0:
             self._last_line = time.monotonic()
-            self.line(f"{self._title} {done}/{total or '?'}  {note}")
+            self.line(text)
 
     def end_bar(self) -> None:
         if self._progress is not None:

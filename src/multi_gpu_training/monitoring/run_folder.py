@@ -15,19 +15,21 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.checkpoint.sync import CheckpointHosts, find_checkpoint_hosts
+from multi_gpu_training.config import MultiGPUConfig, name_problem
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.caller import Opening, choose, opening
-from multi_gpu_training.reliability.disks import Disks, find_disks
-from multi_gpu_training.reliability.lock import RunLock
 
 
 class RunFolder:
     """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints."""
 
-    def __init__(self, path: Path, lock: RunLock | None = None, disks: Disks | None = None) -> None:
+    def __init__(
+        self, path: Path, lock: RunLock | None = None, disks: CheckpointHosts | None = None
+    ) -> None:
         self.path = path
         self.disks = disks
         self._lock = lock
@@ -59,13 +61,14 @@ def open_run(
     answer: dict[str, Any] = {}
     lock: RunLock | None = None
     opened = opening()
+    path = Path()
     if placement.is_main:
         try:
             path = _choose(config, placement.identity, opened)
             (path / "events").mkdir(parents=True, exist_ok=True)
             lock = RunLock(path)
             _keep_forecast(path, config.forecast)
-            answer = {"path": str(path), "name": path.name, "own": path.parent == _base(config)}
+            answer = {"name": path.name if path.parent == _base(config) else None}
         except ConfigError as error:
             answer = {"problem": error.problems[0]}
         except OSError as error:
@@ -75,13 +78,14 @@ def open_run(
         if lock is not None:
             lock.release()
         raise ConfigError(answer["problem"])
-    path = _base(config) / answer["name"] if answer["own"] else Path(answer["path"])
+    if not placement.is_main:
+        path = _told_path(config, placement.identity, answer.get("name"))
     settings = {**config.plain(), **(options or {})}
     try:
-        disks = find_disks(placement, path)
-        if disks.keeps and not placement.is_main:
+        disks = find_checkpoint_hosts(placement, path)
+        if disks.writes and not placement.is_main:
             lock = RunLock(path)
-        if disks.keeps:
+        if disks.writes:
             _write_facts(path, settings, placement.identity, opened)
     except OSError as error:
         raise ConfigError(_unwritable(error, config)) from None
@@ -90,6 +94,50 @@ def open_run(
 
 def _base(config: MultiGPUConfig) -> Path:
     return Path(config.save_dir) / config.recipe
+
+
+def _told_path(config: MultiGPUConfig, identity: Identity, name: Any) -> Path:
+    """This rank's folder for the run that rank 0 named; None: the one of the resumed checkpoint.
+
+    Rank 0 may be on another machine, and may not be who it claims to be. Only a plain name is
+    taken from it, and every path follows from this rank's own config.
+    """
+    if name is None:
+        resumed = _resumed_run(config)
+        if resumed is None:
+            raise ConfigError(
+                "rank 0 resumes from a checkpoint outside save_dir, but resume="
+                f"{config.resume!r} on {identity.host}; give every machine the same --resume"
+            )
+        return resumed
+    problem = name_problem(name) if isinstance(name, str) else "it is not text"
+    if problem is None and config.run_name not in (None, name):
+        problem = f"this machine was started with run_name={config.run_name!r}"
+    if problem is None and _is_another_run(_base(config) / name, config, identity):
+        problem = f"{_base(config) / name} on {identity.host} belongs to another run"
+    if problem is not None:
+        raise ConfigError(f"refused {name!r:.200} as the run's name, sent by rank 0: {problem}")
+    return _base(config) / str(name)
+
+
+def _is_another_run(path: Path, config: MultiGPUConfig, identity: Identity) -> bool:
+    """Whether a run that this launch did not begin lies at `path`, where none was asked for."""
+    if config.run_name is not None or config.resume is not None or not identity.on_several_hosts:
+        return False
+    try:
+        return bool(
+            json.loads((path / "environment.json").read_text())["run_id"] != identity.run_id
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return any(path.glob("checkpoints/step-*"))
+
+
+def _resumed_run(config: MultiGPUConfig) -> Path | None:
+    """The run that holds the checkpoint named by `resume`: training continues in its folder."""
+    if config.resume is None or config.resume == "auto":
+        return None
+    given = Path(config.resume).resolve()
+    return given.parent.parent if given.parent.name == "checkpoints" else None
 
 
 def _unwritable(error: OSError, config: MultiGPUConfig) -> str:
@@ -107,11 +155,9 @@ def _choose(config: MultiGPUConfig, identity: Identity, opened: Opening) -> Path
         restarted = _run_of(base, identity.run_id, opened)
         if restarted is not None:
             return restarted
-    if config.resume is not None and config.resume != "auto":
-        # A checkpoint lies in RUN/checkpoints/step-N: going on happens in the same run.
-        given = Path(config.resume).resolve()
-        if given.parent.name == "checkpoints":
-            return given.parent.parent
+    resumed = _resumed_run(config)
+    if resumed is not None:
+        return resumed
     if config.resume == "auto":
         found = latest_run(base)
         if found is not None:

@@ -5,21 +5,20 @@ Ranks time the same steps: only side by side do their phases show who waits for 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from multi_gpu_training.data.order import Share
+from multi_gpu_training.monitoring.input_wait import InputWait
 from multi_gpu_training.monitoring.phases import PhaseClock
 from multi_gpu_training.monitoring.run_queue import RunQueue
 from multi_gpu_training.monitoring.work import WorkCount, is_compiled
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 from multi_gpu_training.training.step import StepResult
-
-if TYPE_CHECKING:
-    from multi_gpu_training.monitoring.waiting import InputWait
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 # Of a timed step, its line in the events included; on an H200 about 1.6 ms were measured.
 COST_S = {"cpu": 150e-6, "cuda": 2e-3}
@@ -30,54 +29,63 @@ DENSE_STEPS = 1024  # from there on one step in 2, 4, 8, ...: a long run has no 
 
 
 class StepSampler(Callback):
-    """Times some steps.
+    """Times some steps, and records each as `phases`.
 
-    attentive: whether asking for a batch and getting it matter now. in_epoch: whether the manager's
-    own loop says so; else a loop of the user calls `train_step`, and only its steps are seen.
+    A step begins when its batch is asked for. In a loop of the user's own, which has no such event,
+    it begins where the step before ended.
     """
 
     watches_only = True
 
-    def __init__(self, manager: MultiGPUTrainingManager, wait: InputWait) -> None:
-        self.manager = manager
-        self.trainer = manager.trainer
-        self.wait = wait
-        self.attentive = True
-        self.checkpoint_s = 0.0
-        self._queue = RunQueue() if manager.placement.device.type == "cpu" else None
+    def __init__(
+        self,
+        trainer: MultiGPUTrainer,
+        record: Callable[..., None],
+        wait: InputWait,
+        step_s: Callable[[], float | None],
+    ) -> None:
+        self.trainer = trainer
+        self._record = record
+        self._wait = wait
+        self._agreed_step_s = step_s  # as the ranks agreed on it, so that they time the same steps
+        self._attentive = True  # whether asking for a batch and getting it matter now
+        self._in_epoch = False
+        self._checkpoint_s = 0.0
+        self._save_begun = 0.0
+        self._kind = trainer.placement.device.type
+        self._queue = RunQueue() if self._kind == "cpu" else None
         self._clock = self._new_clock(self._queue)
-        self.in_epoch = False
         self._pending: tuple[str, int, dict[str, Any]] | None = None
         self._stride: int | None = None
         # The second step: before steps are compiled or recorded, which counting would disturb.
-        self._count_at: int | None = None if is_compiled(self.trainer) else self.trainer.step + 2
-        self._step = self.trainer.step
+        self._count_at: int | None = None if is_compiled(trainer) else trainer.step + 2
+        self._step = trainer.step
         self._at = time.perf_counter()
         self._input_s = 0.0
-        self.next_step = self._following(self.trainer.step + 1)
+        self._next_step = self._following(trainer.step + 1)
         self._check: PhaseClock | None = None
-        execution = self.trainer.execution
-        execution.check_begins = self._check_begins
-        execution.check_ends = self._check_ends
+        trainer.execution.check_begins = self._check_begins
+        trainer.execution.check_ends = self._check_ends
 
     # When
 
-    def settle(self, step_s: float) -> None:
-        """The ranks agreed that a step takes `step_s`: time as many as may be timed."""
-        cost_s = COST_S[self.manager.placement.device.type]
-        self._stride = max(1, math.ceil(cost_s / (COST_SHARE * max(step_s, 1e-9))))
+    def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
+        """The ranks agreed on how long a step takes: time as many as may be timed."""
+        step_s = self._agreed_step_s()
+        if step_s is None:
+            return
+        self._stride = max(1, math.ceil(COST_S[self._kind] / (COST_SHARE * max(step_s, 1e-9))))
         if not self._clock.running:
-            step, upcoming = self.trainer.step, self._following(self.trainer.step)
+            at, upcoming = self.trainer.step, self._following(self.trainer.step)
             # A step that is due is not put off again, each time that the pace changes a little.
-            due = self.next_step > step
-            self.next_step = min(self.next_step, upcoming) if due else upcoming
-            self.attentive = self.next_step <= self.trainer.step + 1
+            due = self._next_step > at
+            self._next_step = min(self._next_step, upcoming) if due else upcoming
+            self._attentive = self._next_step <= at + 1
 
     def _following(self, step: int) -> int:
         stride = self._stride
         if stride is None:
-            later = UNKNOWN_STRIDE[self.manager.placement.device.type]
-            stride = FIRST_STRIDE if step < FIRST_STEPS else later
+            stride = FIRST_STRIDE if step < FIRST_STEPS else UNKNOWN_STRIDE[self._kind]
         if step >= DENSE_STEPS:
             stride = max(stride, 2 ** int(math.log2(step / DENSE_STEPS) + 1))
         stride = out_of_step(stride)
@@ -86,11 +94,45 @@ class StepSampler(Callback):
 
     # Where the loop is
 
-    def asked(self, now: float, phase: str = "input") -> None:
-        """A batch is asked for: a step begins, or goes on. phase: what the time until it comes
-        belongs to."""
+    def on_epoch_begin(self, run: Run, epoch: int) -> None:
+        self._in_epoch = True
+
+    def on_input(self, run: Run) -> None:
+        if self._attentive:
+            self._asked(time.perf_counter(), "input")
+
+    def on_batch(self, run: Run, arrived: bool) -> None:
+        if not arrived:
+            self._end_epoch()
+        elif self._clock.running:
+            self._clock.mark("other")
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if not self._attentive and result.step + 1 >= self._next_step:
+            self._attentive = True
+        if self._attentive and not self._in_epoch:
+            self._asked(time.perf_counter(), "other")
+
+    def on_save_begin(self, run: Run) -> None:
+        self._save_begun = time.perf_counter()
         if self._clock.running:
-            if self.trainer.state.micro:
+            self._clock.mark("checkpoint")
+
+    def on_save_end(self, run: Run) -> None:
+        self._checkpoint_s += time.perf_counter() - self._save_begun
+        if self._clock.running:
+            self._clock.mark("other")
+
+    def on_end(self, run: Run) -> None:
+        with contextlib.suppress(Exception):  # a device that failed cannot tell the time
+            self._end_epoch()
+
+    def _asked(self, now: float, phase: str) -> None:
+        """A step begins, or goes on with its next micro-batch. phase: what the time until then
+        belongs to."""
+        boundary = self.trainer.at_step_boundary()
+        if self._clock.running:
+            if not boundary:
                 self._clock.mark(phase)
                 return
             self._finish(now)
@@ -98,53 +140,29 @@ class StepSampler(Callback):
         step = self.trainer.step + 1
         if self._count_at is not None and step >= self._count_at:
             self._count()
-        elif step >= self.next_step and not self.trainer.state.micro:
+        elif step >= self._next_step and boundary:
             self._begin(now, phase)
-        self.attentive = self._clock.running or self._pending is not None
-        self.attentive = self.attentive or self._count_at is not None
+        self._attentive = self._clock.running or self._pending is not None
+        self._attentive = self._attentive or self._count_at is not None
 
-    def got(self) -> None:
-        if self._clock.running:
-            self._clock.mark("other")
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        """In a loop of the user's own, the next step begins where this one ends."""
-        if self.in_epoch:
-            return
-        if not self.attentive and result.step + 1 >= self.next_step:
-            self.attentive = True
-        if self.attentive:
-            self.asked(time.perf_counter(), "other")
-
-    def end_epoch(self) -> None:
+    def _end_epoch(self) -> None:
         """No step follows at once: what was timed is recorded."""
         if self._clock.running:
-            if self._clock.micro_batches:
+            if self._clock.micro_batches and self.trainer.at_step_boundary():
                 self._finish(time.perf_counter())
             else:
                 self._clock.detach()
                 self._clock.running = False
         self._write_if_ready(wait=True)
-        self.attentive = False
-
-    def checkpointing(self, seconds: float) -> None:
-        self.checkpoint_s += seconds
-
-    def checkpoint_begins(self) -> None:
-        if self._clock.running:
-            self._clock.mark("checkpoint")
-
-    def checkpoint_ends(self) -> None:
-        if self._clock.running:
-            self._clock.mark("other")
+        self._attentive = self._in_epoch = False
 
     def _begin(self, now: float, phase: str) -> None:
         execution = self.trainer.execution
         step = self.trainer.step + 1
         if execution.active:  # warming up for a recording, or replaying one
-            self.next_step = self._following(step) if execution.mode == "graph" else step + 1
+            self._next_step = self._following(step) if execution.mode == "graph" else step + 1
             return
-        self.next_step = self._following(step)
+        self._next_step = self._following(step)
         self._clock.start(now, phase)
 
     def _finish(self, now: float) -> None:
@@ -170,7 +188,7 @@ class StepSampler(Callback):
         if check is not None:
             check.stop()
             self._put("check", check, time.perf_counter())
-            self.attentive = True
+            self._attentive = True
 
     # What is recorded
 
@@ -180,11 +198,11 @@ class StepSampler(Callback):
         interval = {
             "interval_steps": step - self._step,
             "interval_s": now - self._at,
-            "interval_input_s": self.wait.total_s - self._input_s,
-            "interval_checkpoint_s": self.checkpoint_s,
+            "interval_input_s": self._wait.total_s - self._input_s,
+            "interval_checkpoint_s": self._checkpoint_s,
         }
-        self._step, self._at, self._input_s = step, now, self.wait.total_s
-        self.checkpoint_s = 0.0
+        self._step, self._at, self._input_s = step, now, self._wait.total_s
+        self._checkpoint_s = 0.0
         self._write_if_ready(wait=True)
         self._pending = source, step, {"clock": clock, **interval}
         self._write_if_ready()
@@ -200,16 +218,16 @@ class StepSampler(Callback):
         seconds = clock.seconds()
         fields = {f"{phase}_s": round(value, 7) for phase, value in seconds.items()}
         fields |= {k: round(v, 7) if isinstance(v, float) else v for k, v in facts.items()}
-        if self.manager.placement.device.type == "cpu":
+        if self._kind == "cpu":
             fields["cpu_s"] = round(clock.cpu_s, 7)
             queued = {f"queued_{k}_s": round(v, 7) for k, v in clock.queued.items() if v > 0}
             fields |= queued
-        self.manager.logger.record("phases", step=step, source=source, **fields)
+        self._record("phases", step=step, source=source, **fields)
 
     def _count(self) -> None:
         """Count the operations of the next step: once per run, and not in a timed step."""
         self._count_at = None
-        self.trainer.callbacks.add(WorkCounter(self.trainer.callbacks, self.manager.logger.record))
+        self.trainer.callbacks.add(WorkCounter(self.trainer.callbacks, self._record))
 
 
 class WorkCounter(Callback):

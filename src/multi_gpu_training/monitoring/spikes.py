@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
 from multi_gpu_training.errors import LossSpikeError
-
-if TYPE_CHECKING:
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
 
 REMEMBERED = 64
 ENOUGH = 8
@@ -27,10 +25,16 @@ def threshold(losses: list[float]) -> float:
 
 
 class LossSpikes:
-    """Looks at each logged loss, which is the same on every rank."""
+    """Looks at each logged loss, which is the same on every rank.
 
-    def __init__(self, policy: str) -> None:
+    tell: called with (kind, action, text, facts) for a spike that is only warned about.
+    """
+
+    def __init__(
+        self, policy: str, tell: Callable[[str, str, str, dict[str, Any]], None] = lambda *_: None
+    ) -> None:
         self.policy = policy
+        self._tell = tell
         self._losses: deque[float] = deque(maxlen=REMEMBERED)
 
     def is_spike(self, loss: float) -> bool:
@@ -42,15 +46,7 @@ class LossSpikes:
         self._losses.append(loss)
         return False
 
-    def look(
-        self,
-        manager: MultiGPUTrainingManager,
-        loss: float,
-        step: int,
-        epoch: int,
-        position: int,
-        steps: int,
-    ) -> None:
+    def look(self, loss: float, step: int, epoch: int, position: int, steps: int) -> None:
         """Act on the loss of the `steps` steps up to `step`, which end before `position`."""
         if self.policy == "ignore" or not self.is_spike(loss):
             return
@@ -60,7 +56,7 @@ class LossSpikes:
             f"{usual:.4g}"
         )
         if self.policy == "warn":
-            manager.fault_tolerance.record_fault("loss_spike", "warn", text, {"step": step})
+            self._tell("loss_spike", "warn", text, {"step": step})
             return
         raise LossSpikeError(
             f"{text}; lower the learning rate, set max_grad_norm, or check the data",

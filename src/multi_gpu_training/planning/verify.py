@@ -15,13 +15,9 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from multi_gpu_training.distributed.launch import (
-    Hosts,
-    LaunchPlan,
-    available_gpus,
-    supervise,
-)
 from multi_gpu_training.errors import MultiGPUError
+from multi_gpu_training.launch.engine import Hosts, LaunchPlan
+from multi_gpu_training.launch.launcher import available_gpus, supervise
 from multi_gpu_training.training.verification import VARIABLE, Request
 
 # Float32 rounds at 6e-8; other orders of addition leave well under this after a few steps.
@@ -184,7 +180,7 @@ class _Runner:
         os.environ[VARIABLE] = request.save()
         try:
             if request.ranks == 1:
-                main = [sys.executable, "-m", "multi_gpu_training.distributed.rank_main"]
+                main = [sys.executable, "-m", "multi_gpu_training.launch.rank_main"]
                 env = {**os.environ, "OMP_NUM_THREADS": "1"}
                 return subprocess.run([*main, *self.command], env=env).returncode
             return supervise(self.command, LaunchPlan(request.ranks, Hosts(), max_restarts=0))

@@ -15,9 +15,9 @@ from torch import nn
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.manager import MultiGPUTrainingManager
 from multi_gpu_training.recipes import RECIPES
 from multi_gpu_training.training.callbacks import Callback, Run
-from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
 
 

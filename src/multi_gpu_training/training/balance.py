@@ -24,7 +24,7 @@ from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.training.probe import Measured, Probe, first_batch, untouched
 
 if TYPE_CHECKING:
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+    from multi_gpu_training.manager import MultiGPUTrainingManager
 
 UNEQUAL = 1.10  # slowest against fastest rank, from which on shares are looked for
 EVEN = 1.03

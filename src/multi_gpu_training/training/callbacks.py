@@ -58,7 +58,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Fault:
+class TrainingFault:
     """Something went wrong at `step`, and `action` was taken."""
 
     kind: str
@@ -76,12 +76,6 @@ class Callback:
             on_epoch_begin
             for each step:
                 on_step_begin
-                for each micro-batch:
-                    on_forward          about to compute the loss
-                    on_backward         about to compute gradients
-                    on_exchange         own gradients are there, ranks now wait for each other
-                    on_optimizer        last micro-batch only: about to move the weights
-                    on_micro_batch_end
                 on_step_end             the weights have moved
                 on_log                  every `log_every` steps, with their metrics
                 on_checkpoint           rank 0: the files of a checkpoint are safe on the disk
@@ -90,10 +84,21 @@ class Callback:
         on_fault                        whenever something went wrong: what, and what is done
         on_end                          always, also after a failure
 
-    Every rank gets every event except on_checkpoint. A loop of your own around `train_step` has no
-    epochs, but all the events of its steps. The events of a micro-batch are Python's: a step that
-    is replayed as a CUDA graph has none of them. Checkpoints are written beside training, so
-    on_checkpoint comes a few steps after the step that was saved.
+    and these are the parts of a step, for whoever takes the time:
+
+        on_input                        about to ask for a batch
+        on_batch                        it has arrived, or there is none left
+        on_forward                      about to compute the loss of a micro-batch
+        on_backward                     about to compute its gradients
+        on_exchange                     own gradients are there; ranks now wait for each other
+        on_optimizer                    last micro-batch only: about to move the weights
+        on_micro_batch_end              also after a failure
+        on_save_begin, on_save_end      training stands still while its state is copied
+
+    Every rank gets every event except on_checkpoint. A loop of your own around `train_step` has the
+    events of its steps, but no epochs and no input. Those from on_forward to on_micro_batch_end are
+    Python's: a step that is replayed as a CUDA graph has none of them. Checkpoints are written
+    beside training, so on_checkpoint comes a few steps after the step that was saved.
 
     Rarely, steps are taken back and computed again, as after a comparison of a recorded step that
     failed: then on_step_end comes again for them, so that what you set or count stays right. A
@@ -109,6 +114,12 @@ class Callback:
         pass
 
     def on_step_begin(self, run: Run, step: int) -> None:
+        pass
+
+    def on_input(self, run: Run) -> None:
+        pass
+
+    def on_batch(self, run: Run, arrived: bool) -> None:
         pass
 
     def on_forward(self, run: Run, share: Share) -> None:
@@ -132,6 +143,12 @@ class Callback:
     def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
         pass
 
+    def on_save_begin(self, run: Run) -> None:
+        pass
+
+    def on_save_end(self, run: Run) -> None:
+        pass
+
     def on_validation(self, run: Run, metrics: Mapping[str, float]) -> None:
         pass
 
@@ -141,7 +158,7 @@ class Callback:
     def on_checkpoint(self, run: Run, path: Path) -> None:
         pass
 
-    def on_fault(self, run: Run, fault: Fault) -> None:
+    def on_fault(self, run: Run, fault: TrainingFault) -> None:
         pass
 
     def on_end(self, run: Run) -> None:
@@ -163,6 +180,8 @@ class CallbackList:
     on_setup: Listeners
     on_epoch_begin: Listeners
     on_step_begin: Listeners
+    on_input: Listeners
+    on_batch: Listeners
     on_forward: Listeners
     on_backward: Listeners
     on_exchange: Listeners
@@ -170,6 +189,8 @@ class CallbackList:
     on_micro_batch_end: Listeners
     on_step_end: Listeners
     on_log: Listeners
+    on_save_begin: Listeners
+    on_save_end: Listeners
     on_validation: Listeners
     on_epoch_end: Listeners
     on_checkpoint: Listeners

@@ -16,7 +16,7 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import map_tensors
 
 if TYPE_CHECKING:
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+    from multi_gpu_training.manager import MultiGPUTrainingManager
 
 FILE = "footprint.json"
 ASKED = "footprint-asked.json"

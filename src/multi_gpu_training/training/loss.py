@@ -117,16 +117,16 @@ class SupervisedLoss:
         ignored = getattr(self.criterion, "ignore_index", -100)
         self.every_label_counts = not bool((dataset.tensors[-1] == ignored).any())
 
-    def describe(self, batch: Any) -> str:
-        """One line that says which loss was chosen and why."""
+    @property
+    def description(self) -> str:
+        """One line that says which loss was chosen and why, once a batch was seen."""
         if not self.chosen_here:
             return f"loss: {type(self.criterion).__name__}"
-        if isinstance(batch, Mapping):
-            return "loss: the model's own (.loss of its output), weighed by its labels"
-        target = batch[-1] if isinstance(batch, (list, tuple)) else None
-        if isinstance(target, Tensor) and not target.is_floating_point():
-            return "loss: cross entropy, because the targets are whole numbers (no loss_fn given)"
-        return "loss: mean squared error, because the targets are real numbers (no loss_fn given)"
+        if self.criterion is None:
+            return "loss: the model's own (.loss of its output), weighted by its labels"
+        if isinstance(self.criterion, nn.MSELoss):
+            return "loss: mean squared error, because targets are real numbers (no loss_fn given)"
+        return "loss: cross entropy, because the targets are whole numbers (no loss_fn given)"
 
     def criterion_for(self, output: Tensor, target: Tensor) -> nn.Module:
         if self.criterion is None:

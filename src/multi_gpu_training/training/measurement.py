@@ -26,7 +26,7 @@ from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.footprint import note_asked, note_footprint
 
 if TYPE_CHECKING:
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+    from multi_gpu_training.manager import MultiGPUTrainingManager
 
 VARIABLE = "MGT_BENCH"
 # A graph is captured after a dozen steps; the cuDNN autotuner and the allocator settle before.

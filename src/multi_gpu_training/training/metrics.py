@@ -147,3 +147,29 @@ def _plus(before: Tensor | float | None, value: Number) -> Tensor | float:
         value = value.detach()
         value = value if isinstance(before, Tensor) else value.double()
     return value if before is None else before + value
+
+
+class EpochSums:
+    """The running sums of an unfinished epoch, so that its mean is right after a resume."""
+
+    def __init__(self, epoch: MetricsCollector, interval: MetricsCollector) -> None:
+        self.epoch = epoch
+        self.interval = interval
+
+    def state_dict(self) -> dict[str, Any]:
+        whole = MetricsCollector()
+        whole.merge(self.epoch)
+        whole.merge(self.interval)
+        return whole.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch.load_state_dict(state)
+
+    def load_shares(self, states: list[dict[str, Any]]) -> None:
+        """The sums are those of `states`, of ranks that are no longer there; what was collected
+        before, also by going back to the same checkpoint, is dropped."""
+        self.epoch.reset()
+        for state in states:
+            part = MetricsCollector()
+            part.load_state_dict(state)
+            self.epoch.merge(part)

@@ -37,7 +37,7 @@ def explain(
         [float(loss), list(share.indices[:MOST]), []] for loss, share in losses if share.count
     ]
     clear = any(samples and not math.isfinite(loss) for loss, samples, _ in mine)
-    if state.placement.agree(-int(clear)) == 0:  # no rank has seen a loss that explains it
+    if state.placement.all_min(-int(clear)) == 0:  # no rank has seen a loss that explains it
         mine = [list(finding) for finding in _once_more(state, error)] or mine
     error.describe(_findings(state.placement.gather_json(mine)), names, state)
 

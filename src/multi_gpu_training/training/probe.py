@@ -16,7 +16,7 @@ from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.reliability.state import random_state, set_random_state
+from multi_gpu_training.state_dicts import random_state, set_random_state
 from multi_gpu_training.training.runner.selection import free_bytes
 
 if TYPE_CHECKING:

@@ -55,6 +55,11 @@ class Progress:
             return self.unfinished
         return self.history[-1] if self.history else {"train": {}, "val": {}}
 
+    @property
+    def newest(self) -> dict[str, float]:
+        """The newest validation metrics, or those of training where nothing was validated."""
+        return self.last["val"] or self.last["train"]
+
     def record_of(self, epoch: int | None) -> dict[str, dict[str, float]] | None:
         """What is known of an epoch that was trained already, if anything; None: of the newest."""
         if epoch is None:

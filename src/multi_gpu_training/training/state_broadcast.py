@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multi_gpu_training.reliability.codec import pack, unpack
-from multi_gpu_training.reliability.state import load_optimizer_state, optimizer_state
+from multi_gpu_training.state_dicts import load_optimizer_state, optimizer_state, pack, unpack
 from multi_gpu_training.training.step_state import StepState
 
 

@@ -21,7 +21,7 @@ from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.distributed.batchnorm import Attendance
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.whereabouts import OWN_CODE, note_phase
+from multi_gpu_training.distributed.progress_slot import OWN_CODE, note_phase
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.metrics import MetricsCollector

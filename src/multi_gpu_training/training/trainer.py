@@ -15,14 +15,14 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import synchronise_batchnorm
 from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.replicas import check_same_model
-from multi_gpu_training.distributed.whereabouts import (
+from multi_gpu_training.distributed.progress_slot import (
     HOOK,
     OWN_CODE,
     note_count,
     note_phase,
     note_step,
 )
+from multi_gpu_training.distributed.replicas import check_same_model
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.fast_defaults import choose_speed, fuse, lay_out_channels_last
@@ -222,10 +222,22 @@ class MultiGPUTrainer(ABC):
         self.metrics.reset()
         self.nan_guard.reset()
 
-    def pass_over(self, share: Share) -> None:
+    def pass_over(self, share: Share | None) -> None:
         """Go past a micro-batch without training on it; after the last one, past the step."""
-        if share.last:
+        if share is not None and share.last:
             self.state.epoch, self.state.position = share.epoch, share.position + 1
+
+    def at_step_boundary(self) -> bool:
+        """Whether no step is under way."""
+        return self.state.micro == 0
+
+    def check_replicas(self) -> None:
+        """Raise if a parameter differs in any bit between ranks. Collective."""
+        self.strategy.check_replicas(self.state.step)
+
+    def share_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, where `broadcast_buffers` asks for it."""
+        self.strategy.sync_buffers()
 
     def read_metrics(self) -> MetricsCollector:
         """What was collected since the last reset, recorded steps included."""

@@ -36,7 +36,7 @@ from multi_gpu_training.training.loss import LossFn, read_loss
 from multi_gpu_training.training.step import StepResult
 
 if TYPE_CHECKING:
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+    from multi_gpu_training.manager import MultiGPUTrainingManager
 
 VARIABLE = "MGT_VERIFY"
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from multi_gpu_training.checkpoint.run_lock import owner
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.report.history import (
@@ -29,7 +30,6 @@ from multi_gpu_training.monitoring.report.lines import (
     read_lines,
     thinned,
 )
-from multi_gpu_training.reliability.lock import owner
 
 INTERVAL = ("interval_steps", "interval_s", "interval_input_s", "interval_checkpoint_s")
 QUEUED = tuple(f"queued_{phase}_s" for phase in PHASES)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from multi_gpu_training.config import TrainingMode
-from multi_gpu_training.distributed.launch import available_gpus
 from multi_gpu_training.errors import MultiGPUError
+from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.planning.bench.case import Case, Measurement
 from multi_gpu_training.training.measurement import VARIABLE, Request
 
@@ -84,7 +84,7 @@ class Runner:
         if request.mode == DDP:
             main = ["multi_gpu_training.planning.bench.start", str(request.ranks)]
         else:
-            main = ["multi_gpu_training.distributed.rank_main"]
+            main = ["multi_gpu_training.launch.rank_main"]
         env = {**os.environ, VARIABLE: request.save(), "NO_COLOR": "1"}
         if not self.gpus:
             env.setdefault("OMP_NUM_THREADS", str(threads(self.ranks_at_hand)))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from multi_gpu_training.distributed.launch import Hosts, LaunchPlan, supervise
-from multi_gpu_training.distributed.rank_main import die_with_parent
+from multi_gpu_training.distributed.cleanup import die_with_parent
+from multi_gpu_training.launch.engine import Hosts, LaunchPlan
+from multi_gpu_training.launch.launcher import supervise
 
 
 def main() -> int:

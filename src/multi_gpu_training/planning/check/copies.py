@@ -16,7 +16,7 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
-from multi_gpu_training.distributed.rank_main import die_with_parent
+from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.trial import Voice
 
 REPEATS = 5

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from multi_gpu_training.distributed.rank_main import die_with_parent
+from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.trial import Voice
 from multi_gpu_training.planning.check.findings import Finding, Group
 from multi_gpu_training.planning.check.nvml import Nvml

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from multi_gpu_training.distributed.trial import Request
+from multi_gpu_training.distributed.trial import TrialRequest
 from multi_gpu_training.planning.check.team import Watched, watch
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -44,7 +44,7 @@ class Team:
         team = []
         for number in range(self.here):
             rank = self.first + number
-            request = Request(
+            request = TrialRequest(
                 rank,
                 self.ranks,
                 self.address,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from multi_gpu_training.distributed.identity import Identity, from_environment
-from multi_gpu_training.distributed.launch import Hosts
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.launch.engine import Hosts
 from multi_gpu_training.planning.check import network
 from multi_gpu_training.planning.check.findings import Finding
 from multi_gpu_training.planning.check.ranks import Team

@@ -22,7 +22,7 @@ from multi_gpu_training.planning.estimate.power import watts_while
 from multi_gpu_training.training.measurement import Meter, Repeated, Request
 
 if TYPE_CHECKING:
-    from multi_gpu_training.training.manager import MultiGPUTrainingManager
+    from multi_gpu_training.manager import MultiGPUTrainingManager
 
 PATIENCE_S = 30.0  # for the warm-up, and for the measured steps: slow ones need fewer
 LEAST_WARM_UP = {"cuda": 16, "cpu": 3}

@@ -7,10 +7,10 @@ mgt train ppo --env CartPole-v1 --hide 1,3 ...         play, with some observati
 
 from __future__ import annotations
 
+from multi_gpu_training.manager import MultiGPUTrainingManager
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
 from multi_gpu_training.recipes.ppo.trainer import DistributedCLSTMPPOTrainer
 from multi_gpu_training.recipes.recipe import Recipe
-from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
 
 __all__ = ["DistributedCLSTMPPOTrainer", "PPOOptions", "recipe"]

@@ -17,8 +17,8 @@ import torch
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import cut, derive_seed
-from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.manager import MultiGPUTrainingManager
 from multi_gpu_training.recipes.ppo.environment import (
     ByEnvironment,
     gather_environments,
@@ -33,10 +33,8 @@ from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout
 from multi_gpu_training.recipes.ppo.update import Update
 from multi_gpu_training.recipes.ppo.worlds import World, build_world
 from multi_gpu_training.training.callbacks import Callback
-from multi_gpu_training.training.manager import MultiGPUTrainingManager
 from multi_gpu_training.training.progress import FitResult
 from multi_gpu_training.training.state_rollback import Counters, StateCopies
-from multi_gpu_training.training.stopping import stop
 from multi_gpu_training.training.verification import requested
 
 # What the seed of a run is combined with, so that its uses have nothing in common.
@@ -127,6 +125,7 @@ class DistributedCLSTMPPOTrainer:
         )
         assert isinstance(model, CLSTMPolicy)
         self.policy = model
+        self.manager.loop.log.active = False  # an iteration is logged, not its steps
         order = derive_seed(self.config.seed, _ORDER)
         self.update = Update(
             self.manager, options, self.progress, self.held, order, endless=self.verifying
@@ -186,7 +185,7 @@ class DistributedCLSTMPPOTrainer:
             self.progress.passes = passes
             if trainer.step:
                 self._copies.restore("begin")
-            stop(manager, lambda: self._save_checkpoint(False, standing()))
+            manager.loop.stop(lambda: self._save_checkpoint(False, standing()))
 
         manager.control.on_stop = leave
         manager.control.arrive()
@@ -220,7 +219,7 @@ class DistributedCLSTMPPOTrainer:
         self, metrics: dict[str, float], finished: Finished, started: float, collected: float
     ) -> None:
         manager, progress = self.manager, self.progress
-        manager.check_finite(metrics)
+        manager.loop.check_finite(metrics)
         found = [e for part in self.placement.gather_json(finished.episodes()) for e in part]
         episodes = [(earned, length) for _, _, earned, length in sorted(found)]
         steps = self.options.num_envs * self.options.steps
@@ -244,11 +243,12 @@ class DistributedCLSTMPPOTrainer:
         manager.logger.record(
             "epoch", epoch=progress.iteration - 1, step=step, train={**metrics, **counts}, val=None
         )
-        manager.curves.write("train", {**metrics, **counts}, progress.env_steps)
+        named = {f"train/{name}": float(value) for name, value in {**metrics, **counts}.items()}
+        manager.records.loggers.log(named, progress.env_steps)
         progress.say(manager.console, metrics, last=self._rest() <= 0)
         every = self.config.consistency_check_every
         if every and progress.passed(step, every, "checked"):
-            check_replicas(manager.model, self.placement, step)
+            manager.trainer.check_replicas()
         for call in manager.callbacks.on_epoch_end:
             call(progress.iteration - 1, metrics)
         if self.config.enable_fault_tolerance and (
@@ -274,7 +274,8 @@ class DistributedCLSTMPPOTrainer:
             manager.console.line(line)
         manager.progress.history[-1]["val"] = metrics
         manager.logger.record("evaluation", step=manager.trainer.step, **metrics)
-        manager.curves.write("evaluation", metrics, self.progress.env_steps)
+        named = {f"evaluation/{name}": float(value) for name, value in metrics.items()}
+        manager.records.loggers.log(named, self.progress.env_steps)
 
 
 def check_config(config: MultiGPUConfig) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.distributed.whereabouts import BACKWARD, OPTIMIZER, note_phase
+from multi_gpu_training.distributed.progress_slot import BACKWARD, OPTIMIZER, note_phase
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.torch_internals import queue_after_backward
 from multi_gpu_training.training.loss import Pairs

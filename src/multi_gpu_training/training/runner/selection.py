@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.distributed.whereabouts import Phase, note_phase
+from multi_gpu_training.distributed.progress_slot import Phase, note_phase
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import LOOK_RECORDED, NanGuard
 from multi_gpu_training.training.runner.comparison import Comparison
@@ -233,8 +233,8 @@ class StepExecution:
             return mine
         if self.state.strategy.forward_exchanges:
             # BatchNorm over all ranks talks in every micro-batch: they agree until one says no.
-            return self.state.placement.agree(mine) if before == REPLAY else mine
-        return self.state.placement.agree(mine) if share.last else mine
+            return self.state.placement.all_min(mine) if before == REPLAY else mine
+        return self.state.placement.all_min(mine) if share.last else mine
 
     def _own_vote(self, place: int, key: Any, share: Share, agreed: bool) -> int:
         """What this rank can do with a micro-batch of a step that was replayed so far."""
@@ -474,7 +474,7 @@ class StepExecution:
             return
         changed = self._stale or self._changed()
         vote = 0 if self._stale is not None else 1 if changed is not None else 2
-        verdict = self.state.placement.agree(vote)
+        verdict = self.state.placement.all_min(vote)
         if verdict == 0:
             self._fall_back(changed or _ELSEWHERE)
             return
@@ -585,10 +585,10 @@ class StepExecution:
     # Among ranks
 
     def _all_agree(self, ok: bool) -> bool:
-        return self.state.placement.agree(int(ok)) == 1
+        return self.state.placement.all_min(int(ok)) == 1
 
     def _all_slowest(self, seconds: float) -> float:
-        return -self.state.placement.agree(-int(min(seconds, 1e6) * 1e9)) / 1e9
+        return -self.state.placement.all_min(-int(min(seconds, 1e6) * 1e9)) / 1e9
 
 
 def _differs(difference: float) -> str:

@@ -1,0 +1,203 @@
+"""Everything that a checkpoint of a run holds, and how a run continues from one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from multi_gpu_training.checkpoint.integrity import fingerprint
+from multi_gpu_training.checkpoint.saver import RunLog
+from multi_gpu_training.checkpoint.snapshot import Snapshot
+from multi_gpu_training.checkpoint.store import CheckpointStore, read_verified
+from multi_gpu_training.checkpoint.sync import CheckpointHosts, agree_on_newest, bring_to_all
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.state_dicts import (
+    from_text,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+    random_state,
+    set_random_state,
+    to_text,
+)
+
+Scope = Literal["replicated", "per_rank"]
+
+
+class Stateful(Protocol):
+    """Anything with PyTorch's two methods."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A state per rank that any number of ranks can take over from any other number."""
+
+    def load_shares(self, states: list[dict[str, Any]]) -> None: ...
+
+
+class TrainingState(Stateful, Protocol):
+    """What trains: its place in the run, the model and the optimizer. Read when it is saved."""
+
+    step: int
+    epoch: int
+    model: nn.Module
+    optimizer: Optimizer
+
+
+class RunState:
+    """The state of a run: what trains, every rank's generators, and what was registered.
+
+    `replicated` objects are equal on every rank and saved once. `per_rank` ones are saved for
+    each rank and restored only on the same number of ranks, unless they are `Divisible`.
+    """
+
+    def __init__(
+        self,
+        training: TrainingState,
+        placement: Placement,
+        hosts: CheckpointHosts,
+        settings: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.training = training
+        self.placement = placement
+        self.hosts = hosts
+        self.settings = settings
+        self._registered: dict[str, tuple[Stateful, Scope]] = {}
+        self._resumed: dict[str, Any] | None = None
+
+    def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
+        """Save and restore `item` with the run; after a resume it is restored at once."""
+        if name in self._registered:
+            raise CheckpointError(f"state {name!r} is already registered; choose another name")
+        self._registered[name] = (item, scope)
+        if self._resumed is not None:
+            self._restore(name, self._resumed)
+
+    def kept(self) -> Callable[[], None]:
+        """Copy what is registered, in memory; calling the result puts it back."""
+        states = {
+            name: copy.deepcopy(item.state_dict()) for name, (item, _) in self._registered.items()
+        }
+
+        def put_back() -> None:
+            for name, state in states.items():
+                self._registered[name][0].load_state_dict(copy.deepcopy(state))
+
+        return put_back
+
+    def snapshot(self, facts: dict[str, Any]) -> Snapshot:
+        """Return the state as it is now; `facts` go into the manifest. Collective."""
+        training = self.training
+        tensors, aliases, extra = model_state(training.model)
+        if self.hosts.several:
+            self._take_buffers_of_main(tensors)
+        states: dict[Scope, dict[str, Any]] = {"replicated": {}, "per_rank": {}}
+        for name, (item, scope) in self._registered.items():
+            states[scope][name] = item.state_dict()
+        per_rank = {name: to_text(state) for name, state in states["per_rank"].items()}
+        mine = {"random": random_state(self.placement.device), "registered": per_rank}
+        ranks = self.placement.gather_json(mine)
+        return Snapshot(
+            step=training.step,
+            epoch=training.epoch,
+            model=tensors,
+            aliases=aliases,
+            optimizer=optimizer_state(training.model, training.optimizer),
+            state={
+                "trainer": training.state_dict(),
+                "extra": extra,
+                "replicated": states["replicated"],
+                "ranks": ranks,
+                "config": self.settings(),
+            },
+            facts={"world_size": self.placement.dp_size, **facts},
+        )
+
+    def restore(self, snapshot: Snapshot, where: str) -> str | None:
+        """Load a snapshot; `where` names it in errors. Return what the user should know."""
+        training, state = self.training, snapshot.state
+        load_model_state(training.model, snapshot.model, snapshot.aliases, state["extra"], where)
+        load_optimizer_state(training.model, training.optimizer, snapshot.optimizer, where)
+        training.load_state_dict(state["trainer"])
+        self._resumed = state
+        ranks, world = state["ranks"], self.placement.dp_size
+        # On another number of ranks the generators start afresh. Nothing is lost: what training
+        # draws is derived from the step.
+        if len(ranks) == world:
+            set_random_state(ranks[self.placement.dp_rank]["random"], self.placement.device)
+        for name in self._registered:
+            self._restore(name, state)
+        if len(ranks) == world:
+            return None
+        return (
+            f"the checkpoint was written by {len(ranks)} ranks, now there are {world}: same "
+            "samples in the same order"
+        )
+
+    def _restore(self, name: str, state: dict[str, Any]) -> None:
+        """Give a registered object its saved state, if there is one for it."""
+        item, scope = self._registered[name]
+        ranks, rank, world = state["ranks"], self.placement.dp_rank, self.placement.dp_size
+        if scope == "replicated":
+            if name in state["replicated"]:
+                item.load_state_dict(state["replicated"][name])
+        elif len(ranks) == world:
+            if name in ranks[rank]["registered"]:
+                item.load_state_dict(from_text(ranks[rank]["registered"][name]))
+        elif isinstance(item, Divisible):
+            saved = [part["registered"] for part in ranks[rank::world]]
+            item.load_shares([from_text(part[name]) for part in saved if name in part])
+
+    def _take_buffers_of_main(self, tensors: dict[str, Tensor]) -> None:
+        """Give every disk rank 0's buffers: BatchNorm's, for one, may differ between ranks."""
+        for name in sorted(name for name, _ in self.training.model.named_buffers()):
+            if name in tensors:
+                tensors[name] = tensors[name].detach().to(self.placement.wire, copy=True)
+                self.placement.broadcast_tensors([tensors[name]])
+
+
+def locate(
+    where: str, placement: Placement, hosts: CheckpointHosts, store: CheckpointStore, log: RunLog
+) -> Path | None:
+    """Find the checkpoint `where`, or the newest intact one for "auto". Collective.
+
+    All ranks get the same one, each as its own disk has it. None if there is no checkpoint yet;
+    if there are only damaged ones, that is an error.
+    """
+    if where != "auto":
+        return bring_to_all(placement, hosts, store, Path(where))
+    found = agree_on_newest(placement, hosts, store)
+    for line in found.damaged:
+        log.warning(line)
+    for line in found.said:
+        log.info(line)
+    if found.path is None and found.damaged:
+        raise CheckpointError(f"no intact checkpoint in {store.folder}: {'; '.join(found.damaged)}")
+    return found.path
+
+
+def read_together(path: Path, placement: Placement, store: CheckpointStore) -> Snapshot:
+    """Load a checkpoint on every rank; each file is hashed once per host, not once per rank.
+
+    Of the ranks that see the same files on the same host, the lowest verifies them; nobody reads
+    a checkpoint in which any of them found damage. Collective.
+    """
+    seen = [placement.identity.host, fingerprint(path)]
+    every = placement.gather_json(seen)
+    verifies = every.index(seen) == placement.dp_rank
+    problem = store.verifier.damage(path) if verifies else None
+    problems = [line for line in placement.gather_json(problem) if line]
+    if problems:
+        raise CheckpointError(f"{path} is damaged: {problems[0]}; resume from another checkpoint")
+    return read_verified(path)

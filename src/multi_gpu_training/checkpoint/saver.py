@@ -1,0 +1,280 @@
+"""Writes one checkpoint at a time beside training, and tells all ranks how it went."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
+from multi_gpu_training.checkpoint.store import CheckpointStore
+from multi_gpu_training.checkpoint.sync import CheckpointHosts, one_disk
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import CheckpointError
+
+
+class RunLog(Protocol):
+    """Where messages for people (`info`, `warning`, `error`) and events (`record`) go."""
+
+    def info(self, message: str, **fields: Any) -> None: ...
+
+    def warning(self, message: str, **fields: Any) -> None: ...
+
+    def error(self, message: str, **fields: Any) -> None: ...
+
+    def record(self, event: str, **fields: Any) -> None: ...
+
+
+class Save:
+    """One captured state on its way to the disk, in a thread beside training.
+
+    Until it has ended, use only `done`, `wait` and `retry`. The thread is not a daemon: Python
+    does not exit before it has ended.
+    """
+
+    def __init__(self, store: CheckpointStore, captured: Capture, best: bool = False) -> None:
+        self.store = store
+        self.captured = captured
+        self.best = best
+        self.step = captured.step
+        self.path = store.path_of(captured.step)
+        self.problem: str | None = None
+        self.warning: str | None = None
+        self.write_s = 0.0
+        self.waited_s = 0.0  # for the save before this one
+        self.host_s = 0.0  # until training continued
+        self.reported = False
+        self._thread = threading.Thread(target=self._run, name="checkpoint-writer")
+
+    def start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is shutting down and starts no more threads
+            self._run()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> float:
+        """Return when it is written or has failed; the seconds that took."""
+        begun = time.perf_counter()
+        if self._thread.ident is not None:
+            self._thread.join()
+        return time.perf_counter() - begun
+
+    def retry(self) -> None:
+        """Write the same state once more, here and now. It is still in the buffer."""
+        self.problem = None
+        self.reported = False
+        self._run()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the events record."""
+        copy = self.captured.copy
+        return {
+            "step": self.step,
+            "path": str(self.path),
+            "bytes": copy.nbytes,
+            "stall_s": self.host_s + copy.device_s,
+            "waited_s": self.waited_s,
+            "write_s": self.write_s,
+        }
+
+    def _run(self) -> None:
+        begun = time.perf_counter()
+        try:
+            self.store.write(self.captured)
+        except CheckpointError as error:
+            self.problem = str(error)
+        except BaseException as error:
+            self.problem = (
+                f"could not save step {self.step} in {self.store.folder}: "
+                f"{type(error).__name__}: {error}; earlier checkpoints are untouched"
+            )
+        self.write_s = time.perf_counter() - begun
+        if self.problem is not None:
+            return
+        # The checkpoint is safe now, whatever happens while the old ones are tidied up.
+        try:
+            self.store.keep(self.path, self.best)
+        except Exception as error:
+            self.warning = (
+                f"step {self.step} is saved, but `best` or old checkpoints in {self.store.folder} "
+                f"could not be updated ({error}); the next save tries again"
+            )
+
+
+class Saver:
+    """Every rank has one; rank 0 copies and writes, and so does one rank on every further disk.
+
+    `on_saved` is called on rank 0, in the main thread, once the files are safe.
+    """
+
+    def __init__(
+        self,
+        config: MultiGPUConfig,
+        placement: Placement,
+        log: RunLog,
+        store: CheckpointStore,
+        hosts: CheckpointHosts | None = None,
+    ) -> None:
+        self.config = config
+        self.placement = placement
+        self.log = log
+        self.store = store
+        self.hosts = hosts or one_disk(placement)
+        self.on_saved: Callable[[Save], None] = lambda save: None
+        self.buffer = HostBuffer(placement.device)
+        self.current: Save | None = None  # the last one, on ranks that write
+        self._stops = config.on_save_failure == "stop"
+        self._unsettled = False  # equal on all ranks: they have not agreed yet on how it went
+        self._interrupted = False
+        # A script that ends without `finish`, or dies: finish writing what was begun.
+        self._at_exit = functools.partial(_drain, weakref.ref(self))
+        atexit.register(self._at_exit)
+
+    def save(self, take: Callable[[], Snapshot], best: bool = False, wait: bool = True) -> Path:
+        """Save the state that `take` returns; return the path it has, or will have. Collective.
+
+        With `wait` it is safe on the disk when this returns. Without, training may continue as
+        soon as the state is copied to the host, and the next `save` or `settle` tells how it
+        went. A save waits for the one before: there is one at a time.
+        """
+        last, self.current = self.current, None
+        before, waited_s = None, 0.0
+        if last is not None:
+            waited_s = last.wait()
+            self._report(last)
+            before = last.problem
+        begun = time.perf_counter()
+        snapshot = take()
+        save, now = self._capture(snapshot, best)
+        before, now = self._agreed([before, now])
+        self._unsettled = False
+        if before and self._stops:
+            raise CheckpointError(before)
+        if now:
+            raise CheckpointError(now)
+        self._unsettled, self.current = True, save
+        if save is not None:
+            save.waited_s, save.host_s = waited_s, time.perf_counter() - begun
+            save.start()
+        if wait:
+            self._settle()
+        return self.store.path_of(snapshot.step)
+
+    def poll(self) -> None:
+        """Between steps: report the last save if it has ended. Never waits."""
+        if self.current is not None and not self.current.reported and self.current.done:
+            stop = self._stops and self.current.problem is not None
+            if stop and self.placement.group is None:
+                self._settle()
+            self._report()
+
+    def settle(self) -> None:
+        """Wait for a save that is being written. Collective; called at the end of a run.
+
+        One that failed is tried once more and then is an error: a run whose last state is lost
+        must not look like one that is well.
+        """
+        if self._unsettled:
+            self._settle(retry=True)
+
+    def drain(self) -> None:
+        """Finish a save that is being written, without the other ranks.
+
+        After an error they may be anywhere.
+        """
+        if self.current is not None and not self._interrupted:
+            self._interrupted = True  # a second Ctrl-C ends the waiting
+            self.current.wait()
+            self._interrupted = False
+            self._report()
+            self.current = None
+
+    def wait(self) -> None:
+        """Return when nothing is being written. On this rank alone."""
+        if self.current is not None:
+            self.current.wait()
+
+    def close(self) -> None:
+        atexit.unregister(self._at_exit)
+
+    def _settle(self, retry: bool = False) -> None:
+        problem: str | None = None
+        if self.current is not None:
+            self.current.wait()
+            if self.current.problem and retry:
+                self.current.retry()
+            problem = self.current.problem
+            self._report(aloud=False)
+        self.current, self._unsettled = None, False
+        problem = self._agreed([problem])[0]
+        if problem is not None:
+            raise CheckpointError(problem)
+
+    def _agreed(self, problems: list[str | None]) -> list[str | None]:
+        """Tell every rank what went wrong on any disk."""
+        if not self.hosts.several:
+            return list(self.placement.broadcast_json(problems))
+        told = self.placement.gather_json(problems)
+        found = [next((p for p in column if p), None) for column in zip(*told, strict=True)]
+        if found[0] and not told[0][0]:
+            self.log.warning(f"one copy is missing: {found[0]}")
+        return found
+
+    def _capture(self, snapshot: Snapshot, best: bool) -> tuple[Save | None, str | None]:
+        """On ranks that write: copy the state to host memory, or say why that failed."""
+        if not self.hosts.writes:
+            return None, None
+        try:
+            return Save(self.store, capture(snapshot, self.buffer), best), None
+        except CheckpointError as error:
+            return None, str(error)
+        except (MemoryError, OSError, RuntimeError) as error:
+            where = f"could not copy step {snapshot.step} to the host to save it"
+            return None, f"{where}: {type(error).__name__}: {error}"
+
+    def _report(self, save: Save | None = None, aloud: bool = True) -> None:
+        """Say once how a save went, in the main thread."""
+        save = save or self.current
+        if save is None or save.reported:
+            return
+        save.reported = True
+        if save.problem is not None:
+            self.log.record("checkpoint_failed", **save.facts, problem=save.problem)
+            if aloud:
+                then = "Training goes on; the next save tries again"
+                then = "The run stops at its next checkpoint" if self._stops else then
+                self.log.warning(f"{save.problem}. {then}")
+            return
+        memory = {
+            "buffer_bytes": self.buffer.nbytes,
+            "pinned": self.buffer.pinned,
+            "allocate_s": self.buffer.allocated_s,
+        }
+        self.log.record("checkpoint", **save.facts, **memory)
+        if save.warning is not None:
+            self.log.warning(save.warning)
+        if save.waited_s > 1.0:
+            self.log.warning(
+                f"saving step {save.step} waited {save.waited_s:.1f} s for the checkpoint before "
+                "it: the disk is slower than checkpoint_frequency="
+                f"{self.config.checkpoint_frequency} asks for"
+            )
+        if self.placement.is_main:
+            self.on_saved(save)
+
+
+def _drain(saver: weakref.ref[Saver]) -> None:
+    alive = saver()
+    if alive is not None:
+        alive.drain()

@@ -1,0 +1,303 @@
+"""The checkpoints of a run on one disk: a crash at any instant leaves an intact one behind.
+
+    checkpoints/
+      step-00000100/
+        model.safetensors      plain names, loadable anywhere
+        optimizer.safetensors
+        state.safetensors
+        state.json
+        manifest.json          sizes and hashes of the others, and of itself; written last
+      best -> step-00000100
+      lineage.json             which attempt started from which step
+
+A checkpoint is staged in a temporary folder, flushed to the disk, and renamed into place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from multi_gpu_training.checkpoint import durable, integrity, retention
+from multi_gpu_training.checkpoint.integrity import trusted_manifest
+from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
+from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.state_dicts import unpack
+
+_STAGED = ".staged-"
+_OLD = ".old-"
+_BEST = ".best-"
+
+
+class CheckpointStore:
+    """The checkpoints of one run on one disk. One rank writes, one checkpoint at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int = 3,
+        attempt: int = 0,
+        keep_best: int = 1,
+        chunk_bytes: int = integrity.CHUNK_BYTES,
+    ) -> None:
+        self.folder = folder
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.attempt = attempt
+        self.verifier = integrity.Verifier()
+        self.lineage = retention.Lineage(folder)
+        self._chunk_bytes = chunk_bytes
+        self._new_best: Path | None = None  # until `best` names it
+
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    # Writing
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write `snapshot`; when this returns it is safe on the disk."""
+        return self.write(capture(snapshot, HostBuffer()))
+
+    def write(self, captured: Capture) -> Path:
+        """Write what was captured; when this returns it is safe on the disk."""
+        final = self.path_of(captured.step)
+        staged = self._staged_name(final)
+        try:
+            captured.copy.wait()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lineage.write()
+            staged.mkdir()
+            self._write_files(staged, captured)
+            self._move_into_place(staged, final)
+        except BaseException as error:
+            shutil.rmtree(staged, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            raise CheckpointError(
+                f"could not save step {captured.step} in {self.folder}: "
+                f"{error.strerror or error}; earlier checkpoints are untouched. Free some space "
+                "or choose another --save-dir"
+            ) from error
+        return final
+
+    def _write_files(self, staged: Path, captured: Capture) -> None:
+        text = json.dumps(captured.plain).encode()
+        contents: dict[str, Sequence[integrity.Bytes]] = {
+            **captured.copy.files,
+            "state.json": [text],
+        }
+        opened: list[int] = []
+        hashes: dict[str, integrity.FileHash] = {}
+        try:
+            with integrity.HashThreads() as threads:
+                for name, pieces in contents.items():
+                    descriptor, hashes[name] = durable.write_pieces(
+                        staged / name, pieces, threads, self._chunk_bytes
+                    )
+                    opened.append(descriptor)
+                # All files are written before the first is flushed: the disk works meanwhile.
+                for descriptor in opened:
+                    os.fsync(descriptor)
+                files = {name: hashes[name].facts() for name in sorted(hashes)}
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
+        manifest = {**captured.manifest, "attempt": self.attempt, "files": files}
+        manifest["sha256"] = integrity.digest(manifest)
+        durable.write_text(staged / integrity.MANIFEST, integrity.manifest_text(manifest))
+        durable.flush(staged)
+
+    def _move_into_place(self, staged: Path, final: Path) -> None:
+        self.verifier.forget(final)
+        if final.exists():
+            # The same step again, after going back to an earlier one: a folder cannot be
+            # renamed onto one that is not empty.
+            old = self.folder / f"{_OLD}{final.name}-{durable.own_name()}"
+            final.rename(old)
+            try:
+                staged.rename(final)
+            except OSError:
+                old.rename(final)
+                raise
+            durable.flush(self.folder)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            staged.rename(final)
+            durable.flush(self.folder)
+        self.verifier.trust(final)
+
+    def staging(self, final: Path) -> Path:
+        """Make a folder in which a checkpoint can be put together."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        staged = self._staged_name(final)
+        staged.mkdir()
+        return staged
+
+    def install(self, staged: Path, final: Path) -> str | None:
+        """Take a checkpoint that came from elsewhere; return what is wrong with it, if anything."""
+        problem = integrity.damage(staged)
+        if problem is not None:
+            return f"{final.name} did not arrive intact: {problem}"
+        self._move_into_place(staged, final)
+        return None
+
+    def _staged_name(self, final: Path) -> Path:
+        return self.folder / f"{_STAGED}{final.name}-{durable.own_name()}"
+
+    # Keeping
+
+    def keep(self, path: Path, best: bool) -> None:
+        """After `path` was saved: point `best` at it if it is, and drop what is not needed.
+
+        It is also the best if a better one could not be saved.
+        """
+        if best or self._beats(path, self._named_best()):
+            self._new_best = path
+        if self._new_best is not None:
+            self.mark_best(self._new_best)
+            self._new_best = None
+        self.prune()
+
+    def _beats(self, path: Path, named: Path | None) -> bool:
+        ours = trusted_manifest(path)
+        theirs = trusted_manifest(named) if named is not None else {}
+        mine, other = retention.score_of(ours), retention.score_of(theirs)
+        if mine is None or other is None:
+            return mine is not None and named is None
+        return ours["score"]["metric"] == theirs["score"]["metric"] and mine > other
+
+    def _named_best(self) -> Path | None:
+        best = self.folder / "best"
+        return self.folder / best.resolve().name if best.exists() else None
+
+    def mark_best(self, path: Path) -> None:
+        """Point `best` at this checkpoint."""
+        link = self.folder / f"{_BEST}{durable.own_name()}"
+        link.symlink_to(path.name)
+        link.replace(self.folder / "best")
+        durable.flush(self.folder)
+
+    def prune(self) -> None:
+        """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
+        found = []
+        for path in self.folders():
+            score = retention.score_of(trusted_manifest(path))
+            found.append(retention.StoredCheckpoint(path, self.on_timeline(path), score))
+        intact = lambda path: self.verifier.damage(path) is None  # noqa: E731
+        best = self._named_best()
+        for path in retention.to_drop(found, intact, self.keep_last, self.keep_best, best):
+            shutil.rmtree(path, ignore_errors=True)
+            self.verifier.forget(path)
+        for path in self.leftovers():
+            if durable.is_own(path.name):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def branch(self, from_step: int) -> None:
+        """Continue from `from_step`, and abandon what earlier attempts saved after it."""
+        self.lineage.branch(from_step)
+        self.attempt = self.lineage.attempt
+        newer = any(_step(path) > from_step for path in self.folders())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lineage.write()
+        except OSError as error:
+            if newer:
+                raise CheckpointError(
+                    f"cannot go back to step {from_step}: {self.folder / 'lineage.json'} cannot "
+                    f"be written ({error.strerror}); free some space first"
+                ) from error
+            # Nothing newer could be mistaken for ours: the next save writes it.
+
+    # Finding
+
+    def newest_intact(self) -> tuple[Path | None, list[str]]:
+        """Return the newest checkpoint whose every byte is as written, and why newer ones fail."""
+        damaged: list[str] = []
+        for path in self.folders():
+            if not self.on_timeline(path):
+                continue
+            problem = self.verifier.damage(path)
+            if problem is None:
+                return path, damaged
+            damaged.append(f"{path.name} is damaged: {problem}")
+        return None, damaged
+
+    def folders(self) -> list[Path]:
+        """Return finished checkpoints, newest first."""
+        return sorted(self.folder.glob("step-*"), key=_step, reverse=True)
+
+    def leftovers(self) -> list[Path]:
+        """Return what crashed saves have left; the next save clears it away."""
+        patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{retention.STAGED_LINEAGE}*")
+        return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
+
+    def recover(self) -> None:
+        """Finish or undo what a crash interrupted."""
+        for old in self.folder.glob(f"{_OLD}step-*"):
+            name = re.match(r"step-\d+", old.name.removeprefix(_OLD))
+            if name and not (self.folder / name[0]).exists():
+                old.rename(self.folder / name[0])
+
+    def on_timeline(self, path: Path) -> bool:
+        """Return False for a checkpoint that was abandoned when the run went back before it."""
+        manifest = trusted_manifest(path)
+        if not manifest:
+            return True  # damaged: reported as such by whoever reads it
+        return self.lineage.includes(int(manifest.get("attempt", 0)), int(manifest["step"]))
+
+
+def _step(path: Path) -> int:
+    digits = path.name.removeprefix("step-")
+    return int(digits) if digits.isdigit() else -1
+
+
+# Reading
+
+
+def load(path: Path) -> Snapshot:
+    """Read a checkpoint after checking every byte of it."""
+    problem = integrity.damage(path)
+    if problem is not None:
+        raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
+    return read_verified(path)
+
+
+def read_verified(path: Path) -> Snapshot:
+    """Read a checkpoint that was verified, here or by another rank that sees the same files."""
+    manifest = integrity.read_manifest(path)
+    plain = _read(path / "state.json", lambda file: json.loads(file.read_text()))
+    model, optimizer, state = (
+        _read(path / f"{name}.safetensors", load_file) for name in ("model", "optimizer", "state")
+    )
+    return Snapshot(
+        step=manifest["step"],
+        epoch=manifest["epoch"],
+        model=model,
+        aliases=manifest["aliases"],
+        optimizer=_read(path / "state.json", lambda _: unpack(plain["optimizer"], optimizer)),
+        state=_read(path / "state.json", lambda _: unpack(plain["state"], state)),
+        facts=manifest,
+    )
+
+
+def _read(file: Path, how: Callable[[Path], Any]) -> Any:
+    """Read a file with `how`. Its hash is right, so any error is the doing of whoever wrote it."""
+    try:
+        return how(file)
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} does not hold what a checkpoint holds ({type(error).__name__}: {error}); "
+            "resume from another checkpoint, and ask where this one comes from"
+        ) from error

@@ -1,0 +1,87 @@
+"""A gloo group that can be broken and rebuilt while the processes keep running.
+
+Gloo has no abort. A rank that cannot finish a step says so in the store and shuts its
+connections. Whoever waits for it gets an error at once, finds that word in the store, and does
+the same. Then all ranks connect again, under a new number.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+_OPEN = Path("/proc/self/fd")
+
+
+class RecoverableGroup:
+    """A gloo group over all ranks. `number` counts its rebuilds and is the same on every rank."""
+
+    def __init__(self, timeout: timedelta, number: int = 0) -> None:
+        self.number = number
+        self.timeout = timeout
+        self.world = dist.group.WORLD
+        before = _sockets()
+        self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._sockets = _sockets() - before
+
+    def announce(self) -> None:
+        """Say in the store that this group is about to be broken, and that all may go on."""
+        _get_default_store().set(self._key, "broken")
+
+    @property
+    def announced(self) -> bool:
+        """Whether a rank has said so. False as well where the store is gone."""
+        with suppress(RuntimeError):
+            return bool(_get_default_store().check([self._key]))
+        return False
+
+    def renew(self) -> RecoverableGroup:
+        """Break this group and connect anew. Waits for all ranks to do so."""
+        self._break()
+        dist.destroy_process_group(self.group)
+        self.group = None
+        fresh = RecoverableGroup(self.timeout, self.number + 1)
+        _current[0] = fresh
+        return fresh
+
+    @property
+    def _key(self) -> str:
+        return f"mgt/broken/{self.number}"
+
+    def _break(self) -> None:
+        for number, name in self._sockets:
+            with suppress(OSError):
+                if str(_OPEN.joinpath(str(number)).readlink()) != name:
+                    continue  # closed meanwhile, and the number taken by another
+                with socket.socket(fileno=os.dup(number)) as connection:
+                    connection.getpeername()  # not the listening one: gloo aborts without it
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+_current: list[RecoverableGroup | None] = [None]  # one per process, like torch's own
+
+
+def recoverable_group(timeout: timedelta) -> RecoverableGroup:
+    """This process's group over all ranks. The first call creates it; every rank must make it."""
+    found = _current[0]
+    if found is None or found.world is not dist.group.WORLD or found.group is None:
+        found = _current[0] = RecoverableGroup(timeout)
+    return found
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """The open sockets of this process: number, and a name that no later socket has."""
+    found = set()
+    for entry in list(_OPEN.iterdir()):
+        with suppress(OSError):
+            name = str(entry.readlink())
+            if name.startswith("socket:"):
+                found.add((int(entry.name), name))
+    return found

@@ -1,0 +1,1 @@
+"""Faults of a run: what is done about each, and how to cause one on purpose."""

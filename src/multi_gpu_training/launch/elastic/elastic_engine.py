@@ -1,0 +1,141 @@
+"""The engine for several machines: each has a launcher, and together they restart and end."""
+
+from __future__ import annotations
+
+import signal
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.identity import FULL_WORLD
+from multi_gpu_training.errors import LaunchError, RankFailure
+from multi_gpu_training.launch import sockets
+from multi_gpu_training.launch.elastic.rendezvous import NotMet, Rendezvous, say
+from multi_gpu_training.launch.engine import Hosts, LaunchPlan, RankJob, RunOutcome
+from multi_gpu_training.launch.local import LocalEngine, Meeting
+from multi_gpu_training.launch.restart_policy import Fault, RestartVerdict
+from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
+
+
+class ElasticEngine(LocalEngine):
+    """Restarts the ranks here when the set of nodes changes, and ends when all nodes have ended."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        super().__init__(plan)
+        self._nodes: Rendezvous | None = None
+        self._success: RunOutcome | None = None  # of the ranks here, while others still train
+
+    @classmethod
+    def fits(cls, hosts: Hosts, config: MultiGPUConfig | None) -> bool:
+        return hosts.nodes > 1
+
+    @property
+    def nodes(self) -> Rendezvous:
+        assert self._nodes is not None, "start() comes first"
+        return self._nodes
+
+    def start(self, job: RankJob, signals: LauncherSignals) -> None:
+        signals.listen()
+        hosts, patience_s = self.plan.hosts, self.plan.recovery_timeout
+        assert hosts.master_addr is not None
+        master = sockets.resolved(hosts.master_addr)
+        address = master
+        if hosts.node_rank > 0:
+            address = sockets.address_towards(master, patience_s, signals.pause)
+        self._interfaces = sockets.interface_variables(address)
+        self._nodes = Rendezvous(
+            hosts.least,
+            hosts.nodes,
+            hosts.node_rank,
+            self.plan.ranks_here,
+            (master, hosts.master_port or 29500),
+            address,
+            patience_s,
+        )
+        if address != sockets.LOOPBACK:
+            ranks_on = self._interfaces.get("GLOO_SOCKET_IFNAME", "every interface")
+            say(
+                f"node {hosts.node_rank} listens on {address}:{self.nodes.me.port} for the other "
+                f"launchers, the leader on a free port for the ranks, the ranks among themselves "
+                f"on {ranks_on}: whoever reaches these ports can join or end the run, none of them "
+                "executes what it receives; keep them inside your own network"
+            )
+        super().start(job, signals)
+
+    def watch(self) -> RunOutcome | None:
+        if self._success is None:
+            outcome = super().watch()
+            if outcome is not None:
+                return outcome
+        elif self.nodes.round.finished:
+            return self._success
+        # Until every node has ended one may fail, and need this one for another round.
+        if self.nodes.why_again() is not None:
+            self._begin_again()
+        return None
+
+    def stop(self, number: int) -> None:
+        super().stop(number)
+        # A node that is asked to leave a run of 1:2 leaves the others alone.
+        if self._nodes is not None and not self.nodes.elastic:
+            self.nodes.end(128 + number, f"ended by signal {number}")
+
+    def close(self) -> None:
+        super().close()
+        if self._nodes is not None:
+            self.nodes.shutdown()
+
+    def _meet(self) -> Meeting:
+        self._success = None
+        hosts = self.plan.hosts
+        try:
+            number, nodes = self.nodes.next_round(self._signals.check)
+        except NotMet as error:
+            raise LaunchError(
+                f"node {hosts.node_rank} of {hosts.nodes} did not meet the others at "
+                f"{hosts.master_addr}:{hosts.master_port or 'the default port'} within "
+                f"recovery_timeout={self.plan.recovery_timeout:g} s ({error}); check that every "
+                "node is started with the same --master-addr and --master-port and can reach it"
+            ) from None
+        view = self.nodes.round
+        return Meeting(
+            view.leader.address,
+            view.store_port,
+            view.run,
+            # Ranks on all nodes count attempts alike, also on a node that joined later.
+            self.nodes.attempt,
+            self.nodes.first_rank,
+            self.nodes.world,
+            number,
+            nodes,
+            {**self._interfaces, FULL_WORLD: str(view.full_world)},
+        )
+
+    def _begin_again(self) -> None:
+        """Start the next round: nodes were lost, or wait to join."""
+        if self.nodes.round.joining and self._success is None:
+            # Nothing is wrong: ranks may save first, as when the run is asked to end.
+            self._running.ask(signal.SIGTERM, lambda: self._signals.interrupts)
+        self._running.end(signal.SIGTERM)
+        self._start_attempt()
+
+    def _after_success(self) -> RunOutcome | None:
+        self._success = super()._after_success()
+        self.nodes.phase("done")
+        return None
+
+    def _ranks_were_asked(self, number: int) -> RunOutcome | None:
+        # Ranks end together when one of them is asked to; this node itself may not have been.
+        self._signals.check()
+        if self.nodes.change() is None:
+            raise AskedToEnd(number)
+        self._begin_again()
+        return None
+
+    def _decide(self, fault: Fault, error: RankFailure) -> RestartVerdict:
+        cause = self.nodes.fault_elsewhere() if fault.contact else None
+        if cause is not None:
+            return RestartVerdict(True, f"{cause}: that is why the ranks here lost the others")
+        verdict = self.nodes.judge(fault, self._policy.limits)
+        if not verdict.restart:
+            reason = f"{verdict.reason}\n" if verdict.reason else ""
+            self.nodes.end(error.exit_code, f"{reason}{error}")
+        return verdict

@@ -1,0 +1,174 @@
+"""Error reports of ranks: each writes what went wrong, and the launcher finds who failed first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from multi_gpu_training.distributed import progress_slot
+from multi_gpu_training.errors import LaunchError, MultiGPUError, RankFailure
+from multi_gpu_training.launch.restart_policy import Fault
+
+# In the rank
+
+
+def report(text: str, code: object, error: BaseException, friendly: bool = False) -> None:
+    """Write this rank's error where its launcher finds it. friendly: without rank and host."""
+    rank = os.environ.get("RANK", "0")
+    where = f"rank {rank} on {socket.gethostname()}"
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    full = text if friendly or where in text else f"{text}\n({where})"
+    if not file:
+        print(full, file=sys.stderr, flush=True)
+        return
+    now, place = time.time(), progress_slot.here()
+    record = {
+        # torchrun reads this part.
+        "message": {
+            "message": text,
+            "extraInfo": {"timestamp": str(int(now)), "py_callstack": text},
+        },
+        "mgt": {
+            "text": full,
+            "time": now,
+            "code": code,
+            "friendly": friendly,
+            "rank": int(rank),
+            "kind": _kind(error),
+            "step": place.step,
+            "begun": place.begun,
+            "restart": _restart_helps(error),
+        },
+    }
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: torchrun, which may end us now, fails on half a report.
+        draft = Path(f"{file}.draft")
+        draft.write_text(json.dumps(record))
+        draft.replace(file)
+    except OSError:
+        print(full, file=sys.stderr, flush=True)
+
+
+def own_traceback(entry: str) -> str:
+    """The current traceback from the user's file on, without runpy and the file `entry`."""
+    kind, error, trace = sys.exc_info()
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename == entry or "runpy" in trace.tb_frame.f_code.co_filename
+    ):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(kind, error, trace)).rstrip()
+
+
+def _restart_helps(error: BaseException) -> str:
+    """Whether restarting all ranks may help: always, once begun, or never.
+
+    A mistake in a script shows before its first step: hence "once begun".
+    """
+    if isinstance(error, MultiGPUError):
+        if not error.restart_helps:
+            return "never"
+        return "always" if isinstance(error, LaunchError) else "once begun"
+    if isinstance(error, SystemExit):
+        return "never" if error.code in (130, 143) else "once begun"  # it was asked to end
+    if isinstance(error, (ConnectionError, TimeoutError)) or "/gloo/" in str(error):
+        return "always"
+    distributed = sys.modules.get("torch.distributed")  # imported only if the rank used it
+    lost = distributed is not None and isinstance(error, distributed.DistError)
+    return "always" if lost else "once begun"
+
+
+def _kind(error: BaseException) -> str:
+    """The error in one line."""
+    if isinstance(error, SystemExit):
+        return f"exit code {error.code}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+# In the launcher
+
+
+def first_failure(
+    codes: Mapping[int, int],
+    error_files: Mapping[int, str],
+    bystanders: Collection[int],
+    begun_before: bool = False,
+) -> tuple[Fault, RankFailure]:
+    """The fault of the rank that failed first, and its error for people to read.
+
+    The other ranks failed because of it. `codes` are exit codes by rank, negative for signals.
+    begun_before: an earlier attempt reached its first step.
+    """
+    reports = []
+    for file in error_files.values():
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            reports.append(json.loads(Path(file).read_text())["mgt"])
+    reported = {report["rank"] for report in reports}
+    silent = [rank for rank in codes if rank not in reported and rank not in bystanders]
+    # A killed rank could not report, and took the others with it. Gloo and NCCL abort where
+    # another rank is gone: SIGABRT is not a first cause.
+    killed = [rank for rank in silent if codes[rank] != -signal.SIGABRT]
+    if killed or not reports:
+        rank = min(killed or silent or codes)
+        return _silent_failure(rank, codes[rank], error_files.get(rank, ""), begun_before)
+    return _reported_failure(min(reports, key=lambda report: report["time"]), begun_before)
+
+
+def _reported_failure(report: Mapping[str, Any], begun_before: bool) -> tuple[Fault, RankFailure]:
+    text = report["text"]
+    if not report["friendly"]:
+        text = "\n".join(f"[rank{report['rank']}]: {line}" for line in text.splitlines())
+    error = RankFailure(text)
+    error.exit_code = report["code"]
+    begun = report["begun"]
+    helps = report["restart"]
+    fault = Fault(
+        report["rank"],
+        report["kind"],
+        report["step"],
+        begun,
+        hopeless=helps == "never" or (helps == "once begun" and not (begun or begun_before)),
+        contact=helps == "always",
+    )
+    return fault, error
+
+
+def _silent_failure(
+    rank: int, code: int, error_file: str, begun_before: bool
+) -> tuple[Fault, RankFailure]:
+    """The fault of a rank that wrote no report, from its exit code and its progress."""
+    signalled = code < 0
+    kind = _signal_name(-code) if signalled else f"exit code {code}"
+    how = f"was ended by {kind}" if signalled else f"exited with code {code}"
+    found = progress_slot.of_rank(error_file)
+    where = "" if found.step is None else f", step {found.step}"
+    error = RankFailure(f"[rank{rank}]: rank {rank} on {socket.gethostname()}{where} {how}")
+    error.exit_code = 1 if signalled else code
+    asked_to_end = code in (130, 143)
+    begun = found.begun or begun_before
+    fault = Fault(
+        rank,
+        kind,
+        found.step,
+        found.begun,
+        hopeless=asked_to_end or (not signalled and not begun),
+        contact=code == -signal.SIGABRT,
+    )
+    return fault, error
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,153 @@
+"""The log: messages with fields, for people on the console and for programs in the events."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.training.callbacks import Callback, Run
+
+SCHEMA = 1
+
+
+class EventFile:
+    """One JSON line an event, written at once: readable after any crash.
+
+    A disk that is full or gone interrupts the recording, never the training: it goes on when
+    there is space again, and an `events_lost` line says how many are missing.
+    """
+
+    def __init__(self, path: Path | None, **identity: Any) -> None:
+        self.identity = {"v": SCHEMA, **identity, "host": socket.gethostname()}
+        self.lost = 0
+        self._file: BinaryIO | None = None
+        self._torn = False  # the last line may have been cut short
+        self._turn = threading.Lock()  # the device is watched by another thread
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("ab", buffering=0)
+            except OSError as error:
+                print(f"no events are recorded: {error}; training goes on", file=sys.stderr)
+
+    def write(self, event: str, **fields: Any) -> None:
+        if self._file is None:
+            return
+        with self._turn:
+            self._write(event, fields)
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        record = {
+            **self.identity,
+            "time": time.time(),
+            "clock": time.perf_counter(),
+            "event": event,
+            **{key: _plain(value) for key, value in fields.items()},
+        }
+        if self.lost:
+            note = {**record, "event": "events_lost", "count": self.lost}
+            note = {key: note[key] for key in (*self.identity, "time", "clock", "event", "count")}
+            if not self._append(note):
+                self.lost += 1
+                return
+            self.lost = 0
+        if not self._append(record):
+            self.lost = 1
+
+    def _append(self, record: dict[str, Any]) -> bool:
+        assert self._file is not None
+        line = ("\n" if self._torn else "") + json.dumps(record) + "\n"
+        raw = line.encode()
+        try:
+            written = self._file.write(raw)
+            if written == len(raw):
+                self._torn = False
+                return True
+            self._torn = True
+            problem: object = "No space left on device"
+        except OSError as error:
+            problem = error
+        if not self.lost:
+            print(f"an event could not be recorded: {problem}; training goes on", file=sys.stderr)
+        return False
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+class StructuredLogger:
+    """`logger.info("saved", step=7, loss=0.3)` prints on the main rank, records on all."""
+
+    def __init__(self, console: Console, events: EventFile) -> None:
+        self._console = console
+        self._events = events
+
+    def info(self, message: str, **fields: Any) -> None:
+        self._log("info", message, fields)
+
+    def warning(self, message: str, **fields: Any) -> None:
+        self._log("warning", message, fields)
+
+    def error(self, message: str, **fields: Any) -> None:
+        self._log("error", message, fields)
+
+    def record(self, event: str, **fields: Any) -> None:
+        """Into the events only."""
+        self._events.write(event, **fields)
+
+    def _log(self, level: str, message: str, fields: dict[str, Any]) -> None:
+        shown = "".join(f"  {key}={format_value(value)}" for key, value in fields.items())
+        if level == "info":
+            self._console.line(message + shown)
+        else:
+            self._console.warn(f"{level}: {message}{shown}")
+        self._events.write("log", level=level, message=message, **fields)
+
+
+def format_value(value: Any) -> str:
+    value = _plain(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "item") and getattr(value, "numel", lambda: 1)() == 1:
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value)
+
+
+class EpochEvents(Callback):
+    """Records every epoch: what the report and a resumed run read."""
+
+    watches_only = True
+
+    def __init__(self, logger: StructuredLogger) -> None:
+        self._logger = logger
+
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        last = run.progress.last
+        val = last["val"] or None
+        self._logger.record("epoch", epoch=epoch, step=run.step, train=last["train"], val=val)

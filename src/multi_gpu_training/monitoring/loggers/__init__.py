@@ -1,0 +1,130 @@
+"""Loggers: where the metrics of a run go.
+
+Every `NAME_logger.py` in this folder is one, chosen by `loggers: [NAME, ...]` in the config. It has
+a function `open_logger(run: LoggedRun) -> Logger | None`; None means that it does not write on this
+rank. Adding a logger means adding such a file. Objects of your own with `log` and `close` are given
+to `fit(..., loggers=[...])`.
+
+Names carry their group: `train/loss`, `val/accuracy`, and names of your own as you give them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.monitoring.events import EventFile
+from multi_gpu_training.training.callbacks import Callback, Run
+
+_SUFFIX = "_logger"
+
+
+class Logger(Protocol):
+    """Takes metrics as they come. Nothing that goes wrong in it may end a training."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a logger may know of a run when it is opened.
+
+    step: where the run stands; more than 0 after a resume. events: this rank's event file.
+    """
+
+    folder: Path
+    config: MultiGPUConfig
+    is_main: bool
+    step: int
+    events: EventFile
+
+
+def known_loggers() -> list[str]:
+    """The names that `loggers` takes."""
+    modules = pkgutil.iter_modules(__path__)
+    return sorted(m.name.removesuffix(_SUFFIX) for m in modules if m.name.endswith(_SUFFIX))
+
+
+def open_loggers(names: Iterable[str], run: LoggedRun) -> list[Logger]:
+    """The loggers of these names that write on this rank."""
+    opened = []
+    for name in dict.fromkeys(names):
+        if name not in known_loggers():
+            raise ConfigError(
+                f"loggers: {name!r} is not a logger; there are {', '.join(known_loggers())}"
+            )
+        module = importlib.import_module(f"{__name__}.{name}{_SUFFIX}")
+        logger = module.open_logger(run)
+        if logger is not None:
+            opened.append(logger)
+    return opened
+
+
+class LoggerList(Callback):
+    """All loggers of a run: fed by the events of training and by `manager.log`."""
+
+    watches_only = True
+
+    def __init__(self, loggers: Iterable[Logger] = ()) -> None:
+        self.loggers = list(loggers)
+        self._unread: list[tuple[int, dict[str, Tensor]]] = []
+
+    def log(self, metrics: Mapping[str, float | Tensor], step: int) -> None:
+        """Numbers go to the loggers now; a tensor on a GPU with the next log, so that nobody waits
+        for the device."""
+        now: dict[str, float] = {}
+        later: dict[str, Tensor] = {}
+        for name, value in metrics.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.detach().reshape(())
+                if value.is_cuda:
+                    later[name] = value.clone()
+                    continue
+            now[name] = _number(name, value)
+        if later:
+            self._unread.append((step, later))
+        self._write(now, step)
+
+    def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
+        self._read()
+        self._write({f"train/{name}": value for name, value in metrics.items()}, step)
+
+    def on_validation(self, run: Run, metrics: Mapping[str, float]) -> None:
+        self._read()
+        self._write({f"val/{name}": value for name, value in metrics.items()}, run.step)
+
+    def close(self) -> None:
+        self._read()
+        for logger in self.loggers:
+            logger.close()
+        self.loggers.clear()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for step, metrics in unread:
+            self._write({name: float(value) for name, value in metrics.items()}, step)
+
+    def _write(self, metrics: Mapping[str, float], step: int) -> None:
+        for logger in self.loggers if metrics else ():
+            logger.log(metrics, step)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+        found = f"{type(value).__name__}{shape}"
+        raise ConfigError(
+            f"log({name}={found}) is not a number; give a number, or a tensor of one"
+        ) from None

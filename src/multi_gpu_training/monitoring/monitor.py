@@ -1,0 +1,144 @@
+"""Watches a run for its report: who takes part, phases of steps, use of the devices, the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.feeding import BatchSizes, Loader
+from multi_gpu_training.monitoring.device import DeviceWatch, gpu_uuid
+from multi_gpu_training.monitoring.events import StructuredLogger
+from multi_gpu_training.monitoring.work import measured_flops, peak_flops, uses_tf32
+from multi_gpu_training.training.callbacks import Callback, Run
+from multi_gpu_training.training.trainer import MultiGPUTrainer
+
+WORTH_A_REPORT_S = 10.0
+
+
+class Monitor(Callback):
+    """Records who takes part, how the devices are used, and how the run ended. Everything it sees
+    goes into the events of this rank; `monitor=false` leaves out the devices."""
+
+    watches_only = True
+
+    def __init__(
+        self,
+        config: MultiGPUConfig,
+        trainer: MultiGPUTrainer,
+        sizes: BatchSizes,
+        loader: Loader,
+        logger: StructuredLogger,
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._logger = logger
+        self._device: DeviceWatch | None = None
+        self._begun = time.perf_counter()
+        self._first_step = trainer.step
+        self._in_epoch = False
+        logger.record("rank", **rank_facts(config, trainer, sizes, loader))
+        if config.monitor:
+            self._device = DeviceWatch(
+                trainer.placement.device,
+                config.monitor_interval_s,
+                logger.record,
+                self.step_in_epoch,
+            )
+
+    def step_in_epoch(self) -> int | None:
+        """The step that training is at; None between epochs."""
+        return self._trainer.step if self._in_epoch else None
+
+    def on_epoch_begin(self, run: Run, epoch: int) -> None:
+        self._in_epoch = True
+
+    def on_batch(self, run: Run, arrived: bool) -> None:
+        self._in_epoch = arrived
+
+    def stop(self) -> None:
+        """No more readings of the device."""
+        if self._device is not None:
+            self._device.stop()
+
+    def end(self, folder: Path, say: Callable[[str], None]) -> None:
+        """The run has ended, well or by the error that is being raised."""
+        error = sys.exception()
+        self.stop()
+        trainer = self._trainer
+        facts: dict[str, Any] = {
+            "step": trainer.step,
+            "steps": trainer.step - self._first_step,
+            "elapsed_s": time.perf_counter() - self._begun,
+            "execution": trainer.execution.mode,
+            "replayed": trainer.execution.replayed,
+        }
+        if error is not None:
+            facts["error"] = f"{type(error).__name__}: {error}"[:500]
+        self._logger.record("run_end", **facts)
+        wanted = self._config.report and trainer.placement.is_main
+        if wanted and error is None and facts["elapsed_s"] >= WORTH_A_REPORT_S:
+            self._write_report(folder, say)
+
+    def _write_report(self, folder: Path, say: Callable[[str], None]) -> None:
+        from multi_gpu_training.monitoring.report import write_report
+
+        try:
+            say(f"report: {write_report([folder])}")
+        except Exception as error:  # the run is done and saved: a picture of it must not fail it
+            self._logger.warning(f"no report was written: {type(error).__name__}: {error}")
+
+
+def rank_facts(
+    config: MultiGPUConfig, trainer: MultiGPUTrainer, sizes: BatchSizes, loader: Loader
+) -> dict[str, Any]:
+    """Where this rank runs and what its share of a step is."""
+    placement, device = trainer.placement, trainer.placement.device
+    cuda = device.type == "cuda"
+    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    return {
+        "step": trainer.step,
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if cuda else "CPU",
+        "device_uuid": gpu_uuid(device) if cuda else None,
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        "cores": sorted(os.sched_getaffinity(0)),
+        "machine_cores": os.cpu_count(),
+        "machine_bytes": psutil.virtual_memory().total,
+        "threads": torch.get_num_threads(),
+        "pid": os.getpid(),
+        "local_rank": placement.identity.local_rank,
+        "backend": placement.backend,
+        "per_rank_batch": sizes.per_rank,
+        "accumulation": sizes.accumulation,
+        "global_batch": sizes.global_batch,
+        **_epoch_facts(loader, sizes.global_batch),
+        "copies": sizes.ranks,
+        "workers": config.num_workers,
+        "parameters": sum(p.numel() for p in parameters),
+        "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        "precision": trainer.precision.describe(),
+        "peak_flops": _peak(device, trainer.precision.describe()) if config.monitor else None,
+    }
+
+
+def _epoch_facts(loader: Loader, global_batch: int) -> dict[str, int]:
+    """How many samples and steps an epoch has, where the loader knows it."""
+    samples = getattr(getattr(loader, "source", None), "samples", None)
+    steps = getattr(loader, "steps", None)
+    if not isinstance(samples, int) or not isinstance(steps, int):
+        return {}
+    return {"epoch_samples": min(samples, steps * global_batch), "epoch_steps": steps}
+
+
+def _peak(device: torch.device, precision: str) -> float | None:
+    if device.type != "cuda":
+        return measured_flops(torch.get_num_threads())
+    return peak_flops(torch.cuda.get_device_name(device), precision, uses_tf32())

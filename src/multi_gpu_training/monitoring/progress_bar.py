@@ -1,0 +1,55 @@
+"""What a person sees of the steps: a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from multi_gpu_training.monitoring.announce import epoch_line
+from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.training.callbacks import Callback, Run
+from multi_gpu_training.training.step import StepResult
+
+
+class ProgressBar(Callback):
+    """One bar per epoch with the loss and speed last logged, and a line at its end.
+
+    position: steps taken in the epoch. total: of how many, where that is known.
+    """
+
+    watches_only = True
+
+    def __init__(
+        self, console: Console, position: Callable[[], int], total: Callable[[], int | None]
+    ) -> None:
+        self._console = console
+        self._position = position
+        self._total = total
+        self._in_epoch = False
+
+    def on_epoch_begin(self, run: Run, epoch: int) -> None:
+        self._in_epoch = True
+        title = f"Epoch {epoch + 1}/{run.config.epochs}"
+        self._console.start_bar(title, self._total(), self._position())
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self._console.tick(self._position)
+
+    def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
+        loss, rate = metrics.get("loss", float("nan")), metrics["samples_per_s"]
+        note = f"loss {loss:.4f}  {rate:,.0f} samples/s"
+        if self._in_epoch:
+            self._console.advance(self._position(), self._total(), note)
+        else:  # a loop of the user's own
+            self._console.note(f"step {step}  {note}")
+
+    def on_batch(self, run: Run, arrived: bool) -> None:
+        if not arrived:
+            self._in_epoch = False
+            self._console.end_bar()
+
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        last = run.progress.last
+        self._console.line(epoch_line(epoch, run.config.epochs, last["train"], last["val"]))
+
+    def on_end(self, run: Run) -> None:
+        self._console.end_bar()

@@ -1,0 +1,149 @@
+"""The log of the steps: loss, rate and speed, every `log_every` steps, without stopping the GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.monitoring.input_wait import InputWait
+from multi_gpu_training.monitoring.reading import MetricsReader, Reading
+from multi_gpu_training.monitoring.spikes import LossSpikes
+from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
+from multi_gpu_training.training.metrics import MetricsCollector
+from multi_gpu_training.training.step import StepResult
+from multi_gpu_training.training.trainer import MultiGPUTrainer
+
+SHORTEST_S = 0.05  # of an interval, where the user did not say how many steps it has
+
+
+@dataclass
+class _Pending:
+    """An interval whose numbers are on their way from the device."""
+
+    reading: Reading
+    step: int
+    epoch: int
+    position: int
+    lr: float
+    steps: int
+
+
+class IntervalLog(Callback):
+    """Gathers the metrics of some steps over all ranks and gives them to `on_log`.
+
+    active: off where a loop logs by itself. Ranks log at the same steps. Where the user left
+    `log_every` open, more steps are put together when they are so short that logging would cost.
+    """
+
+    watches_only = True
+
+    def __init__(
+        self,
+        config: MultiGPUConfig,
+        trainer: MultiGPUTrainer,
+        callbacks: CallbackList,
+        epoch_metrics: MetricsCollector,
+        global_batch: int,
+        wait: InputWait,
+        spikes: LossSpikes,
+        check_finite: Callable[[dict[str, float]], None],
+    ) -> None:
+        self.active = True
+        self._trainer = trainer
+        self._callbacks = callbacks
+        self._epoch_metrics = epoch_metrics
+        self._global_batch = global_batch
+        self._wait = wait
+        self._spikes = spikes
+        self._check_finite = check_finite
+        self._reader = MetricsReader(trainer.placement)
+        self._base = self._every = config.log_every
+        self._fixed = "log_every" in config.model_fields_set
+        self._pending: _Pending | None = None
+        self.step_s: float | None = None  # as the ranks agreed on it
+        self._restart()
+
+    # As the steps go by
+
+    def on_epoch_begin(self, run: Run, epoch: int) -> None:
+        self._restart()
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if result.step >= self._next and self.active:
+            self._begin(result)
+        if self._pending is not None and self._pending.reading.ready:
+            self._finish()
+
+    def flush(self) -> None:
+        """Log the steps that were not logged yet, and wait for their numbers. Collective."""
+        if self._trainer.step > self._first_step and self.active:
+            self._begin(None)
+        self._finish()
+
+    def end_epoch(self) -> None:
+        """Wait for what is on its way; the steps since then count for the epoch alone."""
+        self._finish()
+        self._restart()
+
+    def went_back(self) -> None:
+        """The run stands at an earlier step again: begin a new interval there."""
+        self._pending = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self._started = time.perf_counter()
+        self._first_step = self._trainer.step
+        self._next = self._following(self._first_step)
+
+    def _begin(self, result: StepResult | None) -> None:
+        """Send the numbers of the interval on their way."""
+        self._finish()
+        trainer, now = self._trainer, time.perf_counter()
+        metrics = trainer.read_metrics()
+        norm = result.grad_norm if result is not None else None
+        reading = self._reader.begin(metrics, now - self._started, norm)
+        self._epoch_metrics.merge(metrics)
+        metrics.reset()
+        steps = trainer.step - self._first_step
+        self._started, self._first_step = now, trainer.step
+        lr = float(trainer.optimizer.param_groups[0]["lr"])
+        self._pending = _Pending(reading, trainer.step, trainer.epoch, trainer.position, lr, steps)
+        self._next = self._following(trainer.step)
+
+    def _finish(self) -> None:
+        """Give out the interval that is on its way."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        metrics, seconds, norm, strangers = pending.reading.result()
+        if strangers:
+            self._reader.agree_anew()
+        if pending.steps:
+            self.step_s = seconds / pending.steps
+        if not self._fixed and self.step_s is not None:
+            self._adapt(self.step_s)
+        facts = {
+            **metrics,
+            "epoch": pending.epoch,
+            "lr": pending.lr,
+            "samples_per_s": pending.steps * self._global_batch / max(seconds, 1e-9),
+            "input_wait": self._wait.share,
+        }
+        if norm is not None:
+            facts["grad_norm"] = norm
+        for call in self._callbacks.on_log:
+            call(facts, pending.step)
+        self._check_finite(metrics)
+        loss = metrics.get("loss", float("nan"))
+        self._spikes.look(loss, pending.step, pending.epoch, pending.position, pending.steps)
+
+    def _adapt(self, step_s: float) -> None:
+        """Log at most every SHORTEST_S. `step_s` is the mean of all ranks, so they agree."""
+        times = max(1, round(SHORTEST_S / max(step_s * self._base, 1e-9)))
+        self._every = self._base * min(times, 100)
+
+    def _following(self, step: int) -> int:
+        """The next step at which to log: a multiple of the interval."""
+        return (step // self._every + 1) * self._every

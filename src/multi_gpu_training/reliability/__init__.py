@@ -1,1 +1,0 @@
-"""Keep: the checkpoint store and what goes into it."""

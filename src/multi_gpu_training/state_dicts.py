@@ -1,0 +1,278 @@
+"""State as plain data: any state as JSON and tensors, and that of models, optimizers, generators.
+
+Nothing that is loaded can run code.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections import Counter
+from collections.abc import Mapping
+from itertools import chain, count
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from multi_gpu_training.errors import CheckpointError
+
+_TAG = "$"
+
+# Any state as JSON and tensors
+
+
+def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
+    """Return `value` as plain JSON, and put its tensors into `tensors` under their paths.
+
+    JSON has neither tuples nor integer keys; they are tagged, so that `unpack` returns the types
+    that went in.
+    """
+    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+        return value
+    if isinstance(value, Tensor):
+        return {_TAG: "tensor", "key": _put(tensors, path, value.detach())}
+    if isinstance(value, np.ndarray):
+        key = _put(tensors, path, torch.from_numpy(_portable(value)))
+        return {_TAG: "array", "key": key, "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [pack(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
+        kind = next(k for k in (list, tuple, set, frozenset) if isinstance(value, k)).__name__
+        return items if kind == "list" else {_TAG: kind, "items": items}
+    if isinstance(value, Mapping):
+        return _pack_mapping(value, tensors, path)
+    if isinstance(value, (int, float)):
+        return value + 0
+    raise CheckpointError(
+        f"cannot save {path or 'this state'}: {type(value).__name__} is neither plain data nor a "
+        "tensor; make the object's state_dict() return numbers, strings, lists, dicts and tensors"
+    )
+
+
+def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
+    """Store `tensor` under its path and return the name it got."""
+    # Two tensors can spell the same path: a dot in a key, or the keys 1 and "1".
+    names = chain([path], (f"{path}~{number}" for number in count(2)))
+    name = next(name for name in names if name not in tensors)
+    tensors[name] = tensor
+    return name
+
+
+def _pack_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
+    kind = "counter" if isinstance(value, Counter) else "dict"
+    if kind == "dict" and all(isinstance(key, str) for key in value) and _TAG not in value:
+        return {
+            key: pack(item, tensors, f"{path}.{key}" if path else key)
+            for key, item in value.items()
+        }
+    pairs = [
+        [pack(key, tensors, f"{path}.key{i}"), pack(item, tensors, f"{path}.{key}")]
+        for i, (key, item) in enumerate(value.items())
+    ]
+    return {_TAG: kind, "pairs": pairs}
+
+
+def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `pack`."""
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_TAG)
+    if kind is None:
+        return {key: unpack(item, tensors) for key, item in value.items()}
+    if kind == "tensor":
+        return tensors[value["key"]]
+    if kind == "array":
+        return tensors[value["key"]].numpy().astype(value["dtype"])
+    if kind == "bytes":
+        return base64.b64decode(value["base64"])
+    if kind == "dtype":
+        found = getattr(torch, value["name"])
+        if not isinstance(found, torch.dtype):
+            raise TypeError(f"torch.{value['name']} is not a dtype")
+        return found
+    if kind in ("dict", "counter"):
+        pairs = {unpack(k, tensors): unpack(v, tensors) for k, v in value["pairs"]}
+        return Counter(pairs) if kind == "counter" else pairs
+    items = [unpack(item, tensors) for item in value["items"]]
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+def to_text(value: Any) -> dict[str, Any]:
+    """Return a state as JSON alone, tensors included, to send between ranks."""
+    tensors: dict[str, Tensor] = {}
+    plain = pack(value, tensors)
+    raw = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+    return {"plain": plain, "tensors": base64.b64encode(raw).decode()}
+
+
+def from_text(text: dict[str, Any]) -> Any:
+    """The inverse of `to_text`."""
+    return unpack(text["plain"], load(base64.b64decode(text["tensors"])))
+
+
+def _portable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Convert types that torch lacks to wider ones; `unpack` casts back."""
+    wider = {"uint16": np.int32, "uint32": np.int64, "uint64": np.int64}
+    return array.astype(wider.get(str(array.dtype), array.dtype))
+
+
+# Models, optimizers, generators
+
+
+def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """Return tensors by name, names that share another's memory, and state that is not a tensor."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            extra[name] = value
+            continue
+        place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+        owner = owners.setdefault(place, name) if value.numel() else name
+        if owner != name:
+            aliases[name] = owner
+        else:
+            tensors[name] = value
+    return tensors, aliases, extra
+
+
+def load_model_state(
+    model: nn.Module,
+    tensors: dict[str, Tensor],
+    aliases: dict[str, str],
+    extra: dict[str, Any],
+    where: str,
+) -> None:
+    """Copy saved state into the model; the error names everything that does not fit."""
+    saved: dict[str, Any] = {**tensors, **extra}
+    saved |= {name: tensors[owner] for name, owner in aliases.items()}
+    own = model.state_dict()
+    problems = [f"{name} is missing" for name in own.keys() - saved.keys()]
+    problems += [f"{name} is not in this model" for name in saved.keys() - own.keys()]
+    for name in own.keys() & saved.keys():
+        mine, theirs = own[name], saved[name]
+        if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+            continue
+        if mine.shape != theirs.shape:
+            problems.append(
+                f"{name} has shape {tuple(theirs.shape)}, the model wants {tuple(mine.shape)}"
+            )
+        elif mine.dtype != theirs.dtype:
+            problems.append(f"{name} is {theirs.dtype}, the model wants {mine.dtype}")
+    if problems:
+        shown = sorted(problems)[:6]
+        more = f"\n  ... and {len(problems) - 6} more" if len(problems) > 6 else ""
+        raise CheckpointError(
+            f"{where} belongs to another model:\n"
+            + "\n".join(f"  - {line}" for line in shown)
+            + more
+            + "\nResume with the model that wrote it, or start a new run with another --run-name"
+        )
+    model.load_state_dict(saved)
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """Name every parameter of the optimizer, also those that are not in the model."""
+    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            names.setdefault(parameter, f"group{g}.{i}")
+    return names
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return state keyed by parameter name, which does not depend on order or sharding."""
+    names = parameter_names(model, optimizer)
+    return {
+        "state": {names[p]: dict(state) for p, state in optimizer.state.items()},
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [names[p] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def load_optimizer_state(
+    model: nn.Module, optimizer: Optimizer, saved: dict[str, Any], where: str
+) -> None:
+    """Give a freshly built optimizer the saved state; `where` names its origin in errors."""
+    names = parameter_names(model, optimizer)
+    mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    theirs = [group["params"] for group in saved["groups"]]
+    if mine != theirs:
+        raise CheckpointError(
+            f"{where}: its optimizer has {len(theirs)} groups of "
+            f"{[len(g) for g in theirs]} parameters, this one {[len(g) for g in mine]}; build the "
+            "optimizer as the run that wrote it did"
+        )
+    numbers = {name: i for i, name in enumerate(n for group in mine for n in group)}
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]]}
+        for group in saved["groups"]
+    ]
+    state = {numbers[name]: values for name, values in saved["state"].items()}
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _restore_strides(optimizer)
+
+
+def keep_tensors(optimizer: Optimizer, before: dict[Any, dict[str, Any]]) -> None:
+    """Copy freshly loaded values into the tensors that the optimizer had `before`."""
+    # Recorded steps keep reading those tensors.
+    for parameter, state in optimizer.state.items():
+        for key, old in before.get(parameter, {}).items():
+            new = state.get(key)
+            if isinstance(old, Tensor) and isinstance(new, Tensor) and old.shape == new.shape:
+                state[key] = old.copy_(new)
+
+
+def _restore_strides(optimizer: Optimizer) -> None:
+    """Lay out momenta as their parameters are."""
+    # Files hold no strides. Fused optimizers walk memory in order: momenta laid out differently
+    # from their channels-last parameter would be applied to the wrong weights.
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if (
+                isinstance(value, Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of this rank's generators: torch, numpy, Python and the GPU."""
+    version, keys, gauss = random.getstate()
+    name, words, place, has_gauss, cached = np.random.get_state()
+    state = {
+        "torch": torch.get_rng_state().tolist(),
+        "python": [version, list(keys), gauss],
+        "numpy": [name, np.asarray(words).tolist(), int(place), int(has_gauss), float(cached)],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device).tolist()
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """The inverse of `random_state`."""
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, words, place, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(words, dtype=np.uint32), place, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)

@@ -1,0 +1,392 @@
+"""The training loop: epochs, steps, validation, checkpoints, stopping, and going back.
+
+    run             epochs, until they are done, max_steps is reached or early stopping has enough
+    train_epoch     one pass over the data; after a rollback, again from the checkpoint's place
+    validate_epoch  every validation sample once; closes the epoch: record, best, checkpoint
+    save_checkpoint the whole state, written beside training
+    stop            a signal came: save where all ranks stand, and leave
+
+Everything that only watches (progress bar, log, timing, replica check) is a callback, called from
+here or by `trainer.train_step`. Checkpoints and the log are known as protocols alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.batch import share_of
+from multi_gpu_training.data.feeding import Loader
+from multi_gpu_training.data.loader import wait_for_no_worker
+from multi_gpu_training.data.resident import ResidentLoader
+from multi_gpu_training.distributed.control import Control
+from multi_gpu_training.distributed.progress_slot import Phase, note_phase, note_step
+from multi_gpu_training.errors import CheckpointError, ConfigError, NonFiniteLossError
+from multi_gpu_training.training.callbacks import CallbackList
+from multi_gpu_training.training.evaluation import EvalFn, evaluate
+from multi_gpu_training.training.loss import LossFn
+from multi_gpu_training.training.metrics import MetricsCollector
+from multi_gpu_training.training.progress import Progress
+from multi_gpu_training.training.stopping import (
+    leave,
+    training_batches,
+    validation_batches,
+)
+from multi_gpu_training.training.trainer import MultiGPUTrainer
+
+
+class Checkpoints(Protocol):
+    """What the loop asks of whoever keeps the state safe. Every call but `due`, `poll` and
+    `skips` is collective."""
+
+    def due(self, step: int) -> bool: ...
+
+    def poll(self) -> None:
+        """Between steps: tell what became of the last save, without waiting for it."""
+
+    def save(self, facts: dict[str, Any], best: bool, wait: bool) -> Path: ...
+
+    def settle(self) -> None:
+        """Wait for a save that is being written."""
+
+    def recover(self, error: Exception) -> None:
+        """Bring back the last checkpoint, if that is the policy for this error; else raise it."""
+
+    def skips(self, batch: Any) -> bool:
+        """Whether a batch is left out because it spoilt the training before."""
+
+
+class StepLog(Protocol):
+    """What the loop asks of the log of the steps. active: off where a loop logs by itself."""
+
+    active: bool
+
+    def flush(self) -> None:
+        """Log the steps that were not logged yet; raises if their loss is not finite."""
+
+    def end_epoch(self) -> None:
+        """Wait for what is on its way; the steps since then count for the epoch alone."""
+
+    def went_back(self) -> None:
+        """The run stands at an earlier step again."""
+
+
+@dataclass
+class TrainingLoop:
+    """All epochs of one run. Every rank calls everything here alike."""
+
+    config: MultiGPUConfig
+    trainer: MultiGPUTrainer
+    callbacks: CallbackList
+    progress: Progress
+    checkpoints: Checkpoints
+    log: StepLog
+    control: Control
+    train_loader: Loader
+    val_loader: Loader | None
+    loss_fn: LossFn
+    eval_fn: EvalFn | None
+    epoch_metrics: MetricsCollector  # of the epoch under way, over the steps logged so far
+    facts: Callable[[], dict[str, Any]]  # what a checkpoint's manifest says beside the state
+    renew_shares: Callable[[], None]  # measures again how much each rank should compute
+    record: Callable[..., None]  # into the events
+    folder: Path
+    saved_step: int | None = None
+    evaluated: MetricsCollector = field(default_factory=MetricsCollector)
+    _epoch: int | None = None  # the last one that train_epoch was asked for
+    _whole: bool = True  # whether it was trained to its end
+    _trained: tuple[int, dict[str, float]] | None = None  # an epoch that waits for its validation
+
+    def run(self) -> None:
+        """Train all epochs that are left."""
+        epoch = self.progress.epochs_done
+        while epoch < self.config.epochs and not (self.is_over or self.progress.exhausted):
+            try:
+                self.train_epoch(self.train_loader, epoch)
+            except EarlierEpoch as back:  # a rollback that went further back than this epoch
+                epoch = back.epoch
+                continue
+            if self.val_loader is not None:
+                self.validate_epoch()
+            epoch += 1
+
+    # One epoch
+
+    def train_epoch(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
+        """Train one pass over the loader; returns metrics over all ranks.
+
+        An epoch that a resumed run has finished already is not trained again: its recorded
+        metrics are returned.
+        """
+        self._epoch = epoch
+        if epoch < self.progress.epochs_done:
+            return self.progress.history[epoch]["train"]
+        if self.is_over:
+            return self.progress.last["train"]
+        self._close_trained()
+        trainer = self.trainer
+        if loader is self.train_loader:
+            if self.train_loader.epoch != epoch:
+                self.train_loader.seek(epoch)
+            self.renew_shares()
+        trainer.model.train()
+        trainer.execution.mark()
+        for call in self.callbacks.on_epoch_begin:
+            call(epoch)
+        while True:
+            step = trainer.step + 1  # the one that an error belongs to
+            try:
+                for batch in self._batches(loader):
+                    if self.checkpoints.skips(batch):
+                        trainer.pass_over(share_of(batch))
+                        continue
+                    result = trainer.train_step(batch)
+                    if result.moved and self._after_step():
+                        break
+                    step = trainer.step + 1
+                return self._end_of_training(loader, epoch)
+            except Exception as error:
+                note_step(step)
+                error.add_note(self._where(step))
+                self.checkpoints.recover(error)  # raises it, unless a checkpoint is back
+            self._go_back(epoch)
+
+    def _batches(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """The rest of an epoch, or nothing where only its end is still to be recorded."""
+        if self.has_all_steps:  # the run was ended right before the epoch's end was recorded
+            return ()
+        self.progress.unfinished = None
+        # Data on the GPU are gathered inside the step.
+        batches = loader.batches() if isinstance(loader, ResidentLoader) else loader
+        trainer = self.trainer
+        return training_batches(batches, self.control, self.callbacks, trainer.at_step_boundary)
+
+    def _after_step(self) -> bool:
+        """Between two steps; True to end the epoch here."""
+        step, every = self.trainer.step, self.config.validate_every
+        self.checkpoints.poll()
+        if every and step % every == 0 and not self._at_end_of_epoch:
+            self._validate_inside_epoch()
+        if self.checkpoints.due(step):
+            self.log.flush()  # finds a NaN before it is saved
+            self.save_checkpoint(wait=False)
+        return self.has_all_steps
+
+    def _end_of_training(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
+        """All steps of the epoch are taken; it is closed now or by its validation."""
+        note_phase(Phase.EPOCH)
+        trainer = self.trainer
+        ours = loader is self.train_loader
+        self._whole = not self.has_all_steps or (ours and self._at_end_of_epoch)
+        trainer.execution.verify()
+        self.log.end_epoch()
+        self.epoch_metrics.merge(trainer.read_metrics())
+        trainer.metrics.reset()
+        metrics = self.epoch_metrics.compute(trainer.placement)
+        trainer.nan_guard.look(now=True)  # here, where the device is waited for anyway
+        if not metrics and self.config.on_nonfinite == "skip":
+            text = f"every step of epoch {epoch + 1} was skipped: no gradient of it was finite"
+            raise NonFiniteLossError(trainer.step, text=text)
+        self.check_finite(metrics)
+        if self.config.consistency_check_every:
+            trainer.check_replicas()
+        if self.val_loader is None:
+            self._close_epoch(epoch, metrics, None)
+        else:
+            self._trained = (epoch, metrics)
+        return metrics
+
+    def validate_epoch(self, loader: Iterable[Any] | None = None) -> dict[str, float]:
+        """Evaluate on every sample of the loader, once; returns metrics over all ranks."""
+        loader = loader if loader is not None else self.val_loader
+        if loader is None:
+            raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
+        recorded = self.progress.record_of(self._epoch) if loader is self.val_loader else None
+        if self._trained is None and recorded is not None:
+            return recorded["val"]
+        note_phase(Phase.VALIDATION)
+        metrics = self.evaluate(validation_batches(loader, self.control))
+        note_phase(Phase.EPOCH)
+        if self._trained is not None:
+            (epoch, train), self._trained = self._trained, None
+            for call in self.callbacks.on_validation:
+                call(metrics)
+            self._close_epoch(epoch, train, metrics)
+        return metrics
+
+    def _validate_inside_epoch(self) -> None:
+        assert self.val_loader is not None
+        note_phase(Phase.VALIDATION)
+        metrics = self.evaluate(validation_batches(self.val_loader, self.control))
+        for call in self.callbacks.on_validation:
+            call(metrics)
+
+    def _close_epoch(
+        self, epoch: int, train: dict[str, float], val: dict[str, float] | None
+    ) -> None:
+        """Record an epoch, judge it, tell the callbacks and save it."""
+        judged = val or train
+        better = self.progress.finish_epoch(train, val, self._whole)
+        if self._whole:
+            self.epoch_metrics.reset()  # not before: a run may stop in the validation
+            self.trainer.schedule.after_epoch(judged)
+        for call in self.callbacks.on_epoch_end:
+            call(epoch, judged)
+        if self.config.enable_fault_tolerance:
+            self.save_checkpoint(best=better, wait=False, score=self.progress.score(judged))
+
+    def _close_trained(self) -> None:
+        """An epoch that was trained but never validated is done all the same."""
+        if self._trained is not None:
+            (epoch, train), self._trained = self._trained, None
+            self._close_epoch(epoch, train, None)
+
+    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Metrics of the model as it is on any batches, over all ranks; records nothing."""
+        trainer = self.trainer
+        trainer.execution.verify()
+        trainer.share_buffers()
+        self.evaluated = evaluate(
+            trainer.model,
+            loader if trainer.transform is None else map(trainer.transform, loader),
+            self.loss_fn,
+            self.eval_fn,
+            trainer.precision,
+            trainer.placement.device,
+        )
+        return self.evaluated.compute(trainer.placement)
+
+    # Going back
+
+    def _go_back(self, epoch: int) -> None:
+        """The state of a checkpoint was brought back: go on from its place in the data."""
+        loader = self.train_loader
+        loader.seek(self.trainer.epoch, self.trainer.position)
+        self.log.went_back()
+        if self.progress.epochs_done != epoch:
+            raise EarlierEpoch(self.progress.epochs_done, epoch)
+        if loader.epoch != epoch:
+            loader.seek(epoch)
+
+    # Saving and stopping
+
+    def save_checkpoint(
+        self, best: bool = False, wait: bool = True, *, score: dict[str, Any] | None = None
+    ) -> Path:
+        """Save the whole state now. With `wait` it is safe on the disk when this returns; else
+        training may go on once the state is copied, and it is written beside training."""
+        note_phase(Phase.CHECKPOINT)
+        trainer = self.trainer
+        trainer.execution.verify()  # recorded steps are taken back now, or never
+        trainer.nan_guard.look(now=True)  # finds a NaN before it is saved
+        trainer.read_metrics()
+        facts = {"metrics": self.progress.newest, **self.facts()}
+        if score is not None:
+            facts["score"] = score
+        for call in self.callbacks.on_save_begin:
+            call()
+        try:
+            path = self.checkpoints.save(facts, best, wait)
+        finally:
+            for call in self.callbacks.on_save_end:
+                call()
+        self.saved_step = trainer.step
+        return path
+
+    def stop(self, save: Callable[[], Any] | None = None) -> None:
+        """Save the step that all ranks stand at, unless it is saved already, and end this process.
+        `save`: how, where `save_checkpoint` alone would not do."""
+        wait_for_no_worker()
+        for call in self.callbacks.on_batch:
+            call(False)
+        begun, problem = time.perf_counter(), None
+        try:
+            outcome = self._save_to_stop(save)
+        except CheckpointError as error:
+            problem = str(error)
+            outcome = f"step {self.trainer.step} is lost: {problem}. An earlier one: --resume auto"
+        facts = {"problem": problem, "save_s": time.perf_counter() - begun}
+        self.record("stopped", step=self.trainer.step, signal=self.control.asked_by, **facts)
+        leave(self.control, outcome)
+
+    def _save_to_stop(self, save: Callable[[], Any] | None) -> str:
+        step = self.trainer.step
+        if not self.config.enable_fault_tolerance:
+            return f"stopped at step {step}; nothing saved, as enable_fault_tolerance is false"
+        if step == 0:
+            return "stopped before the first step; there is nothing to save"
+        if self.saved_step == step:
+            self.checkpoints.settle()
+        elif save is not None:
+            save()
+            self.checkpoints.settle()
+        else:
+            self.log.flush()  # finds a NaN before it is saved
+            self.save_checkpoint()
+        return f"saved step {step}; continue with --resume auto"
+
+    # Where the run stands
+
+    @property
+    def should_stop(self) -> bool:
+        """True once max_steps is reached or early stopping has seen enough."""
+        return self.has_all_steps or self.progress.exhausted
+
+    @property
+    def has_all_steps(self) -> bool:
+        return self.config.max_steps is not None and self.trainer.step >= self.config.max_steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether max_steps is reached, and the epoch of the last step is recorded."""
+        progress = self.progress
+        recorded = progress.unfinished is not None or progress.epochs_done > self.trainer.epoch
+        return self.has_all_steps and recorded
+
+    @property
+    def _at_end_of_epoch(self) -> bool:
+        total = self.train_loader.steps
+        return total is not None and self.trainer.position >= total
+
+    def steps_left(self) -> int | None:
+        """Optimizer steps until the run ends; None where nobody knows."""
+        total = self.train_loader.steps
+        ends = [] if total is None else [total * self.config.epochs]
+        ends += [] if self.config.max_steps is None else [self.config.max_steps]
+        return min(ends) - self.trainer.step if ends else None
+
+    def check_finite(self, metrics: dict[str, float]) -> None:
+        """Raise if the loss over some steps is NaN or infinite."""
+        if math.isfinite(metrics.get("loss", 0.0)):
+            return
+        trainer = self.trainer
+        trainer.execution.verify()  # these two name the step and the samples, if they can
+        trainer.nan_guard.look(now=True)
+        rate = float(trainer.optimizer.param_groups[0]["lr"])
+        raise NonFiniteLossError(
+            trainer.step,
+            text=f"the loss is {metrics['loss']} over the steps up to {trainer.step}; lower the "
+            f"learning rate (now {rate:g}), set max_grad_norm, or check the data. The checkpoints "
+            f"in {self.folder / 'checkpoints'} are from before",
+        )
+
+    def _where(self, step: int) -> str:
+        identity = self.trainer.placement.identity
+        return f"(rank {identity.rank} on {identity.host}, step {step}, run {self.folder})"
+
+
+class EarlierEpoch(CheckpointError):
+    """The state of an earlier epoch was brought back. `run` goes on there; a loop of the user's
+    own cannot."""
+
+    def __init__(self, epoch: int, asked: int) -> None:
+        self.epoch = epoch
+        super().__init__(
+            f"the last intact checkpoint is of epoch {epoch + 1}, and this is epoch {asked + 1}; "
+            "start the run again with --resume auto"
+        )
