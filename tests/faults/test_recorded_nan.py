@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback
 from multi_gpu_training.errors import MultiGPUError
-from multi_gpu_training.training.runner import selection
+from multi_gpu_training.training.runner import verified_graph
 
 SAMPLES, BATCH = 480, 4
 OPTIMIZERS: dict[str, Any] = {
@@ -115,8 +115,8 @@ def test_a_nan_in_recorded_steps_is_named_and_leaves_no_trace(
 
 
 def test_a_nan_is_seen_long_before_the_epoch_ends(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(selection, "LOOK_RECORDED", 8)
-    monkeypatch.setattr(selection, "FIRST_WINDOW", 10_000)  # no comparison finds it before
+    monkeypatch.setattr(verified_graph, "LOOK_RECORDED", 8)
+    monkeypatch.setattr(verified_graph, "FIRST_WINDOW", 10_000)  # no comparison finds it before
     bad = 141
     found = train(tmp_path, (bad,), "adamw", True, {})
     (step,) = found["bad_steps"]

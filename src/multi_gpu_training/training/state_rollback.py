@@ -238,8 +238,13 @@ def step_bytes(step: list[Fed]) -> int:
     return sum(t.numel() * t.element_size() for batch in kept for t in leaves(batch))
 
 
-def own_copy(batch: Any) -> Any:
-    """A copy of the user's batch: they may fill the same memory with the next one."""
+def fed(batch: Any, samples: Tensor | None, share: Share) -> Fed:
+    """A micro-batch to be computed again later. What has no known window is the user's own: they
+    may fill its memory with the next one."""
+    return (_own_copy(batch) if share.window_count == 0 else batch), samples, share
+
+
+def _own_copy(batch: Any) -> Any:
     if type(batch) is tuple and all(isinstance(part, Tensor) for part in batch):
         return tuple([part.clone() for part in batch])
     return map_tensors(batch, torch.clone)

@@ -82,13 +82,12 @@ class GraphCache:
         self._eager = eager
         self._guard = guard
 
-    def record(self, keys: list[Any], step: list[Fed], foreign: bool) -> str | None:
-        """Record the step that was just trained; None, or why it cannot be recorded. The user's
-        own batches (`foreign`) are kept in rings."""
+    def record(self, keys: list[Any], step: list[Fed]) -> str | None:
+        """Record the step that was just trained; None, or why it cannot be recorded."""
         assert self.graphs is not None
         micros: list[CapturedMicro] = []
         kept = 0
-        if foreign:
+        if step[0][2].window_count == 0:  # the user's own batches are kept in rings
             kept = min(LONGEST_RING, max(1, KEPT_BYTES // max(1, step_bytes(step))))
         parameters = self.parameters()
         self._state.drop_gradients()

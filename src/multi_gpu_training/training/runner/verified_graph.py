@@ -1,0 +1,374 @@
+"""A graph runner that is checked against the eager step, and taken back where it differs.
+
+A recorded step computes with the Python values of the time when it was recorded. Values that the
+code visibly reads are guarded: a step that would read another one runs eagerly. What guards cannot
+see, the comparison finds, after 16, 64, ... steps and before anyone uses the weights: then the last
+verified state is restored and the steps since then are computed again, eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.progress_slot import Phase, note_phase
+from multi_gpu_training.training.nan_guard import LOOK_RECORDED, NanGuard
+from multi_gpu_training.training.runner.comparison import Comparison
+from multi_gpu_training.training.runner.eager import EagerRunner
+from multi_gpu_training.training.runner.graph import resolve_kept
+from multi_gpu_training.training.runner.graph_cache import (
+    KEPT_BYTES,
+    GraphCache,
+    GraphRunner,
+    is_planned,
+    micro_key,
+)
+from multi_gpu_training.training.runner.graph_guards import Guards
+from multi_gpu_training.training.state_rollback import Fed, Window, fed, step_bytes
+from multi_gpu_training.training.step import StepResult
+from multi_gpu_training.training.step_state import StepState
+
+MOST_SHAPES = 8
+FIRST_WINDOW = 16
+LONGEST_WINDOW = 4096
+
+# What a rank can do with a step. The smallest vote of all ranks is what all of them do.
+STALE = 0  # a value that the step reads has changed: run this step eagerly, then stop replaying
+FULL = 1  # no room to keep more batches: run this step eagerly, then compare
+UNRECORDED = 2  # there is no recording of this shape: run this step eagerly
+REPLAY = 3
+
+_ELSEWHERE = "a Python value that another rank's step reads changed"
+
+
+class VerifiedGraph:
+    """Replays steps where that is known to be right.
+
+    active: whether it takes steps. give_up: called with the reason when it stops doing so.
+    snapshot_more: keeps what else a rollback must restore; returns what restores it.
+    check_begins, check_ends: called around the eager step of a comparison, which shows the phases
+    that a graph hides.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        eager: EagerRunner,
+        guard: NanGuard,
+        cache: GraphCache,
+        give_up: Callable[[str], None],
+    ) -> None:
+        self.state = state
+        self.eager = eager
+        self.guard = guard
+        self.cache = cache
+        self.give_up = give_up
+        self.active = False
+        self.snapshot_more: Callable[[], Callable[[], None] | None] = lambda: None
+        self.check_begins: Callable[[], None] = lambda: None
+        self.check_ends: Callable[[], None] = lambda: None
+        self.graph = GraphRunner(state, cache)
+        self.comparison = Comparison(state, eager, cache, self.graph)
+        self._guards: Guards | None = None
+        self._stale: str | None = None  # steps were replayed since this was seen to have changed
+        self._sightings: dict[Any, int] = {}
+        self._sizes: dict[Any, int] = {}
+        self._window = Window()
+        self._window_limit = FIRST_WINDOW
+        self._tolerance = 0.0
+        # The step under way: its micro-batches, their keys, and what all ranks do with it.
+        self._step: list[Fed] = []
+        self._keys: list[Any] = []
+        self._verdict = REPLAY
+
+    def start(self, guards: Guards | None, tolerance: float) -> None:
+        """The newest step is recorded, and was compared: replay from here on."""
+        self._guards = guards
+        self._tolerance = tolerance
+        self._set_active(True)
+        self._begin_window()
+
+    def stop(self) -> None:
+        """Free the recordings and everything that was kept to compare them."""
+        self._set_active(False)
+        self.cache.collect(self.state.metrics)
+        self.cache.drop()
+        self.comparison.copies.drop()
+        self._window = Window()
+
+    def _set_active(self, active: bool) -> None:
+        self.active = self.guard.recorded = active
+
+    # Every micro-batch
+
+    def run(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
+        if share.first:
+            self._step, self._keys = [], []
+            self._verdict = REPLAY
+        self._keys.append(micro_key(self.state, batch, share))
+        result = self._run_micro(batch, samples, share)
+        if share.last:
+            self._after_step()
+        return result
+
+    def _run_micro(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
+        place = len(self._step)
+        before = self._verdict
+        self._verdict = self._vote(place, share)
+        if self._verdict == REPLAY:
+            result = self.graph.run(batch, samples, share)
+            if self.graph.kept is not None:
+                self._step.append((self.graph.kept, samples, share))
+            else:
+                self._step.append(fed(batch, samples, share))
+            return result
+        if before == REPLAY and place:
+            self.graph.give_gradients(place - 1)
+        self._step.append(fed(batch, samples, share))
+        return self.eager.run(batch, samples, share)
+
+    def _vote(self, place: int, share: Share) -> int:
+        """What to do with a micro-batch.
+
+        All ranks must replay the same exchanges. Where the step follows from the global plan,
+        every rank finds the same by itself. Elsewhere ranks agree on the last micro-batch, the
+        only one in which they talk: before that each may do as it can.
+        """
+        key, before = self._keys[-1], self._verdict
+        alone = self.state.placement.dp_size == 1
+        agreed = alone or is_planned(key)
+        mine = self._own_vote(place, key, share, agreed) if before == REPLAY else before
+        if agreed:
+            return mine
+        if self.state.strategy.forward_exchanges:
+            # BatchNorm over all ranks talks in every micro-batch: they agree until one says no.
+            return self.state.placement.all_min(mine) if before == REPLAY else mine
+        return self.state.placement.all_min(mine) if share.last else mine
+
+    def _own_vote(self, place: int, key: Any, share: Share, agreed: bool) -> int:
+        """What this rank can do with a micro-batch of a step that was replayed so far."""
+        fits = self.graph.find(place, key)
+        if share.first and self._stale is None:
+            changed = self._changed()
+            if changed is not None and agreed and self.state.placement.dp_size > 1:
+                # The others cannot know: go on, and take the steps back at the next comparison.
+                self._stale = changed
+            elif changed is not None:
+                return STALE
+        # Ranks keep batches of different sizes: one that runs out of room tells the others.
+        if not agreed and (self.graph.ring_is_full or self._window.kept_bytes > KEPT_BYTES):
+            return FULL
+        return REPLAY if fits else UNRECORDED
+
+    def _changed(self) -> str | None:
+        return self._guards.changed() if self._guards is not None else None
+
+    def _after_step(self) -> None:
+        key = self._keys[0]
+        size = self._sizes.get(key)
+        if size is None:
+            size = self._sizes[key] = step_bytes(self._step)
+        window = self._window
+        window.add(self._step, size)
+        if self._verdict == STALE:
+            self._leave(self._changed() or _ELSEWHERE, current=1)
+            return
+        if self._verdict == UNRECORDED:
+            self._consider_shape()
+        elif self._verdict == REPLAY:
+            self.comparison.newest = (self._keys, self._step)
+        if self.state.step % LOOK_RECORDED == 0 and self.guard.weights_were_spoilt():
+            self._take_back()
+        full = len(window.steps) >= self._window_limit or self._verdict == FULL
+        if self.state.placement.dp_size == 1:
+            full = full or window.kept_bytes > KEPT_BYTES or self.graph.ring_is_full
+        if full and self.active:
+            self.verify()
+
+    def _begin_window(self, verified: str | None = None) -> None:
+        """The state as it is now is verified. verified: the name of a copy of it."""
+        if verified is None:
+            self.comparison.copies.keep("verified")
+        else:
+            self.comparison.copies.rename(verified, "verified")
+        self._window.begin(self.state, self.snapshot_more())
+        self.cache.rewind_rings()
+        self._stale = None
+
+    def went_back(self) -> None:
+        """The state is that of an earlier checkpoint, in the same tensors: what was kept to take
+        steps back is of no use any more."""
+        self._step, self._keys = [], []
+        if self.active:
+            self.cache.forget()
+            self._begin_window()
+
+    def mark(self) -> None:
+        """What was verified is the state as it is now: an epoch was closed, metrics were reset."""
+        if self.active and not self._window.steps:
+            self._begin_window()
+
+    # Other shapes
+
+    def _consider_shape(self) -> None:
+        """A step of another shape was seen; the second time it is recorded as well."""
+        note_phase(Phase.RECORDING)
+        key = self._keys[0]
+        known = self.cache.steps.get(key)
+        # It may be recorded here, while another rank still lacks its own. A step that only begins
+        # like a recorded one stays eager: which of them it is shows when half of it has run.
+        recorded = known is not None and known.keys == self._keys
+        sightings = self._sightings[key] = self._sightings.get(key, 0) + 1
+        new = known is None and sightings >= 2 and len(self.cache.steps) < MOST_SHAPES
+        wanted = recorded or new
+        # What follows from the plan is the same on every rank: nobody has to ask.
+        if not (wanted if is_planned(key) else self._all_agree(wanted)):
+            return
+        # A failed recording spoils the random numbers of those before it: compare them first.
+        self.verify()
+        if not self.active:
+            return
+        problem = None if recorded else self.cache.record(self._keys, self._step)
+        if not self._all_agree(problem is None):
+            self.give_up(problem or "another rank could not record its step")
+            return
+        self.comparison.newest = (self._keys, self._step)
+        difference = self._newest_difference()
+        if not self._all_agree(difference <= self._tolerance):
+            self.give_up(f"a step of another shape differs by {difference:.1g} as a graph")
+            return
+        self.mark()
+
+    # Comparing
+
+    def verify(self) -> None:
+        """Compare the newest recorded step with the eager one; go back where they differ.
+
+        Call it where the weights are about to be used: saved, evaluated, given away.
+        """
+        if not self.active or not self._window.steps:
+            return
+        changed = self._stale or self._changed()
+        vote = 0 if self._stale is not None else 1 if changed is not None else 2
+        verdict = self.state.placement.all_min(vote)
+        if verdict == 0:
+            self._fall_back(changed or _ELSEWHERE)
+            return
+        if verdict == 1:
+            self._leave(changed or _ELSEWHERE, current=0)
+            return
+        try:
+            difference = self._newest_difference()
+        except torch.OutOfMemoryError:
+            if self.state.placement.dp_size > 1:
+                raise  # the other ranks wait inside the step
+            self.comparison.copies.restore("before")
+            self.state.drop_gradients()
+            self.cache.forget()
+            self.give_up("there is no memory to compare its recording")
+            return
+        if self.guard.weights_are_spoilt():
+            self._take_back()
+        elif not self._all_agree(difference <= self._tolerance):
+            self._fall_back(_differs(difference))
+        else:
+            self._begin_window(verified="before")
+            self._window_limit = min(LONGEST_WINDOW, 4 * self._window_limit)
+
+    def _newest_difference(self) -> float:
+        """How far the newest recorded step is from the eager one; "before" is the state now."""
+        self.cache.collect(self.state.metrics)
+        self.guard.ask_about_weights()
+        return self.comparison.again(self.check_begins, self.check_ends)
+
+    def _leave(self, problem: str, current: int) -> None:
+        """A value that steps read has changed just now: what was replayed before stands, if a
+        comparison with the old value says so. The last `current` steps saw the new one."""
+        assert self._guards is not None
+        with self._guards.as_before():
+            replayed = len(self._window.steps) > current
+            difference = self._newest_difference() if replayed else 0.0
+        if self.guard.weights_are_spoilt():
+            self._take_back()
+        elif not self._all_agree(difference <= self._tolerance):
+            self._fall_back(_differs(difference), self._guards.as_before(), current)
+        else:
+            self.give_up(problem)
+
+    def _fall_back(
+        self,
+        problem: str,
+        values: AbstractContextManager[None] | None = None,
+        current: int = 0,
+    ) -> None:
+        """Take back the steps since the last verified one, and compute them again, eagerly.
+
+        values: holds Python values as they were; not around the last `current` steps.
+        """
+        steps = self._rewind()
+        old = len(steps) - current
+        with values or nullcontext():
+            for step in steps[:old]:
+                self._redo(step)
+        for step in steps[old:]:
+            self._redo(step)
+        self.give_up(f"{problem}; {len(steps)} steps were computed again")
+
+    def _take_back(self) -> None:
+        """Recorded steps have moved the weights by something that is not finite: go back to the
+        last verified step and on, one by one, to the step that is to blame. It raises."""
+        guard = self.guard
+        self._set_active(False)
+        steps = self._rewind()
+        try:
+            with guard.one_by_one():
+                for step in steps:
+                    guard.keep_buffers()
+                    self._redo(step)
+                    guard.look(now=True)
+        except BaseException:  # the recordings are as good as ever
+            self._set_active(True)
+            self._begin_window()
+            raise
+        self.give_up("as a graph its numbers were not finite")
+
+    def _rewind(self) -> list[list[Fed]]:
+        """Bring back the last verified state; returns the steps since."""
+        state, window = self.state, self._window
+        steps = list(window.steps)
+        assert window.counters is not None
+        state.drop_gradients()
+        window.counters.restore(state)
+        # What callbacks set after the verified step, they set again; what they count is put back.
+        unknown = torch.full((), float("nan"))
+        self._redo_callbacks(StepResult(unknown, state.step, True, None, False))
+        self.comparison.copies.restore("verified")
+        self.cache.forget()
+        if window.restore_more is not None:
+            window.restore_more()
+        state.replayed = max(0, state.replayed - len(steps))
+        return steps
+
+    def _redo(self, step: list[Fed]) -> None:
+        for batch, samples, share in step:
+            result = self.eager.run(resolve_kept(batch), samples, share)
+        self._redo_callbacks(result)
+
+    def _redo_callbacks(self, result: StepResult) -> None:
+        for call in self.state.callbacks.redo_step_end:
+            call(result)
+
+    def _all_agree(self, ok: bool) -> bool:
+        return self.state.placement.all_min(int(ok)) == 1
+
+
+def _differs(difference: float) -> str:
+    return (
+        f"a later step differs from the recorded one by {difference:.1g}: it reads something "
+        "that changes, on this rank or another"
+    )
