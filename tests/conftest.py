@@ -29,8 +29,13 @@ def avoid_forbidden_instructions() -> None:
 
 
 avoid_forbidden_instructions()
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell does that to what it starts with &
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell lets what it starts with & ignore these.
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,7 +38,7 @@ def test_training_mode_chooses_how_the_model_is_copied(tmp_path: Path) -> None:
     for name in ("data_parallel", "dp"):
         assert run_ranks(1, train_wrapped, tmp_path, name) == [("DataParallel", 4)]
     for name in ("distributed_data_parallel", "ddp"):
-        assert run_ranks(2, train_wrapped, tmp_path, name) == [("DistributedDataParallel", 2)] * 2
+        assert run_ranks(2, train_wrapped, tmp_path, name) == [("Replicas", 2)] * 2
 
 
 def refused_mode(folder: Path, mode: str) -> str:
@@ -245,8 +245,10 @@ class Steps(Callback):
     def __init__(self):
         self.steps = []
 
-    def on_step_end(self, manager, result):
-        step = result.step
+    def on_step_end(self, run, result):
+        self.note(run, result.step)
+
+    def note(self, manager, step):
         identity = manager.placement.identity
         if dies_at[identity.attempt :][:1] == [step] and identity.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -255,7 +257,7 @@ class Steps(Callback):
 
 hook = Steps()
 manager = MultiGPUTrainingManager(quiet("runs", batch_size=2, epochs=2, **settings))
-hook.on_step_end(manager, 0)
+hook.note(manager, 0)
 manager.fit(line(), points(), optimizer=sgd, callbacks=[hook])
 here = manager.placement
 facts = {"rank": here.identity.rank, "of": here.dp_size, "attempt": here.identity.attempt,

@@ -241,7 +241,7 @@ def test_a_recipe_says_what_it_does_and_can_be_gone_on_with(mgt: Mgt, tmp_path: 
     for line in (
         r"^mode: distributed_data_parallel, 1 rank \(none\), device cpu, float32$",
         r"^model: \w+, [\d,]+ parameters, [\d.]+ MB$",
-        r"^batch: 64 per rank x 1 accumulation x 1 rank = 64 samples a step$",
+        r"^batch: 64 per rank x 1 accumulation x 1 rank = 64 samples per step$",
         r"^learning rate: 0\.002 \(lr_scaling=none\)$",
         r"^schedule: cosine to 0 at step \d+, warm-up over \d+ steps$",
         r"^Epoch 1/2 - train loss [\d.]+, acc [\d.]+% \| val loss [\d.]+, acc [\d.]+%",
@@ -293,7 +293,7 @@ def test_a_config_file_names_its_recipe_and_words_win_over_it(mgt: Mgt, tmp_path
     written = yaml.safe_load((only_run(tmp_path) / "config.yaml").read_text())
     assert (written["learning_rate"], written["global_batch_size"]) == (5e-4, 24)
     assert written["max_steps"] == 2
-    assert "= 24 samples a step" in said.out
+    assert "= 24 samples per step" in said.out
 
 
 @pytest.fixture
@@ -342,8 +342,8 @@ def test_on_a_terminal_two_ranks_show_one_bar_and_their_scaled_rate(terminal: An
     assert code == 0, shown
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
     assert "2 ranks (gloo)" in plain
-    assert "batch: 64 per rank x 1 accumulation x 2 ranks = 128 samples a step" in plain
-    assert "learning rate: 0.001 x 2 = 0.002 (linear: 128 / 64 samples a step)" in plain
+    assert "batch: 64 per rank x 1 accumulation x 2 ranks = 128 samples per step" in plain
+    assert "learning rate: 0.001 x 2 = 0.002 (linear: 128 / 64 samples per step)" in plain
     assert re.search(r"Epoch 1/1 [━╸╺ ]+ \d+/\d+ ", plain), plain
     assert plain.count("Epoch 1/1 - train loss") == 1
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.distributed.signal_thread import SignalThread
-from multi_gpu_training.monitoring.caller import Opening, choose
 from multi_gpu_training.training.progress import Progress
 
 
@@ -119,7 +118,8 @@ for fold in range(3):
         continue
     manager = MultiGPUTrainingManager(MultiGPUConfig(
         device="cpu", batch_size=2, epochs=1, checkpoint_frequency=1, save_dir="runs",
-        tensorboard=False, progress="off"))
+        tensorboard=False, progress="off",
+        run_name=None if sys.argv[1] == "nameless" else f"fold-{{fold}}"))
     torch.manual_seed(fold)
     x = torch.randn(16, 4)
     model = nn.Linear(4, 1)
@@ -131,36 +131,38 @@ for fold in range(3):
 """
 
 
+def run_folds(folder: Path, way: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    (folder / "folds.py").write_text(FOLDS.format(tests=str(Path(__file__).parent.parent)))
+    command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
+    return subprocess.run(
+        [*command, "folds.py", way], cwd=folder, capture_output=True, text=True, timeout=200
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_script_of_several_runs_goes_on_with_each_of_them(tmp_path: Path) -> None:
+def test_a_script_of_several_named_runs_goes_on_with_each_of_them(tmp_path: Path) -> None:
     """Also with those that are left, where it skips the others."""
     told = {}
     for way in ("whole", "kill", "skip"):
-        folder = tmp_path / way
-        folder.mkdir()
-        (folder / "folds.py").write_text(FOLDS.format(tests=str(Path(__file__).parent.parent)))
-        command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
-        done = subprocess.run(
-            [*command, "folds.py", way], cwd=folder, capture_output=True, text=True, timeout=200
-        )
+        done = run_folds(tmp_path / way, way)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = [line.split(maxsplit=3) for line in done.stdout.splitlines() if "fold" in line[:5]]
         told[way] = {fold: weights for _, fold, _, weights in lines}
-        assert len(set(path.name for path in (folder / "runs/custom").iterdir())) == 3
+        runs = sorted(path.name for path in (tmp_path / way / "runs/custom").iterdir())
+        assert runs == ["fold-0", "fold-1", "fold-2"]
     for way in ("kill", "skip"):
         assert (tmp_path / way / "killed").exists()
         assert told[way] == told["whole"]
 
 
-def test_stages_of_a_script_are_told_apart_by_their_place() -> None:
-    teacher, student = Opening("a.py:3"), Opening("a.py:9")
-    found = [(teacher, Path("first")), (student, Path("second"))]
-    assert choose(student, found) == Path("second")
-    assert choose(Opening("a.py:12"), found) is None
-    folds = [(Opening("a.py:3", f"v{i}", i), Path(f"{i}")) for i in range(3)]
-    assert choose(Opening("a.py:3", "v2", 0), folds) == Path("2")  # the others were skipped
-    assert choose(Opening("a.py:3", "clock", 1), folds) == Path("1")
+@pytest.mark.slow
+def test_several_runs_without_a_name_are_not_mixed_up_after_a_restart(tmp_path: Path) -> None:
+    done = run_folds(tmp_path / "it", "nameless")
+    assert done.returncode != 0
+    assert "began 2 runs without a run_name" in done.stderr
+    assert "give each its own run_name" in done.stderr
 
 
 def test_a_stale_record_does_not_end_an_epoch_that_goes_on(tmp_path: Path) -> None:

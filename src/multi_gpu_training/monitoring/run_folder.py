@@ -21,7 +21,6 @@ from multi_gpu_training.config import MultiGPUConfig, name_problem
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.monitoring.caller import Opening, choose, opening
 
 
 class RunFolder:
@@ -60,11 +59,10 @@ def open_run(
     """
     answer: dict[str, Any] = {}
     lock: RunLock | None = None
-    opened = opening()
     path = Path()
     if placement.is_main:
         try:
-            path = _choose(config, placement.identity, opened)
+            path = _choose(config, placement.identity)
             (path / "events").mkdir(parents=True, exist_ok=True)
             lock = RunLock(path)
             _keep_forecast(path, config.forecast)
@@ -86,7 +84,7 @@ def open_run(
         if disks.writes and not placement.is_main:
             lock = RunLock(path)
         if disks.writes:
-            _write_facts(path, settings, placement.identity, opened)
+            _write_facts(path, settings, placement.identity)
     except OSError as error:
         raise ConfigError(_unwritable(error, config)) from None
     return RunFolder(path, lock, disks)
@@ -147,12 +145,12 @@ def _unwritable(error: OSError, config: MultiGPUConfig) -> str:
     )
 
 
-def _choose(config: MultiGPUConfig, identity: Identity, opened: Opening) -> Path:
+def _choose(config: MultiGPUConfig, identity: Identity) -> Path:
     base = _base(config)
     if config.run_name is not None:
         return base / config.run_name
     if identity.attempt and identity.run_id:
-        restarted = _run_of(base, identity.run_id, opened)
+        restarted = _run_of(base, identity.run_id)
         if restarted is not None:
             return restarted
     resumed = _resumed_run(config)
@@ -179,22 +177,32 @@ def latest_run(base: Path) -> Path | None:
     return max(saved)[1] if saved else None
 
 
-def _run_of(base: Path, run_id: str, opened: Opening) -> Path | None:
-    """The run that ranks of this launch began before they were restarted."""
+def _run_of(base: Path, run_id: str) -> Path | None:
+    """The run that ranks of this launch began before they were restarted.
+
+    A script that trains several runs must name them: after a restart nobody can tell whether its
+    first run is the first one again, or the one that is left.
+    """
     found = []
     for file in sorted(base.glob("*/environment.json")):
         try:
-            facts = json.loads(file.read_text())
-            if facts.get("run_id") == run_id:
-                found.append((Opening(**facts.get("opened", {})), file.parent))
-        except (OSError, ValueError, AttributeError, TypeError):
+            if json.loads(file.read_text()).get("run_id") == run_id:
+                found.append(file.parent)
+        except (OSError, ValueError, AttributeError):
             continue
-    return choose(opened, found)
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(
+            f"restarted, but this launch began {len(found)} runs without a run_name ({names}), and "
+            "they cannot be told apart; give each its own run_name, and start it again with "
+            "--resume auto"
+        )
+    return found[0] if found else None
 
 
-def _write_facts(path: Path, settings: dict[str, Any], identity: Identity, opened: Opening) -> None:
+def _write_facts(path: Path, settings: dict[str, Any], identity: Identity) -> None:
     (path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
-    facts = {"run_id": identity.run_id, "opened": opened.plain(), **environment()}
+    facts = {"run_id": identity.run_id, **environment()}
     (path / "environment.json").write_text(json.dumps(facts, indent=1))
 
 

@@ -1,14 +1,22 @@
 """Recipes: whole trainings that a person reads and copies.
 
-This list is what `mgt recipes` prints and what the tests run through.
+Each folder here is one: its `__init__.py` exports `recipe`, and the first line of its docstring
+says what it trains. `mgt recipes` prints these lines, and the tests run through all of them.
 """
 
 from __future__ import annotations
 
-RECIPES = {
-    "image": "image classifier (MLP or CNN) on digits, MNIST or Fashion-MNIST",
-    "speech": "speech recogniser (LMU, CTC) on digits, LibriSpeech or a built-in synthetic voice",
-    "transformer": "language model (causal or masked) or text classifier of Hugging Face",
-    "video": "behaviour classifier (3D CNN) on rendered clips or videos with annotations",
-    "ppo": "recurrent PPO (CLSTM) that trades, or plays any Gymnasium environment",
-}
+from pathlib import Path
+
+
+def _first_line(file: Path) -> str:
+    """Read, not imported: `mgt --help` must not wait for torch."""
+    return file.read_text().lstrip().removeprefix('"""').splitlines()[0].rstrip('."')
+
+
+def _find() -> dict[str, str]:
+    files = sorted(Path(__file__).parent.glob("*/__init__.py"))
+    return {file.parent.name: _first_line(file) for file in files}
+
+
+RECIPES = _find()

@@ -49,7 +49,7 @@ class Scaling:
         formula = f"sqrt({ratio})" if self.rule == "sqrt" else ratio
         return (
             f"learning rate: {self.base_rate:g} x {self.factor:g} = {self.rate:g} "
-            f"({self.rule}: {formula} samples a step)"
+            f"({self.rule}: {formula} samples per step)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The image recipe: classify small grey images with an MLP or a CNN.
+"""Image classifier (MLP or CNN) on digits, MNIST or Fashion-MNIST.
 
 mgt train image                                        digits, on the CPU in a minute
 mgt train image --mode cnn --data-dir fashion-mnist    93 % and more on Fashion-MNIST

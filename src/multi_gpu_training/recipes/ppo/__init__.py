@@ -1,4 +1,4 @@
-"""The PPO recipe: a recurrent agent (CLSTM-PPO) that trades, or plays any Gymnasium environment.
+"""Recurrent PPO (CLSTM) that trades, or plays any Gymnasium environment.
 
 mgt train ppo                                          trade on a generated market
 mgt train ppo --data-dir prices.csv                    trade on prices of your own

@@ -1,4 +1,4 @@
-"""The speech recipe: sound to text with Legendre Memory Units and CTC.
+"""Speech recogniser (LMU, CTC) on digits, LibriSpeech or a built-in synthetic voice.
 
 mgt train speech                                built-in synthetic voice, on the CPU in minutes
 mgt train speech --data-dir fsdd                spoken digits

@@ -1,4 +1,4 @@
-"""The transformer recipe: language models and text classifiers of Hugging Face transformers.
+"""Language model (causal or masked) or text classifier of Hugging Face.
 
 mgt train transformer                                     a small GPT-2 on Python's documentation
 mgt train transformer --data-dir my-texts                 the same on the .txt files of a folder

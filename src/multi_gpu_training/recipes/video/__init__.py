@@ -1,4 +1,4 @@
-"""The video recipe: tell behaviours apart in short clips with a 3D convolutional net.
+"""Behaviour classifier (3D CNN) on rendered clips or videos with annotations.
 
 mgt train video                          rendered clips, declared as such, on the CPU too
 mgt train video --data-dir recordings    Videos/*.mp4 with one annotation CSV each
