@@ -15,7 +15,7 @@ from multi_gpu_training.data import resident
 from multi_gpu_training.data.loader import Feeding
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.training import fast_defaults, precision
-from multi_gpu_training.training.fast_defaults import Speed, choose_speed
+from multi_gpu_training.training.fast_defaults import FastDefaults, choose_fast_defaults
 
 GPU = torch.device("cuda", 0)  # only named, never used
 
@@ -24,10 +24,12 @@ def convolutional() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
 
 
-def chosen(folder: Path, model: nn.Module, device: torch.device = GPU, **settings: Any) -> Speed:
+def chosen(
+    folder: Path, model: nn.Module, device: torch.device = GPU, **settings: Any
+) -> FastDefaults:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fast_defaults, "_computes_bf16", lambda: True)
-        return choose_speed(quiet(folder, **settings), model, device)
+        return choose_fast_defaults(quiet(folder, **settings), model, device)
 
 
 def test_step_execution_eager_never_records(tmp_path: Path) -> None:
@@ -41,11 +43,15 @@ def test_step_execution_eager_never_records(tmp_path: Path) -> None:
 
 
 def test_fast_defaults_turn_everything_on_and_off(tmp_path: Path) -> None:
-    assert chosen(tmp_path, convolutional()) == Speed(True, True, True)
-    assert chosen(tmp_path, convolutional(), fast_defaults=False) == Speed(False, False, False)
-    assert chosen(tmp_path, convolutional(), torch.device("cpu")) == Speed(False, False, False)
+    assert chosen(tmp_path, convolutional()) == FastDefaults(True, True, True)
+    assert chosen(tmp_path, convolutional(), fast_defaults=False) == FastDefaults(
+        False, False, False
+    )
+    assert chosen(tmp_path, convolutional(), torch.device("cpu")) == FastDefaults(
+        False, False, False
+    )
     # A small perceptron: the casts would cost more than 16 bits save.
-    assert chosen(tmp_path, line()) == Speed(False, False, True)
+    assert chosen(tmp_path, line()) == FastDefaults(False, False, True)
     large = nn.Linear(1000, 1000)
     assert chosen(tmp_path, large).mixed_precision
     assert chosen(tmp_path, large, use_mixed_precision=False).mixed_precision is False

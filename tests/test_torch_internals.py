@@ -19,6 +19,7 @@ from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import RandomSampler
+from torch.utils.flop_counter import flop_registry
 
 from multi_gpu_training import torch_internals
 from multi_gpu_training.training.fast_defaults import fuse
@@ -244,6 +245,33 @@ def test_disable_dynamo_keeps_the_compiler_unimported() -> None:
     """
     lines = "\n".join(line.strip() for line in code.splitlines())
     assert subprocess.run([sys.executable, "-c", lines], check=False).returncode == 0
+
+
+def test_overload_packet_finds_an_operation_in_the_table_of_counts() -> None:
+    found: list[Any] = []
+
+    class Watch(torch_internals.DispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            found.append(torch_internals.overload_packet(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert torch.ops.aten.mm in found
+    assert torch.ops.aten.mm in flop_registry
+
+
+def stored() -> str:
+    store = torch_internals.default_store()
+    store.set(f"of {torch.distributed.get_rank()}", "here")
+    other = 1 - torch.distributed.get_rank()
+    return bytes(store.clone().get(f"of {other}")).decode()
+
+
+def test_default_store_is_the_one_that_the_ranks_met_at() -> None:
+    assert run_ranks(2, stored) == ["here", "here"]
 
 
 # DDP

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import RandomSampler
 
 # BatchNorm1d to 3d, SyncBatchNorm and their relatives share no public base class.
@@ -29,6 +31,8 @@ CriterionBase = nn.modules.loss._Loss
 # Keeps a function out of compiled graphs, as `torch.compiler.disable` does, without the second
 # that importing the compiler takes.
 disable_dynamo = _disable_dynamo
+# Sees every operation that a block of code starts.
+DispatchMode = TorchDispatchMode
 
 
 class BatchNormWithCheck(BatchNormBase):
@@ -180,3 +184,17 @@ def asked_samples(sampler: RandomSampler) -> int | None:
     """The `num_samples` that a RandomSampler was made with; the public one fills in a default."""
     asked: int | None = sampler._num_samples
     return asked
+
+
+# Operations and process groups
+
+
+def overload_packet(operation: Any) -> Any:
+    """What an operation is called whatever the types of its arguments: the key of torch's table
+    of operation counts."""
+    return operation._overloadpacket
+
+
+def default_store() -> Any:
+    """The store that the ranks met at; torch keeps it to itself."""
+    return _get_default_store()

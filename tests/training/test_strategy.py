@@ -122,3 +122,26 @@ def test_no_other_code_asks_which_strategy_it_is() -> None:
         for path in (package / part).rglob("*.py"):
             if path.parent.name != "strategy":
                 assert not ASKS.search(path.read_text()), path
+
+
+def local_gradients(folder: Path, local: bool) -> tuple[list[float], list[int], bool]:
+    """Weights after a step, sizes of the exchanged pieces, and whether times were logged."""
+    manager = manager_for(folder, batch_size=4)
+    line = nn.Linear(4, 1)
+    _, loader, _ = manager.setup_training(line, points(), optimizer=sgd)
+    strategy = manager.trainer.strategy
+    if local:
+        strategy.keep_gradients_local()
+    for batch in loader:
+        manager.trainer.train_step(batch)
+    found = line.weight.flatten().tolist(), strategy.bucket_bytes(), bool(strategy.logged_times())
+    manager.finish()
+    return found
+
+
+def test_gradients_stay_local_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    first, second = run_ranks(2, local_gradients, tmp_path, False)
+    assert first == second
+    assert sum(first[1]) == (4 + 1 + 1) * 4  # weight, bias and the step's weight
+    first, second = run_ranks(2, local_gradients, tmp_path, True)
+    assert first[0] != second[0]

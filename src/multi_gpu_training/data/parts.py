@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from multi_gpu_training.data.batch import attach, head, map_tensors, to_device
+from multi_gpu_training.data.batch import attach, head, map_tensors, share_of, to_device
 from multi_gpu_training.data.loader import ShareLoader, _Fetch
 from multi_gpu_training.data.order import Share, cut
 from multi_gpu_training.data.resident import ResidentBatch, ResidentLoader
@@ -76,7 +76,8 @@ def step_batches(loader: Loader, epoch: int, position: int) -> Iterator[Any]:
         found = iter(twin)
     for batch in found:
         yield batch
-        if batch._mgt_share.last:
+        share = share_of(batch)
+        if share is None or share.last:
             return
 
 

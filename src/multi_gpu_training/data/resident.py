@@ -26,6 +26,10 @@ class ResidentBatch:
         self.tensors = tensors
         self._mgt_share = share
 
+    @property
+    def share(self) -> Share:
+        return self._mgt_share
+
     def gather(self, index: Tensor) -> list[Tensor]:
         """What collating the samples at `index` would give."""
         return [tensor.index_select(0, index) for tensor in self.tensors]
@@ -43,7 +47,7 @@ class ResidentLoader(ShareLoader):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.batches():
-            yield attach(batch.gather(batch.index), batch._mgt_share)
+            yield attach(batch.gather(batch.index), batch.share)
 
     def batches(self) -> Iterator[ResidentBatch]:
         """The micro-batches of the epoch, gathered only where they are used."""

@@ -29,6 +29,7 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import launcher_reads, note_asked, note_grace
 from multi_gpu_training.distributed.signal_thread import SignalThread
 from multi_gpu_training.distributed.stall import PeerWatch
+from multi_gpu_training.torch_internals import default_store
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
 POLL_S = 0.25
@@ -84,7 +85,7 @@ class Control(Boundary):
         if placement.dp_size > 1:
             # A manager before this one, in the same processes, may have left its wish in the
             # store. On a shared connection a rank that waits would make the thread wait.
-            store = c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store = default_store().clone()
             self._store = c10d.PrefixStore(f"mgt/control/{everybody[0]['token']}", store)
         self._peers: PeerWatch | None = None
         if placement.dp_size > 1 and "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():

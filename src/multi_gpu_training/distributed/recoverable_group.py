@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+
+from multi_gpu_training.torch_internals import default_store
 
 _OPEN = Path("/proc/self/fd")
 
@@ -33,13 +34,13 @@ class RecoverableGroup:
 
     def announce(self) -> None:
         """Say in the store that this group is about to be broken, and that all may go on."""
-        _get_default_store().set(self._key, "broken")
+        default_store().set(self._key, "broken")
 
     @property
     def announced(self) -> bool:
         """Whether a rank has said so. False as well where the store is gone."""
         with suppress(RuntimeError):
-            return bool(_get_default_store().check([self._key]))
+            return bool(default_store().check([self._key]))
         return False
 
     def renew(self) -> RecoverableGroup:

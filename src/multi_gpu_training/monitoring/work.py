@@ -7,8 +7,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from multi_gpu_training.torch_internals import DispatchMode, overload_packet
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import MultiGPUTrainer
@@ -29,7 +30,7 @@ PEAKS: dict[str, tuple[float, float | None, float]] = {
 }
 
 
-class WorkCount(TorchDispatchMode):
+class WorkCount(DispatchMode):
     """Counts what runs inside: operations, and floating-point operations of matrix products.
 
     Whatever goes wrong in counting stays here; the operations themselves are not touched.
@@ -47,7 +48,7 @@ class WorkCount(TorchDispatchMode):
         result = func(*args, **kwargs)
         try:
             self.operations += not _is_view(func)
-            formula = flop_registry.get(func._overloadpacket)
+            formula = flop_registry.get(overload_packet(func))
             if formula is not None:
                 self.flops += int(formula(*args, **kwargs, out_val=result))
         except Exception:

@@ -19,7 +19,7 @@ _LARGE = 1_000_000
 
 
 @dataclass(frozen=True)
-class Speed:
+class FastDefaults:
     """The choices for one model on one device."""
 
     mixed_precision: bool
@@ -27,7 +27,9 @@ class Speed:
     fused_optimizer: bool
 
 
-def choose_speed(config: MultiGPUConfig, model: nn.Module, device: torch.device) -> Speed:
+def choose_fast_defaults(
+    config: MultiGPUConfig, model: nn.Module, device: torch.device
+) -> FastDefaults:
     """What the config says; where it says nothing, what pays for this model on this device.
 
     16 bits pay where matrix products are large: in a small perceptron the casts cost more than
@@ -47,7 +49,7 @@ def choose_speed(config: MultiGPUConfig, model: nn.Module, device: torch.device)
             isinstance(module, (nn.Conv2d, nn.Conv3d)) for module in model.modules()
         )
     fused = config.fused_optimizer
-    return Speed(mixed, channels_last, fast if fused is None else fused)
+    return FastDefaults(mixed, channels_last, fast if fused is None else fused)
 
 
 def _computes_bf16() -> bool:

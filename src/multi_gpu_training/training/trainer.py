@@ -25,7 +25,11 @@ from multi_gpu_training.distributed.progress_slot import (
 from multi_gpu_training.distributed.replicas import check_same_model
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.training.callbacks import CallbackList
-from multi_gpu_training.training.fast_defaults import choose_speed, fuse, lay_out_channels_last
+from multi_gpu_training.training.fast_defaults import (
+    choose_fast_defaults,
+    fuse,
+    lay_out_channels_last,
+)
 from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.metrics import MetricsCollector
@@ -121,10 +125,10 @@ class MultiGPUTrainer(ABC):
         check_same_model(model, self.placement)
         if self.config.sync_bn and self.placement.dp_size > 1:
             model = synchronise_batchnorm(model, self.placement, self.attendance)
-        self.speed = choose_speed(self.config, model, device)
-        if self.speed.channels_last:
+        self.fast_defaults = choose_fast_defaults(self.config, model, device)
+        if self.fast_defaults.channels_last:
             lay_out_channels_last(model)
-        state.precision = Precision(self.config, device, self.speed.mixed_precision)
+        state.precision = Precision(self.config, device, self.fast_defaults.mixed_precision)
         state.model = model
         state.parameters = [p for p in model.parameters() if p.requires_grad]
         state.step_module = StepModule(model, loss_fn, state.precision)
@@ -136,7 +140,7 @@ class MultiGPUTrainer(ABC):
     def take_optimizer(self, optimizer: Optimizer) -> None:
         """Train with this optimizer, made as fast as the config allows."""
         self.state.optimizer = optimizer
-        if self.speed.fused_optimizer:
+        if self.fast_defaults.fused_optimizer:
             fuse(optimizer)
         optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self.state.rates = Rates(optimizer, self.placement.device)

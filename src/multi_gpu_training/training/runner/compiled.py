@@ -13,15 +13,15 @@ import torch
 
 from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.training.runner.comparison import Comparison, max_rel_diff
 from multi_gpu_training.training.runner.graph import resolve_kept
+from multi_gpu_training.training.runner.step_comparison import StepComparison, max_rel_diff
 from multi_gpu_training.training.step_state import StepState
 
 SAME_LOSS = 0.02
 
 
 def try_compiled(
-    state: StepState, comparison: Comparison, draws_noise: bool
+    state: StepState, comparison: StepComparison, draws_noise: bool
 ) -> tuple[str | None, float]:
     """Let steps run compiled; why they must not, and how long one takes. Every rank must call it;
     the state stays as it was."""
@@ -50,7 +50,7 @@ def try_compiled(
     return problem, seconds
 
 
-def _fails_alone(state: StepState, comparison: Comparison) -> str | None:
+def _fails_alone(state: StepState, comparison: StepComparison) -> str | None:
     """Compile and compute a micro-batch without the other ranks. In the exchange of gradients
     they would wait for a rank that cannot compile."""
     batch, samples, share = comparison.newest[1][0]

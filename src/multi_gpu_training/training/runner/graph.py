@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from multi_gpu_training.data.batch import map_tensors, share_of
+from multi_gpu_training.data.batch import map_tensors
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.torch_internals import end_allocation_to_pool
@@ -150,9 +150,7 @@ class CapturedMicro:
     def _fixed(self, value: Any) -> Any:
         """The same structure around tensors that stay where they are."""
         if isinstance(value, ResidentBatch):
-            share = share_of(value)
-            assert share is not None
-            return ResidentBatch(self._fixed(value.index), value.tensors, share)
+            return ResidentBatch(self._fixed(value.index), value.tensors, value.share)
         if isinstance(value, Tensor):
             fixed = torch.empty_like(value)
             fixed.copy_(value)

@@ -18,7 +18,6 @@ from torch import Tensor
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.progress_slot import Phase, note_phase
 from multi_gpu_training.training.nan_guard import LOOK_RECORDED, NanGuard
-from multi_gpu_training.training.runner.comparison import Comparison
 from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.graph import resolve_kept
 from multi_gpu_training.training.runner.graph_cache import (
@@ -29,6 +28,7 @@ from multi_gpu_training.training.runner.graph_cache import (
     micro_key,
 )
 from multi_gpu_training.training.runner.graph_guards import Guards
+from multi_gpu_training.training.runner.step_comparison import StepComparison
 from multi_gpu_training.training.state_rollback import Fed, Window, fed, step_bytes
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
@@ -73,7 +73,7 @@ class VerifiedGraph:
         self.check_begins: Callable[[], None] = lambda: None
         self.check_ends: Callable[[], None] = lambda: None
         self.graph = GraphRunner(state, cache)
-        self.comparison = Comparison(state, eager, cache, self.graph)
+        self.comparison = StepComparison(state, eager, cache, self.graph)
         self._guards: Guards | None = None
         self._stale: str | None = None  # steps were replayed since this was seen to have changed
         self._sightings: dict[Any, int] = {}

@@ -184,6 +184,15 @@ class Strategy(ABC):
         """Sizes of the pieces in which gradients are exchanged."""
         return []
 
+    def keep_gradients_local(self) -> None:
+        """Exchange no gradients from now on, to measure what the exchange costs. Copies of the
+        model drift apart."""
+        return
+
+    def logged_times(self) -> dict[str, float]:
+        """Seconds per phase that the wrapper itself has logged; empty where it logs nothing."""
+        return {}
+
 
 class SingleDevice(Strategy):
     """One process, one device, no wrapper."""

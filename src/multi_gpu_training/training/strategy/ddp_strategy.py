@@ -17,9 +17,16 @@ from multi_gpu_training.distributed.replicas import (
     settle_buckets,
     watch_buckets,
 )
-from multi_gpu_training.torch_internals import remove_ddp_hooks
+from multi_gpu_training.torch_internals import ddp_logging_data, remove_ddp_hooks
 from multi_gpu_training.training.step import StepModule, zero_loss
 from multi_gpu_training.training.strategy import Forward, Strategy
+
+_LOGGED = (
+    "avg_forward_compute_time",
+    "avg_backward_compute_time",
+    "avg_backward_comm_time",
+    "avg_backward_compute_comm_overlap_time",
+)
 
 
 class DDPStrategy(Strategy):
@@ -94,3 +101,16 @@ class DDPStrategy(Strategy):
 
     def bucket_bytes(self) -> list[int]:
         return [] if self.ddp is None else bucket_bytes(self.ddp)
+
+    def keep_gradients_local(self) -> None:
+        if self.ddp is not None:
+            self.ddp.require_backward_grad_sync = False  # `no_sync`, for good
+
+    def logged_times(self) -> dict[str, float]:
+        if self.ddp is None:
+            return {}
+        try:
+            found = ddp_logging_data(self.ddp)
+            return {key: float(found[key]) / 1e9 for key in _LOGGED if found.get(key)}
+        except (RuntimeError, TypeError, ValueError):  # nothing was logged yet
+            return {}

@@ -16,7 +16,7 @@ from multi_gpu_training.training.state_rollback import Fed, StateCopies
 from multi_gpu_training.training.step_state import StepState
 
 
-class Comparison:
+class StepComparison:
     """Computes one step several times, without counting it, and measures how far results differ.
 
     newest: keys and batches of the step to compare. copies: the state under names; "before" is
