@@ -8,7 +8,7 @@ import pytest
 
 from multi_gpu_training import estimate_training_speedup
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.planning.estimate.length import training_length
+from multi_gpu_training.planning.estimate.training_length import training_length
 from multi_gpu_training.planning.forecast import (
     Curve,
     Interconnect,

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from multi_gpu_training.data.loader import ShareLoader
-from multi_gpu_training.planning.gpus import get_gpu_info
+from multi_gpu_training.gpus import get_gpu_info
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager

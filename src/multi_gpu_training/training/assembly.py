@@ -22,7 +22,6 @@ from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
 from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.recompute import use_recompute
 from multi_gpu_training.training.resuming import EpochSums
-from multi_gpu_training.training.verification import shorten
 
 if TYPE_CHECKING:
     from multi_gpu_training.training.manager import MultiGPUTrainingManager
@@ -74,10 +73,11 @@ def assemble(
 ) -> None:
     """Loaders, model, optimizer, schedule: what `setup_training` is given, made ready."""
     config, trainer, placement = manager.config, manager.trainer, manager.placement
-    if manager._verification is not None:
+    measurement = manager.measurement
+    if measurement is not None:
         batch = config.global_batch_size or config.batch_size
-        dataset = shorten(dataset, manager._verification.steps, batch)
-        val_dataset = shorten(val_dataset, manager._verification.steps, batch)
+        dataset = measurement.shorten(dataset, batch)
+        val_dataset = measurement.shorten(val_dataset, batch)
     manager.loss_fn = choose_loss(loss_fn)
     if isinstance(manager.loss_fn, SupervisedLoss):
         manager.loss_fn.look_at(dataset)
@@ -96,8 +96,8 @@ def assemble(
         raise ModelError(f"model is a {type(built).__name__}; give a torch.nn.Module")
     if config.use_gradient_checkpointing:
         use_recompute(built)
-    if manager._verification is not None and manager._verification.double:
-        built.double()
+    if measurement is not None:
+        measurement.prepare(built)
     trainer.loader = manager.train_loader
     trainer.memory.whole = manager.sizes.per_rank
     manager.model = trainer.build(built, manager.loss_fn)

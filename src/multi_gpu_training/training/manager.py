@@ -40,6 +40,8 @@ from multi_gpu_training.errors import (
     ConfigError,
     NonFiniteLossError,
 )
+from multi_gpu_training.measure.balance import Balance
+from multi_gpu_training.measure.request import requested
 from multi_gpu_training.monitoring.announce import epoch_line, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.interval import IntervalLog
@@ -51,16 +53,12 @@ from multi_gpu_training.reliability.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.reliability.saving import Save
 from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.training.assembly import assemble, open_records
-from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
 from multi_gpu_training.training.data_parallel import DataParallelTrainer
 from multi_gpu_training.training.distributed_data_parallel import DistributedDataParallelTrainer
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
 from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loss import SupervisedLoss
-from multi_gpu_training.training.measurement import adapt as place_case
-from multi_gpu_training.training.measurement import measure
-from multi_gpu_training.training.measurement import requested as case_to_measure
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
@@ -73,11 +71,6 @@ from multi_gpu_training.training.trainer import (
     MultiGPUTrainer,
     SingleDeviceTrainer,
     opened,
-)
-from multi_gpu_training.training.verification import (
-    adapt,
-    begin,
-    requested,
 )
 
 TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
@@ -109,15 +102,13 @@ class MultiGPUTrainingManager:
         install_error_hook()
         self.config = config or MultiGPUConfig()
         self.config.check()
-        self._verification = requested()
-        if self._verification is not None:
-            self.config = adapt(self.config, self._verification)
-        self._measured = case_to_measure()
-        if self._measured is not None:
-            self.config = place_case(self.config, self._measured)
+        self.measurement = requested()
+        if self.measurement is not None:
+            self.config = self.measurement.adapt(self.config)
         start_ranks_if_needed(self.config)
         end_on_signals(signal.SIGUSR1)
-        set_arithmetic(self.config, reproducible=self._verification is not None)
+        reproducible = self.measurement is not None and self.measurement.reproducible
+        set_arithmetic(self.config, reproducible)
         self.placement = place(self.config)
         self.console = Console(self.placement.is_main, self.config.progress)
         self.logger = StructuredLogger(self.console, EventFile(None))
@@ -186,17 +177,17 @@ class MultiGPUTrainingManager:
             recall(self.run.path, self.trainer.memory, self.placement)
             if self.trainer.memory.parts > 1:
                 self.console.line(self.trainer.memory.describe())
-            self.balance.settle(self)
+            self.balance.settle(
+                self.trainer, self.train_loader, self.val_loader, self.logger, self.console.line
+            )
         except BaseException:
             self._close()
             raise
         self.saved_step = self.trainer.step if checkpoint is not None else None
         self.control = start_control(self)
         self.callbacks.extend([*callbacks, *hooks])
-        if self._verification is not None:
-            begin(self, self._verification)
-        if self._measured is not None:
-            measure(self, self._measured)
+        if self.measurement is not None:
+            self.callbacks.extend(self.measurement.callbacks(self))
         self._start_execution()
         for call in self.callbacks.on_setup:
             call()
@@ -361,7 +352,7 @@ class MultiGPUTrainingManager:
         if loader is not None and loader.epoch != epoch:
             loader.seek(epoch)
         if loader is not None:
-            self.balance.renew(self)
+            self.balance.renew()
         total = loader.steps if loader is not None else None
         self.console.start_bar(f"Epoch {epoch + 1}/{self.config.epochs}", total)
         self.model.train()

@@ -8,21 +8,21 @@ from statistics import median
 from typing import Any
 
 from multi_gpu_training.config import TrainingMode
-from multi_gpu_training.planning.bench.case import (
+from multi_gpu_training.measure.case import (
     Case,
+    CaseResult,
     Measure,
-    Measurement,
     percentile,
     together,
 )
-from multi_gpu_training.planning.bench.report import (
+from multi_gpu_training.planning.bench.result_table import (
     MEMORY,
     PEAK_BAR,
     SAMPLES,
     SAMPLES_BAR,
     STEP,
     Column,
-    Report,
+    ResultTable,
     case_name,
     ratio,
 )
@@ -45,10 +45,10 @@ class Candidate:
 
 @dataclass
 class Trial:
-    """All measurements of a candidate: one a round."""
+    """All measurements of a candidate: one per round."""
 
     candidate: Candidate
-    parts: list[Measurement] = field(default_factory=list)
+    parts: list[CaseResult] = field(default_factory=list)
     verdict: str = ""
 
     @property
@@ -57,12 +57,12 @@ class Trial:
 
     @property
     def times(self) -> list[float]:
-        """Median seconds a sample, one a round."""
+        """Median seconds per sample, one per round."""
         return [part.step_s / part.samples_per_step for part in self.parts]
 
 
 def candidates(batch: int, accumulation: int) -> list[Candidate]:
-    """What is tried, for a model that takes `batch` samples a rank."""
+    """What is tried, for a model that takes `batch` samples per rank."""
     halves = {"batch_size": batch // 2, "gradient_accumulation_steps": 2 * accumulation}
     twice = {"batch_size": batch, "gradient_accumulation_steps": 2 * accumulation}
     found = [
@@ -85,7 +85,7 @@ def tune(
     allow_compression: bool = False,
     tried: Sequence[Candidate] | None = None,
     unit: str = "GPU",
-) -> Report:
+) -> ResultTable:
     """Measure every candidate beside the user's config, round by round, and name the winner.
 
     A candidate wins if it beats the config by more than the spread of the config's own
@@ -224,7 +224,7 @@ def spread_note(base: Sequence[float]) -> str:
 
 def table(
     ranks: int, unit: str, trials: Sequence[Trial], notes: list[str], chosen: dict[str, Any]
-) -> Report:
+) -> ResultTable:
     base = trials[0]
     rows = []
     for trial in trials:
@@ -237,7 +237,7 @@ def table(
         row["verdict"] = trial.verdict
         row["changes"] = trial.candidate.changes or None
         rows.append(row)
-    return Report(
+    return ResultTable(
         kind="tune",
         title=f"DDP settings, {ranks} {unit}{'s' if ranks > 1 else ''}",
         columns=[

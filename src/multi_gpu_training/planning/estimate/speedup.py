@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.planning.estimate.length import training_length
 from multi_gpu_training.planning.estimate.outcome import Outcome
+from multi_gpu_training.planning.estimate.training_length import training_length
 from multi_gpu_training.planning.forecast import (
     Interconnect,
     Price,
@@ -66,10 +66,8 @@ def print_training_speedup_estimates(
     """Print guide 002's table: GPUs, theoretical, actual, efficiency, time, cost."""
     from rich.console import Console
 
-    from multi_gpu_training.cli.bench import show
-
     outcome = _outcome(gpus, profile, interconnect, price, epochs, scaling, gpus_per_node)
-    show(outcome.report(), Console(highlight=False, soft_wrap=True))
+    outcome.report().show(Console(highlight=False, soft_wrap=True))
 
 
 def _outcome(
@@ -139,8 +137,8 @@ def load_profile(path: str | Path | None) -> StepProfile:
         raise ConfigError(f"profile {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no profile ({type(error).__name__}: {error}); give the profile.json that "
-            "`mgt estimate` writes"
+            f"{path} is not a profile ({type(error).__name__}: {error}); give the profile.json "
+            "that `mgt estimate` writes"
         ) from None
 
 

@@ -1,10 +1,12 @@
 """From one measured step to N GPUs: time, memory, cost. Arithmetic only, without torch."""
 
+from multi_gpu_training.measure.memory_model import MemoryPoint
+
 from .curves import Curve
 from .interconnect import Interconnect, joined, measured, named, named_interconnects
 from .predictor import predict
 from .prices import price_per_gpu, price_per_node, prices_from_catalog
-from .profile import Bucket, MemoryPoint, StepProfile
+from .profile import Bucket, StepProfile
 from .result import Forecast, Price, Row
 
 __all__ = [
