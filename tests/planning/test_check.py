@@ -19,7 +19,7 @@ from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.measure.request import MeasureRequest
 from multi_gpu_training.measure.script_runner import ScriptRunner
 from multi_gpu_training.planning.check.check_report import Finding, Level
-from multi_gpu_training.planning.check.training_fit import Fit, Fitting, judge
+from multi_gpu_training.planning.check.training_fit import Fitting, TrainingFit, judge
 from multi_gpu_training.planning.forecast.interconnect import measured
 
 LIMIT_S = 240
@@ -89,7 +89,7 @@ class WarmRunner(ScriptRunner):
         return max(code for code, _ in answers)
 
 
-def fitted(folder: Path, largest: int, ranks: int = 2) -> tuple[Fit | None, list[Finding]]:
+def fitted(folder: Path, largest: int, ranks: int = 2) -> tuple[TrainingFit | None, list[Finding]]:
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("LARGEST", str(largest)))
     runner = WarmRunner([str(script)], folder / "out", 4, 1, "cpu", ranks_at_hand=ranks)

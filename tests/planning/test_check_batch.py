@@ -23,7 +23,7 @@ from multi_gpu_training.measure.script_runner import ScriptRunner
 from multi_gpu_training.planning.check import recommendation, training_fit
 from multi_gpu_training.planning.check.check_report import Finding, Level
 from multi_gpu_training.planning.check.checkup import Checkup
-from multi_gpu_training.planning.check.training_fit import Fit, Fitting, Speed
+from multi_gpu_training.planning.check.training_fit import Fitting, MeasuredSpeed, TrainingFit
 
 COUNTED = {"parameters": 10**6, "activations": 10**5, "samples": 1437, "in_memory": True}
 Rate = Callable[[BatchSizes], float]
@@ -130,7 +130,7 @@ def measured(
     monkeypatch: pytest.MonkeyPatch,
     ranks: int = 2,
     **machine: Any,
-) -> tuple[Fit, list[Finding], Machine]:
+) -> tuple[TrainingFit, list[Finding], Machine]:
     there = Machine(config, **machine)
     monkeypatch.setattr(ScriptRunner, "start", lambda *given: there.start(*given))
     said: list[Finding] = []
@@ -170,7 +170,7 @@ def test_the_batch_of_a_data_loader_is_left_alone() -> None:
     memory = MemoryModel.from_points([MemoryPoint(24, 10**7)])
     assert memory is not None
     sizes = BatchSizes(24, 1, 1, 24)  # the config says nothing, and its default is 32
-    found = Fit(
+    found = TrainingFit(
         "GPU",
         {"batch_size": 32, "global_batch_size": None},
         COUNTED,
@@ -178,7 +178,7 @@ def test_the_batch_of_a_data_loader_is_left_alone() -> None:
         memory,
         10**9,
         "float32",
-        [Speed("1 GPU", "single", 1, 100.0, 0.24, sizes)],
+        [MeasuredSpeed("1 GPU", "single", 1, 100.0, 0.24, sizes)],
     )
     chosen = recommendation.recommend(found, ["train.py"], 0, 1)
     assert chosen.batch_size == 24 and "batch_size" not in chosen.command

@@ -26,6 +26,7 @@ from multi_gpu_training.planning.check import (
     network_check,
     rank_trial,
     recommendation,
+    registry,
     software,
     training_fit,
 )
@@ -41,7 +42,7 @@ from multi_gpu_training.planning.check.software import (
     visible_problem,
 )
 from multi_gpu_training.planning.check.topology import Team
-from multi_gpu_training.planning.check.training_fit import Fit, Speed
+from multi_gpu_training.planning.check.training_fit import MeasuredSpeed, TrainingFit
 from multi_gpu_training.planning.check.watched_process import Watched
 from multi_gpu_training.planning.estimate import profiling
 
@@ -414,7 +415,7 @@ COUNTED = {
 }
 
 
-def fit_of(*speeds: Speed, **changes: Any) -> Fit:
+def fit_of(*speeds: MeasuredSpeed, **changes: Any) -> TrainingFit:
     memory = MemoryModel.from_points([MemoryPoint(32, 2000), MemoryPoint(64, 2800)])
     values: dict[str, Any] = {
         "unit": "GPU",
@@ -426,10 +427,10 @@ def fit_of(*speeds: Speed, **changes: Any) -> Fit:
         "precision": "bf16 mixed precision",
         "speeds": list(speeds),
     }
-    return Fit(**{**values, **changes})
+    return TrainingFit(**{**values, **changes})
 
 
-ONE = Speed("1 GPU", "single", 1, 100.0, 0.32, BatchSizes(32, 1, 1, 32))
+ONE = MeasuredSpeed("1 GPU", "single", 1, 100.0, 0.32, BatchSizes(32, 1, 1, 32))
 
 
 def test_memory_adds_up() -> None:
@@ -441,7 +442,7 @@ def test_memory_adds_up() -> None:
 
 
 def test_the_recommended_command_is_the_faster_way() -> None:
-    two = Speed("2 GPUs", "ddp", 2, 190.0, 0.34, BatchSizes(32, 1, 2, 64))
+    two = MeasuredSpeed("2 GPUs", "ddp", 2, 190.0, 0.34, BatchSizes(32, 1, 2, 64))
     words = ["image", "--mode", "cnn", "--batch-size", "99", "num_workers=5", "lr=0.1"]
     found = recommendation.recommend(fit_of(ONE, two), words, 3, 2)
     assert found.command == (
@@ -480,6 +481,21 @@ def test_a_batch_that_ran_and_leaves_too_little_is_a_warning() -> None:
 
 
 # The report
+
+
+def test_a_check_is_added_by_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_checks", list(registry._checks))
+    before = registry.all_checks()
+
+    @registry.check(order=35)
+    def clock(context: registry.Context) -> list[Finding]:
+        return [machine.GROUP.passed("clock", f"{context.ranks_here} ranks agree")]
+
+    after = registry.all_checks()
+    assert [one for one in after if one in before] == before
+    place = after.index(clock)
+    assert after[place - 1] is machine.check_machine
+    assert "check_disk" in getattr(after[place + 1], "__name__", "")
 
 
 @pytest.mark.parametrize("width", [80, 120])

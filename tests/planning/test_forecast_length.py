@@ -16,7 +16,7 @@ from multi_gpu_training.planning.forecast import (
     predict,
     price_per_gpu,
 )
-from multi_gpu_training.planning.forecast.length import Length
+from multi_gpu_training.planning.forecast.question import Length
 
 # 100 steps an epoch of 0.1 s each, and nothing to exchange.
 PROFILE = StepProfile(

@@ -14,9 +14,9 @@ from multi_gpu_training.measure.footprint import COUNTED
 from multi_gpu_training.measure.memory_model import (
     SAFETY_MARGIN,
     SEGMENTS_BYTES,
+    FitVerdict,
     MemoryModel,
     MemoryPoint,
-    Verdict,
     rounded,
 )
 from multi_gpu_training.measure.rank_speed import share_limit
@@ -70,8 +70,8 @@ def test_a_batch_that_was_seen_to_train_fits() -> None:
     assert found.fits(64, room) and found.fits(40, room)
     assert not found.fits(65, room)
     # It leaves less free than the safety margin, and that is said.
-    assert found.verdict(64, room) is Verdict.TIGHT
-    assert found.verdict(64, room / (1 - SAFETY_MARGIN) + 1) is Verdict.FITS
+    assert found.verdict(64, room) is FitVerdict.TIGHT
+    assert found.verdict(64, room / (1 - SAFETY_MARGIN) + 1) is FitVerdict.FITS
 
 
 def test_nothing_fits_where_the_weights_alone_are_too_large() -> None:
@@ -212,5 +212,5 @@ def test_check_estimate_bench_and_shares_agree_on_what_fits(
     assert by_bench(8, largest + 10) == 8
     model = forecast(line(32), line(64))
     room = TOTAL - OUTSIDE
-    assert model.verdict(largest, room) is Verdict.FITS
-    assert model.verdict(largest + 1, room) is Verdict.TOO_LARGE
+    assert model.verdict(largest, room) is FitVerdict.FITS
+    assert model.verdict(largest + 1, room) is FitVerdict.TOO_LARGE

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 def estimate(flags: EstimateFlags) -> int:
     """0 once the forecast is written."""
+    from multi_gpu_training.planning.estimate.estimate_files import save
+
     check(flags)
     link, prices = interconnect(flags), prices_of(flags)
     console = Console(highlight=False, soft_wrap=True, stderr=flags.as_json)
@@ -44,7 +46,7 @@ def estimate(flags: EstimateFlags) -> int:
 
         found = Profiled(load_profile(flags.profile))
     outcome = forecast(flags, found, link, prices)
-    files = outcome.save(Path(flags.out or default_folder(found.profile.name)))
+    files = save(outcome, Path(flags.out or default_folder(found.profile.name)))
     if flags.as_json:
         print(json.dumps(outcome.as_dict(), indent=1))
     else:

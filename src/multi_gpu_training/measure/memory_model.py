@@ -28,7 +28,7 @@ BENT = 0.03
 ROUNDED_TO = 8
 
 
-class Verdict(StrEnum):
+class FitVerdict(StrEnum):
     FITS = "fits"
     TIGHT = "tight"  # it was seen to train, and leaves less free than the safety margin
     TOO_LARGE = "does not fit"
@@ -181,17 +181,17 @@ class MemoryModel:
                 return point.reserved_bytes or point.peak_bytes
         return round(max(self.peak(batch), self.reserved(batch)) + SEGMENTS_BYTES)
 
-    def verdict(self, batch: int, available_bytes: float) -> Verdict:
+    def verdict(self, batch: int, available_bytes: float) -> FitVerdict:
         """Whether a rank that can have `available_bytes` trains this batch."""
         largest = self.measured[-1].per_rank_batch if self.measured else 0
         if (self.grows or batch <= largest) and self.needed(batch) <= budget(available_bytes):
-            return Verdict.FITS
+            return FitVerdict.FITS
         if batch <= largest and self.needed(largest) <= available_bytes:
-            return Verdict.TIGHT  # at least as much was seen to train
-        return Verdict.TOO_LARGE
+            return FitVerdict.TIGHT  # at least as much was seen to train
+        return FitVerdict.TOO_LARGE
 
     def fits(self, batch: int, available_bytes: float) -> bool:
-        return self.verdict(batch, available_bytes) is not Verdict.TOO_LARGE
+        return self.verdict(batch, available_bytes) is not FitVerdict.TOO_LARGE
 
     def largest_batch(self, available_bytes: float) -> int | None:
         """The largest batch that fits; 0 if none does, None where memory does not grow with the

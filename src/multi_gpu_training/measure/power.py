@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,59 +13,33 @@ LEAST_S = 1.0  # the counter of a GPU moves every tenth of a second
 
 def watts_while(device: torch.device, work: Callable[[], None]) -> float | None:
     """Mean power of the GPU while `work()` is repeated for a second; None without NVML."""
-    handle = _handle(device) if device.type == "cuda" else None
-    if handle is None:
+    if device.type != "cuda":
         return None
-    import pynvml
-
-    torch.cuda.synchronize(device)
-    try:
-        return _by_energy(pynvml, handle, device, work)
-    except pynvml.NVMLError:
-        pass  # a GPU older than Volta counts no energy: its momentary power must do
-    try:
-        readings: list[float] = [
-            pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3 for _ in _repeated(device, work)
-        ]
-        return sum(readings) / len(readings)
-    except pynvml.NVMLError:
-        return None
-
-
-def _by_energy(
-    nvml: Any, handle: Any, device: torch.device, work: Callable[[], None]
-) -> float | None:
-    before = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # millijoules
-    begun = time.perf_counter()
-    for _ in _repeated(device, work):
-        pass
-    joules = (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3
-    return float(joules / (time.perf_counter() - begun)) if joules > 0 else None
-
-
-def _repeated(device: torch.device, work: Callable[[], None]) -> Iterator[None]:
-    """Repeat `work()` for a second; the GPU is waited for about every twentieth of it, so that
-    short steps leave it no gaps."""
-    end = time.perf_counter() + LEAST_S
-    together = 1
-    while (begun := time.perf_counter()) < end:
-        for _ in range(together):
-            work()
-        torch.cuda.synchronize(device)
-        if time.perf_counter() - begun < LEAST_S / 20:
-            together *= 2
-        yield
-
-
-def _handle(device: torch.device) -> Any:
-    """NVML counts all GPUs, torch those of CUDA_VISIBLE_DEVICES: the UUID says which it is."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
+        # NVML counts all GPUs, torch those of CUDA_VISIBLE_DEVICES: the UUID says which it is.
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        torch.cuda.synchronize(device)
+        return _watts(pynvml, handle, device, work)
     except (ImportError, AttributeError):
         return None
-    except pynvml.NVMLError:
+    except pynvml.NVMLError:  # a driver that does not count energy
         return None
+
+
+def _watts(nvml: Any, handle: Any, device: torch.device, work: Callable[[], None]) -> float | None:
+    before = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # millijoules
+    begun = time.perf_counter()
+    # Wait for the GPU about twenty times in all: short steps must leave it no gaps.
+    together = 1
+    while (round_begun := time.perf_counter()) < begun + LEAST_S:
+        for _ in range(together):
+            work()
+        torch.cuda.synchronize(device)
+        if time.perf_counter() - round_begun < LEAST_S / 20:
+            together *= 2
+    joules = (nvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before) / 1e3
+    return float(joules / (time.perf_counter() - begun)) if joules > 0 else None

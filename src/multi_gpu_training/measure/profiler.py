@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import attach, share_of
@@ -23,6 +22,7 @@ from multi_gpu_training.measure.meter import UNLIMITED, Meter, Repeated, StepTim
 from multi_gpu_training.measure.power import watts_while
 from multi_gpu_training.measure.request import ASKED, MeasuredRun, MeasureRequest
 from multi_gpu_training.measure.step_anatomy import Anatomy
+from multi_gpu_training.measure.trainer_access import BATCH_NORMS
 from multi_gpu_training.training.callbacks import Run
 from multi_gpu_training.training.step import StepResult
 
@@ -158,7 +158,7 @@ class ProfileMeter(Meter):
             "max_steps": self.asked["max_steps"],
             "sync_bn": self.asked["sync_bn"],
             "keeps_global_batch": self.asked["global_batch_size"] is not None,
-            "norms": sum(isinstance(module, _BatchNorm) for module in model.modules()),
+            "norms": sum(isinstance(module, BATCH_NORMS) for module in model.modules()),
             "images": any(isinstance(module, PICTURES) for module in model.modules()),
             "dataset_samples": (
                 self.dataset_samples if self.reads_loader or self.own_batches else None

@@ -27,6 +27,7 @@ from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import attach, batch_count, head, map_tensors, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.measure.request import MeasuredRun, Measurement, MeasureRequest
+from multi_gpu_training.measure.trainer_access import BATCH_NORMS, DROPOUTS
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.loss import LossFn, read_loss
 from multi_gpu_training.training.step import StepResult
@@ -88,12 +89,11 @@ class Recorder(Callback):
     def _conclude(self) -> None:
         run, model = self.run, self.run.model
         metrics = None if run.val_loader is None else run.evaluate(run.val_loader)
-        norms = (nn.modules.batchnorm._BatchNorm,)
         record = {
             "seen": self.seen,
             "metrics": metrics,
             "largest": self.largest,
-            "batchnorm": [name for name, m in model.named_modules() if isinstance(m, norms)],
+            "batchnorm": [name for name, m in model.named_modules() if isinstance(m, BATCH_NORMS)],
             "sync_bn": run.config.sync_bn,
             "samples": getattr(getattr(run.train_loader, "source", None), "samples", None),
             "steps_per_epoch": run.train_loader.steps,
@@ -163,7 +163,7 @@ MEASUREMENT = Recording
 def _switch_off_dropout(model: nn.Module) -> None:
     """Its noise depends on the rank, so that results would differ."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, DROPOUTS):
             module.p = 0.0
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from multi_gpu_training.distributed import replicas
+from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
+BATCH_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.SyncBatchNorm, SyncBatchNorm),
+)
+DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 LOGGED_BY_DDP = (
     "avg_forward_compute_time",
     "avg_backward_compute_time",

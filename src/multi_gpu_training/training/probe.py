@@ -31,8 +31,7 @@ def untouched(trainer: Computing) -> Iterator[None]:
     buffers = [
         (module, name, tensor, tensor.detach().clone())
         for module in model.modules()
-        for name, tensor in module._buffers.items()
-        if tensor is not None
+        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     alone = Placement(trainer.placement.identity, device)
@@ -50,6 +49,6 @@ def untouched(trainer: Computing) -> Iterator[None]:
         with torch.no_grad():
             for module, name, tensor, kept in buffers:
                 tensor.copy_(kept)
-                module._buffers[name] = tensor
+                setattr(module, name, tensor)  # the same tensor, where forward replaced it
         trainer.attendance.present = present
         set_random_state(random, device)

@@ -19,9 +19,9 @@ from multi_gpu_training.measure.case import (
 )
 from multi_gpu_training.measure.memory_model import (
     SAFETY_MARGIN,
+    FitVerdict,
     MemoryModel,
     MemoryPoint,
-    Verdict,
     available_bytes,
 )
 from multi_gpu_training.planning.bench.result_table import (
@@ -244,7 +244,7 @@ def _recommend(report: ResultTable, unit: str) -> None:
         report.notes.append("No size could be measured.")
         report.notes += [f"{row['case']}: {row['error']}" for row in report.rows]
         return
-    fits = [row for row in good if _verdict(row) is Verdict.FITS]
+    fits = [row for row in good if _verdict(row) is FitVerdict.FITS]
     if not fits:
         fits = good[:1]
     best = max(row["samples_per_s"] for row in fits)
@@ -259,13 +259,13 @@ def _recommend(report: ResultTable, unit: str) -> None:
     )
 
 
-def _verdict(row: Row) -> Verdict:
+def _verdict(row: Row) -> FitVerdict:
     """Whether a size that was trained leaves enough memory free."""
     room = available_bytes(row)
     point = MemoryPoint(row["batch_size"], row["peak_bytes"], row["reserved_bytes"])
     model = MemoryModel.from_points([point])
     if room is None or model is None:
-        return Verdict.FITS
+        return FitVerdict.FITS
     return model.verdict(point.per_rank_batch, room)
 
 

@@ -29,7 +29,7 @@ from multi_gpu_training.planning.check.topology import NETWORK, Team, find_topol
 from multi_gpu_training.planning.check.watched_process import Watched
 
 if TYPE_CHECKING:
-    from multi_gpu_training.planning.check.training_fit import Fit
+    from multi_gpu_training.planning.check.training_fit import TrainingFit
 
 # A launcher ends all ranks when one fails: rank 0 must have printed by then.
 LINGER_S = 5.0
@@ -94,7 +94,7 @@ class Checkup:
                 self.report.add(one(context))
         self.report.add(self._together(found))
 
-    def fit(self, command: Sequence[str], say: Callable[[str], None]) -> Fit | None:
+    def fit(self, command: Sequence[str], say: Callable[[str], None]) -> TrainingFit | None:
         """Measure `command` (a script, or `-m module` with its words) on this machine; `say` hears
         of each case when it is done."""
         # Only here: this needs torch and the whole of training.

@@ -14,7 +14,7 @@ from rich.text import Text
 from multi_gpu_training.config_file import ALIASES
 from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.planning.check.check_report import Printer
-from multi_gpu_training.planning.check.training_fit import Fit, Speed, size
+from multi_gpu_training.planning.check.training_fit import MeasuredSpeed, TrainingFit, size
 
 PLACE = ("world_size", "training_mode")  # of which the recommendation has its own
 
@@ -35,7 +35,9 @@ class Recommendation:
     reasons: tuple[str, ...]
 
 
-def recommend(fit: Fit, words: Sequence[str], workers: int, ranks_at_hand: int) -> Recommendation:
+def recommend(
+    fit: TrainingFit, words: Sequence[str], workers: int, ranks_at_hand: int
+) -> Recommendation:
     """The fastest way to run this training here with the batch that the user chose."""
     speed = fit.chosen
     reasons = [*_why(fit, speed, ranks_at_hand)]
@@ -64,7 +66,7 @@ def recommend(fit: Fit, words: Sequence[str], workers: int, ranks_at_hand: int) 
     )
 
 
-def _why(fit: Fit, speed: Speed, ranks_at_hand: int) -> Iterator[str]:
+def _why(fit: TrainingFit, speed: MeasuredSpeed, ranks_at_hand: int) -> Iterator[str]:
     """Why so many ranks."""
     if speed.ranks > 1:
         gain = speed.samples_per_s / fit.speeds[0].samples_per_s
@@ -76,7 +78,7 @@ def _why(fit: Fit, speed: Speed, ranks_at_hand: int) -> Iterator[str]:
         yield f"{ranks_at_hand} {fit.unit}s are hardly faster than one, or slower"
 
 
-def batch_settings(fit: Fit, speed: Speed) -> dict[str, Any]:
+def batch_settings(fit: TrainingFit, speed: MeasuredSpeed) -> dict[str, Any]:
     """What the command says about the batch, so that it trains what was measured. A global batch
     and the batch of a DataLoader are the user's: another batch_size would divide them anew."""
     if speed.settings:
@@ -97,7 +99,7 @@ def batch_text(batch: BatchSizes) -> str:
     return text
 
 
-def command_for(words: Sequence[str], speed: Speed, settings: Mapping[str, Any]) -> str:
+def command_for(words: Sequence[str], speed: MeasuredSpeed, settings: Mapping[str, Any]) -> str:
     """As the user would type it; a script has its settings in its own config."""
     if words[0].endswith(".py"):
         run = ["mgt", "run", "--num-gpus", str(speed.ranks), *words]
@@ -128,7 +130,7 @@ def _others(words: Sequence[str], replaced: Collection[str]) -> list[str]:
     return kept
 
 
-def memory_rows(fit: Fit) -> list[tuple[str, str, str]]:
+def memory_rows(fit: TrainingFit) -> list[tuple[str, str, str]]:
     """Part, size, share of the whole."""
     parts = fit.memory_parts.parts
     total = max(1, fit.memory_parts.total)
@@ -142,7 +144,7 @@ def memory_rows(fit: Fit) -> list[tuple[str, str, str]]:
     return [*rows, ("together", size(total), "100%")]
 
 
-def time_rows(fit: Fit) -> list[tuple[str, ...]]:
+def time_rows(fit: TrainingFit) -> list[tuple[str, ...]]:
     """What, step, samples per second, speed-up, epoch, whole training."""
     base = fit.speeds[0].samples_per_s
     rows: list[tuple[str, ...]] = []
@@ -162,12 +164,12 @@ def time_rows(fit: Fit) -> list[tuple[str, ...]]:
     return rows
 
 
-def epoch_s(fit: Fit, speed: Speed) -> float | None:
+def epoch_s(fit: TrainingFit, speed: MeasuredSpeed) -> float | None:
     samples = fit.counted.get("samples")
     return None if samples is None else samples / speed.samples_per_s
 
 
-def training_s(fit: Fit, speed: Speed) -> float | None:
+def training_s(fit: TrainingFit, speed: MeasuredSpeed) -> float | None:
     """Steps alone: validation, checkpoints and the start come on top."""
     steps, epochs = fit.asked.get("max_steps"), fit.asked.get("epochs")
     epoch = epoch_s(fit, speed)
@@ -187,7 +189,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def plain(fit: Fit, advice: Recommendation) -> dict[str, Any]:
+def plain(fit: TrainingFit, advice: Recommendation) -> dict[str, Any]:
     """For `--json`."""
     return {
         "memory": {**fit.memory_parts.parts, "together": fit.memory_parts.total},
@@ -206,7 +208,7 @@ def plain(fit: Fit, advice: Recommendation) -> dict[str, Any]:
     }
 
 
-def show(printer: Printer, fit: Fit, advice: Recommendation) -> None:
+def show(printer: Printer, fit: TrainingFit, advice: Recommendation) -> None:
     """Print the tables and the command that `mgt check RECIPE` ends with."""
     console = printer.console
     memory = _table(f"Memory of one {fit.unit}, {fit.batch} samples", "part", "bytes", "share")

@@ -11,10 +11,10 @@ from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.measure.case import Case, CaseResult, Failure
 from multi_gpu_training.measure.memory_model import (
     SAFETY_MARGIN,
+    FitVerdict,
     MemoryModel,
     MemoryParts,
     MemoryPoint,
-    Verdict,
     available_bytes,
     rounded,
 )
@@ -34,7 +34,7 @@ WORTH_IT = 1.1  # times faster than one GPU: below it, more of them are wasted
 
 
 @dataclass(frozen=True)
-class Speed:
+class MeasuredSpeed:
     """One line of the table of times. `batch` is what a step took, `settings` what the user's
     config needs for it. `predicted`: not measured, put together from others."""
 
@@ -49,7 +49,7 @@ class Speed:
 
 
 @dataclass
-class Fit:
+class TrainingFit:
     """All that was measured of one training on this machine.
 
     `too_busy`: the ranks together came out faster than they can be, so that the speeds tell
@@ -63,7 +63,7 @@ class Fit:
     memory: MemoryModel
     available_bytes: int
     precision: str
-    speeds: list[Speed]
+    speeds: list[MeasuredSpeed]
     largest: int | None = None
     largest_tried: bool = False
     capped_by_data: bool = False
@@ -75,7 +75,7 @@ class Fit:
         return self.memory_parts.per_rank_batch
 
     @property
-    def chosen(self) -> Speed:
+    def chosen(self) -> MeasuredSpeed:
         """The fastest way, or one rank where more are not worth it or nobody can tell."""
         best = max(self.speeds, key=_rate)
         single = max((speed for speed in self.speeds if speed.ranks == 1), key=_rate)
@@ -83,11 +83,11 @@ class Fit:
         return best if worth and not self.too_busy else single
 
 
-def _rate(speed: Speed) -> float:
+def _rate(speed: MeasuredSpeed) -> float:
     return speed.samples_per_s
 
 
-def judge(fit: Fit, disk_free_bytes: int | None) -> Iterator[Finding]:
+def judge(fit: TrainingFit, disk_free_bytes: int | None) -> Iterator[Finding]:
     """What the figures mean: memory, largest batch, speed, space for checkpoints."""
     batch = fit.chosen.batch.per_rank
     need = fit.memory.needed(batch)
@@ -95,7 +95,7 @@ def judge(fit: Fit, disk_free_bytes: int | None) -> Iterator[Finding]:
         f"{batch} samples per {fit.unit} take {size(need)} of {size(fit.available_bytes)} "
         f"({SAFETY_MARGIN:.0%} kept free)"
     )
-    if fit.memory.verdict(batch, fit.available_bytes) is Verdict.FITS:
+    if fit.memory.verdict(batch, fit.available_bytes) is FitVerdict.FITS:
         yield GROUP.passed("memory", text, bytes=need)
     else:
         yield GROUP.warn(
@@ -107,7 +107,7 @@ def judge(fit: Fit, disk_free_bytes: int | None) -> Iterator[Finding]:
     yield from _checkpoints(fit, disk_free_bytes)
 
 
-def _largest_line(fit: Fit) -> Finding:
+def _largest_line(fit: TrainingFit) -> Finding:
     if fit.largest is None:
         text = "memory sets no limit that two batch sizes show"
     elif fit.capped_by_data:
@@ -118,7 +118,7 @@ def _largest_line(fit: Fit) -> Finding:
     return GROUP.passed("largest batch", text, largest=fit.largest, tried=fit.largest_tried)
 
 
-def _busy_line(fit: Fit) -> Finding:
+def _busy_line(fit: TrainingFit) -> Finding:
     many = fit.speeds[-1]
     gain = many.samples_per_s / fit.speeds[0].samples_per_s
     return GROUP.warn(
@@ -130,7 +130,7 @@ def _busy_line(fit: Fit) -> Finding:
     )
 
 
-def _checkpoints(fit: Fit, free: int | None) -> Iterator[Finding]:
+def _checkpoints(fit: TrainingFit, free: int | None) -> Iterator[Finding]:
     if free is None:
         return
     one = fit.memory_parts.checkpoint_bytes
@@ -157,7 +157,7 @@ def broken(found: CaseResult) -> Finding:
     return GROUP.fail(found.case.name, f"it did not train: {reason}", remedy)
 
 
-def too_large(fit: Fit, whole: int) -> Finding:
+def too_large(fit: TrainingFit, whole: int) -> Finding:
     """`whole` samples do not fit on one rank; `fit` was measured with fewer."""
     text = f"{whole} samples per {fit.unit} do not fit: out of memory; {fit.batch} do"
     many = fit.speeds[-1]
@@ -218,7 +218,7 @@ class Fitting:
         self.smaller: int | None = None  # samples of a rank, where those of `alone` do not fit
         self._cases: dict[str, Case] = {}
 
-    def measure(self) -> Fit | None:
+    def measure(self) -> TrainingFit | None:
         """The findings go to `say`; None where not even one sample could be trained."""
         if self.gpus:
             self.gpu = min(self.gpus, key=lambda gpu: gpu.free_bytes).index
@@ -273,7 +273,7 @@ class Fitting:
             found["base_batch_size"] = asked["base_batch_size"]
         return found
 
-    def _fit(self, first: CaseResult) -> Fit:
+    def _fit(self, first: CaseResult) -> TrainingFit:
         batch = int(first.facts["per_rank_batch"])
         parts = MemoryParts.of(first.counted, batch, int(first.facts["peak_bytes"]))
         points = [_point(first)]
@@ -284,7 +284,7 @@ class Fitting:
                 points.append(_point(second))
         memory = MemoryModel.from_points(points, parts.bytes_per_sample)
         assert memory is not None
-        return Fit(
+        return TrainingFit(
             self.unit,
             self.asked,
             dict(first.counted),
@@ -302,7 +302,7 @@ class Fitting:
             return 2 * batch
         return batch // 2 if batch > 1 else None
 
-    def _largest(self, fit: Fit) -> None:
+    def _largest(self, fit: TrainingFit) -> None:
         """The largest batch: by the line, then on a GPU really tried."""
         batch = fit.memory.largest_batch(fit.available_bytes)
         samples = fit.counted.get("samples")
@@ -318,7 +318,7 @@ class Fitting:
             fit.capped_by_data = False
             fit.largest = max(fit.batch, rounded(int(fit.largest * 0.85)))
 
-    def _speeds(self, fit: Fit) -> None:
+    def _speeds(self, fit: TrainingFit) -> None:
         kinds = {gpu.name: gpu.index for gpu in reversed(self.gpus)}
         if len(kinds) > 1:
             fit.speeds = self._kinds(kinds, fit.speeds[0].settings) or fit.speeds
@@ -332,13 +332,13 @@ class Fitting:
             fit.speeds.append(self._all_kinds(fit.speeds, many))
         fit.speeds.append(many)
 
-    def _impossible(self, alone: Sequence[Speed], many: Speed) -> bool:
+    def _impossible(self, alone: Sequence[MeasuredSpeed], many: MeasuredSpeed) -> bool:
         """Whether the ranks came out faster than each alone: something else held those up. Only
         larger parts of a batch could really do that."""
         larger = many.batch.per_rank > min(speed.batch.per_rank for speed in alone)
         return not larger and many.samples_per_s > NOISE * self._without_exchange(alone)
 
-    def _again(self, speed: Speed) -> Speed:
+    def _again(self, speed: MeasuredSpeed) -> MeasuredSpeed:
         """Measured once more. The faster counts: a busy machine only ever takes away."""
         case = self._cases[speed.name]
         found = self.runner(replace(case, name=f"{case.name}, again"))
@@ -346,7 +346,7 @@ class Fitting:
             return speed
         return replace(speed, samples_per_s=found.samples_per_s, step_s=found.step_s)
 
-    def _many(self) -> Speed | None:
+    def _many(self) -> MeasuredSpeed | None:
         """All ranks with the user's own settings, in smaller parts where those do not fit."""
         ways: list[Mapping[str, Any]] = [{}]
         if self.smaller is not None:
@@ -362,7 +362,7 @@ class Fitting:
             return None
         return self._speed(f"{self.ranks} {self.unit}s", found)
 
-    def _kinds(self, kinds: Mapping[str, int], settings: Mapping[str, Any]) -> list[Speed]:
+    def _kinds(self, kinds: Mapping[str, int], settings: Mapping[str, Any]) -> list[MeasuredSpeed]:
         """Mixed GPUs: each kind alone."""
         speeds = []
         for name, index in sorted(kinds.items()):
@@ -374,26 +374,26 @@ class Fitting:
                 self.say(broken(found))
         return speeds
 
-    def _all_kinds(self, alone: Sequence[Speed], many: Speed) -> Speed:
+    def _all_kinds(self, alone: Sequence[MeasuredSpeed], many: MeasuredSpeed) -> MeasuredSpeed:
         """Mixed GPUs: what all of them would give without any exchange."""
         text = "all of them, shares by speed, without exchange"
         rate = self._without_exchange(alone)
         return replace(many, name=text, samples_per_s=rate, step_s=None, predicted=True)
 
-    def _without_exchange(self, alone: Sequence[Speed]) -> float:
+    def _without_exchange(self, alone: Sequence[MeasuredSpeed]) -> float:
         """Samples per second of all ranks, each as fast as alone."""
         if len(alone) == 1:
             return self.ranks * alone[0].samples_per_s
         names = [f"1 {gpu.name}" for gpu in self.gpus[: self.ranks]]
         return sum(names.count(speed.name) * speed.samples_per_s for speed in alone)
 
-    def _speed(self, name: str, found: CaseResult) -> Speed:
+    def _speed(self, name: str, found: CaseResult) -> MeasuredSpeed:
         """A line of the table, which can be measured again."""
         self._cases[name] = found.case
         return speed_of(name, found)
 
 
-def speed_of(name: str, found: CaseResult) -> Speed:
+def speed_of(name: str, found: CaseResult) -> MeasuredSpeed:
     """What was measured, with the batch that was trained."""
     facts, case = found.facts, found.case
     batch = BatchSizes(
@@ -406,7 +406,7 @@ def speed_of(name: str, found: CaseResult) -> Speed:
     settings = dict(case.settings)
     if settings:
         settings["batch_size"] = batch.per_rank
-    return Speed(name, mode, case.ranks, found.samples_per_s, found.step_s, batch, settings)
+    return MeasuredSpeed(name, mode, case.ranks, found.samples_per_s, found.step_s, batch, settings)
 
 
 def _point(found: CaseResult) -> MemoryPoint:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,8 +20,7 @@ from multi_gpu_training.planning.bench.result_table import (
     share,
 )
 from multi_gpu_training.planning.forecast.profile import StepProfile
-from multi_gpu_training.planning.forecast.result import Forecast
-from multi_gpu_training.planning.forecast.result import Row as ForecastRow
+from multi_gpu_training.planning.forecast.result import Forecast, ForecastRow
 
 SCHEMA = 1
 DOES_NOT_FIT = "memory: does not fit"
@@ -125,20 +122,6 @@ class Outcome:
             "profile": asdict(self.profile),
             "machine": machine(),
         }
-
-    def save(self, folder: Path) -> list[Path]:
-        """profile.json, forecast.json, estimate.md and estimate.png in `folder`."""
-        from multi_gpu_training.planning.estimate.estimate_plot import draw
-
-        folder.mkdir(parents=True, exist_ok=True)
-        names = ("profile.json", "forecast.json", "estimate.md", "estimate.png")
-        profile, forecast, text, picture = (folder / name for name in names)
-        self.profile.save(profile)
-        forecast.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        report = self.report()
-        lines = "\n".join(f"- {line}" for line in measured_lines(self.profile))
-        text.write_text(f"# {report.title}\n\n{report.markdown()}\n## Measured\n\n{lines}\n")
-        return [profile, forecast, text, draw(self, picture)]
 
 
 def _comparable(row: Row) -> dict[str, Any]:

@@ -8,14 +8,12 @@ from dataclasses import replace
 from multi_gpu_training.errors import ConfigError
 
 from . import bill, published
+from .bill import Rising
 from .interconnect import Interconnect
-from .length import Length
 from .profile import StepProfile
-from .question import Phases, Question, check, loader_rate
-from .result import Forecast, Limit, Price, Row, Scaling
-from .rising import Rising
-from .stragglers import straggler_s
-from .timeline import exchange
+from .question import Length, Phases, Question, check, loader_rate
+from .result import Forecast, ForecastRow, Limit, Price, Scaling
+from .timeline import exchange, straggler_s
 
 # A loss below this share of the step limits nothing.
 NOTICED = 0.02
@@ -89,7 +87,7 @@ def predict(
     )
 
 
-def row_for(question: Question, gpus: int) -> Row:
+def row_for(question: Question, gpus: int) -> ForecastRow:
     """One number of GPUs."""
     profile, nodes = question.profile, question.nodes(gpus)
     batch, accumulation = question.share(gpus)
@@ -124,7 +122,7 @@ def row_for(question: Question, gpus: int) -> Row:
         "unexplained": unexplained - min(small_batch, unexplained),
     }
     worst = max(losses, key=lambda name: losses[name])
-    row = Row(
+    row = ForecastRow(
         gpus=gpus,
         nodes=nodes,
         per_rank_batch=batch,
@@ -211,7 +209,7 @@ def _gpu_time(question: Question, gpus: int) -> float:
     return row.gpu_hours or gpus / row.samples_per_s
 
 
-def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
+def _notes(question: Question, rows: Sequence[ForecastRow]) -> tuple[str, ...]:
     profile = question.profile
     notes = []
     beyond = [row.gpus for row in rows if row.extrapolated]

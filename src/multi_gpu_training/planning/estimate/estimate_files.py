@@ -1,12 +1,12 @@
-"""A forecast as a picture: speed, efficiency, cost, and where a step's time goes."""
+"""A forecast as files: its figures, the table, and a picture of speed, efficiency, cost, time."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from multi_gpu_training.planning.estimate.outcome import Outcome
+from multi_gpu_training.planning.estimate.outcome import Outcome, measured_lines
 
 PARTS = {
     "compute": ("compute_s", "#4c78a8"),
@@ -16,6 +16,19 @@ PARTS = {
     "unexplained": ("unexplained_s", "#bab0ac"),
 }
 BLUE, GREY = "#4c78a8", "#888888"
+
+
+def save(outcome: Outcome, folder: Path) -> list[Path]:
+    """Write profile.json, forecast.json, estimate.md and estimate.png to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("profile.json", "forecast.json", "estimate.md", "estimate.png")
+    profile, forecast, text, picture = (folder / name for name in names)
+    outcome.profile.save(profile)
+    forecast.write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
+    report = outcome.report()
+    lines = "\n".join(f"- {line}" for line in measured_lines(outcome.profile))
+    text.write_text(f"# {report.title}\n\n{report.markdown()}\n## Measured\n\n{lines}\n")
+    return [profile, forecast, text, draw(outcome, picture)]
 
 
 def draw(outcome: Outcome, path: Path) -> Path:
