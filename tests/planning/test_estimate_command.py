@@ -238,7 +238,7 @@ def test_a_profile_is_scaled_as_its_config_asked(mgt: Mgt, tmp_path: Path) -> No
         (("--device", "tpu"), "use auto, cpu or cuda"),
         (("--interconnect", "h100-nvlink+a100-nvlink"), "a100-nvlink is a node; join one node"),
         (("--interconnect", "efa-8x400g+ethernet-10g"), "ethernet-10g is a network; join one"),
-        (("train.py",), "--profile measures nothing, so that train.py would not be used"),
+        (("train.py",), "--profile measures nothing, so train.py would not be used"),
         (("--price-date", "2025-01-01"), "--price-date describe a --price; add it"),
     ],
 )

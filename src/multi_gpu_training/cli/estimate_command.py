@@ -134,7 +134,7 @@ def say(outcome: Outcome, console: Console, asked_for_many: bool) -> None:
         console.print()
         console.print(
             "For more than one GPU say what connects them: --interconnect NAME, or --curve FILE "
-            "with times of your own. There are",
+            "with your own times. There are",
             markup=False,
         )
         console.print(listing(), markup=False)

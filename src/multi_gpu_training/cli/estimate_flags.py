@@ -140,7 +140,7 @@ def check(flags: EstimateFlags) -> None:
         problems.append("--price-per, --price-source and --price-date describe a --price; add it")
     if flags.profile is not None and flags.command != [NO_TARGET]:
         problems.append(
-            f"--profile measures nothing, so that {' '.join(flags.command)} would not be used; "
+            f"--profile measures nothing, so {' '.join(flags.command)} would not be used; "
             "drop one of the two"
         )
     for name, value in (

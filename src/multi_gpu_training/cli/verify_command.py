@@ -15,7 +15,7 @@ def verify_target(command: list[str], ranks: str, steps: int, device: str) -> in
 
     command = command_of(command, "verify")
     if steps < 4:
-        raise ConfigError(f"--steps {steps}: use at least 4, so that an epoch ends within them")
+        raise ConfigError(f"--steps {steps}: use at least 4, so an epoch ends within them")
     console = Console(highlight=False, soft_wrap=True)
     report = verify(command, _numbers(ranks), steps, device, console.print)
     table = Table("ranks", "largest difference", "in", "same samples", "validation", "")

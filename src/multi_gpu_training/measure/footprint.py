@@ -57,7 +57,7 @@ class Footprint(Callback):
             self._hooks = self.trainer.transform = None
 
     def _see(self, batch: Any) -> Any:
-        """The loss is about to get this batch: it is no activation."""
+        """The loss is about to get this batch: it is not an activation."""
         parts: list[Tensor] = []
 
         def note(tensor: Tensor) -> Tensor:

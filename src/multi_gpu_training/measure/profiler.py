@@ -53,10 +53,12 @@ class ProfileMeter(Meter):
 
     def on_forward(self, run: Run, share: Share) -> None:
         super().on_forward(run, share)
-        self._share = share
         self.own_batches = not share.window_count
         self.largest = max(self.largest, share.count)
         self.failed = True
+        if self._recording:
+            return  # its tensors are the recording's: the step before is as good
+        self._share = share
         if share.first:
             # What is kept here must not count as the training's memory.
             self.finished, self.window = [], []
@@ -79,10 +81,14 @@ class ProfileMeter(Meter):
     def _keep(self, batch: Any) -> Any:
         """Keep a training batch as the loss gets it; the trainer calls this."""
         share = self._share
-        recording = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if share is not None and not recording:
+        if share is not None:
             self.window.append(attach(batch, share) if share.window_count else batch)
         return batch
+
+    @property
+    def _recording(self) -> bool:
+        """Whether a CUDA graph is being recorded."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _at_exit(self) -> None:
         """The same for a loop of the user's own that does not call `finish`."""

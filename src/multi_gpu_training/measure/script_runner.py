@@ -140,8 +140,7 @@ class ScriptRunner:
         what = " ".join(self.command)
         if code == 0 and not manager:
             return Failure.NO_MANAGER, (
-                f"{what} ended without a MultiGPUTrainingManager, so that nothing was measured; "
-                f"{HOW}"
+                f"{what} ended without a MultiGPUTrainingManager, so nothing was measured; {HOW}"
             )
         if code == 0:
             return Failure.TOO_SHORT, (

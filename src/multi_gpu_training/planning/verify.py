@@ -212,7 +212,7 @@ def _outcome(one: RecordedRun, many: RecordedRun, tolerance: float = TOLERANCE) 
         problems.append(f"{name} differs by {worst:.1e}, more than {tolerance:.0e}")
     same = one.order() == many.order()
     if not same:
-        problems.append("the samples of a step are not those of one rank, in the same order")
+        problems.append("a step does not see the samples that one rank sees, in the same order")
     mine, theirs = one.facts["metrics"], many.facts["metrics"]
     metrics = None
     if mine is not None:
@@ -288,7 +288,7 @@ def _causes(run: Callable[..., RecordedRun], one: RecordedRun, ranks: int) -> li
     elif _distance(run(1, noise=1).weights, one.weights, one.largest)[0] > TOLERANCE:
         causes.append(
             "cause: the model or the loss draws random numbers while training; these differ "
-            "between ranks, so that results agree only on average"
+            "between ranks, so results agree only on average"
         )
     if not causes:
         causes.append(

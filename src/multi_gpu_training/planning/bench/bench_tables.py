@@ -155,7 +155,7 @@ def _mode_notes(rows: list[Row], unit: str) -> list[str]:
             f"batch per {unit} is the same in every case; speed is samples/s against the first."
         )
     for row in measured:
-        on_gpu = row["device"] != "CPU"  # where there are no graphs to miss
+        on_gpu = row["device"] != "CPU"  # which has no graphs to miss
         if on_gpu and row["not_a_graph_because"] and (row["graph_share"] or 0) < 0.95:
             found.append(
                 f"{row['case']}: {row['graph_share']:.0%} of the steps ran as a graph "

@@ -145,8 +145,8 @@ def _from_folder(name: str | None, folder: Path) -> Row:
     events = folder / "events" / "rank-0.jsonl"
     if not events.is_file():
         raise ConfigError(
-            f"{folder} is no run folder: {events} is not there; give runs/RECIPE/NAME as a run "
-            "prints it"
+            f"{folder} is not a run folder: {events} does not exist; give runs/RECIPE/NAME as a "
+            "run prints it"
         )
     config = yaml.safe_load((folder / "config.yaml").read_text()) or {}
     lines = [line for line in map(_event, events.read_text().splitlines()) if line]
@@ -185,7 +185,8 @@ def _bench_file(path: Path) -> list[Row]:
         rows: list[Row] = json.loads(path.read_text())["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path} is no file of `mgt bench` ({type(error).__name__}: {error})"
+            f"{path} cannot be read as results of `mgt bench` ({type(error).__name__}: {error}); "
+            "give its bench.json"
         ) from None
     return rows
 

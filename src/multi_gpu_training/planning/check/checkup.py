@@ -46,7 +46,7 @@ RANK_VARIABLES = {
 class Checkup:
     """The checks of this process; under a launcher one of many, of which rank 0 prints.
 
-    After `run`, `report` holds the findings and `speaks` says whether this process shall show
+    After `run`, `report` holds the findings and `speaks` says whether this process should show
     them. `finish` lets the others know the outcome and ends every process.
     """
 
@@ -105,7 +105,7 @@ class Checkup:
             remedy = "fix the lines above, or run it on one machine alone"
             self.report.add([training_fit.GROUP.fail("training", "it was not tried", remedy)])
             return None
-        self._let_go()  # what is measured now shall have the GPUs to itself
+        self._let_go()  # what is measured next needs the GPUs to itself
         for name in [name for name in os.environ if name in RANK_VARIABLES]:
             del os.environ[name]  # the ranks that start now have their own
         gpus = used_gpus(self.context)
@@ -133,7 +133,7 @@ class Checkup:
         return found
 
     def workers(self, ranks: int) -> int:
-        """Loader workers that the cores here allow a rank."""
+        """Loader workers that the cores here allow each rank."""
         return machine.workers_for(machine.look(self.env).usable_cores, ranks)
 
     def _disk_free(self) -> int | None:

@@ -174,7 +174,7 @@ def _name_of(pid: int) -> str:
 
 
 def judge(gpus: Sequence[Gpu], asked: int = -1) -> Iterator[Finding]:
-    """`asked`: how many shall be used; -1 is all."""
+    """`asked`: how many to use; -1 is all."""
     if asked > len(gpus) > 0:
         text = f"--num-gpus {asked} asked for, {len(gpus)} are there"
         yield GROUP.fail("GPUs", text, f"use at most {len(gpus)}")

@@ -45,7 +45,7 @@ def estimate_training_speedup(
     `training_s`, `cost`, and everything else that a row of `forecast.json` holds.
 
     `profile` is what `mgt estimate` measured (its profile.json or folder; by default the newest
-    under runs/estimate), `interconnect` one of its names or a CSV of your own, `price` that of a
+    under runs/estimate), `interconnect` one of its names or your own CSV, `price` that of a
     GPU and hour. Without a price `cost` is None. `scaling` is weak (the same batch per GPU) or
     strong (the same global batch), by default as the config that was measured wants it.
     """
@@ -153,5 +153,5 @@ def _link(interconnect: Interconnect | str | Path | None, most: int) -> Intercon
         return ONE_GPU
     raise ConfigError(
         f"{most} GPUs: what connects them decides how fast they exchange gradients, and that is "
-        "not guessed; give interconnect=NAME (`mgt estimate` lists them) or a CSV of your own"
+        "not guessed; give interconnect=NAME (`mgt estimate` lists them) or your own CSV file"
     )

@@ -31,8 +31,8 @@ def training_length(
             return found
     if profile.dataset_samples is None:
         unknown = (
-            "how many samples an epoch has is not known here, so that there is no time and no "
-            "cost; --samples says how many the whole training has"
+            "the number of samples per epoch is unknown, so there is no time and no cost; "
+            "--samples says how many the whole training has"
         )
         return TrainingLength(notes=(unknown,))
     epochs = profile.epochs if epochs is None else epochs

@@ -71,8 +71,8 @@ def notes(rows: Sequence[ForecastRow], length: Length | None) -> list[str]:
         apart = [row for row in paying if price.instance and together * row.nodes < row.gpus]
         if apart:
             found.append(
-                f"{_gpus(apart)}: no such instance holds a node of the forecast, so that several "
-                "are taken, and what connects them may be slower."
+                f"{_gpus(apart)}: no such instance holds a node of the forecast: several are "
+                "taken, and what connects them may be slower."
             )
     return found
 
@@ -85,7 +85,7 @@ def _gpus(rows: Sequence[ForecastRow]) -> str:
 @dataclass(frozen=True)
 class Rising:
     """`counts` are the numbers of GPUs that were looked at, ascending; `dearer` those of them
-    where a sample costs 10 % more GPU time than on one GPU."""
+    where each sample costs 10 % more GPU time than on one GPU."""
 
     counts: tuple[int, ...]
     dearer: frozenset[int]
@@ -114,11 +114,16 @@ class Rising:
         most, lasting = self.counts[-1], self.lastingly_from
         spans = self._spans(before=lasting)
         if lasting is None and not spans:
-            return f"up to {most} GPUs a sample never costs 10 % more GPU time than on one"
+            return f"with up to {most} GPUs, no sample costs 10 % more GPU time than on one"
         if lasting is None:
-            return f"on {spans} GPUs a sample costs 10 % more GPU time than on one, on {most} not"
-        also = f", and so it does on {spans} GPUs" if spans else ""
-        return f"from {lasting} GPUs on a sample costs 10 % more GPU time than on one{also}"
+            return (
+                f"with {spans} GPUs, each sample costs 10 % more GPU time than on one; with {most} "
+                "it does not"
+            )
+        also = f"; so it does with {spans}" if spans else ""
+        return (
+            f"with {lasting} or more GPUs, each sample costs 10 % more GPU time than on one{also}"
+        )
 
     def _spans(self, before: int | None) -> str:
         """`2-4, 7`: the dearer numbers, neighbours together."""

@@ -39,7 +39,7 @@ ABOUT = {
     "infiniband-8x200g": "network: nodes of 8 with 200 Gb/s InfiniBand per GPU",
     "efa-32x100g": "network: H100 nodes of 8 with 3,200 Gb/s EFA",
     "efa-8x400g": "network: B200 nodes of 8 with 3,200 Gb/s EFA",
-    "fabric-100GBps": "network: nodes of 8, about 100 GB/s a node",
+    "fabric-100GBps": "network: nodes of 8, about 100 GB/s per node",
     "ethernet-100g": "network: V100 nodes of 8 with 100 Gb/s (EFA)",
     "ethernet-10g": "network: 10 Gb/s class, measured between 2 nodes of one GPU",
 }

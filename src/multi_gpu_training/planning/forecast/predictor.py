@@ -45,7 +45,7 @@ def predict(
     """What to expect on each number of GPUs.
 
     `scaling` is by default the profile's: `weak` keeps its batch per GPU and its accumulation,
-    `strong` keeps `global_batch` (by default what one GPU takes a step) and shares it out: first
+    `strong` keeps `global_batch` (by default what one GPU takes per step) and shares it out: first
     accumulation shrinks, then the micro-batch. Time, GPU-hours and cost need to know how long the
     training is: `samples` in all, or `epochs` of the profile's `dataset_samples`. Each rank loads
     as fast as the one measured did with `loader_workers` (default: the profile's);
@@ -204,7 +204,7 @@ def _rising(question: Question, gpus: Sequence[int]) -> Rising:
 
 
 def _gpu_time(question: Question, gpus: int) -> float:
-    """Of the training where its length is known, else of a sample."""
+    """Of the training where its length is known, else per sample."""
     row = row_for(question, gpus)
     return row.gpu_hours or gpus / row.samples_per_s
 
@@ -228,7 +228,7 @@ def _notes(question: Question, rows: Sequence[ForecastRow]) -> tuple[str, ...]:
     unfilled = [row.gpus for row in rows if row.global_batch > question.epoch_samples]
     if unfilled:
         notes.append(
-            f"From {min(unfilled)} GPU{'s' if min(unfilled) > 1 else ''} on a step has room for "
+            f"With {min(unfilled)} or more GPUs, each step has room for "
             f"more than the {question.epoch_samples:,.0f} samples of an epoch: each epoch is one "
             "step that is not filled, and is counted with the time of a whole one."
         )

@@ -89,14 +89,14 @@ class Question:
 
     @property
     def computing_s(self) -> float:
-        """Seconds a sample of one GPU with the profile's own batch, were data always there."""
+        """Seconds per sample of one GPU with the profile's own batch, were data always there."""
         profile = self.profile
         step = Phases.of(profile, profile.per_rank_batch).step_s(profile.accumulation)
         return step / (profile.per_rank_batch * profile.accumulation)
 
     @property
     def alone_per_s(self) -> float:
-        """Samples a second of one GPU with its own batch: what efficiency is measured by."""
+        """Samples per second of one GPU with its own batch: what efficiency is measured by."""
         return 1 / max(self.computing_s, self.input_s(1, 1))
 
 
@@ -136,7 +136,7 @@ class Phases:
 
 
 def loader_rate(profile: StepProfile, workers: int | None) -> float | None:
-    """Samples a second of one rank's loader; of the nearest measured number of workers below."""
+    """Samples per second of one rank's loader; of the nearest measured number of workers below."""
     if profile.data_on_device or not profile.loader_rates:
         return None
     wanted = profile.loader_workers if workers is None else workers
