@@ -471,6 +471,7 @@ def test_a_script_that_measures_nothing_is_told_as_by_estimate(
     assert training_fit.broken(found).remedy.startswith(HOW)
     assert profiling.why_not_profiled(found, runner) == found.error
     assert HOW in found.error
+    assert "--warmup" not in found.error and "--steps" not in found.error  # check has neither
 
 
 def test_a_batch_that_ran_and_leaves_too_little_is_a_warning() -> None:

@@ -46,6 +46,7 @@ class ScriptRunner:
     timeout_s: float = 300.0
     ranks_at_hand: int = 1
     say: Callable[[str], None] = lambda text: None
+    timeout_flag: str = "--timeout"  # that the command has, for its messages
     measured: int = field(default=0, init=False)
     count: int = field(default=0, init=False)
 
@@ -117,7 +118,8 @@ class ScriptRunner:
             try:
                 return process.wait(self.timeout_s)
             except subprocess.TimeoutExpired:
-                file.write(f"\nnot done after {self.timeout_s:g} s (--timeout)\n")
+                hint = f" ({self.timeout_flag})" if self.timeout_flag else ""
+                file.write(f"\nnot done after {self.timeout_s:g} s{hint}\n")
                 return TIMED_OUT
             finally:
                 end(process)
@@ -145,7 +147,7 @@ class ScriptRunner:
         if code == 0:
             return Failure.TOO_SHORT, (
                 f"{what} ended before enough steps were trained through the manager; {HOW}, for "
-                f"{self.steps} steps (--steps) and a few to warm up"
+                f"{self.steps} steps and a few to warm up"
             )
         if MEMORY_IS_SHORT.search(text):
             return Failure.OUT_OF_MEMORY, complaint(text, code)

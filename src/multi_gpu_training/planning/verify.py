@@ -143,7 +143,13 @@ class RecordingRunner:
         say: Callable[[str], None],
     ) -> None:
         self.runner = ScriptRunner(
-            command, folder, steps, None, device, TIMEOUT_S, ranks_at_hand=most_ranks
+            command,
+            folder,
+            steps,
+            device=device,
+            timeout_s=TIMEOUT_S,
+            ranks_at_hand=most_ranks,
+            timeout_flag="",
         )
         self.say = say
 

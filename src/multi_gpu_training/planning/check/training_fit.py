@@ -17,6 +17,7 @@ from multi_gpu_training.measure.memory_model import (
     MemoryPoint,
     available_bytes,
     rounded,
+    with_margin,
 )
 from multi_gpu_training.measure.script_runner import ScriptRunner
 from multi_gpu_training.planning.check.check_report import Finding, Group
@@ -52,7 +53,7 @@ class MeasuredSpeed:
 class TrainingFit:
     """All that was measured of one training on this machine.
 
-    `too_busy`: the ranks together came out faster than they can be, so that the speeds tell
+    `too_busy`: the ranks together came out faster than they can be, so the speeds tell
     nothing about each other.
     """
 
@@ -297,7 +298,7 @@ class Fitting:
 
     @staticmethod
     def _other_batch(batch: int, samples: int | None) -> int | None:
-        """A second size, so that the growth can be told from the rest."""
+        """A second size, to tell what grows with the batch from the rest."""
         if samples is None or 2 * batch <= samples:
             return 2 * batch
         return batch // 2 if batch > 1 else None
@@ -316,7 +317,7 @@ class Fitting:
                 fit.largest_tried = True
                 return
             fit.capped_by_data = False
-            fit.largest = max(fit.batch, rounded(int(fit.largest * 0.85)))
+            fit.largest = max(fit.batch, rounded(with_margin(fit.largest)))
 
     def _speeds(self, fit: TrainingFit) -> None:
         kinds = {gpu.name: gpu.index for gpu in reversed(self.gpus)}
