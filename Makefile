@@ -17,6 +17,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # Types are checked beside the first tests, which mostly wait for processes.
 LINT_LOG := $(VENV)/lint.txt

@@ -52,13 +52,13 @@ def ours(options: argparse.Namespace, name: str) -> Found:
     """The model through `fit` (or `train_step` in an own loop), measured from inside."""
     import torch
 
-    from multi_gpu_training.training.measurement import VARIABLE, Request
+    from multi_gpu_training.measure.request import VARIABLE, MeasureRequest
 
     which, how = name.split("-", 1)
     steps, every, warmup = plan(options, which)
     with tempfile.TemporaryDirectory(prefix="mgt-gpu-steps-") as folder:
-        mode = "distributed_data_parallel"
-        request = Request(folder, mode, 1, steps, warmup, options.device, every=every)
+        where = {"warmup": warmup, "device": options.device}
+        request = MeasureRequest("meter", folder, 1, steps, every=every, **where)
         os.environ[VARIABLE] = request.save()
         if how == "ddp":
             os.environ.update(one_rank())

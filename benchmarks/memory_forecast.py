@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
-from multi_gpu_training.planning.estimate.memory import MemoryForecast
-from multi_gpu_training.planning.forecast.profile import MemoryPoint
+from multi_gpu_training.measure.memory_model import MemoryModel, MemoryPoint
 
 STEPS = 8  # a recording is made after four; cuDNN has chosen by then
 LIMIT = 1.35  # times what the larger measured batch took: the memory for the last trial
@@ -159,7 +158,7 @@ def clean(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def largest_that_fits(subject: Subject, forecast: MemoryForecast, device: str) -> dict[str, Any]:
+def largest_that_fits(subject: Subject, forecast: MemoryModel, device: str) -> dict[str, Any]:
     """Limit the memory, train the largest batch that is said to fit, and see."""
     top = forecast.measured[-1]
     limit = int((top.reserved_bytes or top.peak_bytes) * LIMIT)
@@ -190,7 +189,7 @@ def examine(name: str, subject: Subject, device: str) -> dict[str, Any]:
     """One model: measure two batches, forecast two others, and the largest that fits."""
     begun = time.perf_counter()
     points = [train(subject, batch, device) for batch in subject.measured]
-    forecast = MemoryForecast.of(points)
+    forecast = MemoryModel.from_points(points)
     assert forecast is not None
     asked = []
     for batch in subject.asked:

@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
-from multi_gpu_training.training.measurement import Repeated
+from multi_gpu_training.measure.meter import Repeated
 
 # width, samples of a step, how steps are run, steps of a round
 CASES = {

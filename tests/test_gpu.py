@@ -217,7 +217,7 @@ def test_unequal_shares_on_a_gpu_learn_what_one_rank_learns(
 
 
 def probed(folder: Path) -> Any:
-    from multi_gpu_training.training.probe import Probe, first_batch
+    from multi_gpu_training.measure.rank_speed import Probe, first_batch
 
     settings = {"save_dir": str(folder), "progress": "off", "tensorboard": False}
     manager = MultiGPUTrainingManager(MultiGPUConfig(**settings, device="cuda", share_gpu=True))

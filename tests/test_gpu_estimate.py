@@ -7,8 +7,10 @@ from statistics import median
 
 import pytest
 
-from multi_gpu_training.planning.estimate.measuring import Measured, ProfileRunner, measure
-from multi_gpu_training.planning.estimate.memory import MemoryForecast, available_bytes
+from multi_gpu_training.measure.memory_model import MemoryModel
+from multi_gpu_training.measure.script_runner import ScriptRunner
+from multi_gpu_training.planning.estimate.outcome import available_bytes
+from multi_gpu_training.planning.estimate.profiling import Profiled, profile_training
 
 pytestmark = pytest.mark.gpu
 
@@ -33,11 +35,11 @@ OWN = """net, loader, _ = manager.setup_training(net, TensorDataset(x, torch.zer
         manager.trainer.train_step([x[:BATCH].cuda(), y])"""
 
 
-def estimated(folder: Path, loop: str, width: int, batch: int, mode: str) -> Measured:
+def estimated(folder: Path, loop: str, width: int, batch: int, mode: str) -> Profiled:
     text = SCRIPT.replace("LOOP", loop).replace("WIDTH", str(width)).replace("BATCH", str(batch))
     (folder / "train.py").write_text(text.replace("MODE", mode))
-    runner = ProfileRunner([str(folder / "train.py")], folder / "cases", 20, 20, timeout_s=240)
-    return measure(runner, "train.py")
+    runner = ScriptRunner([str(folder / "train.py")], folder / "cases", 20, 20, timeout_s=240)
+    return profile_training(runner, "train.py")
 
 
 def test_a_recorded_step_is_taken_apart_on_the_devices_clock(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_memory_by_batch_says_what_fits(tmp_path: Path, loop: str) -> None:
     # Five tensors of 4096 floats a sample and more are kept for backward.
     assert more.peak_bytes - less.peak_bytes > 512 * 4096 * 4
     assert more.backward_bytes is not None and more.backward_bytes <= 1.1 * more.peak_bytes
-    memory, room = MemoryForecast.of(profile.memory), available_bytes(profile)
+    memory, room = MemoryModel.from_points(profile.memory), available_bytes(profile)
     assert memory is not None and room is not None
     largest = memory.largest_batch(room)
     assert largest is not None and largest > 10_000

@@ -7,6 +7,7 @@ same name must be mended before anything is trained with it.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import subprocess
 import sys
@@ -201,6 +202,11 @@ def test_end_allocation_to_pool_is_there() -> None:
         assert callable(torch._C._cuda_endAllocateToPool)
     else:
         pytest.skip("this torch is built without CUDA")
+
+
+def test_gpu_sleep_is_there() -> None:
+    """What it does takes a GPU."""
+    assert list(inspect.signature(torch.cuda._sleep).parameters) == ["cycles"]
 
 
 def test_base_classes_cover_their_families() -> None:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from multi_gpu_training.planning.verify import Report, _compare, _Run
+from multi_gpu_training.planning.verify import RecordedRun, VerifyReport
+from multi_gpu_training.planning.verify import compare as compare_runs
 
 APART = 3e-5  # more than float32 may differ; seen where Adam makes a step of a rounded zero
 
 
-def compare(in_float32: dict[str, float], in_float64: dict[str, float]) -> Report:
+def compare(in_float32: dict[str, float], in_float64: dict[str, float]) -> VerifyReport:
     """A verification of trainings that end apart by so much, on two ranks and by hand."""
 
     def run(ranks: int, double: bool = False, **changes: Any) -> Any:
@@ -27,9 +28,9 @@ def compare(in_float32: dict[str, float], in_float64: dict[str, float]) -> Repor
             "sync_bn": False,
             "loss_depends_on_batch": False,
         }
-        return _Run(ranks, weights, by_hand, [facts] * ranks)
+        return RecordedRun(ranks, weights, by_hand, [facts] * ranks)
 
-    return _compare(run, [2], lambda text: None)  # type: ignore[arg-type]
+    return compare_runs(run, [2])
 
 
 def test_a_plain_loop_that_differs_in_float32_alone_is_rounding() -> None:

@@ -9,15 +9,15 @@ if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
     from multi_gpu_training.errors import ConfigError, MultiGPUError
     from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
+    from multi_gpu_training.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.launch.launcher import launch_distributed_training
     from multi_gpu_training.manager import MultiGPUTrainingManager
     from multi_gpu_training.monitoring.performance import PerformanceMonitor
-    from multi_gpu_training.planning.bench.comparison import comparison_report
+    from multi_gpu_training.planning.bench.run_comparison import comparison_report
     from multi_gpu_training.planning.estimate.speedup import (
         estimate_training_speedup,
         print_training_speedup_estimates,
     )
-    from multi_gpu_training.planning.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.training.callbacks import Callback, Hook
     from multi_gpu_training.training.metrics import MetricsCollector
     from multi_gpu_training.training.progress import FitResult
@@ -37,11 +37,11 @@ _HOMES = {
     "launch_distributed_training": "launch.launcher",
     "MetricsCollector": "training.metrics",
     "PerformanceMonitor": "monitoring.performance",
-    "comparison_report": "planning.bench.comparison",
+    "comparison_report": "planning.bench.run_comparison",
     "estimate_training_speedup": "planning.estimate.speedup",
     "print_training_speedup_estimates": "planning.estimate.speedup",
-    "get_gpu_info": "planning.gpus",
-    "print_gpu_info": "planning.gpus",
+    "get_gpu_info": "gpus",
+    "print_gpu_info": "gpus",
     "FaultToleranceManager": "faults.fault_tolerance",
     "Callback": "training.callbacks",
     "Hook": "training.callbacks",

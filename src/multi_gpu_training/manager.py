@@ -28,6 +28,8 @@ from multi_gpu_training.distributed.progress_slot import Phase, note_hang_limit,
 from multi_gpu_training.distributed.signal_thread import end_on_signals
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.launch.launcher import start_ranks_if_needed
+from multi_gpu_training.measure.balance import Balance
+from multi_gpu_training.measure.request import requested
 from multi_gpu_training.monitoring.announce import announce, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
@@ -35,15 +37,11 @@ from multi_gpu_training.monitoring.loggers import Logger
 from multi_gpu_training.monitoring.monitor import Monitor
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.safe_output import protect_output
-from multi_gpu_training.training.balance import Balance
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loop import TrainingLoop
 from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
-from multi_gpu_training.training.measurement import adapt as place_case
-from multi_gpu_training.training.measurement import measure
-from multi_gpu_training.training.measurement import requested as case_to_measure
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 from multi_gpu_training.training.oom import take_oom_hint
 from multi_gpu_training.training.precision import set_arithmetic
@@ -56,7 +54,6 @@ from multi_gpu_training.training.trainer import (
     MultiGPUTrainer,
     SingleDeviceTrainer,
 )
-from multi_gpu_training.training.verification import adapt, begin, requested, shorten
 
 TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
     TrainingMode.SINGLE: SingleDeviceTrainer,
@@ -86,15 +83,13 @@ class MultiGPUTrainingManager:
         protect_output()
         self.config = config or MultiGPUConfig()
         self.config.check()
-        self._verification = requested()
-        if self._verification is not None:
-            self.config = adapt(self.config, self._verification)
-        self._measured = case_to_measure()
-        if self._measured is not None:
-            self.config = place_case(self.config, self._measured)
+        self._measurement = requested()  # where mgt verify, bench, check or estimate started this
+        if self._measurement is not None:
+            self.config = self._measurement.adapt(self.config)
         start_ranks_if_needed(self.config)
         end_on_signals(signal.SIGUSR1)
-        set_arithmetic(self.config, reproducible=self._verification is not None)
+        reproducible = self._measurement is not None and self._measurement.reproducible
+        set_arithmetic(self.config, reproducible)
         self.placement = place(self.config)
         self.console = Console(self.placement.is_main, self.config.progress)
         self.logger = StructuredLogger(self.console, EventFile(None))
@@ -155,10 +150,10 @@ class MultiGPUTrainingManager:
         try:
             checkpoint = setup.find_checkpoint(config, self.fault_tolerance, say)
             trainer.augment = augment
-            if self._verification is not None:
-                steps, batch = self._verification.steps, config.global_batch_size or 0
-                dataset = shorten(dataset, steps, batch or config.batch_size)
-                val_dataset = shorten(val_dataset, steps, batch or config.batch_size)
+            if self._measurement is not None:
+                batch = config.global_batch_size or config.batch_size
+                dataset = self._measurement.shorten(dataset, batch)
+                val_dataset = self._measurement.shorten(val_dataset, batch)
             self.loss_fn = choose_loss(loss_fn)
             if isinstance(self.loss_fn, SupervisedLoss):
                 self.loss_fn.look_at(dataset)
@@ -167,8 +162,8 @@ class MultiGPUTrainingManager:
                 dataset, val_dataset, config, trainer
             )
             built = setup.build_model(model, config)
-            if self._verification is not None and self._verification.double:
-                built.double()
+            if self._measurement is not None:
+                self._measurement.prepare(built)
             trainer.loader = self.train_loader
             trainer.oom.whole = self.sizes.per_rank
             self.model = trainer.build(built, self.loss_fn)
@@ -190,7 +185,9 @@ class MultiGPUTrainingManager:
             take_oom_hint(self.folder, trainer.oom, self.placement)
             if trainer.oom.parts > 1:
                 say(trainer.oom.describe())
-            self.balance.settle(self)
+            self.balance.settle(
+                trainer, self.train_loader, self.val_loader, self.logger, self.console.line
+            )
             setup.start_loggers(self.records, config, trainer, loggers)
         except BaseException:
             self._close()
@@ -198,10 +195,8 @@ class MultiGPUTrainingManager:
         self.control = self._start_control()
         self.loop = self._build_loop(epoch_metrics, eval_fn, [*callbacks, *hooks], loss_fn is None)
         self.loop.saved_step = trainer.step if checkpoint is not None else None
-        if self._verification is not None:
-            begin(self, self._verification)
-        if self._measured is not None:
-            measure(self, self._measured)
+        if self._measurement is not None:
+            self.callbacks.extend(self._measurement.callbacks(self))
         self._start_execution(epoch_metrics)
         self._monitor = Monitor(config, trainer, self.sizes, self.train_loader, self.logger)
         self.callbacks.add(self._monitor)
@@ -286,7 +281,7 @@ class MultiGPUTrainingManager:
             eval_fn=eval_fn,
             epoch_metrics=epoch_metrics,
             facts=self._checkpoint_facts,
-            renew_shares=lambda: self.balance.renew(self),
+            renew_shares=self.balance.renew,
             record=self.logger.record,
             folder=self.folder,
         )

@@ -141,6 +141,11 @@ def end_allocation_to_pool(device: int, pool: Any) -> None:
     torch._C._cuda_endAllocateToPool(device, pool)
 
 
+def gpu_sleep(cycles: int) -> None:
+    """Keep the current stream busy for so many GPU cycles; nothing public only waits."""
+    torch.cuda._sleep(cycles)
+
+
 # DDP
 
 

@@ -25,6 +25,7 @@ from typer.main import get_command
 from multi_gpu_training.cli.app import app
 from multi_gpu_training.cli.train import Flags, resolve
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.measure.script_runner import ScriptRunner
 
 Mgt = Callable[..., Said]
 
@@ -385,7 +386,7 @@ if __name__ == "__main__":
 
 def run_in_rank(script: str, request: str) -> int:
     """Run a script in a rank of the pool as `mgt verify` runs it in a process of its own."""
-    os.environ["MGT_VERIFY"] = request
+    os.environ["MGT_MEASURE"] = request
     hook = sys.excepthook
     try:
         runpy.run_path(script, run_name="__main__")
@@ -393,7 +394,7 @@ def run_in_rank(script: str, request: str) -> int:
         return int(stop.code or 0)
     finally:
         sys.excepthook = hook
-        del os.environ["MGT_VERIFY"]
+        del os.environ["MGT_MEASURE"]
     return 0
 
 
@@ -401,11 +402,13 @@ def run_in_rank(script: str, request: str) -> int:
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `mgt verify` train in the ranks of the tests: seconds less for each of its runs."""
 
-    def start(runner: Any, request: Any) -> int:
+    def start(runner: Any, request: Any, log: Path) -> int:
         (script,) = runner.command
-        return max(run_ranks(request.ranks, run_in_rank, script, request.save()))
+        code = max(run_ranks(request.ranks, run_in_rank, script, request.save()))
+        log.write_text("")
+        return code
 
-    monkeypatch.setattr("multi_gpu_training.planning.verify._Runner._start", start)
+    monkeypatch.setattr(ScriptRunner, "start", start)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from multi_gpu_training.training.learning_rate import scale_rate
 ENTER, DOWN, CTRL_C = "\r", "\x1b[B", "\x03"
 
 FOUR_GPUS = """
-from multi_gpu_training.planning import gpus
+from multi_gpu_training import gpus
 gpus.get_gpu_info = lambda: [
     dict(index=i, name="Pretended GPU", total_memory_gb=80, free_memory_gb=79,
          compute_capability="9.0", bf16=True, uuid=f"GPU-{i}") for i in range(4)]

@@ -13,7 +13,7 @@ from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import training_loader, validation_loader
 from multi_gpu_training.data.samplers import BatchSamplerBatches
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.training.verification import shorten
+from multi_gpu_training.measure.recorder import shorten
 
 
 class Pairs(Dataset[int]):

@@ -8,6 +8,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from tiny import flat, line, manager_for, points, quiet, sgd, squares
 
 from multi_gpu_training import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import ShuffledBatches
-from multi_gpu_training.planning.bench.case import Case, Measurement, percentile
-from multi_gpu_training.planning.bench.modes import compare_modes
-from multi_gpu_training.planning.bench.precision import compare_precisions
-from multi_gpu_training.planning.bench.runner import Runner
-from multi_gpu_training.training.measurement import Meter, Repeated, Request, adapt
+from multi_gpu_training.measure.case import Case, CaseResult, Failure, percentile
+from multi_gpu_training.measure.meter import Meter, Repeated, StepTimes
+from multi_gpu_training.measure.request import MeasureRequest
+from multi_gpu_training.measure.script_runner import ScriptRunner
+from multi_gpu_training.planning.bench.bench_tables import compare_modes, compare_precisions
 
 Mgt = Callable[..., Said]
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
@@ -57,7 +58,7 @@ if __name__ == "__main__":
 
 def run_in_rank(script: str, request: str) -> tuple[int, str]:
     """Run a script in a rank of the pool as `mgt bench` runs it in a process of its own."""
-    os.environ["MGT_BENCH"] = request
+    os.environ["MGT_MEASURE"] = request
     hook = sys.excepthook
     try:
         runpy.run_path(script, run_name="__main__")
@@ -67,7 +68,7 @@ def run_in_rank(script: str, request: str) -> tuple[int, str]:
         return 1, traceback.format_exc()
     finally:
         sys.excepthook = hook
-        del os.environ["MGT_BENCH"]
+        del os.environ["MGT_MEASURE"]
     return 0, ""
 
 
@@ -75,7 +76,7 @@ def run_in_rank(script: str, request: str) -> tuple[int, str]:
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `mgt bench` train in the ranks of the tests: seconds less for each case."""
 
-    def start(runner: Runner, request: Request, log: Path) -> int:
+    def start(runner: ScriptRunner, request: MeasureRequest, log: Path) -> int:
         (script,) = runner.command
         # The pool's ranks stand in the folder of the test that started them.
         path = str(Path(request.save()).resolve())
@@ -83,7 +84,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         log.write_text("\n".join(text for _, text in answers))
         return max(code for code, _ in answers)
 
-    monkeypatch.setattr(Runner, "start", start)
+    monkeypatch.setattr(ScriptRunner, "start", start)
 
 
 @pytest.fixture
@@ -204,7 +205,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
-from multi_gpu_training.training import measurement
+from multi_gpu_training.measure import meter
 
 
 class Clock:
@@ -215,17 +216,17 @@ class Clock:
 
 
 def loss_fn(model, batch):
-    measurement.time.now += (0.01 if manager.config.static_graph else 0.03) * len(batch[0])
+    meter.time.now += (0.01 if manager.config.static_graph else 0.03) * len(batch[0])
     return model(batch[0]).square().mean()
 
 
 if __name__ == "__main__":
-    measurement.time = Clock()
+    meter.time = Clock()
     try:
         manager = MultiGPUTrainingManager(MultiGPUConfig(device="cpu", batch_size=8))
         manager.fit(nn.Linear(4, 1), TensorDataset(torch.randn(50, 4)), loss_fn=loss_fn, epochs=1)
     finally:
-        measurement.time = time
+        meter.time = time
 """
 
 
@@ -248,18 +249,18 @@ def test_tune_finds_the_setting_that_is_faster(mgt: Mgt, warm_ranks: None, tmp_p
     assert twice["global_batch"] == 32
 
 
-def fake(case: Case, step_s: float = 0.01, **facts: Any) -> Measurement:
+def fake(case: Case, step_s: float = 0.01, **facts: Any) -> CaseResult:
     known = {"per_rank_batch": 8, "accumulation": 1, "global_batch": 8 * case.ranks}
     known |= {"device_name": "GPU", "precision": "float32", "parameters": 10, "peak_bytes": 2**30}
-    return Measurement(case, (step_s,) * 5, 8 * case.ranks, {**known, **facts})
+    return CaseResult(case, (step_s,) * 5, 8 * case.ranks, {**known, **facts})
 
 
 def test_a_case_that_fails_does_not_lose_the_others() -> None:
-    def measure(case: Case) -> Measurement:
+    def measure(case: Case) -> CaseResult:
         if case.mode is TrainingMode.DATA_PARALLEL:
-            return Measurement(case, out_of_memory=True, error="CUDA out of memory")
+            return CaseResult(case, failure=Failure.OUT_OF_MEMORY, error="CUDA out of memory")
         if case.silent:
-            return Measurement(case, error="died")
+            return CaseResult(case, failure=Failure.CRASH, error="died")
         logged = {
             "avg_backward_comm_time": 0.003,
             "avg_backward_compute_comm_overlap_time": 0.001,
@@ -291,7 +292,7 @@ def test_steps_that_were_no_graph_are_named_with_the_reason() -> None:
 def test_repeats_are_interleaved() -> None:
     order: list[str] = []
 
-    def measure(case: Case) -> Measurement:
+    def measure(case: Case) -> CaseResult:
         order.append(case.name)
         return fake(case)
 
@@ -312,7 +313,7 @@ def test_every_measured_step_is_a_whole_batch() -> None:
     assert len(Repeated(ShuffledBatches(3, 8), 2)) == 2
 
 
-def test_a_case_changes_what_it_names_and_saves_nothing() -> None:
+def test_a_case_changes_what_it_names_and_saves_nothing(tmp_path: Path) -> None:
     config = MultiGPUConfig(
         global_batch_size=64,
         reduce_bucket_size=2**20,
@@ -328,23 +329,25 @@ def test_a_case_changes_what_it_names_and_saves_nothing() -> None:
         "fp16_compression": False,
         "use_mixed_precision": False,
     }
-    case = adapt(config, Request("out", "data_parallel", 2, 5, settings=settings))
+    request = MeasureRequest("meter", str(tmp_path), 2, 5)
+    dp = replace(request, mode="data_parallel", settings=settings)
+    case = StepTimes(dp).adapt(config)
     assert (case.batch_size, case.global_batch_size) == (16, None)
     assert case.bucket_bytes == 5 * 2**20 and not case.compress_gradients
     assert case.training_mode is TrainingMode.DATA_PARALLEL and not case.sync_bn
     assert case.resume is None and not case.enable_fault_tolerance
-    assert adapt(config, Request("out", "ddp", 2, 5)).global_batch_size == 64
+    assert StepTimes(request).adapt(config).global_batch_size == 64
 
 
 def measured_weights(folder: str, silent: bool) -> Any:
-    request = Request(folder, DDP.value, 2, steps=3, warmup=1, device="cpu", silent=silent)
-    os.environ["MGT_BENCH"] = request.save()
+    request = MeasureRequest("meter", folder, 2, 3, warmup=1, device="cpu", silent=silent)
+    os.environ["MGT_MEASURE"] = request.save()
     try:
         manager = manager_for(Path(folder), batch_size=2)
         with pytest.raises(SystemExit):
             manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
     finally:
-        del os.environ["MGT_BENCH"]
+        del os.environ["MGT_MEASURE"]
     return flat(manager.model).tolist()
 
 
@@ -356,16 +359,16 @@ def test_without_exchange_each_rank_goes_its_own_way(tmp_path: Path) -> None:
 
 
 def test_the_share_of_replayed_steps_is_that_of_the_measured_ones(tmp_path: Path) -> None:
-    request = Request(str(tmp_path), "single", 1, steps=4, warmup=2, device="cpu")
+    request = MeasureRequest("meter", str(tmp_path), 1, 4, mode="single", warmup=2, device="cpu")
     manager = manager_for(tmp_path, training_mode="single")
     manager.setup_training(line(), points(64), loss_fn=squares)
     execution = manager.trainer.execution
     execution.mode, execution.reason = "graph", ""
-    meter = Meter(manager, request)
+    manager.callbacks.add(Meter(manager, request))
     with pytest.raises(SystemExit):
         for number, batch in enumerate(iter(manager.train_loader.__iter__, None)):
             execution.replayed += number > 2  # warm-up, capture, then replays
-            meter.train_step(next(batch))
+            manager.trainer.train_step(next(batch))
     manager.finish()
     record = json.loads((tmp_path / "rank-0.json").read_text())
     assert record["execution"] == {"mode": "graph", "reason": "", "share": 0.75}
@@ -373,15 +376,15 @@ def test_the_share_of_replayed_steps_is_that_of_the_measured_ones(tmp_path: Path
 
 
 def test_own_batches_are_measured_too(tmp_path: Path) -> None:
-    request = Request(str(tmp_path), "single", 1, steps=3, warmup=1, device="cpu")
+    request = MeasureRequest("meter", str(tmp_path), 1, 3, mode="single", warmup=1, device="cpu")
     config = quiet(tmp_path, training_mode="single", gradient_accumulation_steps=2)
     manager = manager_for(tmp_path, **{k: getattr(config, k) for k in config.model_fields_set})
     manager.setup_training(line(), points(64), loss_fn=squares)
-    meter = Meter(manager, request)
+    manager.callbacks.add(Meter(manager, request))
     batch = [torch.randn(6, 4), torch.randn(6, 1)]
     with pytest.raises(SystemExit):
         for _ in range(20):
-            meter.train_step(batch)
+            manager.trainer.train_step(batch)
     manager.finish()
     record = json.loads((tmp_path / "rank-0.json").read_text())
     assert record["samples_per_step"] == 12
@@ -398,7 +401,8 @@ def test_percentiles_lie_between_values() -> None:
 
 def test_a_case_that_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import time\ntime.sleep(100)\n")
-    runner = Runner([str(tmp_path / "script.py")], tmp_path / "out", device="cpu", timeout_s=3)
+    script = tmp_path / "script.py"
+    runner = ScriptRunner([str(script)], tmp_path / "out", device="cpu", timeout_s=3)
     found = runner(Case("single", TrainingMode.SINGLE, 1))
     assert not found.ok and found.error == "not done after 3 s (--timeout)"
 

@@ -16,13 +16,11 @@ from test_bench import run_in_rank
 
 from multi_gpu_training.cli import train
 from multi_gpu_training.data.feeding import BatchSizes
-from multi_gpu_training.planning.bench.runner import Runner
-from multi_gpu_training.planning.check.findings import Finding, Level
-from multi_gpu_training.planning.check.fit import Fit, judge
-from multi_gpu_training.planning.check.fit_runner import FitRunner
-from multi_gpu_training.planning.check.fitting import Fitting
+from multi_gpu_training.measure.request import MeasureRequest
+from multi_gpu_training.measure.script_runner import ScriptRunner
+from multi_gpu_training.planning.check.check_report import Finding, Level
+from multi_gpu_training.planning.check.training_fit import Fitting, TrainingFit, judge
 from multi_gpu_training.planning.forecast.interconnect import measured
-from multi_gpu_training.training.measurement import Request
 
 LIMIT_S = 240
 SCRIPT = """
@@ -80,10 +78,10 @@ def test_this_machine_is_checked_and_measured(
     assert measured(Path("curve.csv")).allreduce_s(size, 2) == pytest.approx(seconds)
 
 
-class WarmRunner(FitRunner):
+class WarmRunner(ScriptRunner):
     """Trains in the ranks of the tests: seconds less for each case."""
 
-    def start(self, request: Request, log: Path) -> int:
+    def start(self, request: MeasureRequest, log: Path) -> int:
         (script,) = self.command
         path = str(Path(request.save()).resolve())
         answers = run_ranks(request.ranks, run_in_rank, script, path)
@@ -91,7 +89,7 @@ class WarmRunner(FitRunner):
         return max(code for code, _ in answers)
 
 
-def fitted(folder: Path, largest: int, ranks: int = 2) -> tuple[Fit | None, list[Finding]]:
+def fitted(folder: Path, largest: int, ranks: int = 2) -> tuple[TrainingFit | None, list[Finding]]:
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("LARGEST", str(largest)))
     runner = WarmRunner([str(script)], folder / "out", 4, 1, "cpu", ranks_at_hand=ranks)
@@ -104,7 +102,7 @@ def test_a_step_is_counted_tensor_by_tensor(tmp_path: Path) -> None:
     fit, said = fitted(tmp_path, 10_000)
     assert fit is not None and not said
     weights = 4 * (8 * 32 + 32 + 32 * 2 + 2)
-    parts = fit.breakdown
+    parts = fit.memory_parts
     assert (parts.parameters, parts.gradients) == (weights, weights)
     assert 2 * weights <= parts.optimizer <= 2 * weights + 64  # AdamW: two moments, and counters
     assert parts.batch == 16 * (8 * 4 + 8)
@@ -128,7 +126,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(tmp_path: Path) -> No
     # The step stays what it was, in four parts.
     assert fit.chosen.batch == BatchSizes(4, 4, 1, 16)
     assert fit.chosen.settings == {"batch_size": 4, "global_batch_size": 16}
-    assert "16 samples a CPU rank do not fit" in said[0].text and "4 do" in said[0].text
+    assert "16 samples per CPU rank do not fit" in said[0].text and "4 do" in said[0].text
     assert "--batch-size 4 global_batch_size=16" in said[0].remedy
     nothing, said = fitted(tmp_path, 0, ranks=1)
     assert nothing is None and "nor do 1" in said[0].text
@@ -140,7 +138,7 @@ def test_a_recipe_ends_with_a_command_that_is_ready(
     """The machine's part is another test's; the training's is as bench measures it."""
     from multi_gpu_training.planning.check.checkup import Checkup
 
-    def start(runner: Runner, request: Request, log: Path) -> int:
+    def start(runner: ScriptRunner, request: MeasureRequest, log: Path) -> int:
         request.save()
         log.write_text("")
         times = [0.01] * 4 if request.ranks == 1 else [0.012] * 4
@@ -160,13 +158,13 @@ def test_a_recipe_ends_with_a_command_that_is_ready(
         for name, value in (
             *((f"rank-{rank}", record) for rank in range(request.ranks)),
             ("footprint", counted),
-            ("footprint-asked", {"epochs": 3, "batch_size": 32}),
+            ("asked", {"epochs": 3, "batch_size": 32}),
         ):
             (Path(request.out) / f"{name}.json").write_text(json.dumps(value))
         return 0
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Runner, "start", start)
+    monkeypatch.setattr(ScriptRunner, "start", start)
     monkeypatch.setattr(Checkup, "run", lambda self: None)
 
     def mgt(*words: object) -> Said:

@@ -15,16 +15,15 @@ from processes import mgt_here
 from multi_gpu_training.cli import train
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import BatchSizes, batch_sizes
-from multi_gpu_training.planning.bench.runner import Runner
-from multi_gpu_training.planning.check import advice, fit
+from multi_gpu_training.measure.footprint import COUNTED as COUNTED_FILE
+from multi_gpu_training.measure.footprint import StepFootprint
+from multi_gpu_training.measure.memory_model import MemoryModel, MemoryParts, MemoryPoint
+from multi_gpu_training.measure.request import SIZES, MeasureRequest
+from multi_gpu_training.measure.script_runner import ScriptRunner
+from multi_gpu_training.planning.check import recommendation, training_fit
+from multi_gpu_training.planning.check.check_report import Finding, Level
 from multi_gpu_training.planning.check.checkup import Checkup
-from multi_gpu_training.planning.check.findings import Finding, Level
-from multi_gpu_training.planning.check.fit import Fit, Speed
-from multi_gpu_training.planning.check.fit_runner import FitRunner
-from multi_gpu_training.planning.check.fitting import Fitting
-from multi_gpu_training.planning.check.footprint import Breakdown, growth_of
-from multi_gpu_training.training.footprint import FILE, SIZES, note_asked
-from multi_gpu_training.training.measurement import Request, adapt
+from multi_gpu_training.planning.check.training_fit import Fitting, MeasuredSpeed, TrainingFit
 
 COUNTED = {"parameters": 10**6, "activations": 10**5, "samples": 1437, "in_memory": True}
 Rate = Callable[[BatchSizes], float]
@@ -40,11 +39,10 @@ class Machine:
         self.rate: Rate = rate or (lambda sizes: 900.0 * sizes.ranks)
         self.trained: list[BatchSizes] = []
 
-    def start(self, runner: Runner, request: Request, log: Path) -> int:
+    def start(self, runner: ScriptRunner, request: MeasureRequest, log: Path) -> int:
         request.save()
         out = Path(request.out)
-        note_asked(self.config, request.out)
-        sizes = batch_sizes(adapt(self.config, request), request.ranks)
+        sizes = batch_sizes(StepFootprint(request).adapt(self.config), request.ranks)
         (out / SIZES).write_text(json.dumps(asdict(sizes)))
         if sizes.per_rank > self.largest:
             log.write_text("OutOfMemoryError: out of memory\n")
@@ -62,7 +60,7 @@ class Machine:
             "reserved_bytes": 10**8,
             "precision": "float32",
         }
-        (out / FILE).write_text(json.dumps(COUNTED))
+        (out / COUNTED_FILE).write_text(json.dumps(COUNTED))
         for rank in range(request.ranks):
             (out / f"rank-{rank}.json").write_text(json.dumps(record))
         return 0
@@ -106,12 +104,12 @@ def test_the_command_trains_the_batch_that_was_measured_and_recommended(
     config, _ = resolved(["image", *words])
     machine = Machine(config, largest)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Runner, "start", lambda *given: machine.start(*given))
+    monkeypatch.setattr(ScriptRunner, "start", lambda *given: machine.start(*given))
     monkeypatch.setattr(Checkup, "run", lambda self: None)
     said = mgt_here(monkeypatch, capsys, "check", "image", *words, "--device", "cpu")
     lines = said.out.strip().splitlines()
     assert machine.trained[-1] == expected
-    recommended = f"ddp, 2 CPU ranks, {advice.batch_text(expected)}, 0 loader workers"
+    recommended = f"ddp, 2 CPU ranks, {recommendation.batch_text(expected)}, 0 loader workers"
     assert recommended in " ".join(said.out.split())
     trained, ranks = resolved(shlex.split(lines[-1])[2:])
     assert batch_sizes(trained, ranks) == expected
@@ -119,11 +117,11 @@ def test_the_command_trains_the_batch_that_was_measured_and_recommended(
 
 
 def test_a_batch_is_said_with_all_its_parts() -> None:
-    assert advice.batch_text(BatchSizes(32, 1, 1, 32)) == "32 samples"
-    assert advice.batch_text(BatchSizes(8, 2, 1, 16)) == "8 samples, 2 accumulated, 16 a step"
-    assert advice.batch_text(BatchSizes(32, 1, 2, 64)) == "32 samples each, 64 a step"
-    expected = "8 samples each, 2 accumulated, 32 a step"
-    assert advice.batch_text(BatchSizes(8, 2, 2, 32)) == expected
+    said = recommendation.batch_text
+    assert said(BatchSizes(32, 1, 1, 32)) == "32 samples"
+    assert said(BatchSizes(8, 2, 1, 16)) == "8 samples, 2 accumulated, 16 per step"
+    assert said(BatchSizes(32, 1, 2, 64)) == "32 samples each, 64 per step"
+    assert said(BatchSizes(8, 2, 2, 32)) == "8 samples each, 2 accumulated, 32 per step"
 
 
 def measured(
@@ -132,14 +130,14 @@ def measured(
     monkeypatch: pytest.MonkeyPatch,
     ranks: int = 2,
     **machine: Any,
-) -> tuple[Fit, list[Finding], Machine]:
+) -> tuple[TrainingFit, list[Finding], Machine]:
     there = Machine(config, **machine)
-    monkeypatch.setattr(Runner, "start", lambda *given: there.start(*given))
+    monkeypatch.setattr(ScriptRunner, "start", lambda *given: there.start(*given))
     said: list[Finding] = []
-    runner = FitRunner(["train.py"], folder, 4, 1, "cpu", ranks_at_hand=ranks)
+    runner = ScriptRunner(["train.py"], folder, 4, 1, "cpu", ranks_at_hand=ranks)
     found = Fitting(runner, ranks, [], 2**33, said.append).measure()
     assert found is not None
-    return found, [*said, *fit.judge(found, None)], there
+    return found, [*said, *training_fit.judge(found, None)], there
 
 
 def test_a_global_batch_that_two_ranks_can_share_is_no_failure(
@@ -148,8 +146,8 @@ def test_a_global_batch_that_two_ranks_can_share_is_no_failure(
     config = MultiGPUConfig(global_batch_size=64)
     found, said, _ = measured(tmp_path, config, monkeypatch, largest=40)
     assert said[0].level is Level.WARN and "2 CPU ranks take 32 each" in said[0].text
-    assert "32 samples a CPU rank take" in said[1].text
-    script = advice.recommend(found, ["train.py"], 0, 2).command
+    assert "32 samples per CPU rank take" in said[1].text
+    script = recommendation.recommend(found, ["train.py"], 0, 2).command
     assert script.endswith("MultiGPUConfig(num_workers=0, use_mixed_precision=False)")
 
 
@@ -169,18 +167,20 @@ def test_smaller_parts_keep_the_learning_rate(
 
 
 def test_the_batch_of_a_data_loader_is_left_alone() -> None:
+    memory = MemoryModel.from_points([MemoryPoint(24, 10**7)])
+    assert memory is not None
     sizes = BatchSizes(24, 1, 1, 24)  # the config says nothing, and its default is 32
-    found = Fit(
+    found = TrainingFit(
         "GPU",
         {"batch_size": 32, "global_batch_size": None},
         COUNTED,
-        Breakdown.of(COUNTED, 24, 10**7),
-        growth_of([(24, 10**7)]),
+        MemoryParts.of(COUNTED, 24, 10**7),
+        memory,
         10**9,
         "float32",
-        [Speed("1 GPU", "single", 1, 100.0, 0.24, sizes)],
+        [MeasuredSpeed("1 GPU", "single", 1, 100.0, 0.24, sizes)],
     )
-    chosen = advice.recommend(found, ["train.py"], 0, 1)
+    chosen = recommendation.recommend(found, ["train.py"], 0, 1)
     assert chosen.batch_size == 24 and "batch_size" not in chosen.command
 
 
@@ -205,14 +205,14 @@ def test_a_speed_up_that_cannot_be_is_measured_again_and_not_recommended_by(
     config = MultiGPUConfig(batch_size=32)
     found, said, machine = measured(tmp_path, config, monkeypatch, rate=held_up(*at))
     assert len(machine.trained) == times
-    chosen = advice.recommend(found, ["train.py"], 0, 2)
+    chosen = recommendation.recommend(found, ["train.py"], 0, 2)
     assert (found.too_busy, chosen.ranks) == (busy, ranks)
     warned = [one for one in said if one.topic == "speed"]
     assert [one.level for one in warned] == [Level.WARN] * busy
     if busy:
         assert "9.00 times as fast as one" in warned[0].text
         assert "too busy to tell" in chosen.reasons[0] and "measured" not in chosen.reasons[0]
-        assert [row[3] for row in advice.time_rows(found)] == ["1.00x", "?"]
+        assert [row[3] for row in recommendation.time_rows(found)] == ["1.00x", "?"]
     else:
         assert "1.80 times as fast as one (measured)" in chosen.reasons[0]
 

@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 from processes import Program
 
-from multi_gpu_training.planning.check import disk, exchange, network, ranks
-from multi_gpu_training.planning.check.checkup import Checkup, Options
-from multi_gpu_training.planning.check.findings import Finding, Level, Report
-from multi_gpu_training.planning.check.ranks import Team
-from multi_gpu_training.planning.check.team import Watched, watch
+from multi_gpu_training.planning.check import disk, network_check, rank_trial
+from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Level
+from multi_gpu_training.planning.check.checkup import Checkup
+from multi_gpu_training.planning.check.registry import CheckOptions
+from multi_gpu_training.planning.check.topology import Meeting, Team, free_port
+from multi_gpu_training.planning.check.watched_process import Watched, watch
 
 GRACE_S = 60  # for a busy machine; what counts is that each ends by itself
 
@@ -141,8 +142,8 @@ def test_a_file_where_the_run_folder_should_be_is_named(tmp_path: Path) -> None:
 
 def test_an_address_of_another_machine_is_no_place_for_rank_0() -> None:
     # 192.0.2.0/24 is for documentation: no machine has it.
-    there = network.Meeting("192.0.2.1", 29500, here=True)
-    found = fails(list(network.judge(there, {})))
+    there = Meeting("192.0.2.1", 29500, here=True)
+    found = fails(list(network_check.judge(there, {})))
     assert "not this machine" in found["MASTER_ADDR"].text
 
 
@@ -164,9 +165,9 @@ def team(first: int, port: int, limit_s: float) -> Team:
 
 
 def tried(ours: Team) -> dict[str, Finding]:
-    members = ranks.try_out(ours, {})
-    ranks.dismiss(members)
-    return fails(list(exchange.judge(ours, members)))
+    members = rank_trial.try_out(ours, {})
+    rank_trial.dismiss(members)
+    return fails(list(rank_trial.judge(ours, members)))
 
 
 def test_a_program_that_speaks_nonsense_is_told_from_a_rank() -> None:
@@ -180,7 +181,7 @@ def test_a_peer_that_comes_and_hangs_is_named() -> None:
     """Rank 1 says hello and then nothing: rank 0 waits for it when they join, not for ever."""
     from torch.distributed import PrefixStore, TCPStore
 
-    ours = team(0, network.free_port(), 4.0)
+    ours = team(0, free_port(), 4.0)
     kept: list[Any] = []
 
     def peer() -> None:
@@ -209,12 +210,12 @@ def test_a_peer_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(network.free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    report = Report()
-    options = Options(device="cpu", save_dir=tmp_path, timeout_s=2.0)
+    report = CheckReport()
+    options = CheckOptions(device="cpu", save_dir=tmp_path, timeout_s=2.0)
     checkup = Checkup(options, report, os.environ)
     checkup.run()
     assert checkup.speaks and checkup.finish() == 1
@@ -226,7 +227,7 @@ def test_a_peer_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.Mo
 def test_two_machines_under_torchrun_are_both_checked(tmp_path: Path) -> None:
     """Two agents of torchrun on this machine; the second's run folder cannot be written."""
     (tmp_path / "file").write_text("")
-    port = network.free_port()
+    port = free_port()
 
     def node(rank: int, save_dir: str) -> Program:
         return Program(

@@ -15,34 +15,36 @@ from rich.console import Console
 
 from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes
-from multi_gpu_training.planning.bench.case import Case
+from multi_gpu_training.measure.case import Case, Failure
+from multi_gpu_training.measure.memory_model import MemoryModel, MemoryParts, MemoryPoint
+from multi_gpu_training.measure.request import ASKED
+from multi_gpu_training.measure.script_runner import HOW, ScriptRunner
 from multi_gpu_training.planning.check import (
-    advice,
-    container,
     devices,
-    exchange,
-    fit,
-    fit_runner,
     links,
     machine,
-    network,
+    network_check,
+    rank_trial,
+    recommendation,
+    registry,
     software,
+    training_fit,
 )
+from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Level, Printer
 from multi_gpu_training.planning.check.devices import Gpu
-from multi_gpu_training.planning.check.findings import Finding, Level, Report
-from multi_gpu_training.planning.check.fit import Fit, Speed
-from multi_gpu_training.planning.check.fit_runner import FitRunner
-from multi_gpu_training.planning.check.footprint import Breakdown, growth_of, rounded
 from multi_gpu_training.planning.check.links import Port, expected_gbps
+from multi_gpu_training.planning.check.network_check import network_gbps
 from multi_gpu_training.planning.check.nvml import Nvml
-from multi_gpu_training.planning.check.printing import Printer
-from multi_gpu_training.planning.check.ranks import Team
-from multi_gpu_training.planning.check.rates import network_gbps
-from multi_gpu_training.planning.check.software import Software, nvidia_devices, runs_on
-from multi_gpu_training.planning.check.team import Watched
-from multi_gpu_training.planning.check.visible import problem_of
-from multi_gpu_training.planning.estimate import measuring as estimating
-from multi_gpu_training.training.footprint import ASKED
+from multi_gpu_training.planning.check.software import (
+    Software,
+    nvidia_devices,
+    runs_on,
+    visible_problem,
+)
+from multi_gpu_training.planning.check.topology import Team
+from multi_gpu_training.planning.check.training_fit import MeasuredSpeed, TrainingFit
+from multi_gpu_training.planning.check.watched_process import Watched
+from multi_gpu_training.planning.estimate import profiling
 
 GIB = 2**30
 TWO = ["GPU-aa11", "GPU-bb22"]
@@ -137,15 +139,15 @@ def test_a_cpu_is_enough_unless_a_gpu_is_asked_for() -> None:
         ("GPU-bb", None),
         ("MIG-1234,MIG-5678", None),
         ("0,5,1", r"'5' is not there: .*0 to 1, and hides all after it \(5, 1\)"),
-        ("GPU-cc", "no number or UUID"),
-        ("all", "no number or UUID"),
+        ("GPU-cc", "not the number or UUID"),
+        ("all", "not the number or UUID"),
         ("0,", "an empty entry"),
         ("1,1", "named twice"),
         ("-2", "'-2' is not there"),
     ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(value: str, says: str | None) -> None:
-    found = problem_of(value, TWO)
+    found = visible_problem(value, TWO)
     assert found is None if says is None else re.search(says, found or ""), found
 
 
@@ -293,8 +295,8 @@ def test_network_cards_are_counted_in_gigabytes(tmp_path: Path) -> None:
         ({"memory_free_bytes": GIB // 2}, Level.FAIL, "512 MB of host memory"),
         ({"memory_free_bytes": 3 * GIB}, Level.WARN, "3.0 GB of host memory"),
         ({"address_space_bytes": 64 * GIB}, Level.FAIL, "ulimit -v.*CUDA"),
-        ({"omp": "many"}, Level.FAIL, "no number of threads"),
-        ({"omp": "0"}, Level.FAIL, "no number of threads"),
+        ({"omp": "many"}, Level.FAIL, "not a number of threads"),
+        ({"omp": "0"}, Level.FAIL, "not a number of threads"),
         ({"omp": "16"}, Level.WARN, "more than 16 cores"),
     ],
 )
@@ -307,7 +309,7 @@ def test_a_host_that_is_too_small_is_named(change: dict[str, Any], level: Level,
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_limits_of_a_container_are_read(tmp_path: Path, version: int) -> None:
     member = tmp_path / "cgroup"
-    assert container.memory_left(tmp_path, member) is None
+    assert machine.memory_left(tmp_path, member) is None
     if version == 2:
         member.write_text("0::/job\n")
         folder, cpu = tmp_path / "job", tmp_path / "job"
@@ -323,8 +325,8 @@ def test_the_limits_of_a_container_are_read(tmp_path: Path, version: int) -> Non
         place.mkdir(parents=True, exist_ok=True)
         for name, text in content.items():
             (place / name).write_text(text + "\n")
-    assert container.memory_left(tmp_path, member) == 650000
-    assert container.cores_allowed(tmp_path, member) == 1.5
+    assert machine.memory_left(tmp_path, member) == 650000
+    assert machine.cores_allowed(tmp_path, member) == 1.5
 
 
 @pytest.mark.parametrize(
@@ -332,20 +334,20 @@ def test_the_limits_of_a_container_are_read(tmp_path: Path, version: int) -> Non
     [
         ({"WORLD_SIZE": "4"}, "no RANK"),
         ({"RANK": "1"}, "no WORLD_SIZE"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "no whole number"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "not a whole number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "0 to WORLD_SIZE - 1"),
     ],
 )
 def test_half_a_launcher_is_named(env: dict[str, str], says: str) -> None:
-    found = only(network.launcher_variables(env))
+    found = only(network_check.launcher_variables(env))
     assert found.level is Level.FAIL and says in found.text and "unset" in found.remedy
 
 
 def test_network_cards_that_are_not_there_are_named() -> None:
     there = ["eth0", "lo"]
-    assert not bad(network.interfaces({"NCCL_SOCKET_IFNAME": "eth"}, there))
-    assert not bad(network.interfaces({"NCCL_SOCKET_IFNAME": "^docker"}, there))
-    found = only(network.interfaces({"GLOO_SOCKET_IFNAME": "ib0"}, there))
+    assert not bad(network_check.interfaces({"NCCL_SOCKET_IFNAME": "eth"}, there))
+    assert not bad(network_check.interfaces({"NCCL_SOCKET_IFNAME": "^docker"}, there))
+    found = only(network_check.interfaces({"GLOO_SOCKET_IFNAME": "ib0"}, there))
     assert "no network card 'ib0', only eth0, lo" in found.text
 
 
@@ -366,9 +368,9 @@ def test_sums_and_steps_that_are_wrong_fail() -> None:
         lines = [dict(line) for line in ENDED]
         for place, change in changes:
             lines[place].update(change)
-        return only(exchange.judge(TEAM, [said(lines=lines), said(lines=lines)], 450.0))
+        return only(rank_trial.judge(TEAM, [said(lines=lines), said(lines=lines)], 450.0))
 
-    assert not bad(exchange.judge(TEAM, [said(lines=ENDED)], 450.0))
+    assert not bad(rank_trial.judge(TEAM, [said(lines=ENDED)], 450.0))
     assert "7 elements of known sums are wrong" in judged((1, {"wrong_anywhere": 7})).text
     assert "differ by 1.0e+09" in judged((3, {"apart": 1e9})).text
     assert "between ranks" in judged((3, {"replicas_differ": True})).text
@@ -379,36 +381,26 @@ def test_sums_and_steps_that_are_wrong_fail() -> None:
 def test_a_hang_names_the_rank_that_is_behind() -> None:
     ahead = said(lines=[{"stage": "curve", "bytes": 2**20}], timed_out=True, code=None)
     behind = said(lines=[{"stage": "join"}], timed_out=True, code=None)
-    found = only(exchange.judge(TEAM, [ahead, behind]))
+    found = only(rank_trial.judge(TEAM, [ahead, behind]))
     assert "a hang: rank 1 of 2" in found.text and "joining the group" in found.text
-    both = only(exchange.judge(TEAM, [ahead, ahead]))
+    both = only(rank_trial.judge(TEAM, [ahead, ahead]))
     assert "every rank" in both.text and "(1 MiB)" in both.text
 
 
 def test_a_failure_elsewhere_is_told_by_rank_0() -> None:
     lines = [{"stage": "values"}, {"peer": 5, "error": "RuntimeError: no memory"}]
-    found = only(exchange.judge(TEAM, [said(lines=lines, timed_out=True, code=None)]))
+    found = only(rank_trial.judge(TEAM, [said(lines=lines, timed_out=True, code=None)]))
     assert found.topic == "rank 5" and "no memory" in found.text
     gone = said(lines=[{"stage": "values"}, {"error": "Connection closed by peer"}], code=1)
     cause = said(lines=[{"stage": "values"}, {"error": "CUDA out of memory"}], code=1)
-    first = only(exchange.judge(TEAM, [gone, cause]))
+    first = only(rank_trial.judge(TEAM, [gone, cause]))
     assert first.topic == "rank 1" and "CUDA out of memory" in first.text
-    assert "look at its machine" in only(exchange.judge(TEAM, [gone])).remedy
-    killed = only(exchange.judge(TEAM, [said(lines=[{"stage": "join"}], code=-9)]))
+    assert "look at its machine" in only(rank_trial.judge(TEAM, [gone])).remedy
+    killed = only(rank_trial.judge(TEAM, [said(lines=[{"stage": "join"}], code=-9)]))
     assert "killed, by the system where its memory was full" in killed.text
 
 
 # Fit
-
-
-def test_growth_never_promises_more_than_was_measured() -> None:
-    growth = growth_of([(32, 1000), (64, 1640)])
-    assert growth.bytes_at(64) == 1640 and growth.largest(10_000) == 482
-    assert growth_of([(32, 1000)], 20).largest(3000) == 132
-    assert growth_of([(32, 1000), (64, 1000)], 5).bytes_at(128) == 1320  # the peak was elsewhere
-    assert growth_of([(32, 1000), (64, 1000)]).largest(2000) is None
-    assert growth_of([(32, 1000), (64, 1640)]).largest(100) == 0
-    assert rounded(482) == 480 and rounded(5) == 5
 
 
 COUNTED = {
@@ -423,43 +415,45 @@ COUNTED = {
 }
 
 
-def fit_of(*speeds: Speed, **changes: Any) -> Fit:
-    breakdown = Breakdown.of(COUNTED, 32, 2000)
+def fit_of(*speeds: MeasuredSpeed, **changes: Any) -> TrainingFit:
+    memory = MemoryModel.from_points([MemoryPoint(32, 2000), MemoryPoint(64, 2800)])
     values: dict[str, Any] = {
         "unit": "GPU",
         "asked": {"epochs": 10, "batch_size": 32},
         "counted": COUNTED,
-        "breakdown": breakdown,
-        "growth": growth_of([(32, 2000), (64, 2800)]),
-        "budget_bytes": 10_000,
+        "memory_parts": MemoryParts.of(COUNTED, 32, 2000),
+        "memory": memory,
+        "available_bytes": 10_000,
         "precision": "bf16 mixed precision",
         "speeds": list(speeds),
     }
-    return Fit(**{**values, **changes})
+    return TrainingFit(**{**values, **changes})
 
 
-ONE = Speed("1 GPU", "single", 1, 100.0, 0.32, BatchSizes(32, 1, 1, 32))
+ONE = MeasuredSpeed("1 GPU", "single", 1, 100.0, 0.32, BatchSizes(32, 1, 1, 32))
 
 
 def test_memory_adds_up() -> None:
     fit = fit_of(ONE)
-    assert fit.breakdown.total == 2000 and fit.breakdown.workspace == 2000 - 1104
-    assert fit.breakdown.bytes_per_sample == 22 and fit.breakdown.checkpoint_bytes == 300
-    assert [row[0] for row in advice.memory_rows(fit)][-1] == "together"
-    assert advice.time_rows(fit)[0][-2:] == ("10.0 s", "100.0 s")
+    assert fit.memory_parts.total == 2000 and fit.memory_parts.workspace == 2000 - 1104
+    assert fit.memory_parts.bytes_per_sample == 22 and fit.memory_parts.checkpoint_bytes == 300
+    assert [row[0] for row in recommendation.memory_rows(fit)][-1] == "together"
+    assert recommendation.time_rows(fit)[0][-2:] == ("10.0 s", "100.0 s")
 
 
 def test_the_recommended_command_is_the_faster_way() -> None:
-    two = Speed("2 GPUs", "ddp", 2, 190.0, 0.34, BatchSizes(32, 1, 2, 64))
+    two = MeasuredSpeed("2 GPUs", "ddp", 2, 190.0, 0.34, BatchSizes(32, 1, 2, 64))
     words = ["image", "--mode", "cnn", "--batch-size", "99", "num_workers=5", "lr=0.1"]
-    found = advice.recommend(fit_of(ONE, two), words, 3, 2)
+    found = recommendation.recommend(fit_of(ONE, two), words, 3, 2)
     assert found.command == (
         "mgt train image --mode cnn lr=0.1 --num-gpus 2 --batch-size 32 num_workers=3 "
         "use_mixed_precision=true"
     )
-    slower = advice.recommend(fit_of(ONE, replace(two, samples_per_s=90.0)), ["image"], 3, 2)
+    slower = recommendation.recommend(
+        fit_of(ONE, replace(two, samples_per_s=90.0)), ["image"], 3, 2
+    )
     assert "--multi-gpu single" in slower.command and slower.ranks == 1
-    script = advice.recommend(fit_of(ONE, two), ["my train.py", "--lr", "1"], 0, 2)
+    script = recommendation.recommend(fit_of(ONE, two), ["my train.py", "--lr", "1"], 0, 2)
     assert script.command.startswith("mgt run --num-gpus 2 'my train.py' --lr 1    # with")
 
 
@@ -467,34 +461,55 @@ def test_the_recommended_command_is_the_faster_way() -> None:
 def test_a_script_that_measures_nothing_is_told_as_by_estimate(
     tmp_path: Path, with_manager: bool
 ) -> None:
-    runner = FitRunner(["plain.py"], tmp_path, 8, 3, "cpu")
+    runner = ScriptRunner(["plain.py"], tmp_path, 8, 3, "cpu")
     out = tmp_path / "000"
     out.mkdir()
     if with_manager:
         (out / ASKED).write_text('{"epochs": 1}')
-        (out / "asked.json").write_text("{}")
-    found = runner.read(Case("one rank", TrainingMode.SINGLE, 1), out, 0, "")
-    line = fit.broken(found)
-    assert line.remedy.startswith(fit_runner.HOW)
-    assert "--warmup" not in found.error and "--steps" not in found.error
-    estimate = estimating._why(found, runner)
-    assert found.error == estimate or with_manager
-    assert fit_runner.HOW in estimate
+    found = runner.read(Case("one rank", TrainingMode.SINGLE, 1), 0, "")
+    assert found.failure is (Failure.TOO_SHORT if with_manager else Failure.NO_MANAGER)
+    assert training_fit.broken(found).remedy.startswith(HOW)
+    assert profiling.why_not_profiled(found, runner) == found.error
+    assert HOW in found.error
+    assert "--warmup" not in found.error and "--steps" not in found.error  # check has neither
+
+
+def test_a_batch_that_ran_and_leaves_too_little_is_a_warning() -> None:
+    lines = {one.topic: one for one in training_fit.judge(fit_of(ONE, available_bytes=2100), None)}
+    assert lines["memory"].level is Level.WARN and "leaves too little" in lines["memory"].text
+    lines = {one.topic: one for one in training_fit.judge(fit_of(ONE, available_bytes=2300), None)}
+    assert lines["memory"].level is Level.PASS
 
 
 # The report
+
+
+def test_a_check_is_added_by_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_checks", list(registry._checks))
+    before = registry.all_checks()
+
+    @registry.check(order=35)
+    def clock(context: registry.Context) -> list[Finding]:
+        return [machine.GROUP.passed("clock", f"{context.ranks_here} ranks agree")]
+
+    after = registry.all_checks()
+    assert [one for one in after if one in before] == before
+    place = after.index(clock)
+    assert after[place - 1] is machine.check_machine
+    assert "check_disk" in getattr(after[place + 1], "__name__", "")
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_lines_fit_the_terminal(width: int) -> None:
     out = StringIO()
     printer = Printer(Console(file=out, width=width))
-    report = Report(printer.show)
+    report = CheckReport(printer.show)
     report.add(machine.judge(replace(HOST, shm_free_bytes=0, omp="x"), 2, 2))
-    report.add([exchange.GROUP.fail("meeting", "a word " * 40, "do this " * 30)], "node-2")
+    report.add([rank_trial.GROUP.fail("meeting", "a word " * 40, "do this " * 30)], "node-2")
     fit = fit_of(ONE)
     printer.summary(report)
-    printer.advice(fit, advice.recommend(fit, ["image"], 2, 1))
+    chosen = recommendation.recommend(fit, ["image"], 2, 1)
+    recommendation.show(printer, fit, chosen)
     lines = out.getvalue().splitlines()
     # The command stays in one piece, to be copied.
     assert max(len(line) for line in lines if not line.startswith("  mgt ")) <= width

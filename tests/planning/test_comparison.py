@@ -78,12 +78,12 @@ def test_what_bench_wrote_can_be_compared(tmp_path: Path) -> None:
     ("results", "words"),
     [
         ({}, "got no results"),
-        (["nowhere"], "nowhere is no run folder"),
+        (["nowhere"], "nowhere is not a run folder"),
         ({"a": 3}, "cannot read a, a int"),
-        (["missing.json"], "is no file of `mgt bench`"),
+        (["missing.json"], "cannot be read as results of `mgt bench`"),
     ],
 )
 def test_what_cannot_be_compared_is_named(results: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=r"comparison_report|is no") as caught:
+    with pytest.raises(ConfigError, match=r"comparison_report|is not|cannot be read") as caught:
         comparison_report(results)  # type: ignore[arg-type]
     assert words in str(caught.value)

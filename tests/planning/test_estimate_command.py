@@ -14,9 +14,10 @@ from processes import Program, Said, mgt_here
 
 import multi_gpu_training
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.planning.estimate import picture
-from multi_gpu_training.planning.estimate.wording import duration, money
-from multi_gpu_training.planning.forecast.profile import Bucket, MemoryPoint, StepProfile
+from multi_gpu_training.measure.memory_model import MemoryPoint
+from multi_gpu_training.planning.estimate import estimate_files
+from multi_gpu_training.planning.estimate.outcome import duration, money
+from multi_gpu_training.planning.forecast.profile import Bucket, StepProfile
 
 MB = 2**20
 PROFILE = StepProfile(
@@ -67,7 +68,7 @@ def mgt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
     def call(*words: object) -> Said:
         if "--price" not in words:  # one picture is enough to see that it is drawn
-            monkeypatch.setattr(picture, "draw", no_picture)
+            monkeypatch.setattr(estimate_files, "draw", no_picture)
         given = [*words, *([] if "--profile" in words else ["--profile", "profile.json"])]
         return mgt_here(monkeypatch, capsys, "estimate", *given, "--out", "out")
 
@@ -233,11 +234,11 @@ def test_a_profile_is_scaled_as_its_config_asked(mgt: Mgt, tmp_path: Path) -> No
         (("--epochs", "2", "--samples", "5"), "both say how long the training is"),
         (("--scaling", "huge"), "--scaling huge: use strong or weak"),
         (("--profile", "nothing.json"), "profile nothing.json: No such file"),
-        (("--profile", "wrong.json"), "is no profile"),
+        (("--profile", "wrong.json"), "is not a profile"),
         (("--device", "tpu"), "use auto, cpu or cuda"),
         (("--interconnect", "h100-nvlink+a100-nvlink"), "a100-nvlink is a node; join one node"),
         (("--interconnect", "efa-8x400g+ethernet-10g"), "ethernet-10g is a network; join one"),
-        (("train.py",), "--profile measures nothing, so that train.py would not be used"),
+        (("train.py",), "--profile measures nothing, so train.py would not be used"),
         (("--price-date", "2025-01-01"), "--price-date describe a --price; add it"),
     ],
 )

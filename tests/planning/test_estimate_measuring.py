@@ -18,16 +18,12 @@ from ranks import run_ranks
 from multi_gpu_training.data.batch import attach, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
-from multi_gpu_training.planning.estimate.cutting import first
-from multi_gpu_training.planning.estimate.loading import worker_counts
-from multi_gpu_training.planning.estimate.measuring import (
-    EstimateError,
-    Measured,
-    ProfileRunner,
-    measure,
-)
+from multi_gpu_training.measure.loader_rates import worker_counts
+from multi_gpu_training.measure.request import MeasureRequest
+from multi_gpu_training.measure.script_runner import MeasureError, ScriptRunner
+from multi_gpu_training.measure.step_anatomy import first_samples
+from multi_gpu_training.planning.estimate.profiling import Profiled, profile_training
 from multi_gpu_training.planning.forecast.profile import StepProfile
-from multi_gpu_training.training.measurement import Request
 
 START = """
 import torch
@@ -124,7 +120,7 @@ for step in range(20):
 def run_in_rank(script: str, request: str) -> tuple[int, str]:
     """The script in a rank of the pool, in a group of one, as `mgt estimate` starts it."""
     names = {
-        "MGT_BENCH": request,
+        "MGT_MEASURE": request,
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
@@ -147,10 +143,10 @@ def run_in_rank(script: str, request: str) -> tuple[int, str]:
     return 0, ""
 
 
-class WarmRunner(ProfileRunner):
+class WarmRunner(ScriptRunner):
     """Trains in a rank of the tests: seconds less for each case."""
 
-    def start(self, request: Request, log: Path) -> int:
+    def start(self, request: MeasureRequest, log: Path) -> int:
         (script,) = self.command
         code, text = run_ranks(1, run_in_rank, script, request.save())[0]
         log.write_text(text)
@@ -161,11 +157,11 @@ class WarmRunner(ProfileRunner):
 def estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def run(text: str, **settings: Any) -> Measured:
+    def run(text: str, **settings: Any) -> Profiled:
         script = tmp_path / "script.py"
         script.write_text(START + text)
         runner = WarmRunner([str(script)], tmp_path / "cases", 6, 3, "cpu", **settings)
-        return measure(runner, "a script")
+        return profile_training(runner, "a script")
 
     return run
 
@@ -248,7 +244,7 @@ def test_a_batch_that_does_not_fit_is_halved_until_it_does(estimated: Any) -> No
 
 
 def test_a_model_that_never_fits_is_an_error_that_says_what_to_do(estimated: Any) -> None:
-    with pytest.raises(EstimateError, match=r"(?s)even with a batch of 1: .*gradient_checkpoint"):
+    with pytest.raises(MeasureError, match=r"(?s)even with a batch of 1: .*gradient_checkpoint"):
         estimated(fit(batch=4, limit=0))
 
 
@@ -258,7 +254,7 @@ def test_a_model_that_never_fits_is_an_error_that_says_what_to_do(estimated: Any
         ("", "ended without a MultiGPUTrainingManager"),
         (
             "LIMIT = 9\nmanager().setup_training(Net(), TensorDataset(x, y))",
-            "before one step was trained through the manager",
+            "before enough steps were trained through the manager",
         ),
         ("raise ValueError('of its own')", "ValueError: of its own"),
     ],
@@ -266,19 +262,19 @@ def test_a_model_that_never_fits_is_an_error_that_says_what_to_do(estimated: Any
 def test_a_script_that_gives_nothing_to_measure_is_told_why(
     estimated: Any, text: str, said: str
 ) -> None:
-    with pytest.raises(EstimateError, match=said):
+    with pytest.raises(MeasureError, match=said):
         estimated(text)
 
 
 def test_batches_of_every_kind_can_be_cut() -> None:
     share = Share(0, 3, (5, 6, 7, 8), 4, 8, True, True, 3)
     x, y = torch.arange(8.0).view(4, 2), torch.arange(4)
-    own = first({"x": x, "y": y, "scale": torch.tensor(2.0)}, 2)
+    own = first_samples({"x": x, "y": y, "scale": torch.tensor(2.0)}, 2)
     assert own["x"].shape == (2, 2) and own["y"].tolist() == [0, 1] and own["scale"] == 2
-    ours = first(attach([x, y], share), 3)
+    ours = first_samples(attach([x, y], share), 3)
     assert ours[0].shape == (3, 2)
     assert share_of(ours) == replace(share, indices=(5, 6, 7), count=3)
-    resident = first(ResidentBatch(torch.tensor([3, 1, 2, 0]), (x, y), share), 1)
+    resident = first_samples(ResidentBatch(torch.tensor([3, 1, 2, 0]), (x, y), share), 1)
     assert resident.gather(resident.index)[1].tolist() == [3]
     placed = share_of(resident)
     assert placed is not None and placed.count == 1

@@ -22,8 +22,11 @@ from multi_gpu_training.planning.forecast import (
     price_per_node,
 )
 from multi_gpu_training.planning.forecast.question import Phases
-from multi_gpu_training.planning.forecast.stragglers import expected_slowest_s, straggler_s
-from multi_gpu_training.planning.forecast.timeline import exchange
+from multi_gpu_training.planning.forecast.timeline import (
+    exchange,
+    expected_slowest_s,
+    straggler_s,
+)
 
 MB = 2**20
 

@@ -14,8 +14,7 @@ from multi_gpu_training.planning.forecast import (
     named,
     named_interconnects,
 )
-from multi_gpu_training.planning.forecast.curves import CURVE_COLUMNS
-from multi_gpu_training.planning.forecast.interconnect import ABOUT
+from multi_gpu_training.planning.forecast.interconnect import ABOUT, CURVE_COLUMNS
 
 MB = 2**20
 

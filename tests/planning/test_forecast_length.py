@@ -8,7 +8,7 @@ import pytest
 
 from multi_gpu_training import estimate_training_speedup
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.planning.estimate.length import training_length
+from multi_gpu_training.planning.estimate.training_length import training_length
 from multi_gpu_training.planning.forecast import (
     Curve,
     Interconnect,
@@ -16,7 +16,7 @@ from multi_gpu_training.planning.forecast import (
     predict,
     price_per_gpu,
 )
-from multi_gpu_training.planning.forecast.length import Length
+from multi_gpu_training.planning.forecast.question import Length
 
 # 100 steps an epoch of 0.1 s each, and nothing to exchange.
 PROFILE = StepProfile(
@@ -46,7 +46,9 @@ def test_more_gpus_than_an_epoch_fills_save_no_time_and_cost_more() -> None:
     # 96 GPUs need two steps an epoch, 104 leave some of one empty; from 112 on it is 10 % and more.
     assert answer.cost_rises_from == 112
     (note,) = [note for note in answer.notes if "samples of an epoch" in note]
-    assert note.startswith("From 1024 GPUs on a step has room for more than the 3,200 samples")
+    assert note.startswith(
+        "With 1024 or more GPUs, each step has room for more than the 3,200 samples"
+    )
 
 
 def test_what_is_left_out_at_the_end_of_an_epoch_is_not_counted_per_sample() -> None:

@@ -41,7 +41,7 @@ def test_a_price_says_where_it_is_from_and_of_which_day() -> None:
     assert price.source == "--price" and price.date == datetime.date.today().isoformat()
     node = price_per_node(32, 8, source="offer", date="2025-01-01")
     assert (node.per_gpu_hour, node.gpus_billed_together) == (4, 8)
-    with pytest.raises(ConfigError, match="--price=0 is no price"):
+    with pytest.raises(ConfigError, match="--price=0 is not a price"):
         price_per_gpu(0)
 
 
@@ -98,7 +98,7 @@ def test_what_a_catalog_does_not_have_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none with a price and 8 GPUs, asia"):
         prices_from_catalog(path, "H100", gpus=8, region="asia")
     (tmp_path / "x.csv").write_text("a,b\n")
-    with pytest.raises(ConfigError, match="is no SkyPilot catalog: it lacks AcceleratorName"):
+    with pytest.raises(ConfigError, match="is not a SkyPilot catalog: it lacks AcceleratorName"):
         prices_from_catalog(tmp_path / "x.csv", "H100")
     with pytest.raises(ConfigError, match="no price catalog"):
         prices_from_catalog(tmp_path / "none.csv", "H100")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from multi_gpu_training.planning.bench.case import Case, Measure, Measurement
+from multi_gpu_training.measure.case import Case, CaseResult, Failure, Measure
 from multi_gpu_training.planning.bench.tuning import (
     AGAIN,
     COMBINED,
@@ -22,12 +22,12 @@ def machine(speed: Callable[[Case], float], noise: float = 0.02, seed: int = 0) 
     """Measures 10 ms a step divided by `speed`, and some noise."""
     random_numbers = random.Random(seed)
 
-    def measure(case: Case) -> Measurement:
+    def measure(case: Case) -> CaseResult:
         # A run is slow or fast as a whole: repeats within a process do not show it.
         step = 0.010 / speed(case) * (1 + noise * random_numbers.random())
         parts = case.settings.get("gradient_accumulation_steps", 1)
         samples = case.settings.get("batch_size", 32) * parts * case.ranks
-        return Measurement(case, (step * samples / 64,) * 9, samples, FACTS)
+        return CaseResult(case, (step * samples / 64,) * 9, samples, FACTS)
 
     return measure
 
@@ -105,10 +105,10 @@ def test_luck_that_does_not_last_is_not_chosen() -> None:
 def test_what_is_hopeless_or_fails_is_not_measured_again() -> None:
     tried: list[str] = []
 
-    def measure(case: Case) -> Measurement:
+    def measure(case: Case) -> CaseResult:
         tried.append(case.name)
         if case.settings.get("static_graph"):
-            return Measurement(case, out_of_memory=True, error="CUDA out of memory")
+            return CaseResult(case, failure=Failure.OUT_OF_MEMORY, error="CUDA out of memory")
         slow = case.settings.get("bucket_cap_mb") == 5
         return machine(lambda case: 0.5 if slow else 1.0)(case)
 
@@ -120,7 +120,7 @@ def test_what_is_hopeless_or_fails_is_not_measured_again() -> None:
 
 
 def test_a_config_that_fails_says_so() -> None:
-    report = tune(lambda case: Measurement(case, error="no such data"), 2)
+    report = tune(lambda case: CaseResult(case, failure=Failure.CRASH, error="no such data"), 2)
     assert report.recommended == {}
     assert "The config itself fails: no such data" in report.markdown()
 

@@ -25,9 +25,11 @@ from multi_gpu_training.data.loader import Feeding, ShareLoader
 from multi_gpu_training.data.order import ShuffledBatches, cut
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.training import measurement, verification
-from multi_gpu_training.training.balance import Counts, allot, search
-from multi_gpu_training.training.probe import Measured, first_batch
+from multi_gpu_training.measure.balance import Counts, allot, search
+from multi_gpu_training.measure.meter import StepTimes
+from multi_gpu_training.measure.rank_speed import RankSpeed, first_batch
+from multi_gpu_training.measure.recorder import Recording
+from multi_gpu_training.measure.request import MeasureRequest
 
 LIMIT = 1e-5  # the promise; float32 rounds at 6e-8
 
@@ -46,13 +48,13 @@ class Machine:
         self.memory = memory
         self.asked: list[Counts] = []
 
-    def __call__(self, counts: Counts) -> list[Measured]:
+    def __call__(self, counts: Counts) -> list[RankSpeed]:
         self.asked.append(counts)
         found = []
         for rank, count in enumerate(counts):
             limit = self.memory[rank] if self.memory else None
             held = count if limit is None else min(count, limit)
-            found.append(Measured(held, self.overhead + self.per_sample[rank] * held, limit))
+            found.append(RankSpeed(held, self.overhead + self.per_sample[rank] * held, limit))
         return found
 
     def slowest(self, counts: Counts) -> float:
@@ -201,7 +203,7 @@ def noisy(batch: list[Tensor], random: Any) -> list[Tensor]:
 
 def train_traced(folder: Path, balance: str) -> dict[str, Any]:
     """With dropout, BatchNorm of every rank's own and momentum; shares are kept equal."""
-    from multi_gpu_training.training import balance as module
+    from multi_gpu_training.measure import balance as module
 
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 2))
@@ -357,20 +359,19 @@ def test_weights_for_another_number_of_ranks_are_refused(tmp_path: Path) -> None
         manager_for(tmp_path, share_weights=[1, 2]).fit(line(), points(), loss_fn=squares)
 
 
-def test_verify_and_bench_keep_weights_only_where_they_fit() -> None:
+def test_verify_and_bench_keep_weights_only_where_they_fit(tmp_path: Path) -> None:
     config = MultiGPUConfig(share_weights=[2, 1])
-    fits = verification.Request("out", 2, 5, "cpu", False)
-    assert verification.adapt(config, fits).share_weights == [2, 1]
-    alone = verification.adapt(config, replace(fits, ranks=1))
+    ddp = MeasureRequest("recorder", str(tmp_path), 2, 5, device="cpu")
+    assert Recording(ddp).adapt(config).share_weights == [2, 1]
+    alone = Recording(replace(ddp, ranks=1)).adapt(config)
     assert (alone.share_weights, alone.balance) == (None, "equal")
-    ddp = measurement.Request("out", "distributed_data_parallel", 2, 5)
-    assert measurement.adapt(config, ddp).share_weights == [2, 1]
+    assert StepTimes(ddp).adapt(config).share_weights == [2, 1]
     for request in (replace(ddp, ranks=1), replace(ddp, mode="data_parallel")):
-        assert measurement.adapt(config, request).share_weights is None
+        assert StepTimes(request).adapt(config).share_weights is None
     measured = MultiGPUConfig(balance="measured")
-    assert measurement.adapt(measured, ddp).balance == "measured"
-    assert measurement.adapt(measured, replace(ddp, mode="single")).balance == "auto"
-    assert verification.adapt(measured, fits).balance == "equal"
+    assert StepTimes(ddp).adapt(measured).balance == "measured"
+    assert StepTimes(replace(ddp, mode="single")).adapt(measured).balance == "auto"
+    assert Recording(ddp).adapt(measured).balance == "equal"
 
 
 # Every way of feeding

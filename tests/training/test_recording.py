@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from tiny import line, manager_for, points, sgd, squares
 
-from multi_gpu_training.training.verification import Recorder, Request
+from multi_gpu_training.measure.recorder import Recorder
+from multi_gpu_training.measure.request import MeasureRequest
 
 
 def test_recorded_batches_are_those_the_loss_function_got(tmp_path: Path) -> None:
@@ -25,8 +26,7 @@ def test_recorded_batches_are_those_the_loss_function_got(tmp_path: Path) -> Non
     _, loader, _ = manager.setup_training(
         line(), points(), loss_fn=loss_fn, optimizer=sgd, augment=augment
     )
-    recorder = Recorder(Request(str(tmp_path), ranks=1, steps=100), rank=0)
-    manager.trainer.transform = recorder.transform
+    recorder = Recorder(manager, MeasureRequest("recorder", str(tmp_path), ranks=1, steps=100))
     manager.callbacks.add(recorder)
     manager.train_epoch(loader, 0)
     manager.finish()

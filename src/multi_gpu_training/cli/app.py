@@ -196,7 +196,7 @@ def verify(
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """Prove that several ranks compute what one computes, or name why they do not."""
-    from multi_gpu_training.cli.verify import verify_target
+    from multi_gpu_training.cli.verify_command import verify_target
 
     raise typer.Exit(verify_target([target, *ctx.args], ranks, steps, device))
 
@@ -229,7 +229,7 @@ def check(
     With a recipe, config or script also its memory, largest batch, time, and a ready command.
     Ends with 1 if anything fails. On several machines start it on each, or with torchrun.
     """
-    from multi_gpu_training.cli.check import Flags, check
+    from multi_gpu_training.cli.check_command import CheckFlags, check
 
     hosts = {
         "nodes": nnodes,
@@ -238,7 +238,7 @@ def check(
         "master_port": master_port,
     }
     command = [target, *ctx.args] if target is not None else []
-    flags = Flags(command, device, num_gpus, save_dir, timeout, as_json, save_curve, hosts)
+    flags = CheckFlags(command, device, num_gpus, save_dir, timeout, as_json, save_curve, hosts)
     raise typer.Exit(check(flags))
 
 
@@ -277,9 +277,9 @@ def bench(
 
     Other flags and words are the recipe's or the script's, as for `mgt train`.
     """
-    from multi_gpu_training.cli.bench import Flags, bench
+    from multi_gpu_training.cli.bench_command import BenchFlags, bench
 
-    flags = Flags(
+    flags = BenchFlags(
         [target, *ctx.args],
         ranks,
         steps,
@@ -357,10 +357,10 @@ def estimate(
 
     Other flags and words are the recipe's or the script's, as for `mgt train`.
     """
-    from multi_gpu_training.cli.estimate import estimate
-    from multi_gpu_training.cli.estimate_flags import Flags
+    from multi_gpu_training.cli.estimate_command import estimate
+    from multi_gpu_training.cli.estimate_flags import EstimateFlags
 
-    flags = Flags(
+    flags = EstimateFlags(
         [target, *ctx.args],
         gpus,
         interconnect,
@@ -414,7 +414,7 @@ def report(
     html: Annotated[bool, Option(help="write the HTML file")] = True,
 ) -> None:
     """Show what a run did and why it is slow, and how several runs compare."""
-    from multi_gpu_training.cli.report import report
+    from multi_gpu_training.cli.report_command import report
 
     raise typer.Exit(report(runs, out, as_json, html))
 
@@ -436,7 +436,7 @@ def recipes() -> None:
 @app.command()
 def info() -> None:
     """Show the GPUs of this machine."""
-    from multi_gpu_training.planning.gpus import print_gpu_info
+    from multi_gpu_training.gpus import print_gpu_info
 
     print_gpu_info()
 

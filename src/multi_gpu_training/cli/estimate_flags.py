@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multi_gpu_training.cli.bench import numbers
+from multi_gpu_training.cli.bench_command import numbers
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ NO_TARGET = "image"  # the recipe that is measured where the command names none
 
 
 @dataclass(frozen=True)
-class Flags:
+class EstimateFlags:
     """What the command line said; None where it said nothing."""
 
     command: list[str]
@@ -49,7 +49,7 @@ class Flags:
     out: str | None = None
 
 
-def gpus_of(flags: Flags) -> list[int]:
+def gpus_of(flags: EstimateFlags) -> list[int]:
     if flags.gpus is not None:
         return sorted(set(numbers("--gpus", flags.gpus)))
     if flags.interconnect is None and flags.curve is None:
@@ -57,7 +57,7 @@ def gpus_of(flags: Flags) -> list[int]:
     return [2**power for power in range(int(math.log2(MOST_GPUS)) + 1)]
 
 
-def interconnect(flags: Flags) -> Interconnect | None:
+def interconnect(flags: EstimateFlags) -> Interconnect | None:
     """None where one GPU is all that is asked for; several without one are refused."""
     from multi_gpu_training.planning.forecast import measured, named
 
@@ -81,7 +81,7 @@ def interconnect(flags: Flags) -> Interconnect | None:
     return None
 
 
-def prices_of(flags: Flags) -> tuple[Price, ...]:
+def prices_of(flags: EstimateFlags) -> tuple[Price, ...]:
     """What was given, or what a catalog offers; nothing without either."""
     from multi_gpu_training.planning.forecast import (
         price_per_gpu,
@@ -115,7 +115,7 @@ def listing() -> str:
     return "\n".join(f"  {link.name:{wide}}  {link.about}" for link in known)
 
 
-def check(flags: Flags) -> None:
+def check(flags: EstimateFlags) -> None:
     """Raise one ConfigError with everything that is wrong with the flags."""
     problems = []
     if flags.interconnect is not None and flags.curve is not None:
@@ -140,7 +140,7 @@ def check(flags: Flags) -> None:
         problems.append("--price-per, --price-source and --price-date describe a --price; add it")
     if flags.profile is not None and flags.command != [NO_TARGET]:
         problems.append(
-            f"--profile measures nothing, so that {' '.join(flags.command)} would not be used; "
+            f"--profile measures nothing, so {' '.join(flags.command)} would not be used; "
             "drop one of the two"
         )
     for name, value in (

@@ -33,11 +33,11 @@ class Flags:
 def train(flags: Flags) -> None:
     from multi_gpu_training.launch.engine import Hosts
     from multi_gpu_training.launch.launcher import start_ranks_if_needed
-    from multi_gpu_training.training import measurement, verification
+    from multi_gpu_training.measure.request import request_of_this_process
 
     recipe, config, options = resolve(flags)
-    # `mgt verify` and `mgt bench` have started the ranks they want.
-    if verification.requested() is None and measurement.requested() is None:
+    # A command that measures has started the ranks it wants.
+    if request_of_this_process() is None:
         hosts = Hosts.from_environment(**flags.hosts, ranks_here=_ranks_here(config, flags))
         start_ranks_if_needed(config, hosts)
     recipe.train(config, options)

@@ -21,13 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import multi_gpu_training
 from multi_gpu_training.distributed.progress_slot import note_line
 
 SAMPLE_EVERY_S = 1.0
 # SIGUSR1 and SIGUSR2 belong to Slurm and submitit; nobody uses this one.
 STACKS_SIGNAL = signal.SIGRTMIN + 7
-PACKAGE = str(Path(multi_gpu_training.__file__).parent) + "/"
+PACKAGE = f"{Path(__file__).parents[1]}/"
 LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib"))
 _RECIPES = PACKAGE + "recipes/"
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")

@@ -8,9 +8,9 @@ from pathlib import Path
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import BatchSizes, Loader
 from multi_gpu_training.data.loader import ShareLoader
+from multi_gpu_training.gpus import get_gpu_info
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.run_folder import RunFolder
-from multi_gpu_training.planning.gpus import get_gpu_info
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loss import SupervisedLoss

@@ -1,1 +1,1 @@
-"""Before a run: what is there."""
+"""Before a run: check the machine, measure, estimate and forecast, verify the result."""

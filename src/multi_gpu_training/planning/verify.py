@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
 
-from multi_gpu_training.errors import MultiGPUError
-from multi_gpu_training.launch.engine import Hosts, LaunchPlan
-from multi_gpu_training.launch.launcher import available_gpus, supervise
-from multi_gpu_training.training.verification import VARIABLE, Request
+from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.measure.case import Case, Failure
+from multi_gpu_training.measure.script_runner import MeasureError, ScriptRunner
 
 # Float32 rounds at 6e-8; other orders of addition leave well under this after a few steps.
 TOLERANCE = 1e-5
@@ -26,14 +21,11 @@ TOLERANCE = 1e-5
 DOUBLE_TOLERANCE = 1e-9
 # A gradient that is this small a part of all is zero but for rounding.
 ZERO = 1e-6
-
-
-class VerifyError(MultiGPUError):
-    pass
+TIMEOUT_S = 1800.0  # of one training; a script may take minutes to read its data
 
 
 @dataclass
-class Outcome:
+class RankComparison:
     """How one number of ranks compares with one rank."""
 
     ranks: int
@@ -50,8 +42,11 @@ class Outcome:
 
 
 @dataclass
-class Report:
-    outcomes: list[Outcome]
+class VerifyReport:
+    """`by_hand` is how far one rank is from a plain PyTorch loop. `rounding`: what differs in
+    float32 agrees in float64."""
+
+    outcomes: list[RankComparison]
     by_hand: float | None
     problems: list[str]
     notes: list[str]
@@ -69,14 +64,15 @@ def verify(
     steps: int = 8,
     device: str = "auto",
     say: Callable[[str], None] = print,
-) -> Report:
+) -> VerifyReport:
     """Run `command` (a script or `-m module`, with arguments) on 1 and on each of `ranks`."""
     with tempfile.TemporaryDirectory(prefix="mgt-verify-") as folder:
-        run = _Runner(list(command), Path(folder), steps, device, say)
-        return _compare(run, ranks, say)
+        run = RecordingRunner(list(command), Path(folder), steps, device, max(ranks), say)
+        return compare(run, ranks)
 
 
-def _compare(run: _Runner, ranks: Sequence[int], say: Callable[[str], None]) -> Report:
+def compare(run: Callable[..., RecordedRun], ranks: Sequence[int]) -> VerifyReport:
+    """Hold `ranks` against one rank; `run(ranks, **changes)` gives a recorded training."""
     one = run(1)
     notes: list[str] = []
     by_hand, by_hand_problems = _by_hand(one)
@@ -86,13 +82,13 @@ def _compare(run: _Runner, ranks: Sequence[int], say: Callable[[str], None]) -> 
     # A plain loop adds in another order too: its float32 says as little as that of other ranks.
     differs = failed is not None or bool(by_hand_problems)
     if differs and not problems and _only_rounding(run, ranks, notes):
-        return Report(outcomes, by_hand, problems, notes, rounding=True)
+        return VerifyReport(outcomes, by_hand, problems, notes, rounding=True)
     if failed is not None:
         failed.problems += _causes(run, one, failed.ranks)
-    return Report(outcomes, by_hand, by_hand_problems + problems, notes)
+    return VerifyReport(outcomes, by_hand, by_hand_problems + problems, notes)
 
 
-def _by_hand(one: _Run, tolerance: float = TOLERANCE) -> tuple[float | None, list[str]]:
+def _by_hand(one: RecordedRun, tolerance: float = TOLERANCE) -> tuple[float | None, list[str]]:
     """How far one rank is from a plain PyTorch loop, and what is wrong with that."""
     if one.by_hand is None:
         return None, []
@@ -106,7 +102,9 @@ def _by_hand(one: _Run, tolerance: float = TOLERANCE) -> tuple[float | None, lis
 
 
 @dataclass
-class _Run:
+class RecordedRun:
+    """What the ranks of one short training wrote down."""
+
     ranks: int
     weights: dict[str, Tensor]
     by_hand: dict[str, Tensor] | None
@@ -132,62 +130,66 @@ class _Run:
         return [(epoch, position, found) for (epoch, position), found in sorted(steps.items())]
 
 
-class _Runner:
+class RecordingRunner:
+    """Trains `command` for a few steps on any number of ranks, and reads what was recorded."""
+
     def __init__(
         self,
         command: list[str],
         folder: Path,
         steps: int,
         device: str,
+        most_ranks: int,
         say: Callable[[str], None],
     ) -> None:
-        self.command = command
-        self.folder = folder
-        self.steps = steps
-        self.device = device
+        self.runner = ScriptRunner(
+            command,
+            folder,
+            steps,
+            device=device,
+            timeout_s=TIMEOUT_S,
+            ranks_at_hand=most_ranks,
+            timeout_flag="",
+        )
         self.say = say
-        self.count = 0
 
-    def __call__(self, ranks: int, **changes: Any) -> _Run:
-        self.count += 1
-        out = self.folder / f"{self.count}-ranks-{ranks}"
-        gpus = available_gpus() if self.device != "cpu" else 0
-        request = Request(str(out), ranks, self.steps, self.device, share_gpu=0 < gpus < ranks)
-        request = replace(request, **changes)
-        what = ", ".join(f"{key}={value}" for key, value in changes.items())
+    def __call__(
+        self, ranks: int, sync_bn: bool | None = None, noise: int = 0, double: bool = False
+    ) -> RecordedRun:
+        changed = {"sync_bn": sync_bn, "noise": noise, "double": double}
+        what = ", ".join(f"{key}={value}" for key, value in changed.items() if value)
+        several = f"{ranks} rank{'s' if ranks > 1 else ''}"
         self.say(
-            f"training {self.steps} steps on {ranks} rank{'s' if ranks > 1 else ''}"
-            + (f" ({what})" if what else "")
+            f"training {self.runner.steps} steps on {several}" + (f" ({what})" if what else "")
         )
-        code = self._start(request)
-        files = sorted(out.glob("rank-*.json"), key=lambda p: int(p.stem.split("-")[1]))
-        if code != 0 or len(files) != ranks:
-            raise VerifyError(
-                f"the training on {ranks} ranks ended with code {code} before {self.steps} steps "
-                "were done; it must use MultiGPUTrainingManager and take at least that many steps "
-                "(--steps)"
+        found = self.runner(
+            Case(
+                several,
+                TrainingMode.SINGLE if ranks == 1 else TrainingMode.DISTRIBUTED_DATA_PARALLEL,
+                ranks,
+                {} if sync_bn is None else {"sync_bn": sync_bn},
+                kind="recorder",
+                noise=noise,
+                double=double,
             )
-        by_hand = out / "by_hand.safetensors"
-        return _Run(
-            ranks,
-            load_file(out / "weights.safetensors"),
-            load_file(by_hand) if by_hand.exists() else None,
-            [json.loads(file.read_text()) for file in files],
         )
-
-    def _start(self, request: Request) -> int:
-        before = os.environ.get(VARIABLE)
-        os.environ[VARIABLE] = request.save()
-        try:
-            if request.ranks == 1:
-                main = [sys.executable, "-m", "multi_gpu_training.launch.rank_main"]
-                env = {**os.environ, "OMP_NUM_THREADS": "1"}
-                return subprocess.run([*main, *self.command], env=env).returncode
-            return supervise(self.command, LaunchPlan(request.ranks, Hosts(), max_restarts=0))
-        finally:
-            os.environ.pop(VARIABLE)
-            if before is not None:
-                os.environ[VARIABLE] = before
+        if not found.ok:
+            early = found.failure in (Failure.NO_MANAGER, Failure.TOO_SHORT)
+            why = (
+                "it must use MultiGPUTrainingManager and take at least that many steps (--steps)"
+                if early
+                else found.error
+            )
+            raise MeasureError(
+                f"the training on {several} ended before {self.runner.steps} steps were done: {why}"
+            )
+        by_hand = self.runner.out / "by_hand.safetensors"
+        return RecordedRun(
+            ranks,
+            load_file(self.runner.out / "weights.safetensors"),
+            load_file(by_hand) if by_hand.exists() else None,
+            [dict(record) for record in found.records],
+        )
 
 
 def _distance(
@@ -209,14 +211,14 @@ def _distance(
     return worst, worst_name, left_out
 
 
-def _outcome(one: _Run, many: _Run, tolerance: float = TOLERANCE) -> Outcome:
+def _outcome(one: RecordedRun, many: RecordedRun, tolerance: float = TOLERANCE) -> RankComparison:
     worst, name, left_out = _distance(many.weights, one.weights, one.largest, tolerance)
     problems = []
     if not worst <= tolerance:
         problems.append(f"{name} differs by {worst:.1e}, more than {tolerance:.0e}")
     same = one.order() == many.order()
     if not same:
-        problems.append("the samples of a step are not those of one rank, in the same order")
+        problems.append("a step does not see the samples that one rank sees, in the same order")
     mine, theirs = one.facts["metrics"], many.facts["metrics"]
     metrics = None
     if mine is not None:
@@ -225,17 +227,19 @@ def _outcome(one: _Run, many: _Run, tolerance: float = TOLERANCE) -> Outcome:
             if abs(theirs[key] - value) > 1e-5 * max(abs(value), 1e-6):
                 metrics = f"{key} {value:.6g} became {theirs[key]:.6g}"
                 problems.append(f"validation {metrics}")
-    return Outcome(many.ranks, worst, name, left_out, same, metrics, problems)
+    return RankComparison(many.ranks, worst, name, left_out, same, metrics, problems)
 
 
-def _only_rounding(run: _Runner, ranks: Sequence[int], notes: list[str], **changes: Any) -> bool:
+def _only_rounding(
+    run: Callable[..., RecordedRun], ranks: Sequence[int], notes: list[str], **changes: Any
+) -> bool:
     """Whether the same trainings agree in float64. Optimizers like Adam make a full step of a
     gradient that is nothing but rounding, so that float32 alone cannot tell."""
     try:
         one = run(1, double=True, **changes)
         runs = [run(n, double=True, **changes) for n in ranks]
         outcomes = [_outcome(one, many, DOUBLE_TOLERANCE) for many in runs]
-    except VerifyError:
+    except MeasureError:
         return False  # the script does not run in float64
     if _by_hand(one, DOUBLE_TOLERANCE)[1] or not all(outcome.passed for outcome in outcomes):
         return False
@@ -247,7 +251,7 @@ def _only_rounding(run: _Runner, ranks: Sequence[int], notes: list[str], **chang
     return True
 
 
-def _coverage(one: _Run) -> list[str]:
+def _coverage(one: RecordedRun) -> list[str]:
     """Each sample once in every epoch that was finished."""
     samples, steps = one.facts.get("samples"), one.facts.get("steps_per_epoch")
     if samples is None or steps is None:
@@ -261,7 +265,7 @@ def _coverage(one: _Run) -> list[str]:
     return [f"of {samples} samples {never} were never seen and {twice} seen twice in an epoch"]
 
 
-def _causes(run: _Runner, one: _Run, ranks: int) -> list[str]:
+def _causes(run: Callable[..., RecordedRun], one: RecordedRun, ranks: int) -> list[str]:
     """Why the result differs, found by changing one thing at a time."""
     causes = []
     facts = one.facts
@@ -290,7 +294,7 @@ def _causes(run: _Runner, one: _Run, ranks: int) -> list[str]:
     elif _distance(run(1, noise=1).weights, one.weights, one.largest)[0] > TOLERANCE:
         causes.append(
             "cause: the model or the loss draws random numbers while training; these differ "
-            "between ranks, so that results agree only on average"
+            "between ranks, so results agree only on average"
         )
     if not causes:
         causes.append(

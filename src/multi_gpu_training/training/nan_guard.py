@@ -35,7 +35,7 @@ from multi_gpu_training.torch_internals import (
     sparse_values,
 )
 from multi_gpu_training.training.nonfinite_diagnosis import explain
-from multi_gpu_training.training.runner.graph_eligibility import optimizer_obstacle
+from multi_gpu_training.training.optimizer import optimizer_obstacle
 from multi_gpu_training.training.state_rollback import StepStart, copy_each
 from multi_gpu_training.training.step import MicroResult
 from multi_gpu_training.training.step_state import StepState

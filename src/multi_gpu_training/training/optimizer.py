@@ -1,11 +1,12 @@
-"""The optimizer to train with: the user's, one built by the user's function, or AdamW."""
+"""The optimizer to train with, and whether its step can be recorded as a CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import nn, optim
 from torch.optim import AdamW, Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
@@ -34,3 +35,39 @@ def choose_optimizer(
             "build it from this model's parameters, or give a function of them"
         )
     return built
+
+
+# Those with a step that never leaves the GPU. SGD only as one kernel: its others read the rate.
+_WITH_FLAG = (
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.ASGD,
+    optim.Rprop,
+)
+
+
+def optimizer_obstacle(optimizer: Optimizer) -> str | None:
+    """Why an optimizer's step cannot be recorded; None if it can."""
+    kind = type(optimizer)
+    if kind is optim.SGD and all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    if kind in _WITH_FLAG and not any(g.get("differentiable") for g in optimizer.param_groups):
+        return None
+    return f"{kind.__name__} is not known to run without the CPU"
+
+
+def make_capturable(optimizer: Optimizer) -> None:
+    """Keep the counters of an optimizer on the GPU, where a recorded step can move them."""
+    for group in optimizer.param_groups:
+        if "capturable" not in group or not group["params"][0].is_cuda:
+            continue
+        group["capturable"] = True
+        for parameter in group["params"]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(step, torch.Tensor):
+                optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)

@@ -1,195 +1,29 @@
-"""How fast one rank computes, alone: forward and backward of a batch, leaving no trace."""
+"""Compute with a model and leave no trace in it."""
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
+from torch import nn
 
-from multi_gpu_training.data.batch import batch_count, map_tensors, share_of
-from multi_gpu_training.data.feeding import Loader
-from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
+from multi_gpu_training.distributed.batchnorm import Attendance, SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.errors import DataError
 from multi_gpu_training.state_dicts import random_state, set_random_state
-from multi_gpu_training.training.runner.selection import free_bytes
-
-if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer
-
-PASSES = 6  # the fastest counts: whatever else runs on a machine only makes a pass longer
-LONG_ENOUGH_S = 0.5  # short passes are repeated, so that a busy moment does not cover them all
-MOST_PASSES = 60
-KEPT_FREE = 0.15  # of a GPU's memory: fragments, the exchange, what libraries take
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Forward and backward of `count` samples took `seconds`; at most `limit` fit (None: any)."""
+class Computing(Protocol):
+    """What must come out unchanged; a trainer is one."""
 
-    count: int
-    seconds: float
-    limit: int | None = None
-
-    @property
-    def speed(self) -> float:
-        """Samples a second."""
-        return self.count / max(self.seconds, 1e-9)
-
-
-class Probe:
-    """Computes one batch again and again, at any size, without talking to other ranks.
-
-    Gradients are asked for past `backward()`: neither DDP nor `.grad` hears of them.
-    """
-
-    def __init__(self, trainer: MultiGPUTrainer, batch: Any) -> None:
-        self.trainer = trainer
-        share = share_of(batch)
-        assert share is not None
-        self.batch = batch
-        self.size = share.count
-        self.micro = share.window_count
-        self.cuttable = batch_count(batch) == self.size
-        self._parameters = [p for p in trainer.model.parameters() if p.requires_grad]
-
-    def measure(self, count: int) -> Measured:
-        """The fastest of a few passes over `count` samples, or over as many as fit."""
-        held = self._largest(count)
-        measured = self._measured(held)
-        if held == count:
-            return measured
-        return replace(measured, limit=max(1, int(held * (1 - KEPT_FREE))))
-
-    def _largest(self, count: int) -> int:
-        """`count`, or the largest number of samples below that fits, to an eighth of it."""
-        if self._fits(count):
-            return count
-        fits, too_many = 0, count
-        while too_many - fits > max(1, fits // 8):
-            middle = (fits + too_many) // 2
-            if self.cuttable and self._fits(middle):
-                fits = middle
-            else:
-                too_many = middle
-        if fits == 0:
-            raise DataError(
-                f"memory is short: forward and backward of one sample do not fit, {count} were "
-                "asked for; use a smaller model, or use_gradient_checkpointing"
-                if self.cuttable
-                else f"memory is short: a batch of {self.size} samples does not fit; lower "
-                "batch_size"
-            )
-        return fits
-
-    def _fits(self, count: int) -> bool:
-        try:
-            with untouched(self.trainer):
-                self._pass(*self._resized(count), count)
-            return True
-        except torch.OutOfMemoryError:
-            pass
-        self.clean()  # outside of the handler: the error holds on to the memory
-        return False
-
-    def _measured(self, count: int) -> Measured:
-        trainer, device = self.trainer, self.trainer.placement.device
-        # A batch that cannot be cut is taken whole: time follows the number of samples.
-        factor = 1.0 if self.cuttable else count / self.size
-        batch, samples = self._resized(count)
-        limit = None
-        cuda = device.type == "cuda"
-        with untouched(trainer):
-            if cuda:
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device) if cuda else 0
-            seconds = self._fastest(batch, samples, count)
-        if cuda:
-            used = (torch.cuda.max_memory_allocated(device) - before) * factor
-            limit = max(count, self._room(used / count))
-        return Measured(count, seconds * factor, limit)
-
-    def _resized(self, count: int) -> tuple[Any, torch.Tensor | None]:
-        """The batch with `count` samples, and numbers for the randomness of augmentations."""
-        whole = count == self.size or not self.cuttable
-        batch = self.batch if whole else resized(self.batch, self.size, count)
-        if self.trainer.augment is None:
-            return batch, None
-        held = count if self.cuttable else self.size
-        return batch, torch.arange(held, device=self.trainer.placement.device)
-
-    def _pass(self, batch: Any, samples: torch.Tensor | None, count: int) -> None:
-        trainer = self.trainer
-        prepared = trainer.state.prepare(batch, samples)
-        result = trainer.step_module.forward(prepared, count, count, 1)
-        torch.autograd.grad(result.scaled, self._parameters, allow_unused=True)
-
-    def _fastest(self, batch: Any, samples: torch.Tensor | None, count: int) -> float:
-        times: list[float] = []
-        while len(times) < PASSES or (sum(times) < LONG_ENOUGH_S and len(times) < MOST_PASSES):
-            times.append(self._timed(batch, samples, count))
-        return min(times)
-
-    def _timed(self, batch: Any, samples: torch.Tensor | None, count: int) -> float:
-        start = time.perf_counter()
-        self._pass(batch, samples, count)
-        if self.trainer.placement.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.placement.device)
-        return time.perf_counter() - start
-
-    def _room(self, bytes_a_sample: float) -> int:
-        """Samples that fit into what is free now, with the optimizer's state still to come."""
-        trainer = self.trainer
-        device = trainer.placement.device
-        total = torch.cuda.get_device_properties(device).total_memory
-        free = free_bytes(device) - KEPT_FREE * total
-        if not trainer.optimizer.state:
-            free -= 2 * sum(p.numel() * p.element_size() for p in self._parameters)
-        return int(max(0.0, free) / max(bytes_a_sample, 1.0))
-
-    def clean(self) -> None:
-        """Give back the memory that passes took and nobody needs any more."""
-        gc.collect()
-        if self.trainer.placement.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def first_batch(loader: Loader) -> Any:
-    """The first share of rank 0 in this epoch: the same samples on every rank, so that long
-    samples on one of them do not look like a slow GPU. The loader stands where it stood."""
-    feeding, epoch, start = loader.feeding, loader.epoch, loader.start
-    loader.seek(epoch)
-    loader.share_out(rank=0, weights=None)
-    batches: Iterator[Any] = iter(loader)
-    try:
-        return next(batches)
-    finally:
-        close: Callable[[], None] | None = getattr(batches, "close", None)
-        if close is not None:
-            close()
-        loader.seek(epoch, start)
-        loader.share_out(rank=feeding.rank, weights=feeding.weights)
-
-
-def resized(batch: Any, size: int, count: int) -> Any:
-    """`count` samples made from a batch of `size`: its first ones, or all of them and again."""
-
-    def pick(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.ndim or tensor.shape[0] != size:
-            return tensor
-        return tensor[torch.arange(count, device=tensor.device) % size]
-
-    return map_tensors(batch, pick)
+    model: nn.Module
+    placement: Placement
+    attendance: Attendance
 
 
 @contextmanager
-def untouched(trainer: MultiGPUTrainer) -> Iterator[None]:
+def untouched(trainer: Computing) -> Iterator[None]:
     """Compute in training mode, alone; then buffers, generators and modes are as they were."""
     model, device = trainer.model, trainer.placement.device
     random = random_state(device)
@@ -197,8 +31,7 @@ def untouched(trainer: MultiGPUTrainer) -> Iterator[None]:
     buffers = [
         (module, name, tensor, tensor.detach().clone())
         for module in model.modules()
-        for name, tensor in module._buffers.items()
-        if tensor is not None
+        for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     alone = Placement(trainer.placement.identity, device)
@@ -216,6 +49,6 @@ def untouched(trainer: MultiGPUTrainer) -> Iterator[None]:
         with torch.no_grad():
             for module, name, tensor, kept in buffers:
                 tensor.copy_(kept)
-                module._buffers[name] = tensor
+                setattr(module, name, tensor)  # the same tensor, where forward replaced it
         trainer.attendance.present = present
         set_random_state(random, device)

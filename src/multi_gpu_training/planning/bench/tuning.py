@@ -8,21 +8,21 @@ from statistics import median
 from typing import Any
 
 from multi_gpu_training.config import TrainingMode
-from multi_gpu_training.planning.bench.case import (
+from multi_gpu_training.measure.case import (
     Case,
+    CaseResult,
     Measure,
-    Measurement,
     percentile,
     together,
 )
-from multi_gpu_training.planning.bench.report import (
+from multi_gpu_training.planning.bench.result_table import (
     MEMORY,
     PEAK_BAR,
     SAMPLES,
     SAMPLES_BAR,
     STEP,
     Column,
-    Report,
+    ResultTable,
     case_name,
     ratio,
 )
@@ -44,11 +44,11 @@ class Candidate:
 
 
 @dataclass
-class Trial:
-    """All measurements of a candidate: one a round."""
+class TuningTrial:
+    """All measurements of a candidate: one per round."""
 
     candidate: Candidate
-    parts: list[Measurement] = field(default_factory=list)
+    parts: list[CaseResult] = field(default_factory=list)
     verdict: str = ""
 
     @property
@@ -57,12 +57,12 @@ class Trial:
 
     @property
     def times(self) -> list[float]:
-        """Median seconds a sample, one a round."""
+        """Median seconds per sample, one per round."""
         return [part.step_s / part.samples_per_step for part in self.parts]
 
 
 def candidates(batch: int, accumulation: int) -> list[Candidate]:
-    """What is tried, for a model that takes `batch` samples a rank."""
+    """What is tried, for a model that takes `batch` samples per rank."""
     halves = {"batch_size": batch // 2, "gradient_accumulation_steps": 2 * accumulation}
     twice = {"batch_size": batch, "gradient_accumulation_steps": 2 * accumulation}
     found = [
@@ -85,13 +85,13 @@ def tune(
     allow_compression: bool = False,
     tried: Sequence[Candidate] | None = None,
     unit: str = "GPU",
-) -> Report:
+) -> ResultTable:
     """Measure every candidate beside the user's config, round by round, and name the winner.
 
     A candidate wins if it beats the config by more than the spread of the config's own
     measurements, and does so again when it is measured once more.
     """
-    default, again = Trial(Candidate(DEFAULT, {})), Trial(Candidate(AGAIN, {}))
+    default, again = TuningTrial(Candidate(DEFAULT, {})), TuningTrial(Candidate(AGAIN, {}))
     run_round(measure, ranks, [default, again])
     if not (default.ok and again.ok):
         reason = next(part.error for part in [*default.parts, *again.parts] if not part.ok)
@@ -99,7 +99,7 @@ def tune(
     facts = default.parts[0].facts
     if tried is None:
         tried = candidates(facts["per_rank_batch"], facts["accumulation"])
-    trials = [Trial(candidate) for candidate in tried]
+    trials = [TuningTrial(candidate) for candidate in tried]
     run_round(measure, ranks, trials)
     for _ in range(repeats - 1):
         run_round(measure, ranks, [default, again, *hopeful(trials, default)])
@@ -122,13 +122,13 @@ def tune(
     return table(ranks, unit, shown, notes, chosen)
 
 
-def run_round(measure: Measure, ranks: int, trials: Sequence[Trial]) -> None:
+def run_round(measure: Measure, ranks: int, trials: Sequence[TuningTrial]) -> None:
     for trial in trials:
         case = Case(trial.candidate.name, DDP, ranks, trial.candidate.settings)
         trial.parts.append(measure(case))
 
 
-def hopeful(trials: Sequence[Trial], default: Trial) -> list[Trial]:
+def hopeful(trials: Sequence[TuningTrial], default: TuningTrial) -> list[TuningTrial]:
     """Those worth another round."""
     kept = []
     for trial in trials:
@@ -151,7 +151,7 @@ def beats(times: Sequence[float], base: Sequence[float]) -> bool:
     return max(times) < min(base) and gain > spread and gain > LEAST_GAIN * median(base)
 
 
-def judge(trial: Trial, base: Sequence[float], repeats: int, allow_compression: bool) -> bool:
+def judge(trial: TuningTrial, base: Sequence[float], repeats: int, allow_compression: bool) -> bool:
     """Whether the trial may be chosen; its verdict says why, or why not."""
     if not trial.ok:
         out = any(part.out_of_memory for part in trial.parts)
@@ -176,19 +176,19 @@ def judge(trial: Trial, base: Sequence[float], repeats: int, allow_compression: 
 
 @dataclass
 class Final:
-    shown: list[Trial]
+    shown: list[TuningTrial]
     settings: dict[str, Any]
     note: str
 
 
-def confirm(measure: Measure, ranks: int, winners: list[Trial], repeats: int) -> Final:
+def confirm(measure: Measure, ranks: int, winners: list[TuningTrial], repeats: int) -> Final:
     """Measure the best winner, and all of them together, against the config once more."""
     best = min(winners, key=lambda trial: median(trial.times))
-    base = Trial(Candidate(DEFAULT, {}))
-    second = Trial(replace(best.candidate, name=f"{best.candidate.name}, once more"))
+    base = TuningTrial(Candidate(DEFAULT, {}))
+    second = TuningTrial(replace(best.candidate, name=f"{best.candidate.name}, once more"))
     finalists = [second]
     if len(winners) > 1:
-        finalists.append(Trial(Candidate(COMBINED, combine(winners))))
+        finalists.append(TuningTrial(Candidate(COMBINED, combine(winners))))
     for _ in range(repeats):
         run_round(measure, ranks, [base, *finalists])
     good = [t for t in finalists if t.ok and base.ok and beats(t.times, base.times)]
@@ -206,7 +206,7 @@ def confirm(measure: Measure, ranks: int, winners: list[Trial], repeats: int) ->
     return Final(finalists, dict(chosen.candidate.settings), note)
 
 
-def combine(winners: Sequence[Trial]) -> dict[str, Any]:
+def combine(winners: Sequence[TuningTrial]) -> dict[str, Any]:
     """Every winner's settings; of two that set the same, the faster one's."""
     settings: dict[str, Any] = {}
     for trial in sorted(winners, key=lambda trial: median(trial.times), reverse=True):
@@ -223,8 +223,8 @@ def spread_note(base: Sequence[float]) -> str:
 
 
 def table(
-    ranks: int, unit: str, trials: Sequence[Trial], notes: list[str], chosen: dict[str, Any]
-) -> Report:
+    ranks: int, unit: str, trials: Sequence[TuningTrial], notes: list[str], chosen: dict[str, Any]
+) -> ResultTable:
     base = trials[0]
     rows = []
     for trial in trials:
@@ -237,7 +237,7 @@ def table(
         row["verdict"] = trial.verdict
         row["changes"] = trial.candidate.changes or None
         rows.append(row)
-    return Report(
+    return ResultTable(
         kind="tune",
         title=f"DDP settings, {ranks} {unit}{'s' if ranks > 1 else ''}",
         columns=[

@@ -7,30 +7,29 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multi_gpu_training.planning.check import (
-    devices,
-    disk,
-    exchange,
-    failure,
-    links,
-    machine,
-    network,
-    software,
-)
-from multi_gpu_training.planning.check.devices import Gpu
-from multi_gpu_training.planning.check.findings import Finding, Level, Report
+from multi_gpu_training.planning.check import machine, software
+from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Level
+from multi_gpu_training.planning.check.devices import Gpu, VisibleGpus, used_gpus
+from multi_gpu_training.planning.check.links import Port, Ports
+from multi_gpu_training.planning.check.network_check import network_gbps
 from multi_gpu_training.planning.check.nvml import Nvml
-from multi_gpu_training.planning.check.ranks import Team, dismiss, try_out
-from multi_gpu_training.planning.check.rates import network_gbps
-from multi_gpu_training.planning.check.standing import stand
-from multi_gpu_training.planning.check.team import Watched
+from multi_gpu_training.planning.check.rank_trial import (
+    GROUP,
+    dismiss,
+    find_failure,
+    judge,
+    try_out,
+)
+from multi_gpu_training.planning.check.registry import CheckOptions, Context, all_checks
+from multi_gpu_training.planning.check.topology import NETWORK, Team, find_topology, free_port
+from multi_gpu_training.planning.check.watched_process import Watched
 
 if TYPE_CHECKING:
-    from multi_gpu_training.planning.check.fit import Fit
+    from multi_gpu_training.planning.check.training_fit import TrainingFit
 
 # A launcher ends all ranks when one fails: rank 0 must have printed by then.
 LINGER_S = 5.0
@@ -44,118 +43,97 @@ RANK_VARIABLES = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `mgt check` was asked. `hosts` are the flags of several machines."""
-
-    device: str = "auto"
-    num_gpus: int = -1
-    save_dir: Path = Path("runs")
-    timeout_s: float = 60.0
-    hosts: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Checkup:
     """The checks of this process; under a launcher one of many, of which rank 0 prints.
 
-    After `run`, `report` holds the findings and `speaks` says whether this process shall show
+    After `run`, `report` holds the findings and `speaks` says whether this process should show
     them. `finish` lets the others know the outcome and ends every process.
     """
 
-    def __init__(self, options: Options, report: Report, env: Mapping[str, str]) -> None:
+    def __init__(self, options: CheckOptions, report: CheckReport, env: Mapping[str, str]) -> None:
         self.options = options
         self.report = report
         self.env = env
-        self.gpus: list[Gpu] = []
-        self.ports: dict[int, links.Port] = {}
         self.members: list[Watched] = []
         self.team: Team | None = None
-        self.gpu_count = 0
-        self.standing, self._problems = stand(options.hosts, options.num_gpus, env)
+        self.topology, problems = find_topology(options.hosts, options.num_gpus, env)
+        self.context = Context(options, env, self.topology, Nvml(), problems=problems)
 
     @property
     def main(self) -> bool:
-        return self.standing.main
+        return self.topology.main
 
     @property
     def speaks(self) -> bool:
         """Rank 0 prints for all; another machine only where rank 0 did not hear it."""
         heard = bool(self.members) and bool(self.members[0].told("all_came"))
-        return self.main or (self.standing.looks and not heard)
+        return self.main or (self.topology.looks and not heard)
 
     @property
     def ranks_here(self) -> int:
-        return self.standing.ranks_here(self.gpu_count)
+        return self.context.ranks_here
+
+    @property
+    def gpus(self) -> Sequence[Gpu]:
+        return (self.context.get(VisibleGpus) or VisibleGpus()).gpus
 
     def run(self) -> None:
-        if self.standing.looks:
+        context = self.context
+        if self.topology.looks:
             here = machine.look(self.env)
             if here.memory_free_bytes < machine.TOO_LITTLE:
                 # Whatever comes next would be killed, this process first.
                 self.report.add([machine.free_memory(here, 1, 0)])
                 return
-        nvml = Nvml()
-        found = software.look(nvml, self.env)
+        found = software.look(context.nvml, self.env)
+        context.give(found)
         if self.options.device != "cpu":
-            self.gpu_count = found.visible
-        if self.standing.looks:
-            self._look(nvml, found)
+            context.gpu_count = found.visible
+        if self.topology.looks:  # one process of each machine does
+            for one in all_checks():
+                self.report.add(one(context))
         self.report.add(self._together(found))
 
-    def _look(self, nvml: Nvml, found: software.Software) -> None:
-        """At this machine; one process of each does so."""
-        limit = self.options.timeout_s
-        self.report.add(software.judge(found, self.options.device))
-        if self.gpu_count:
-            program = devices.measure(limit)
-            self.gpus = devices.found_by(program)
-            self.gpu_count = len(self.gpus)
-            self.ports = links.look(nvml, self.gpus)
-            self.report.add(devices.trouble(program, limit))
-            self.report.add(devices.judge(self.gpus, self.options.num_gpus))
-        self.report.add(self._machine())
-        self.report.add([*self._problems, *network.judge(self.standing.meeting(), self.env)])
-        if self.gpus:
-            copies = links.measure(self._used_gpus(), limit)
-            self.report.add(links.judge(copies, self.ports, limit))
-
-    def fit(self, command: Sequence[str], say: Callable[[str], None]) -> Fit | None:
+    def fit(self, command: Sequence[str], say: Callable[[str], None]) -> TrainingFit | None:
         """Measure `command` (a script, or `-m module` with its words) on this machine; `say` hears
         of each case when it is done."""
-        from multi_gpu_training.planning.check import fit, fitting
-        from multi_gpu_training.planning.check.fit_runner import FitRunner
+        # Only here: this needs torch and the whole of training.
+        from multi_gpu_training.measure.script_runner import ScriptRunner
+        from multi_gpu_training.planning.check import training_fit
 
-        if self.standing.together and self.report.exit_code:
-            remedy = "mend the lines above, or run it on one machine alone"
-            self.report.add([fit.GROUP.fail("training", "it was not tried", remedy)])
+        if self.topology.together and self.report.exit_code:
+            remedy = "fix the lines above, or run it on one machine alone"
+            self.report.add([training_fit.GROUP.fail("training", "it was not tried", remedy)])
             return None
-        self._let_go()  # what is measured now shall have the GPUs to itself
+        self._let_go()  # what is measured next needs the GPUs to itself
         for name in [name for name in os.environ if name in RANK_VARIABLES]:
-            del os.environ[name]  # what is started now are ranks of its own
-        gpus = self._used_gpus()
+            del os.environ[name]  # the ranks that start now have their own
+        gpus = used_gpus(self.context)
         here = machine.look(self.env)
         free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
         count = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
         with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
-            runner = FitRunner(
+            runner = ScriptRunner(
                 command,
                 Path(folder),
-                fitting.GPU_STEPS if gpus else fitting.CPU_STEPS,
-                None if gpus else fitting.CPU_WARMUP,
+                training_fit.GPU_STEPS if gpus else training_fit.CPU_STEPS,
+                None if gpus else training_fit.CPU_WARMUP,
                 "auto" if gpus else "cpu",
                 LONGER_TO_TRAIN * self.options.timeout_s,
                 ranks_at_hand=count,
                 say=say,
             )
             share = free if gpus else free // count
-            trial = fitting.Fitting(runner, count, gpus, share, lambda one: self.report.add([one]))
+            trial = training_fit.Fitting(
+                runner, count, gpus, share, lambda one: self.report.add([one])
+            )
             found = trial.measure()
         if found is not None:
-            self.report.add(fit.judge(found, self._disk_free()))
+            self.report.add(training_fit.judge(found, self._disk_free()))
         return found
 
     def workers(self, ranks: int) -> int:
-        """Loader workers that the cores here allow a rank."""
+        """Loader workers that the cores here allow each rank."""
         return machine.workers_for(machine.look(self.env).usable_cores, ranks)
 
     def _disk_free(self) -> int | None:
@@ -185,57 +163,48 @@ class Checkup:
         """What the ranks ran on, for the head of a curve."""
         if not self.gpus:
             return "CPU"
-        names = " + ".join(sorted({gpu.name for gpu in self._used_gpus()}))
+        names = " + ".join(sorted({gpu.name for gpu in used_gpus(self.context)}))
         if self.team is not None and self.team.backend == "gloo":
             return f"{names} shared, through host memory"
-        return f"{names}, {self.ports[self.gpus[0].index].describe()}"
-
-    def _machine(self) -> Iterator[Finding]:
-        yield from machine.judge(machine.look(self.env), self.ranks_here, len(self.gpus))
-        limit = self.options.timeout_s
-        program = disk.measure(self.options.save_dir, limit)
-        yield from disk.judge(program, self.options.save_dir, limit)
-
-    def _used_gpus(self) -> Sequence[Gpu]:
-        return self.gpus[: self.ranks_here] if self.ranks_here < len(self.gpus) else self.gpus
+        return f"{names}, {self._port(self.gpus[0]).describe()}"
 
     def _together(self, found: software.Software) -> Iterator[Finding]:
         """Real ranks: those of this process, with those of the others."""
         blocked = [f for f in self.report.findings if f.level is Level.FAIL and _blocks(f)]
-        together = self.standing.together
+        together = self.topology.together
         if together and blocked:
-            yield exchange.GROUP.fail(
-                "meeting", "the ranks were not started", f"first mend: {blocked[0].topic}"
+            yield GROUP.fail(
+                "meeting", "the ranks were not started", f"first fix: {blocked[0].topic}"
             )
             return
-        self.team = team = self.standing.team(self.gpu_count, self.options.timeout_s)
+        self.team = team = self.topology.team(self.context.gpu_count, self.options.timeout_s)
         self.members = try_out(team, self._facts(found))
         if self.main:
             yield from self._others(self.members[0], found)
         link = self._link_gbps(team)
-        for finding in exchange.judge(team, self.members, link):
+        for finding in judge(team, self.members, link):
             self.report.curve = finding.facts.get("curve", self.report.curve)
             yield finding
         if len(self.gpus) == 1 and not together:
-            yield exchange.GROUP.passed(
+            yield GROUP.passed(
                 "one GPU", "two ranks shared it over gloo: right, and no measure of speed"
             )
             yield self._nccl_alone(team)
 
     def _nccl_alone(self, shared: Team) -> Finding:
         """NCCL takes no two ranks on one GPU; one rank shows at least that it works."""
-        port, names = network.free_port(), ["cuda:0"]
+        port, names = free_port(), ["cuda:0"]
         team = replace(shared, here=1, ranks=1, port=port, devices=names, backend="nccl")
         members = try_out(team, {})
         try:
-            problem = failure.find(team, members)
+            problem = find_failure(team, members)
         finally:
             dismiss(members)
-        return problem or exchange.GROUP.passed("NCCL", "it starts and sums on this GPU")
+        return problem or GROUP.passed("NCCL", "it starts and sums on this GPU")
 
     def _facts(self, found: software.Software) -> dict[str, object]:
         """What rank 0 is told about this machine."""
-        if not self.standing.looks:
+        if not self.topology.looks:
             return {}
         return {
             "findings": [replace(one, facts={}).plain() for one in self.report.findings],
@@ -258,13 +227,17 @@ class Checkup:
             self.report.add(bad, host)
             yield from _versions(host, facts, mine)
             there = ", ".join(facts["gpus"]) or "no GPU"
-            yield exchange.GROUP.passed(host, f"{len(found) - len(bad)} lines pass there; {there}")
+            yield GROUP.passed(host, f"{len(found) - len(bad)} lines pass there; {there}")
+
+    def _port(self, gpu: Gpu) -> Port:
+        ports = self.context.get(Ports)
+        return Port() if ports is None else ports.by_gpu.get(gpu.index, Port())
 
     def _link_gbps(self, team: Team) -> float | None:
         """What the slowest link of a ring should give; None where nobody knows."""
         if team.backend != "nccl" or team.ranks == 1 or not self.gpus:
             return None
-        ports = [self.ports[gpu.index] for gpu in self._used_gpus()]
+        ports = [self._port(gpu) for gpu in used_gpus(self.context)]
         inside: list[float | None] = [port.nvlink_gbps for port in ports]
         if None in inside:
             inside = [port.pcie_gbps for port in ports]
@@ -277,7 +250,7 @@ class Checkup:
 
 def _blocks(finding: Finding) -> bool:
     """Whether ranks on several machines cannot even meet."""
-    return finding.group == network.GROUP.name and finding.topic.split()[0] in (
+    return finding.group == NETWORK.name and finding.topic.split()[0] in (
         "MASTER_ADDR",
         "MASTER_PORT",
         "port",
@@ -288,7 +261,7 @@ def _blocks(finding: Finding) -> bool:
 def _versions(host: str, facts: Mapping[str, Any], mine: software.Software) -> Iterator[Finding]:
     for name in ("torch", "nccl"):
         if facts[name] != getattr(mine, name):
-            yield exchange.GROUP.fail(
+            yield GROUP.fail(
                 host,
                 f"it has {name} {facts[name]}, this machine {getattr(mine, name)}",
                 f"install the same {name} on every machine",

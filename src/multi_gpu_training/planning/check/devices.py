@@ -11,9 +11,10 @@ from typing import Any
 
 from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.trial import Voice
-from multi_gpu_training.planning.check.findings import Finding, Group
+from multi_gpu_training.planning.check.check_report import Finding, Group
 from multi_gpu_training.planning.check.nvml import Nvml
-from multi_gpu_training.planning.check.team import Watched, watch
+from multi_gpu_training.planning.check.registry import Context, check
+from multi_gpu_training.planning.check.watched_process import Watched, watch
 
 GROUP = Group("GPUs")
 FREE_SHARE = 0.9
@@ -54,8 +55,34 @@ class Gpu:
         return f"GPU {self.index}"
 
 
+@dataclass(frozen=True)
+class VisibleGpus:
+    """The GPUs that torch sees, for later checks."""
+
+    gpus: Sequence[Gpu] = ()
+
+
+@check(order=20)
+def check_gpus(context: Context) -> Iterator[Finding]:
+    if not context.gpu_count:
+        return
+    limit = context.options.timeout_s
+    program = measure(limit)
+    gpus = found_by(program)
+    context.gpu_count = len(gpus)
+    context.give(VisibleGpus(gpus))
+    yield from trouble(program, limit)
+    yield from judge(gpus, context.options.num_gpus)
+
+
+def used_gpus(context: Context) -> Sequence[Gpu]:
+    """Those that the ranks of this machine will train on."""
+    gpus = (context.get(VisibleGpus) or VisibleGpus()).gpus
+    return gpus[: context.ranks_here] if context.ranks_here < len(gpus) else gpus
+
+
 def measure(limit_s: float) -> Watched:
-    """Look at the GPUs in a process of its own: asking CUDA takes memory on each of them until the
+    """Look at the GPUs in a child process: asking CUDA takes memory on each of them until the
     process ends, and a broken driver may not answer."""
     program = Watched("multi_gpu_training.planning.check.devices", {})
     try:
@@ -79,9 +106,10 @@ def trouble(program: Watched, limit_s: float) -> Iterator[Finding]:
 
 def look(nvml: Nvml) -> Iterator[Gpu]:
     """Who uses each GPU is asked first: afterwards this very process does."""
-    users = {uuid: _others(nvml, nvml.by_uuid(uuid)) for uuid in nvml.uuids()}
-    from multi_gpu_training.planning.gpus import get_gpu_info
+    # Not at the top: a check of a machine with too little memory for torch must still speak.
+    from multi_gpu_training.gpus import get_gpu_info
 
+    users = {uuid: _others(nvml, nvml.by_uuid(uuid)) for uuid in nvml.uuids()}
     for info in get_gpu_info():
         yield _describe(nvml, info, users.get(info["uuid"], []))
 
@@ -146,7 +174,7 @@ def _name_of(pid: int) -> str:
 
 
 def judge(gpus: Sequence[Gpu], asked: int = -1) -> Iterator[Finding]:
-    """`asked`: how many shall be used; -1 is all."""
+    """`asked`: how many to use; -1 is all."""
     if asked > len(gpus) > 0:
         text = f"--num-gpus {asked} asked for, {len(gpus)} are there"
         yield GROUP.fail("GPUs", text, f"use at most {len(gpus)}")

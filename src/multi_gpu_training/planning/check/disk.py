@@ -13,8 +13,9 @@ from pathlib import Path
 
 from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.trial import Voice
-from multi_gpu_training.planning.check.findings import Finding, Group
-from multi_gpu_training.planning.check.team import Watched, watch
+from multi_gpu_training.planning.check.check_report import Finding, Group
+from multi_gpu_training.planning.check.registry import Context, check
+from multi_gpu_training.planning.check.watched_process import Watched, watch
 
 GROUP = Group("Machine")
 MIB, GIB = 2**20, 2**30
@@ -24,8 +25,14 @@ SLOW_BYTES_S = 50 * MIB
 FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
+@check(order=40)
+def check_disk(context: Context) -> Iterator[Finding]:
+    folder, limit = context.options.save_dir, context.options.timeout_s
+    return judge(measure(folder, limit), folder, limit)
+
+
 def measure(folder: Path, limit_s: float) -> Watched:
-    """Write a file there in a process of its own: a network disk may hang."""
+    """Write a file there in a child process: a network disk may hang."""
     program = Watched(
         "multi_gpu_training.planning.check.disk",
         {"folder": str(folder.absolute()), "bytes": WRITTEN_BYTES},

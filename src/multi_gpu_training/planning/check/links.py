@@ -1,15 +1,30 @@
-"""What the links between GPUs should give, and what copies over them gave."""
+"""What the links between GPUs should give, and what copies over them gave.
+
+`python -m ...links` is the program that copies: it reads what to copy from its first line of input
+and writes a JSON line for each copy. A broken link can hang a copy for ever, so whoever started it
+kills it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
 from typing import Any
 
-from multi_gpu_training.planning.check.devices import Gpu
-from multi_gpu_training.planning.check.findings import Finding, Group
+from multi_gpu_training.distributed.cleanup import die_with_parent
+from multi_gpu_training.distributed.trial import Voice
+from multi_gpu_training.planning.check.check_report import Finding, Group
+from multi_gpu_training.planning.check.devices import Gpu, VisibleGpus, used_gpus
 from multi_gpu_training.planning.check.nvml import Nvml
-from multi_gpu_training.planning.check.team import Watched, watch
+from multi_gpu_training.planning.check.registry import Context, check
+from multi_gpu_training.planning.check.watched_process import Watched, watch
 
 GROUP = Group("Links")
 # GB/s in one direction: of an NVLink by its version, of a PCIe lane by its generation.
@@ -19,6 +34,7 @@ MOST_NVLINKS = 18
 # Real copies get 75 to 90 % of these figures; less than this share needs a reason.
 ENOUGH = 0.5
 COPIED_BYTES = 256 * 2**20
+REPEATS = 5
 NO_P2P = (
     "look at `nvidia-smi topo -m`; virtualisation and PCIe access control (ACS, IOMMU) stop "
     "direct copies. If training hangs: export NCCL_P2P_DISABLE=1"
@@ -58,6 +74,23 @@ class Port:
         return "a link that the driver does not name"
 
 
+@dataclass(frozen=True)
+class Ports:
+    """How each GPU is connected, by its index; for later checks."""
+
+    by_gpu: Mapping[int, Port]
+
+
+@check(order=60)
+def check_links(context: Context) -> Iterator[Finding]:
+    gpus = (context.get(VisibleGpus) or VisibleGpus()).gpus
+    if not gpus:
+        return
+    ports, limit = look(context.nvml, gpus), context.options.timeout_s
+    context.give(Ports(ports))
+    yield from judge(measure(used_gpus(context), limit), ports, limit)
+
+
 def look(nvml: Nvml, gpus: Sequence[Gpu]) -> dict[int, Port]:
     return {gpu.index: _port(nvml, nvml.by_uuid(gpu.uuid)) for gpu in gpus}
 
@@ -93,9 +126,9 @@ def expected_gbps(one: Port, other: Port, direct: bool) -> float | None:
 
 
 def measure(gpus: Sequence[Gpu], limit_s: float) -> Watched:
-    """Copies between host and GPUs and between all pairs, in a process of its own."""
+    """Copies between host and GPUs and between all pairs, in a child process."""
     request = {"gpus": [gpu.index for gpu in gpus], "bytes": COPIED_BYTES, "limit_s": limit_s}
-    program = Watched("multi_gpu_training.planning.check.copies", request)
+    program = Watched("multi_gpu_training.planning.check.links", request)
     try:
         watch([program], limit_s)
     finally:
@@ -189,3 +222,84 @@ def _wrong(topic: str, text: str) -> Finding:
         f"what arrived is not what was sent ({text})",
         f"do not train like this: results would be wrong. {NO_P2P}",
     )
+
+
+# The program
+
+
+def copy_all(request: dict[str, Any], voice: Voice) -> None:
+    import torch
+
+    count = request["bytes"] // 4
+    gpus = request["gpus"]
+    sent = torch.arange(count, dtype=torch.int32)
+    voice.say(stage="host", at="host memory")
+    pinned = sent.pin_memory()
+    back = torch.empty_like(pinned).pin_memory()
+    for gpu in gpus:
+        voice.say(stage="copy", at=f"host - GPU {gpu}")
+        there = torch.empty(count, dtype=torch.int32, device=f"cuda:{gpu}")
+        forth = _seconds(gpu, partial(there.copy_, pinned, non_blocking=True))
+        home = _seconds(gpu, partial(back.copy_, there, non_blocking=True))
+        voice.say(
+            host=gpu,
+            to_gbps=request["bytes"] / forth / 1e9,
+            from_gbps=request["bytes"] / home / 1e9,
+            right=bool((back == sent).all()),
+        )
+        back.zero_()
+        del there
+    for one, other in permutations(gpus, 2):
+        voice.say(stage="copy", at=f"GPU {one} - GPU {other}")
+        source = pinned.to(f"cuda:{one}")
+        target = torch.zeros(count, dtype=torch.int32, device=f"cuda:{other}")
+        seconds = _seconds(one, partial(target.copy_, source, non_blocking=True), other)
+        wanted = torch.arange(count, dtype=torch.int32, device=f"cuda:{other}")
+        voice.say(
+            pair=[one, other],
+            gbps=request["bytes"] / seconds / 1e9,
+            direct=bool(torch.cuda.can_device_access_peer(one, other)),
+            right=bool((target == wanted).all()),
+        )
+        del source, target, wanted
+    voice.say(stage="end")
+
+
+def _seconds(gpu: int, copy: Callable[[], Any], other: int | None = None) -> float:
+    """The fastest of some copies; others on the machine may slow one down, never speed it up."""
+    import torch
+
+    def settle() -> None:
+        for index in (gpu, other):
+            if index is not None:
+                torch.cuda.synchronize(index)
+
+    copy()
+    best = float("inf")
+    for _ in range(REPEATS):
+        settle()
+        begun = time.perf_counter()
+        copy()
+        settle()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def main() -> None:
+    die_with_parent()
+    voice = Voice()
+    request = json.loads(sys.stdin.readline())
+    voice.say(stage="start", at="CUDA's start")
+    code = 0
+    try:
+        copy_all(request, voice)
+    except Exception as error:
+        voice.say(error="".join(traceback.format_exception_only(error)).strip())
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from multi_gpu_training.planning.check import container
-from multi_gpu_training.planning.check.findings import Finding, Group
+from multi_gpu_training.planning.check.check_report import Finding, Group
+from multi_gpu_training.planning.check.registry import Context, check
 
 GROUP = Group("Machine")
 MIB, GIB = 2**20, 2**30
 SHM = Path("/dev/shm")
+CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
 # Docker gives 64 MiB, with which loader workers die of "Bus error" and NCCL of its buffers.
 SHM_LEAST, SHM_ENOUGH = 64 * MIB, GIB
 FILES_LEAST, FILES_ENOUGH = 256, 1024
@@ -60,7 +62,7 @@ def look(env: Mapping[str, str]) -> Machine:
         open_files=_finite(soft),
         open_files_hard=_finite(hard),
         cores=len(os.sched_getaffinity(0)),
-        quota_cores=container.cores_allowed(),
+        quota_cores=cores_allowed(),
         memory_free_bytes=memory,
         memory_limit=limit,
         address_space_bytes=None if space == resource.RLIM_INFINITY else space,
@@ -77,10 +79,15 @@ def _memory() -> tuple[int, str]:
     import psutil
 
     available = int(psutil.virtual_memory().available)
-    left = container.memory_left()
+    left = memory_left()
     if left is not None and left < available:
         return left, "the container's limit"
     return available, "the machine"
+
+
+@check(order=30)
+def check_machine(context: Context) -> Iterator[Finding]:
+    return judge(look(context.env), context.ranks_here, context.gpu_count)
 
 
 def judge(found: Machine, ranks: int, gpus: int) -> Iterator[Finding]:
@@ -140,7 +147,7 @@ def _open_files(found: Machine) -> Finding:
 
 
 def workers_for(cores: float, ranks: int) -> int:
-    """Loader workers a rank: the cores that its own main thread leaves."""
+    """Loader workers per rank: the cores that its own main thread leaves."""
     return max(0, min(MOST_WORKERS, int(cores / ranks) - 1))
 
 
@@ -165,7 +172,7 @@ def _cores(found: Machine, ranks: int) -> Finding:
             "num_workers=0, or fewer ranks; more cores where data is decoded while training",
             **facts,
         )
-    return GROUP.passed("cores", f"{text}: loader workers a rank: up to {workers}", **facts)
+    return GROUP.passed("cores", f"{text}: loader workers per rank: up to {workers}", **facts)
 
 
 def free_memory(found: Machine, ranks: int, gpus: int) -> Finding:
@@ -207,7 +214,9 @@ def _threads(found: Machine, ranks: int) -> Finding:
     parts = [part.strip() for part in found.omp.split(",")]
     remedy = f"export OMP_NUM_THREADS={share}, or unset it"
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        return GROUP.fail("OMP threads", f"{text} is no number of threads: it is ignored", remedy)
+        return GROUP.fail(
+            "OMP threads", f"{text} is not a number of threads: it is ignored", remedy
+        )
     if int(parts[0]) * ranks > found.usable_cores and int(parts[0]) > 1:
         return GROUP.warn(
             "OMP threads",
@@ -223,3 +232,66 @@ def _ranks(count: int) -> str:
 
 def _size(count: float) -> str:
     return f"{count / GIB:.1f} GB" if count >= GIB else f"{count / MIB:.0f} MB"
+
+
+# What a container or job scheduler allows: control groups, old and new
+
+
+def cores_allowed(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+    """Cores by quota; None without a limit."""
+    found = []
+    for folder in _folders(root, membership, "cpu"):
+        words = _words(folder / "cpu.max")  # version 2: "quota period"
+        if not words:
+            words = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        if len(words) == 2 and words[0].isdecimal():
+            found.append(int(words[0]) / int(words[1]))
+    return min(found) if found else None
+
+
+def memory_left(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
+    """Bytes under the tightest limit, with what the kernel gives back at need; None without."""
+    found = []
+    for folder in _folders(root, membership, "memory"):
+        limit = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit is None or used is None or limit >= 2**60:
+            continue
+        found.append(max(0, limit - used + _given_back(folder / "memory.stat")))
+    return min(found) if found else None
+
+
+def _folders(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """The groups of this process, from its own up to the root."""
+    for line in membership.read_text().splitlines() if membership.is_file() else []:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        top = root / names if names else root  # version 2 has no names
+        folder = top / path.lstrip("/")
+        yield folder
+        yield from (parent for parent in folder.parents if parent == top or top in parent.parents)
+        # A container sees its own group as the root, whatever its path says.
+        yield top
+
+
+def _given_back(path: Path) -> int:
+    """Cached files that nobody uses at the moment."""
+    words = _words(path)
+    pairs = dict(zip(words[::2], words[1::2], strict=False))
+    return int(pairs.get("total_inactive_file", pairs.get("inactive_file", 0)))
+
+
+def _number(*paths: Path) -> int | None:
+    for path in paths:
+        words = _words(path)
+        if words and words[0].isdecimal():
+            return int(words[0])
+    return None
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.planning.check.findings import Finding, Group
+from multi_gpu_training.planning.check.check_report import Finding, Group
 from multi_gpu_training.planning.check.nvml import Nvml
-from multi_gpu_training.planning.check.visible import problem_of
+from multi_gpu_training.planning.check.registry import Context, check
 
 GROUP = Group("Software")
 INSTALL = "install a torch with CUDA (https://pytorch.org/get-started)"
@@ -84,6 +84,12 @@ def nvidia_devices(folder: Path) -> int:
             continue
         found += vendor == NVIDIA and kind.startswith("0x03")
     return found
+
+
+@check(order=10)
+def check_software(context: Context) -> Iterator[Finding]:
+    found = context.get(Software) or look(context.nvml, context.env)
+    return judge(found, context.options.device)
 
 
 def judge(found: Software, device: str = "auto") -> Iterator[Finding]:
@@ -170,7 +176,7 @@ def _visible_devices(found: Software) -> Finding:
             return GROUP.passed("visible GPUs", f"{text}; there is none to hide")
         return GROUP.warn("visible GPUs", text, "unset CUDA_VISIBLE_DEVICES to train on GPUs")
     known: Sequence[str] = found.uuids or [""] * found.visible
-    problem = problem_of(value, known)
+    problem = visible_problem(value, known)
     if problem is not None:
         count = len(known)
         numbers = ",".join(map(str, range(count)))
@@ -219,3 +225,43 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
         if major == capability[0] and minor <= capability[1]:
             return True
     return False
+
+
+def visible_problem(value: str, uuids: Sequence[str]) -> str | None:
+    """What is wrong with CUDA_VISIBLE_DEVICES on a machine with these GPUs, or None.
+
+    CUDA stops reading at the first entry that it does not know: what follows is hidden too.
+    """
+    entries = [entry.strip() for entry in value.split(",")]
+    count = len(uuids)
+    there = "this machine has no GPU" if not count else f"this machine has GPUs 0 to {count - 1}"
+    if count == 1:
+        there = "this machine has GPU 0 alone"
+    seen: list[int] = []
+    for place, entry in enumerate(entries):
+        hidden = f", and hides all after it ({', '.join(entries[place:])})" if place else ""
+        if entry.startswith("MIG-"):
+            continue  # a part of a GPU, which the list does not hold
+        index = _index_of(entry, uuids)
+        if index is None:
+            kind = (
+                "is not the number or UUID of a GPU here" if not _numeric(entry) else "is not there"
+            )
+            return f"{entry or 'an empty entry'!r} {kind}: {there}{hidden}"
+        if index in seen:
+            return f"GPU {index} is named twice, and CUDA then shows none"
+        seen.append(index)
+    return None
+
+
+def _numeric(entry: str) -> bool:
+    return entry.lstrip("-").isdecimal()
+
+
+def _index_of(entry: str, uuids: Sequence[str]) -> int | None:
+    if entry.isdecimal():
+        return int(entry) if int(entry) < len(uuids) else None
+    if entry.startswith("GPU-"):
+        # The beginning of a UUID is enough.
+        return next((i for i, uuid in enumerate(uuids) if uuid.startswith(entry)), None)
+    return None

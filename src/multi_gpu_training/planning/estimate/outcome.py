@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from pathlib import Path
+from statistics import median
 from typing import Any
 
-from multi_gpu_training.planning.bench.report import (
+from multi_gpu_training.measure.case import percentile
+from multi_gpu_training.measure.memory_model import MemoryModel
+from multi_gpu_training.planning.bench.result_table import (
     Column,
-    Report,
+    ResultTable,
     Row,
     machine,
     memory,
@@ -18,21 +19,8 @@ from multi_gpu_training.planning.bench.report import (
     number,
     share,
 )
-from multi_gpu_training.planning.estimate.memory import (
-    MemoryForecast,
-    available_bytes,
-    largest_batch,
-)
-from multi_gpu_training.planning.estimate.wording import (
-    duration,
-    hours,
-    measured_lines,
-    money,
-    times,
-)
 from multi_gpu_training.planning.forecast.profile import StepProfile
-from multi_gpu_training.planning.forecast.result import Forecast
-from multi_gpu_training.planning.forecast.result import Row as ForecastRow
+from multi_gpu_training.planning.forecast.result import Forecast, ForecastRow
 
 SCHEMA = 1
 DOES_NOT_FIT = "memory: does not fit"
@@ -55,7 +43,7 @@ class Outcome:
     def _row(self, row: ForecastRow) -> Row:
         """A forecast's row with guide 002's names, memory, and whether it fits."""
         found: Row = asdict(row)
-        taken = MemoryForecast.of(self.profile.memory)
+        taken = MemoryModel.from_points(self.profile.memory)
         room = available_bytes(self.profile)
         known = taken is not None and (taken.grows or row.per_rank_batch in _sizes(self.profile))
         found |= {
@@ -70,12 +58,12 @@ class Outcome:
 
     # As a table
 
-    def report(self) -> Report:
+    def report(self) -> ResultTable:
         forecast = self.forecast
         title = f"{self.profile.name} on {self.profile.device}"
         if any(row.gpus > 1 for row in forecast.rows):
             title += f", {forecast.interconnect}, {forecast.scaling} scaling"
-        return Report("estimate", title, self._columns(), self.rows, notes=self._notes())
+        return ResultTable("estimate", title, self._columns(), self.rows, notes=self._notes())
 
     def _columns(self) -> list[Column]:
         columns = [
@@ -135,20 +123,6 @@ class Outcome:
             "machine": machine(),
         }
 
-    def save(self, folder: Path) -> list[Path]:
-        """profile.json, forecast.json, estimate.md and estimate.png in `folder`."""
-        from multi_gpu_training.planning.estimate.picture import draw
-
-        folder.mkdir(parents=True, exist_ok=True)
-        names = ("profile.json", "forecast.json", "estimate.md", "estimate.png")
-        profile, forecast, text, picture = (folder / name for name in names)
-        self.profile.save(profile)
-        forecast.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        report = self.report()
-        lines = "\n".join(f"- {line}" for line in measured_lines(self.profile))
-        text.write_text(f"# {report.title}\n\n{report.markdown()}\n## Measured\n\n{lines}\n")
-        return [profile, forecast, text, draw(self, picture)]
-
 
 def _comparable(row: Row) -> dict[str, Any]:
     """The keys that `mgt report` reads, and everything else. low and high bound the step."""
@@ -174,3 +148,96 @@ def _exposed(row: Row) -> str:
         return "-"
     waits = row["exposed_communication_s"]
     return f"{milliseconds(waits)} ({waits / row['step_s']:.0%})"
+
+
+def available_bytes(profile: StepProfile) -> int | None:
+    """What torch's allocator can have of the device; None on CPUs."""
+    if profile.memory_total_bytes is None:
+        return None
+    return profile.memory_total_bytes - profile.memory_outside_bytes
+
+
+def largest_batch(profile: StepProfile) -> int | None:
+    """Samples per GPU that fit; None where that is not known."""
+    taken, room = MemoryModel.from_points(profile.memory), available_bytes(profile)
+    return taken.largest_batch(room) if taken is not None and room is not None else None
+
+
+# In words
+
+
+def measured_lines(profile: StepProfile) -> list[str]:
+    """What was measured, in sentences."""
+    times = profile.step_times_s
+    low, middle, high = (percentile(times, p) for p in (10, 50, 90))
+    rate = profile.per_rank_batch * profile.accumulation / median(times)
+    lines = [
+        f"{profile.device}, {profile.precision}: batch {profile.per_rank_batch}"
+        + (f" x {profile.accumulation} micro-batches" if profile.accumulation > 1 else "")
+        + f", step {milliseconds(middle)} (10 % - 90 %: {milliseconds(low)} - "
+        f"{milliseconds(high)}), {number(rate)} samples/s, run as {profile.execution}",
+        f"forward {milliseconds(profile.forward_s)}, backward {milliseconds(profile.backward_s)}, "
+        f"optimizer {milliseconds(profile.optimizer_s)}",
+        f"{len(profile.buckets)} bucket{'s' if len(profile.buckets) != 1 else ''} of gradients, "
+        f"{size(profile.gradient_bytes)}: "
+        + ", ".join(
+            f"{size(bucket.size_bytes)} after {milliseconds(bucket.ready_s)}"
+            for bucket in profile.buckets[:6]
+        )
+        + (" ..." if len(profile.buckets) > 6 else ""),
+    ]
+    if profile.data_on_device:
+        lines.append("the data lie on the GPU: nothing is loaded")
+    elif profile.loader_rates:
+        rates = ", ".join(
+            f"{workers}: {number(found)}" for workers, found in sorted(profile.loader_rates.items())
+        )
+        lines.append(f"samples/s that are read, by workers: {rates}")
+    if profile.memory:
+        points = ", ".join(f"{p.per_rank_batch}: {memory(p.peak_bytes)}" for p in profile.memory)
+        fitting = largest_batch(profile)
+        lines.append(
+            f"peak memory by batch: {points}"
+            + (f"; up to {number(fitting)} fit" if fitting is not None else "")
+        )
+    if profile.power_w is not None:
+        lines.append(f"{profile.power_w:.0f} W while training")
+    return lines
+
+
+# How values are shown
+
+
+def size(count: float) -> str:
+    return f"{count / 2**20:.1f} MB" if count >= 2**20 else f"{count / 2**10:.0f} kB"
+
+
+def times(value: float) -> str:
+    """As guide 002 shows it: `1.9x`."""
+    return f"{value:.2f}x" if value < 10 and value != round(value) else f"{value:,.1f}x"
+
+
+def duration(seconds: float | None) -> str:
+    """As guide 002 shows it: `10.2 minutes`."""
+    if seconds is None:
+        return "-"
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:,.1f} days"
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} hours"
+    if seconds >= 60:
+        return f"{seconds / 60:.1f} minutes"
+    return f"{seconds:.1f} seconds" if seconds >= 1 else f"{seconds:.2g} seconds"
+
+
+def hours(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def money(value: float | None, currency: str) -> str:
+    if value is None:
+        return "-"
+    sign = {"USD": "$", "EUR": "€", "": ""}.get(currency, f"{currency} ")
+    return f"{sign}{value:,.2f}" if value >= 0.005 or value == 0 else f"{sign}{value:.2g}"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.planning.estimate.length import training_length
 from multi_gpu_training.planning.estimate.outcome import Outcome
+from multi_gpu_training.planning.estimate.training_length import training_length
 from multi_gpu_training.planning.forecast import (
     Interconnect,
     Price,
@@ -45,7 +45,7 @@ def estimate_training_speedup(
     `training_s`, `cost`, and everything else that a row of `forecast.json` holds.
 
     `profile` is what `mgt estimate` measured (its profile.json or folder; by default the newest
-    under runs/estimate), `interconnect` one of its names or a CSV of your own, `price` that of a
+    under runs/estimate), `interconnect` one of its names or your own CSV, `price` that of a
     GPU and hour. Without a price `cost` is None. `scaling` is weak (the same batch per GPU) or
     strong (the same global batch), by default as the config that was measured wants it.
     """
@@ -66,10 +66,8 @@ def print_training_speedup_estimates(
     """Print guide 002's table: GPUs, theoretical, actual, efficiency, time, cost."""
     from rich.console import Console
 
-    from multi_gpu_training.cli.bench import show
-
     outcome = _outcome(gpus, profile, interconnect, price, epochs, scaling, gpus_per_node)
-    show(outcome.report(), Console(highlight=False, soft_wrap=True))
+    outcome.report().show(Console(highlight=False, soft_wrap=True))
 
 
 def _outcome(
@@ -139,8 +137,8 @@ def load_profile(path: str | Path | None) -> StepProfile:
         raise ConfigError(f"profile {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no profile ({type(error).__name__}: {error}); give the profile.json that "
-            "`mgt estimate` writes"
+            f"{path} is not a profile ({type(error).__name__}: {error}); give the profile.json "
+            "that `mgt estimate` writes"
         ) from None
 
 
@@ -155,5 +153,5 @@ def _link(interconnect: Interconnect | str | Path | None, most: int) -> Intercon
         return ONE_GPU
     raise ConfigError(
         f"{most} GPUs: what connects them decides how fast they exchange gradients, and that is "
-        "not guessed; give interconnect=NAME (`mgt estimate` lists them) or a CSV of your own"
+        "not guessed; give interconnect=NAME (`mgt estimate` lists them) or your own CSV file"
     )

@@ -1,20 +1,21 @@
 """From one measured step to N GPUs: time, memory, cost. Arithmetic only, without torch."""
 
-from .curves import Curve
-from .interconnect import Interconnect, joined, measured, named, named_interconnects
+from multi_gpu_training.measure.memory_model import MemoryPoint
+
+from .interconnect import Curve, Interconnect, joined, measured, named, named_interconnects
 from .predictor import predict
 from .prices import price_per_gpu, price_per_node, prices_from_catalog
-from .profile import Bucket, MemoryPoint, StepProfile
-from .result import Forecast, Price, Row
+from .profile import Bucket, StepProfile
+from .result import Forecast, ForecastRow, Price
 
 __all__ = [
     "Bucket",
     "Curve",
     "Forecast",
+    "ForecastRow",
     "Interconnect",
     "MemoryPoint",
     "Price",
-    "Row",
     "StepProfile",
     "joined",
     "measured",

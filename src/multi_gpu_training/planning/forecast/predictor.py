@@ -8,14 +8,12 @@ from dataclasses import replace
 from multi_gpu_training.errors import ConfigError
 
 from . import bill, published
+from .bill import Rising
 from .interconnect import Interconnect
-from .length import Length
 from .profile import StepProfile
-from .question import Phases, Question, check, loader_rate
-from .result import Forecast, Limit, Price, Row, Scaling
-from .rising import Rising
-from .stragglers import straggler_s
-from .timeline import exchange
+from .question import Length, Phases, Question, check, loader_rate
+from .result import Forecast, ForecastRow, Limit, Price, Scaling
+from .timeline import exchange, straggler_s
 
 # A loss below this share of the step limits nothing.
 NOTICED = 0.02
@@ -47,7 +45,7 @@ def predict(
     """What to expect on each number of GPUs.
 
     `scaling` is by default the profile's: `weak` keeps its batch per GPU and its accumulation,
-    `strong` keeps `global_batch` (by default what one GPU takes a step) and shares it out: first
+    `strong` keeps `global_batch` (by default what one GPU takes per step) and shares it out: first
     accumulation shrinks, then the micro-batch. Time, GPU-hours and cost need to know how long the
     training is: `samples` in all, or `epochs` of the profile's `dataset_samples`. Each rank loads
     as fast as the one measured did with `loader_workers` (default: the profile's);
@@ -89,7 +87,7 @@ def predict(
     )
 
 
-def row_for(question: Question, gpus: int) -> Row:
+def row_for(question: Question, gpus: int) -> ForecastRow:
     """One number of GPUs."""
     profile, nodes = question.profile, question.nodes(gpus)
     batch, accumulation = question.share(gpus)
@@ -124,7 +122,7 @@ def row_for(question: Question, gpus: int) -> Row:
         "unexplained": unexplained - min(small_batch, unexplained),
     }
     worst = max(losses, key=lambda name: losses[name])
-    row = Row(
+    row = ForecastRow(
         gpus=gpus,
         nodes=nodes,
         per_rank_batch=batch,
@@ -206,12 +204,12 @@ def _rising(question: Question, gpus: Sequence[int]) -> Rising:
 
 
 def _gpu_time(question: Question, gpus: int) -> float:
-    """Of the training where its length is known, else of a sample."""
+    """Of the training where its length is known, else per sample."""
     row = row_for(question, gpus)
     return row.gpu_hours or gpus / row.samples_per_s
 
 
-def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
+def _notes(question: Question, rows: Sequence[ForecastRow]) -> tuple[str, ...]:
     profile = question.profile
     notes = []
     beyond = [row.gpus for row in rows if row.extrapolated]
@@ -230,7 +228,7 @@ def _notes(question: Question, rows: Sequence[Row]) -> tuple[str, ...]:
     unfilled = [row.gpus for row in rows if row.global_batch > question.epoch_samples]
     if unfilled:
         notes.append(
-            f"From {min(unfilled)} GPU{'s' if min(unfilled) > 1 else ''} on a step has room for "
+            f"With {min(unfilled)} or more GPUs, each step has room for "
             f"more than the {question.epoch_samples:,.0f} samples of an epoch: each epoch is one "
             "step that is not filled, and is counted with the time of a whole one."
         )

@@ -50,7 +50,7 @@ def prices_from_catalog(
         missing = [c for c in (*CATALOG[:2], column) if c not in (reader.fieldnames or ())]
         if missing:
             raise ConfigError(
-                f"{path} is no SkyPilot catalog: it lacks {', '.join(missing)}; its first line "
+                f"{path} is not a SkyPilot catalog: it lacks {', '.join(missing)}; its first line "
                 "must name InstanceType, AcceleratorName, AcceleratorCount, Price, Region"
             )
         rows = list(reader)
@@ -112,7 +112,7 @@ def _offer(row: dict[str, str], column: str) -> tuple[float, int, dict[str, str]
 
 def _positive(amount: float, source: str) -> float:
     if not 0 < amount < math.inf:
-        raise ConfigError(f"{source}={amount:g} is no price; give what an hour costs, above 0")
+        raise ConfigError(f"{source}={amount:g} is not a price; give what an hour costs, above 0")
     return amount
 
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from multi_gpu_training.measure.memory_model import MemoryPoint
+
 from .result import Scaling
 
 
@@ -17,18 +19,6 @@ class Bucket:
 
     size_bytes: int
     ready_s: float
-
-
-@dataclass(frozen=True)
-class MemoryPoint:
-    """The most memory that a step took with this many samples in a micro-batch."""
-
-    per_rank_batch: int
-    peak_bytes: int
-    # What torch's allocator took from the device for it: holes and rounding included.
-    reserved_bytes: int | None = None
-    # The most until the weights moved, in a step that was not recorded.
-    backward_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,7 @@ class StepProfile:
     max_steps: int | None = None
     # How its config wants more GPUs to be used; profiles from before this was kept do not say.
     scaling: Scaling = "weak"
-    # Samples a second that this machine loads with so many workers for one rank.
+    # Samples per second that this machine loads with so many workers for one rank.
     loader_rates: dict[int, float] = field(default_factory=dict)
     loader_workers: int = 0
     # Data on the GPU is never waited for.

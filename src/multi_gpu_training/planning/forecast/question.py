@@ -11,10 +11,36 @@ import numpy as np
 from multi_gpu_training.errors import ConfigError
 
 from .interconnect import Interconnect
-from .length import Length
 from .profile import Bucket, StepProfile
 from .result import Price, Scaling
 from .timeline import step_s
+
+
+@dataclass(frozen=True)
+class Length:
+    """So many epochs of so many samples. What is not divided into epochs is one of them."""
+
+    epochs: float
+    epoch_samples: float
+
+    @staticmethod
+    def of(
+        dataset_samples: int | None, epochs: float | None, samples: float | None
+    ) -> Length | None:
+        """`samples` in all, or `epochs` of the dataset; None where neither says how long."""
+        if samples is not None:
+            whole = dataset_samples or samples
+            return Length(samples / whole, whole)
+        if epochs is not None and dataset_samples:
+            return Length(epochs, dataset_samples)
+        return None
+
+    def steps(self, global_batch: int) -> int:
+        """An epoch ends with a step, filled or not: it has at least one."""
+        whole, rest = divmod(self.epochs, 1)
+        last = round(rest * self.epoch_samples / global_batch, 6)  # a hair more is no step more
+        steps = int(whole) * math.ceil(self.epoch_samples / global_batch) + math.ceil(last)
+        return max(1, steps)
 
 
 @dataclass(frozen=True)
@@ -63,14 +89,14 @@ class Question:
 
     @property
     def computing_s(self) -> float:
-        """Seconds a sample of one GPU with the profile's own batch, were data always there."""
+        """Seconds per sample of one GPU with the profile's own batch, were data always there."""
         profile = self.profile
         step = Phases.of(profile, profile.per_rank_batch).step_s(profile.accumulation)
         return step / (profile.per_rank_batch * profile.accumulation)
 
     @property
     def alone_per_s(self) -> float:
-        """Samples a second of one GPU with its own batch: what efficiency is measured by."""
+        """Samples per second of one GPU with its own batch: what efficiency is measured by."""
         return 1 / max(self.computing_s, self.input_s(1, 1))
 
 
@@ -110,7 +136,7 @@ class Phases:
 
 
 def loader_rate(profile: StepProfile, workers: int | None) -> float | None:
-    """Samples a second of one rank's loader; of the nearest measured number of workers below."""
+    """Samples per second of one rank's loader; of the nearest measured number of workers below."""
     if profile.data_on_device or not profile.loader_rates:
         return None
     wanted = profile.loader_workers if workers is None else workers

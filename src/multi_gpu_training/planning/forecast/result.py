@@ -32,7 +32,7 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Row:
+class ForecastRow:
     """A training on this many GPUs. Times are seconds, of one optimizer step unless it says so.
 
     `low_*` and `high_*` bound the band: see `Forecast.band_meaning`."""
@@ -79,7 +79,7 @@ class Forecast:
     interconnect: str
     interconnect_source: str
     scaling: Scaling
-    rows: tuple[Row, ...]
+    rows: tuple[ForecastRow, ...]
     band_level: float
     band_meaning: str
     # The smallest N from which a sample costs 10 % more GPU time than on one GPU, and stays so up

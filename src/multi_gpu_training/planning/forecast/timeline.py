@@ -2,13 +2,15 @@
 
 Buckets become ready during the last backward of the step, are sent one after the other on one
 channel in that order, and the optimizer waits for the last of them. What of the sending lies
-behind the backward is exposed; the rest costs nothing.
+behind the backward is exposed; the rest costs nothing. Then all ranks wait for the slowest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from .profile import Bucket
 
@@ -27,7 +29,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     sent: tuple[Sent, ...]
     backward_s: float
 
@@ -43,7 +45,7 @@ class Timeline:
         return max(0.0, end - self.backward_s)
 
 
-def exchange(buckets: Sequence[Bucket], backward_s: float, send_s: SendTime) -> Timeline:
+def exchange(buckets: Sequence[Bucket], backward_s: float, send_s: SendTime) -> StepTimeline:
     """The buckets of one backward, sent one after the other."""
     free = 0.0
     sent = []
@@ -51,7 +53,7 @@ def exchange(buckets: Sequence[Bucket], backward_s: float, send_s: SendTime) -> 
         start = max(free, bucket.ready_s)
         free = start + send_s(bucket.size_bytes)
         sent.append(Sent(bucket.size_bytes, bucket.ready_s, start, free))
-    return Timeline(tuple(sent), backward_s)
+    return StepTimeline(tuple(sent), backward_s)
 
 
 def step_s(
@@ -63,3 +65,22 @@ def step_s(
 ) -> float:
     """An optimizer step: micro-batches before the last one exchange nothing."""
     return accumulation * (forward_s + backward_s) + exposed_s + optimizer_s
+
+
+def expected_slowest_s(times_s: Sequence[float], ranks: int) -> float:
+    """Expected maximum of `ranks` draws from the measured times, each independent.
+
+    Exact for the sample: the i-th smallest of n is the maximum with probability
+    (i/n)**ranks - ((i-1)/n)**ranks. It never exceeds the slowest step seen, so few steps say
+    little about many ranks.
+    """
+    ordered = np.sort(np.asarray(times_s, float))
+    below = np.arange(len(ordered) + 1) / len(ordered)
+    return float(ordered @ np.diff(below**ranks))
+
+
+def straggler_s(times_s: Sequence[float], ranks: int) -> float:
+    """How much longer than one rank's mean step the slowest of `ranks` takes."""
+    if len(times_s) < 2 or ranks < 2:
+        return 0.0
+    return max(0.0, expected_slowest_s(times_s, ranks) - float(np.mean(times_s)))

@@ -19,6 +19,7 @@ from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import cut, derive_seed
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.manager import MultiGPUTrainingManager
+from multi_gpu_training.measure.request import request_of_this_process
 from multi_gpu_training.recipes.ppo.environment import (
     ByEnvironment,
     gather_environments,
@@ -35,7 +36,6 @@ from multi_gpu_training.recipes.ppo.worlds import World, build_world
 from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.progress import FitResult
 from multi_gpu_training.training.state_rollback import Counters, StateCopies
-from multi_gpu_training.training.verification import requested
 
 # What the seed of a run is combined with, so that its uses have nothing in common.
 _ENVIRONMENTS, _NOISE, _ORDER = 1, 2, 3
@@ -72,7 +72,8 @@ class DistributedCLSTMPPOTrainer:
             if name not in self.config.model_fields_set:
                 setattr(self.config, name, CONFIG_DEFAULTS[name])
         self.placement = manager.placement
-        self.verifying = requested() is not None
+        request = request_of_this_process()
+        self.verifying = request is not None and request.kind == "recorder"
         if self.verifying:
             self._shorten()
         self.progress = PPOProgress(self.options.num_envs)

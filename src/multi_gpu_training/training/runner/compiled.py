@@ -6,13 +6,9 @@ tries it out: alone first, then compared with the eager step, then timed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
-from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.training.probe import untouched
 from multi_gpu_training.training.runner.graph import resolve_kept
 from multi_gpu_training.training.runner.step_comparison import StepComparison, max_rel_diff
 from multi_gpu_training.training.step_state import StepState
@@ -58,7 +54,7 @@ def _fails_alone(state: StepState, comparison: StepComparison) -> str | None:
         return None
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     try:
-        with _alone(state):
+        with untouched(state):
             given = state.prepare(resolve_kept(batch), samples)
             result = state.step_module.forward(given, share.count, share.window_count, 1)
             torch.autograd.grad(result.scaled, parameters, allow_unused=True)
@@ -67,20 +63,6 @@ def _fails_alone(state: StepState, comparison: StepComparison) -> str | None:
     except Exception as error:
         return _in_a_line(error)
     return None
-
-
-@contextmanager
-def _alone(state: StepState) -> Iterator[None]:
-    """BatchNorm over all ranks normalises with this rank's samples only."""
-    norms = [module for module in state.model.modules() if isinstance(module, SyncBatchNorm)]
-    for norm in norms:
-        norm.placement = Placement(state.placement.identity, state.placement.device)
-    state.attendance.present = True
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.placement = state.placement
 
 
 def _in_a_line(error: Exception) -> str:

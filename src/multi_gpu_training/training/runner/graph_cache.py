@@ -20,7 +20,7 @@ from multi_gpu_training.training.runner.graph import (
     resolve_kept,
     signature,
 )
-from multi_gpu_training.training.state_rollback import Fed, step_bytes
+from multi_gpu_training.training.runner.rollback_window import Fed, step_bytes
 from multi_gpu_training.training.step import MicroResult, StepResult
 from multi_gpu_training.training.step_state import StepState
 

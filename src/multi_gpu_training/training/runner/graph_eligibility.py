@@ -8,23 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import optim
-from torch.optim import Optimizer
 
+from multi_gpu_training.training.optimizer import optimizer_obstacle
 from multi_gpu_training.training.step_state import StepState
-
-# Those with a step that never leaves the GPU. SGD only as one kernel: its others read the rate.
-_WITH_FLAG = (
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Adamax,
-    optim.Adadelta,
-    optim.ASGD,
-    optim.Rprop,
-)
 
 
 def obstacle(state: StepState, asked: str) -> str | None:
@@ -42,28 +28,6 @@ def obstacle(state: StepState, asked: str) -> str | None:
     if state.config.use_gradient_checkpointing:
         return "use_gradient_checkpointing keeps the random state on the CPU"
     return optimizer_obstacle(state.optimizer)
-
-
-def optimizer_obstacle(optimizer: Optimizer) -> str | None:
-    """Why an optimizer's step cannot be recorded; None if it can."""
-    kind = type(optimizer)
-    if kind is optim.SGD and all(group.get("fused") for group in optimizer.param_groups):
-        return None
-    if kind in _WITH_FLAG and not any(g.get("differentiable") for g in optimizer.param_groups):
-        return None
-    return f"{kind.__name__} is not known to run without the CPU"
-
-
-def make_capturable(optimizer: Optimizer) -> None:
-    """Keep the counters of an optimizer on the GPU, where a recorded step can move them."""
-    for group in optimizer.param_groups:
-        if "capturable" not in group or not group["params"][0].is_cuda:
-            continue
-        group["capturable"] = True
-        for parameter in group["params"]:
-            step = optimizer.state.get(parameter, {}).get("step")
-            if isinstance(step, torch.Tensor):
-                optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)
 
 
 class StepWatch:

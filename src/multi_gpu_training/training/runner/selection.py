@@ -23,18 +23,18 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.progress_slot import Phase, note_phase
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import NanGuard
+from multi_gpu_training.training.optimizer import make_capturable
 from multi_gpu_training.training.runner.compiled import try_compiled
 from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.graph import CudaGraphs, Graphs
 from multi_gpu_training.training.runner.graph_cache import GraphCache, micro_key
 from multi_gpu_training.training.runner.graph_eligibility import (
     StepWatch,
-    make_capturable,
     obstacle,
 )
 from multi_gpu_training.training.runner.graph_guards import Guards, step_guards
+from multi_gpu_training.training.runner.rollback_window import Fed, fed
 from multi_gpu_training.training.runner.verified_graph import VerifiedGraph
-from multi_gpu_training.training.state_rollback import Fed, fed
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.graph import resolve_kept
 from multi_gpu_training.training.runner.graph_cache import GraphCache, GraphRunner
-from multi_gpu_training.training.state_rollback import Fed, StateCopies
+from multi_gpu_training.training.runner.rollback_window import Fed
+from multi_gpu_training.training.state_rollback import StateCopies
 from multi_gpu_training.training.step_state import StepState
 
 

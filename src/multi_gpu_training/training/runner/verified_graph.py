@@ -28,8 +28,8 @@ from multi_gpu_training.training.runner.graph_cache import (
     micro_key,
 )
 from multi_gpu_training.training.runner.graph_guards import Guards
+from multi_gpu_training.training.runner.rollback_window import Fed, RollbackWindow, fed, step_bytes
 from multi_gpu_training.training.runner.step_comparison import StepComparison
-from multi_gpu_training.training.state_rollback import Fed, Window, fed, step_bytes
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
 
@@ -78,7 +78,7 @@ class VerifiedGraph:
         self._stale: str | None = None  # steps were replayed since this was seen to have changed
         self._sightings: dict[Any, int] = {}
         self._sizes: dict[Any, int] = {}
-        self._window = Window()
+        self._window = RollbackWindow()
         self._window_limit = FIRST_WINDOW
         self._tolerance = 0.0
         # The step under way: its micro-batches, their keys, and what all ranks do with it.
@@ -99,7 +99,7 @@ class VerifiedGraph:
         self.cache.collect(self.state.metrics)
         self.cache.drop()
         self.comparison.copies.drop()
-        self._window = Window()
+        self._window = RollbackWindow()
 
     def _set_active(self, active: bool) -> None:
         self.active = self.guard.recorded = active

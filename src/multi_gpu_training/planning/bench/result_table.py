@@ -1,0 +1,213 @@
+"""Results as a table, as JSON and as a picture, all from the same rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+SCHEMA = 1
+Row = dict[str, Any]
+
+
+class Column(NamedTuple):
+    """`show` gives the text of a row."""
+
+    title: str
+    show: Callable[[Row], str]
+
+
+class Bar(NamedTuple):
+    """A number that the picture compares: its key in a row, and what to multiply it with. `low`
+    and `high` are the keys of a range around it."""
+
+    title: str
+    key: str
+    scale: float = 1.0
+    low: str | None = None
+    high: str | None = None
+
+
+@dataclass
+class ResultTable:
+    """Rows are what JSON holds; columns say how a table shows them.
+
+    notes: sentences below the table. recommended: what to choose, where the report says so.
+    bars: the numbers that the picture compares.
+    """
+
+    kind: str
+    title: str
+    columns: Sequence[Column]
+    rows: list[Row]
+    bars: Sequence[Bar] = ()
+    notes: list[str] = field(default_factory=list)
+    recommended: dict[str, Any] | None = None
+
+    def table(self) -> Table:
+        """For a rich console."""
+        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+        for index, column in enumerate(self.columns):
+            table.add_column(column.title, justify="right" if index else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(escape(column.show(row)) for column in self.columns))
+        return table
+
+    def show(self, console: Console) -> None:
+        """Print the table and its notes."""
+        table = self.table()
+        # A table that is cut says nothing: let the terminal wrap it.
+        wide = console.options.update(max_width=400)
+        console.width = max(console.width, console.measure(table, options=wide).maximum)
+        console.print(table)
+        for note in self.notes:
+            console.print(note, markup=False)
+
+    def markdown(self) -> str:
+        """The same table for a document."""
+        lines = [
+            "| " + " | ".join(column.title for column in self.columns) + " |",
+            "|" + "---|" * len(self.columns),
+        ]
+        for row in self.rows:
+            texts = [column.show(row).replace("|", "\\|") for column in self.columns]
+            lines.append("| " + " | ".join(texts) + " |")
+        lines += [f"\n{note}" for note in self.notes]
+        return "\n".join(lines) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `bench.json` holds."""
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "title": self.title,
+            "machine": machine(),
+            "rows": self.rows,
+            "notes": self.notes,
+            "recommended": self.recommended,
+        }
+
+    def plot(self, path: Path | str) -> Path:
+        """A picture of the numbers that are compared."""
+        return _draw(self, Path(path))
+
+    def save(self, folder: Path | str, name: str = "bench") -> list[Path]:
+        """Write NAME.json, NAME.md and NAME.png."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        data, text = folder / f"{name}.json", folder / f"{name}.md"
+        data.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        text.write_text(f"# {self.title}\n\n{self.markdown()}")
+        return [data, text, self.plot(folder / f"{name}.png")]
+
+    def __str__(self) -> str:
+        return f"{self.title}\n\n{self.markdown()}"
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(gpus)],
+    }
+
+
+# How values are shown
+
+
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def memory(count: float | None) -> str:
+    if not count:
+        return "-"
+    return f"{count / 2**30:.2f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def case_name(row: Row) -> str:
+    """With the reason where there is nothing to show."""
+    if row.get("out_of_memory"):
+        return f"{row['case']}: out of memory"
+    if row.get("error"):
+        return f"{row['case']}: {str(row['error']).splitlines()[0]}"
+    return str(row["case"])
+
+
+STEP = Column("step", lambda row: milliseconds(row["step_p50_s"]))
+SPREAD = Column(
+    "10 % - 90 %",
+    lambda row: (
+        "-"
+        if row["step_p10_s"] is None
+        else f"{milliseconds(row['step_p10_s'])} - {milliseconds(row['step_p90_s'])}"
+    ),
+)
+SAMPLES = Column("samples/s", lambda row: number(row["samples_per_s"]))
+MEMORY = Column("memory", lambda row: memory(row["peak_bytes"]))
+GRAPH = Column(
+    "as a graph",
+    lambda row: "-" if row["graph_share"] is None else f"{row['graph_share']:.0%}",
+)
+
+SAMPLES_BAR = Bar("samples/s", "samples_per_s")
+STEP_BAR = Bar("median step and 10 - 90 %, ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
+PEAK_BAR = Bar("peak memory, MB", "peak_bytes", 2**-20)
+
+
+def _draw(report: ResultTable, path: Path) -> Path:
+    """One panel per number, one bar per row. Rows without the number are named all the same."""
+    # A figure of its own, without pyplot: no window system is asked and no state is left.
+    from matplotlib.figure import Figure
+
+    bars = list(report.bars)
+    names = [str(row.get("case", "")) for row in report.rows]
+    height = 1.2 + 0.38 * max(1, len(names))
+    figure = Figure(figsize=(4.2 * max(1, len(bars)), height), layout="constrained")
+    panels = figure.subplots(1, max(1, len(bars)), squeeze=False)[0]
+    for index, (panel, bar) in enumerate(zip(panels, bars, strict=False)):
+        values = [row.get(bar.key) for row in report.rows]
+        shown = [(value or 0.0) * bar.scale for value in values]
+        panel.barh(range(len(names)), shown, color="#4c78a8")
+        for place, (row, value) in enumerate(zip(report.rows, values, strict=True)):
+            end = shown[place]
+            if value is not None and bar.low and bar.high:
+                low, end = row[bar.low] * bar.scale, row[bar.high] * bar.scale
+                panel.plot([low, end], [place, place], color="black", linewidth=1)
+            text = " none" if value is None else f" {shown[place]:,.4g}"
+            panel.text(end, place, text, va="center", fontsize=8)
+        panel.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
+        panel.invert_yaxis()
+        panel.margins(x=0.25)
+        panel.set_title(bar.title, fontsize=10)
+    figure.suptitle(report.title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,58 @@
+"""The steps since the last verified one, with the batches they were computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from multi_gpu_training.data.batch import map_tensors
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.training.runner.graph import KeptBatch, leaves
+from multi_gpu_training.training.state_rollback import Counters
+from multi_gpu_training.training.step_state import StepState
+
+# One micro-batch as a runner takes it: batch, numbers of its samples, share.
+Fed = tuple[Any, Tensor | None, Share]
+
+
+@dataclass
+class RollbackWindow:
+    """The steps since the last verified one, and where the training stood before them."""
+
+    steps: list[list[Fed]] = field(default_factory=list)
+    kept_bytes: int = 0
+    counters: Counters | None = None
+    restore_more: Callable[[], None] | None = None
+
+    def begin(self, state: StepState, restore_more: Callable[[], None] | None) -> None:
+        self.steps.clear()
+        self.kept_bytes = 0
+        self.counters = Counters.of(state)
+        self.restore_more = restore_more
+
+    def add(self, step: list[Fed], size: int) -> None:
+        self.steps.append(step)
+        self.kept_bytes += size
+
+
+def step_bytes(step: list[Fed]) -> int:
+    """Memory that keeping these batches takes."""
+    kept = [batch for batch, _, _ in step if not isinstance(batch, (ResidentBatch, KeptBatch))]
+    return sum(t.numel() * t.element_size() for batch in kept for t in leaves(batch))
+
+
+def fed(batch: Any, samples: Tensor | None, share: Share) -> Fed:
+    """A micro-batch to be computed again later. What has no known window is the user's own: they
+    may fill its memory with the next one."""
+    return (_own_copy(batch) if share.window_count == 0 else batch), samples, share
+
+
+def _own_copy(batch: Any) -> Any:
+    if type(batch) is tuple and all(isinstance(part, Tensor) for part in batch):
+        return tuple([part.clone() for part in batch])
+    return map_tensors(batch, torch.clone)
