@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUTrainingManager
 from multi_gpu_training.data import feeding
-from multi_gpu_training.training.runner import selection
+from multi_gpu_training.training.runner import graph_cache, selection, verified_graph
 from multi_gpu_training.training.runner.graph_guards import Guards
 
 
@@ -363,7 +363,7 @@ def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
     same(*ends)
 
 
-def uneven(folder: Path, recorded: bool, accumulation: int) -> Any:
+def uneven(folder: Path, recorded: bool, accumulation: int, room: int) -> Any:
     """Shapes that come back at other times on each rank: sequences of two lengths."""
     rank = int(os.environ.get("RANK", 0))
     settings = {"batch_size": 4, "gradient_accumulation_steps": accumulation}
@@ -382,10 +382,12 @@ def uneven(folder: Path, recorded: bool, accumulation: int) -> Any:
     with recording(lambda rank: None if recorded else "not wanted"):
         model, *_ = manager.setup_training(Mean(), data(8), loss_fn=_own_loss, optimizer=sgd)
     generator = torch.Generator().manual_seed(rank)
-    for step in range(60 * accumulation):
-        long = (step + 2 * rank) % 7 == 0 or (rank == 1 and step % 5 == 0)
-        x = torch.randn(4, 6 if long else 5, 3, generator=generator)
-        manager.trainer.train_step((x, torch.arange(4) % 2))
+    rooms = [mock.patch.object(part, "KEPT_BYTES", room) for part in (verified_graph, graph_cache)]
+    with rooms[0], rooms[1]:
+        for step in range(60 * accumulation):
+            long = (step + 2 * rank) % 7 == 0 or (rank == 1 and step % 5 == 0)
+            x = torch.randn(4, 6 if long else 5, 3, generator=generator)
+            manager.trainer.train_step((x, torch.arange(4) % 2))
     run = manager.trainer.execution
     manager.finish()
     return {n: t.tolist() for n, t in model.state_dict().items()}, run.mode, run.replayed
@@ -395,15 +397,16 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "room"), [(1, 2**26), (2, 2**26), (1, 2000)])
 def test_ranks_that_see_shapes_at_different_times_never_wait_for_ever(
-    tmp_path: Path, accumulation: int
+    tmp_path: Path, accumulation: int, room: int
 ) -> None:
-    expected = run_ranks(2, uneven, tmp_path, False, accumulation)
-    found = run_ranks(2, uneven, tmp_path, True, accumulation)
+    """Nor where they run out of room for batches at different times."""
+    expected = run_ranks(2, uneven, tmp_path, False, accumulation, room)
+    found = run_ranks(2, uneven, tmp_path, True, accumulation, room)
     for (weights, *_), (recorded, mode, replayed) in zip(expected, found, strict=True):
         assert mode == "graph"
-        assert replayed > (20 if accumulation == 1 else 5)
+        assert replayed > (20 if accumulation == 1 and room > 2000 else 5)
         for name, values in weights.items():
             torch.testing.assert_close(
                 torch.tensor(recorded[name]), torch.tensor(values), rtol=1e-6, atol=1e-7
