@@ -182,7 +182,7 @@ def train(options: argparse.Namespace, case: str, folder: str) -> None:
 
 
 def verdicts(options: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
-    from multi_gpu_training.monitoring.report.run import read_run
+    from multi_gpu_training.monitoring.report.run_record import read_run
     from multi_gpu_training.monitoring.report.verdict import judge
 
     rows = []

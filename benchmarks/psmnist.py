@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
-from multi_gpu_training.recipes.image.data import Part, load_images
+from multi_gpu_training.recipes.image.image_data import Part, load_images
 from multi_gpu_training.recipes.speech.lmu import LMU
 
 PIXELS, ORDER, UNITS = 784, 468, 346

@@ -33,8 +33,8 @@ from multi_gpu_training.recipes.speech import SpeechOptions, build
 from multi_gpu_training.recipes.speech.buckets import Buckets
 from multi_gpu_training.recipes.speech.corpora import read_corpus
 from multi_gpu_training.recipes.speech.dataset import Batch, Clip, Speech
-from multi_gpu_training.recipes.speech.model import SIZES, Recogniser
 from multi_gpu_training.recipes.speech.objective import MASKS, Objective, evaluate
+from multi_gpu_training.recipes.speech.speech_model import SIZES, Recogniser
 
 RATE, CHARACTERS = 16000, 150
 SPEAKER = "official split"

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from multi_gpu_training.planning.forecast import Bucket, Interconnect, named
+from multi_gpu_training.planning.forecast import GradientBucket, Interconnect, named
 from multi_gpu_training.planning.forecast.timeline import exchange, step_s
 
 BUCKETS_MB = (1, 5, 25)
@@ -305,7 +305,7 @@ def compared(
     interconnect = named(network)
     lines = [
         exchange(
-            [Bucket(size, at) for size, at in step.ready],
+            [GradientBucket(size, at) for size, at in step.ready],
             step.backward_s,
             lambda size: interconnect.allreduce_s(size, GPUS, NODES),
         )

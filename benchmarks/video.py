@@ -36,7 +36,7 @@ from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.video.annotations import Trial
 from multi_gpu_training.recipes.video.clips import Clips, Video
 from multi_gpu_training.recipes.video.frames import load_frames
-from multi_gpu_training.recipes.video.model import (
+from multi_gpu_training.recipes.video.video_model import (
     WIDTH,
     GuideNet,
     build_model,

@@ -22,7 +22,7 @@ from ranks import CONTEXT
 from safetensors.torch import load_file
 
 from multi_gpu_training.cli.app import app
-from multi_gpu_training.cli.train import extra_settings
+from multi_gpu_training.cli.train_command import extra_settings
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import flatten, read_config_file, ready_configs, split
 from multi_gpu_training.recipes import RECIPES

@@ -58,7 +58,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 def train(
     folder: Path, execution: str, does: str = "", dataset: Any = None, **given: Any
 ) -> tuple[dict[str, Tensor], Any]:
-    fit = {name: given.pop(name) for name in ("optimizer", "loss_fn", "hooks") if name in given}
+    fit = {name: given.pop(name) for name in ("optimizer", "loss_fn", "callbacks") if name in given}
     settings = {
         "progress": "off",
         "tensorboard": False,

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -126,18 +126,21 @@ def _show_uncaught_errors_plainly() -> None:
 
     MGT_DEBUG=1 (`mgt --debug`) shows the traceback.
     """
-    before = sys.excepthook
-    if getattr(before, "_mgt", False):
-        return
+    if not isinstance(sys.excepthook, _PlainErrors):
+        sys.excepthook = _PlainErrors(sys.excepthook)
 
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+
+class _PlainErrors:
+    """An excepthook; what is not an error of ours goes to the one before it."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not isinstance(error, MultiGPUError) or os.environ.get("MGT_DEBUG"):
-            before(kind, error, trace)
+            self._before(kind, error, trace)
             return
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", []))
         # Not sys.stderr: torch's hook in a rank replaces it by a buffer that is printed after us.
         print(f"{error}{notes}", file=sys.__stderr__ or sys.stderr, flush=True)
         sys.exit(error.exit_code)
-
-    hook._mgt = True  # type: ignore[attr-defined]
-    sys.excepthook = hook

@@ -203,3 +203,8 @@ def overload_packet(operation: Any) -> Any:
 def default_store() -> Any:
     """The store that the ranks met at; torch keeps it to itself."""
     return _get_default_store()
+
+
+def attention_implementation(config: Any) -> str | None:
+    """Which attention a Hugging Face model uses; the public API can set it, but not tell."""
+    return getattr(config, "_attn_implementation", None)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.cli.app import app
-from multi_gpu_training.cli.checkpoints import show_checkpoints
+from multi_gpu_training.cli.checkpoints_command import show_checkpoints
 from multi_gpu_training.errors import ConfigError
 
 

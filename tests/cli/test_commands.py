@@ -23,7 +23,7 @@ from ranks import run_ranks
 from typer.main import get_command
 
 from multi_gpu_training.cli.app import app
-from multi_gpu_training.cli.train import Flags, resolve
+from multi_gpu_training.cli.train_command import TrainFlags, resolve
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.measure.script_runner import ScriptRunner
 
@@ -126,7 +126,7 @@ def given(*words: str) -> MultiGPUConfig:
     """The config that `mgt train WORDS` would train with."""
     found: Any = get_command(app).commands["train"]  # type: ignore[attr-defined]
     context = found.make_context("train", list(words))
-    flags = Flags(context.params["target"], context.params["num_gpus"], {}, {}, context.args)
+    flags = TrainFlags(context.params["target"], context.params["num_gpus"], {}, {}, context.args)
     config: MultiGPUConfig = resolve(flags)[1]
     return config
 
@@ -261,7 +261,7 @@ def test_a_recipe_says_what_it_does_and_can_be_gone_on_with(mgt: Mgt, tmp_path: 
     assert {key: written[key] for key in config} == config
     assert written["recipe"] == "image"
     # What belongs to the recipe is part of the run as well.
-    recipe, again, options = resolve(Flags(str(run / "config.yaml"), None, {}, {}, []))
+    recipe, again, options = resolve(TrainFlags(str(run / "config.yaml"), None, {}, {}, []))
     assert recipe.name == "image" and again.plain() == config
     assert options.mode == "cnn"
 

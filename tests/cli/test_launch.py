@@ -41,7 +41,7 @@ RECIPES.update(image="small pictures", zebra="stripes")
 """
 LAUNCH = """
 import sys
-from multi_gpu_training.cli.launch import launch
+from multi_gpu_training.cli.launch_command import launch
 sys.exit(launch({arguments}))
 """
 

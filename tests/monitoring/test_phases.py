@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from multi_gpu_training.monitoring import sampling
 from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.phases import PhaseClock
-from multi_gpu_training.monitoring.report.run import read_run
+from multi_gpu_training.monitoring.report.run_record import read_run
 from multi_gpu_training.monitoring.report.verdict import judge
 
 LATE_S = 0.03

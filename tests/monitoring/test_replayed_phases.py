@@ -11,7 +11,7 @@ from unittest import mock
 from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training.monitoring.phases import PhaseClock
-from multi_gpu_training.monitoring.report.run import read_run
+from multi_gpu_training.monitoring.report.run_record import read_run
 from multi_gpu_training.training.runner.selection import StepExecution
 from multi_gpu_training.training.state_rollback import StateCopies
 

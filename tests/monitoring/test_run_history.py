@@ -7,7 +7,7 @@ from pathlib import Path
 from recorded import Folder, healthy
 
 from multi_gpu_training.monitoring.report.figures import figures
-from multi_gpu_training.monitoring.report.run import read_run
+from multi_gpu_training.monitoring.report.run_record import read_run
 from multi_gpu_training.monitoring.report.verdict import judge
 
 

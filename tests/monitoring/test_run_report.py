@@ -18,7 +18,7 @@ from multi_gpu_training.monitoring.report import write_report
 from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.lines import thinned
-from multi_gpu_training.monitoring.report.run import read_run
+from multi_gpu_training.monitoring.report.run_record import read_run
 from multi_gpu_training.monitoring.report.verdict import judge
 
 

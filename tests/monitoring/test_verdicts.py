@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from recorded import Folder, healthy
 
-from multi_gpu_training.monitoring.report.run import read_run
+from multi_gpu_training.monitoring.report.run_record import read_run
 from multi_gpu_training.monitoring.report.sentences import duration
 from multi_gpu_training.monitoring.report.verdict import Verdict, judge
 

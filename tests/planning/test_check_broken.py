@@ -22,7 +22,7 @@ from multi_gpu_training.planning.check import disk, network_check, rank_trial
 from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Level
 from multi_gpu_training.planning.check.checkup import Checkup
 from multi_gpu_training.planning.check.registry import CheckOptions
-from multi_gpu_training.planning.check.topology import Meeting, Team, free_port
+from multi_gpu_training.planning.check.topology import MeetingPoint, Team, free_port
 from multi_gpu_training.planning.check.watched_process import Watched, watch
 
 GRACE_S = 60  # for a busy machine; what counts is that each ends by itself
@@ -142,7 +142,7 @@ def test_a_file_where_the_run_folder_should_be_is_named(tmp_path: Path) -> None:
 
 def test_an_address_of_another_machine_is_no_place_for_rank_0() -> None:
     # 192.0.2.0/24 is for documentation: no machine has it.
-    there = Meeting("192.0.2.1", 29500, here=True)
+    there = MeetingPoint("192.0.2.1", 29500, here=True)
     found = fails(list(network_check.judge(there, {})))
     assert "not this machine" in found["MASTER_ADDR"].text
 

@@ -17,7 +17,7 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.measure.memory_model import MemoryPoint
 from multi_gpu_training.planning.estimate import estimate_files
 from multi_gpu_training.planning.estimate.outcome import duration, money
-from multi_gpu_training.planning.forecast.profile import Bucket, StepProfile
+from multi_gpu_training.planning.forecast.profile import GradientBucket, StepProfile
 
 MB = 2**20
 PROFILE = StepProfile(
@@ -27,7 +27,11 @@ PROFILE = StepProfile(
     forward_s=0.030,
     backward_s=0.060,
     optimizer_s=0.005,
-    buckets=(Bucket(25 * MB, 0.02), Bucket(25 * MB, 0.04), Bucket(40 * MB, 0.06)),
+    buckets=(
+        GradientBucket(25 * MB, 0.02),
+        GradientBucket(25 * MB, 0.04),
+        GradientBucket(40 * MB, 0.06),
+    ),
     step_times_s=tuple(0.100 + 0.0001 * (number % 7) for number in range(50)),
     dataset_samples=1_281_167,
     epochs=90,

@@ -7,7 +7,7 @@ import pytest
 from multi_gpu_training.planning.estimate.estimate_files import _cost, _efficiency, _parts, _speed
 from multi_gpu_training.planning.estimate.outcome import Outcome
 from multi_gpu_training.planning.forecast import (
-    Bucket,
+    GradientBucket,
     Interconnect,
     StepProfile,
     named,
@@ -16,7 +16,7 @@ from multi_gpu_training.planning.forecast import (
 )
 
 PROFILE = StepProfile(
-    "net", "NVIDIA A100", 32, 0.03, 0.06, 0.01, (Bucket(25 * 2**20, 0.06),), (0.1,) * 20,
+    "net", "NVIDIA A100", 32, 0.03, 0.06, 0.01, (GradientBucket(25 * 2**20, 0.06),), (0.1,) * 20,
     dataset_samples=1_000_000,
 )  # fmt: skip
 LINK = named("a100-nvlink+infiniband-8x200g")

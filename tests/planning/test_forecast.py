@@ -11,9 +11,9 @@ import pytest
 
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.planning.forecast import (
-    Bucket,
     Curve,
     Forecast,
+    GradientBucket,
     Interconnect,
     StepProfile,
     named,
@@ -33,7 +33,7 @@ MB = 2**20
 
 def profile(**changes: Any) -> StepProfile:
     """A step of 100 ms: 30 forward, 60 backward, 10 optimizer; four buckets of 25 MB."""
-    buckets = tuple(Bucket(25 * MB, at) for at in (0.015, 0.030, 0.045, 0.060))
+    buckets = tuple(GradientBucket(25 * MB, at) for at in (0.015, 0.030, 0.045, 0.060))
     start = StepProfile("net", "NVIDIA A100-SXM4-80GB", 32, 0.03, 0.06, 0.01, buckets, (0.1,) * 20)
     return dataclasses.replace(start, **changes)
 
@@ -54,7 +54,7 @@ def forecast(gpus: list[int], sends_s: float = 0.001, **options: Any) -> Forecas
 
 
 def test_only_what_is_sent_after_the_backward_costs_time() -> None:
-    buckets = [Bucket(MB, 0.01), Bucket(MB, 0.02), Bucket(MB, 0.06)]
+    buckets = [GradientBucket(MB, 0.01), GradientBucket(MB, 0.02), GradientBucket(MB, 0.06)]
     fast = exchange(buckets, 0.06, lambda size: 0.005)
     assert fast.exposed_s == pytest.approx(0.005)
     assert fast.communication_s == pytest.approx(0.015)
@@ -110,7 +110,7 @@ def test_each_loss_is_named_as_the_limit() -> None:
     hungry = {"loader_rates": {4: 200.0}, "loader_workers": 4}
     assert forecast([8], changes=hungry).rows[0].limit == "input pipeline"
     assert forecast([8], scaling="strong").rows[0].limit == "batch"
-    small = {"buckets": (Bucket(80 * MB, 0.01),), "device": "Tesla V100"}
+    small = {"buckets": (GradientBucket(80 * MB, 0.01),), "device": "Tesla V100"}
     assert forecast([8], 1e-5, changes=small, residual=True).rows[0].limit == "unexplained"
 
 

@@ -20,12 +20,12 @@ from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.image.augment import Moved
-from multi_gpu_training.recipes.image.data import (
+from multi_gpu_training.recipes.image.image_data import (
     as_dataset,
     load_digits,
     load_images,
 )
-from multi_gpu_training.recipes.image.model import Normalise
+from multi_gpu_training.recipes.image.image_model import Normalise
 from multi_gpu_training.recipes.recipe import Job, find_recipe
 
 TRAIN, TEST = 40, 11

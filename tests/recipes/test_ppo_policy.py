@@ -12,14 +12,14 @@ from torch import Tensor
 
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.recipes.ppo.actions import Actions
-from multi_gpu_training.recipes.ppo.loss import (
+from multi_gpu_training.recipes.ppo.minibatches import minibatches, shares
+from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy, Stepper
+from multi_gpu_training.recipes.ppo.ppo_loss import (
     PPOLoss,
     explained_variance,
     moments,
     normalise,
 )
-from multi_gpu_training.recipes.ppo.minibatches import minibatches, shares
-from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy, Stepper
 from multi_gpu_training.recipes.ppo.rollout import Rollout, advantages
 
 N, T, SIZE = 3, 9, 2

@@ -13,9 +13,9 @@ import torch
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.ppo import indicators
 from multi_gpu_training.recipes.ppo.environment import take_environments
-from multi_gpu_training.recipes.ppo.evaluation import Performance, buy_and_hold, trade
 from multi_gpu_training.recipes.ppo.market import generate_market, read_market
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
+from multi_gpu_training.recipes.ppo.policy_evaluation import Performance, buy_and_hold, trade
 from multi_gpu_training.recipes.ppo.trading import (
     WARMUP_DAYS,
     Rules,

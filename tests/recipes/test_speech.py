@@ -14,7 +14,7 @@ from ranks import run_ranks
 from torch import nn
 
 from multi_gpu_training import Callback, TrainingMode
-from multi_gpu_training.cli.train import Flags, resolve
+from multi_gpu_training.cli.train_command import TrainFlags, resolve
 from multi_gpu_training.config_file import READY_CONFIGS
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.recipe import Job, find_recipe
@@ -163,7 +163,7 @@ def test_beam_search_is_no_worse_on_what_was_learnt(tmp_path: Path) -> None:
 
 def chosen(*words: str) -> Any:
     target, *extra = words
-    _, config, options = resolve(Flags(target, None, {}, {}, list(extra)))
+    _, config, options = resolve(TrainFlags(target, None, {}, {}, list(extra)))
     return config, options
 
 

@@ -22,8 +22,8 @@ from multi_gpu_training.recipes.speech.alphabet import Alphabet, plain
 from multi_gpu_training.recipes.speech.audio import read_header, read_sound, resample
 from multi_gpu_training.recipes.speech.buckets import BucketedBatches, Buckets
 from multi_gpu_training.recipes.speech.corpora import DIGITS
-from multi_gpu_training.recipes.speech.data import SpeechData, Timing
 from multi_gpu_training.recipes.speech.dataset import Speech, longest
+from multi_gpu_training.recipes.speech.speech_data import SpeechData, Timing
 from multi_gpu_training.recipes.speech.voice import speak, speak_all
 
 

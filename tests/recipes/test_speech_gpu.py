@@ -11,8 +11,8 @@ from multi_gpu_training.recipes.speech.ctc import ctc_loss
 from multi_gpu_training.recipes.speech.dataset import Batch
 from multi_gpu_training.recipes.speech.features import DRAWS
 from multi_gpu_training.recipes.speech.lmu import DelayMemory
-from multi_gpu_training.recipes.speech.model import SIZES, Recogniser
 from multi_gpu_training.recipes.speech.objective import Objective
+from multi_gpu_training.recipes.speech.speech_model import SIZES, Recogniser
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from multi_gpu_training.recipes.speech.ctc import ctc_loss, possible
-from multi_gpu_training.recipes.speech.data import Timing
 from multi_gpu_training.recipes.speech.dataset import Batch
 from multi_gpu_training.recipes.speech.features import (
     DRAWS,
@@ -19,8 +18,9 @@ from multi_gpu_training.recipes.speech.features import (
     normalise,
     spec_augment,
 )
-from multi_gpu_training.recipes.speech.model import SIZES, Block, Recogniser, Size
 from multi_gpu_training.recipes.speech.objective import Objective
+from multi_gpu_training.recipes.speech.speech_data import Timing
+from multi_gpu_training.recipes.speech.speech_model import SIZES, Block, Recogniser, Size
 
 TINY = Size(16, 2, 4, 6, 12.0, 4, 3, 20, 0.0)
 

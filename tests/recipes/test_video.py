@@ -25,9 +25,9 @@ from multi_gpu_training.recipes.video.clips import (
     class_weights,
     split_by_video,
 )
-from multi_gpu_training.recipes.video.model import build_model, operations, parameter_count
 from multi_gpu_training.recipes.video.rendering import BEHAVIOURS, NAMES, act, draw, render
 from multi_gpu_training.recipes.video.report import ClassReport, class_scores
+from multi_gpu_training.recipes.video.video_model import build_model, operations, parameter_count
 from multi_gpu_training.training.metrics import classification_scores
 
 TINY = {"videos": 10, "frame_size": 16, "width": 4}

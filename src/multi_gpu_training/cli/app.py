@@ -101,7 +101,7 @@ def train(
 
     Every setting of `mgt config-schema` can be given as --flag VALUE or key=value.
     """
-    from multi_gpu_training.cli.train import Flags, train
+    from multi_gpu_training.cli.train_command import TrainFlags, train
 
     settings = {
         "multi_gpu": multi_gpu,
@@ -126,7 +126,7 @@ def train(
         "master_addr": master_addr,
         "master_port": master_port,
     }
-    train(Flags(target, num_gpus, settings, hosts, list(ctx.args)))
+    train(TrainFlags(target, num_gpus, settings, hosts, list(ctx.args)))
 
 
 @app.command(context_settings={**EXTRA, "allow_interspersed_args": False})
@@ -164,7 +164,7 @@ def run(
     master_port: Annotated[int | None, Option("--master-port", "--master_port")] = None,
 ) -> None:
     """Run a script once per rank. Everything after SCRIPT.py is passed to it."""
-    from multi_gpu_training.cli.run import run_script
+    from multi_gpu_training.cli.run_command import run_script
 
     hosts = {
         "nodes": nnodes,
@@ -182,7 +182,7 @@ def launch(
     dry_run: Annotated[bool, Option(help="show the command, do not run it")] = False,
 ) -> None:
     """Ask what to train, on how many GPUs and at which rate, show the command and run it."""
-    from multi_gpu_training.cli.launch import launch
+    from multi_gpu_training.cli.launch_command import launch
 
     raise typer.Exit(launch(recipe, dry_run))
 
@@ -399,7 +399,7 @@ def checkpoints(
 
     Ends with 1 if there is none to go on from.
     """
-    from multi_gpu_training.cli.checkpoints import show_checkpoints
+    from multi_gpu_training.cli.checkpoints_command import show_checkpoints
 
     raise typer.Exit(show_checkpoints(run, as_json))
 

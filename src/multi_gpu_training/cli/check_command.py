@@ -133,7 +133,7 @@ def _validate(flags: CheckFlags) -> None:
 
 def _look_at(command: list[str]) -> None:
     """A recipe, config or script that is not there, or words that it does not know: say so now."""
-    from multi_gpu_training.cli import train
+    from multi_gpu_training.cli.train_command import TrainFlags, resolve
 
     if command_of(command, "check")[0] == "-m":
-        train.resolve(train.Flags(command[0], None, {}, {}, command[1:]))
+        resolve(TrainFlags(command[0], None, {}, {}, command[1:]))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from multi_gpu_training.monitoring.report import write_page
 from multi_gpu_training.monitoring.report.figures import figures
-from multi_gpu_training.monitoring.report.run import Run, read_runs
+from multi_gpu_training.monitoring.report.run_record import RunRecord, read_runs
 from multi_gpu_training.monitoring.report.terminal import show
 from multi_gpu_training.monitoring.report.verdict import judge
 
@@ -32,7 +32,7 @@ def report(folders: list[str], out: str | None, as_json: bool, html: bool) -> in
     return 0
 
 
-def summary(run: Run) -> dict[str, Any]:
+def summary(run: RunRecord) -> dict[str, Any]:
     """The verdict and the figures, for programs."""
     verdict, found = judge(run), figures(run)
     causes = [

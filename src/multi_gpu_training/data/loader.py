@@ -111,24 +111,29 @@ class ShareLoader:
         return (share for share in found if share.count) if feeding.evaluating else found
 
     def __iter__(self) -> Iterator[Any]:
-        for share, batch in on_device(self._host_batches(), self.feeding.device):
+        for share, batch in on_device(self.host_batches(), self.feeding.device):
             yield attach(batch, share)
         if not self.feeding.evaluating:
             self.seek(self.epoch + 1)
 
-    def _host_batches(self) -> Iterator[tuple[Share, Any]]:
+    def host_batches(self) -> Iterator[tuple[Share, Any]]:
         for share, batch in self._loader:
             if share.count:
                 self._template = (share, batch)
                 yield share, batch
             else:
-                yield share, self._stand_in(share, 0)
+                yield share, self.stand_in_on_host(share, 0)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a batch is one gather from tensors in memory: workers would not help."""
+        return self._fetch.tensors is not None
 
     def stand_in(self, share: Share) -> Any:
         """A sample for a rank whose share is empty but whose model must run all the same."""
-        return to_device(self._stand_in(share, 1), self.feeding.device)
+        return to_device(self.stand_in_on_host(share, 1), self.feeding.device)
 
-    def _stand_in(self, share: Share, count: int) -> Any:
+    def stand_in_on_host(self, share: Share, count: int) -> Any:
         if self._template is None:
             first = next(iter(next(iter(self.source.batches(self.feeding.seed, share.epoch)))))
             sample = replace(share, indices=(first,), count=1)

@@ -66,7 +66,7 @@ def step_batches(loader: Loader, epoch: int, position: int) -> Iterator[Any]:
         device = twin.feeding.device
         found = (
             attach(
-                to_device(fetch[s][1] if s.count else twin._stand_in(s, 0), device),
+                to_device(fetch[s][1] if s.count else twin.stand_in_on_host(s, 0), device),
                 s,
             )
             for s in twin.plan()

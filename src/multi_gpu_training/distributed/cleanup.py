@@ -18,6 +18,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from multi_gpu_training.python_internals import process_settings
+
 PREFIX = "mgt-launch-"
 _LOCK = ".lock"
 _SOON_S = 60.0  # a new folder has its lock by then
@@ -91,7 +93,7 @@ def keep_sockets_in(folder: Path) -> None:
 
     Their own temporary folders would stay behind when they are killed.
     """
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config = process_settings()
     if config.get("tempdir") is None and len(os.fsencode(folder)) <= _LONGEST:
         config["tempdir"] = str(folder)
 
@@ -106,7 +108,7 @@ def share_scratch(error_file: str | None) -> None:
 
 def for_one_process() -> None:
     """Give a process without a launcher its own folder for its workers' sockets."""
-    if multiprocessing.current_process()._config.get("tempdir") is None:  # type: ignore[attr-defined]
+    if process_settings().get("tempdir") is None:
         scratch = Scratch()
         atexit.register(scratch.remove)
         keep_sockets_in(scratch.path)

@@ -78,7 +78,7 @@ class Placement:
         # Called when a collective between steps fails; True: there is a new group, try again.
         self.on_broken: Callable[[RuntimeError], bool] | None = None
         self.watch: CollectiveWatch | None = None
-        self._owns_group = False
+        self.owns_group = False
         self._control: dist.ProcessGroup | None = None  # for agreements, beside the GPU's traffic
 
     @property
@@ -193,9 +193,9 @@ class Placement:
 
     def close(self) -> None:
         """Leave the group. Left to interpreter shutdown, gloo may abort or deadlock."""
-        if self._owns_group and dist.is_initialized():
+        if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        self._owns_group = False
+        self.owns_group = False
         self.group = None
 
     @property
@@ -307,7 +307,7 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
             f"{patience.total_seconds():g} s: {error}"
         ) from error
     placement = _in_world(config, identity, device)
-    placement._owns_group = True
+    placement.owns_group = True
     atexit.register(placement.close)
     placement.barrier()
     return placement

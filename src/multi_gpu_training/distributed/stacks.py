@@ -12,7 +12,6 @@ import faulthandler
 import os
 import re
 import signal
-import sys
 import sysconfig
 import threading
 import time
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multi_gpu_training.distributed.progress_slot import note_line
+from multi_gpu_training.python_internals import frames_by_thread
 
 SAMPLE_EVERY_S = 1.0
 # SIGUSR1 and SIGUSR2 belong to Slurm and submitit; nobody uses this one.
@@ -96,7 +96,7 @@ def _sample_forever() -> None:
 
 def sample() -> list[Frame]:
     """Where the main thread of this process is, innermost frame first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = frames_by_thread().get(threading.main_thread().ident or 0)
     frames = []
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))

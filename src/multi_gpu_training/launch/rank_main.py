@@ -5,12 +5,10 @@ It dies with its launcher, reports its first error, and leaves its group before 
 
 from __future__ import annotations
 
-import atexit
 import os
 import runpy
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from multi_gpu_training.distributed.cleanup import die_with_parent, end_workers,
 from multi_gpu_training.distributed.signal_thread import end_on_signals
 from multi_gpu_training.errors import ConfigError, MultiGPUError
 from multi_gpu_training.launch.rank_errors import own_traceback, report
+from multi_gpu_training.python_internals import run_exit_functions, wait_for_threads
 
 
 def main() -> None:
@@ -79,9 +78,9 @@ def _leave(code: object) -> None:
     """Exit without the interpreter's own teardown, in which gloo may abort or deadlock."""
     failed = code not in (None, 0)
     if not failed:
-        threading._shutdown()  # type: ignore[attr-defined]  # threads finish, as python lets them
+        wait_for_threads()
     end_workers(all_children=failed)
-    atexit._run_exitfuncs()
+    run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()
     if isinstance(code, str):

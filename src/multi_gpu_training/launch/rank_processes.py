@@ -16,6 +16,7 @@ from typing import Any
 
 from multi_gpu_training.distributed import progress_slot
 from multi_gpu_training.launch.engine import RankJob
+from multi_gpu_training.python_internals import interpreter_flags
 
 # Ranks get this long to end by themselves before they are killed; Ctrl-C must end within 5 s.
 GRACE_S = 3
@@ -59,7 +60,7 @@ class RankProcesses:
             raise
 
     def _start_command(self, rank: int, command: tuple[str, ...], env: Mapping[str, str]) -> None:
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        flags = interpreter_flags()
         main = ["-m", "multi_gpu_training.launch.rank_main", f"--launcher={os.getpid()}"]
         process = subprocess.Popen(
             [sys.executable, *flags, *main, *command],

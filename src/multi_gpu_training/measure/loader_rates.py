@@ -29,7 +29,7 @@ def loader_rates(loader: Any, needed: float, say: Callable[[int, float], None]) 
 
 
 def worker_counts(loader: ShareLoader) -> list[int]:
-    if loader._fetch.tensors is not None and loader.feeding.device.type == "cpu":
+    if loader.gathers and loader.feeding.device.type == "cpu":
         return [0]  # one gather a batch: workers are not used
     cores = len(os.sched_getaffinity(0))
     powers = [0, *(2**n for n in range(12) if 2**n <= cores)]
@@ -47,7 +47,7 @@ def rate_of(loader: ShareLoader, workers: int) -> float | None:
     fresh = ShareLoader(loader.dataset, loader.source, feeding)
     samples = batches = 0
     begun = time.perf_counter()
-    for number, (share, _) in enumerate(fresh._host_batches()):
+    for number, (share, _) in enumerate(fresh.host_batches()):
         if number < max(1, workers):
             begun = time.perf_counter()  # workers start together: their first ones come at once
             continue

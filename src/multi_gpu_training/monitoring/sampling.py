@@ -239,15 +239,19 @@ class WorkCounter(Callback):
         self._callbacks = callbacks
         self._record = record
         self._work = WorkCount()
+        self._counting = False  # another callback may fail between the events
 
     def on_step_begin(self, run: Run, step: int) -> None:
         self._work = WorkCount()  # a step that failed does not count
 
     def on_forward(self, run: Run, share: Share) -> None:
         self._work.__enter__()  # type: ignore[no-untyped-call]
+        self._counting = True
 
     def on_micro_batch_end(self, run: Run) -> None:
-        self._work.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self._counting:
+            self._counting = False
+            self._work.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         self._callbacks.remove(self)

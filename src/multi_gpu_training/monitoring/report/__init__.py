@@ -8,7 +8,7 @@ from pathlib import Path
 from multi_gpu_training.errors import MultiGPUError
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.picture import draw_run
-from multi_gpu_training.monitoring.report.run import Run, read_runs
+from multi_gpu_training.monitoring.report.run_record import RunRecord, read_runs
 
 
 def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -> Path:
@@ -17,7 +17,7 @@ def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -
     return write_page(read_runs(folders), out)
 
 
-def write_page(runs: Sequence[Run], out: Path | str | None = None) -> Path:
+def write_page(runs: Sequence[RunRecord], out: Path | str | None = None) -> Path:
     if out is None:
         out = runs[0].path / "report.html" if len(runs) == 1 else "report.html"
     path = Path(out)

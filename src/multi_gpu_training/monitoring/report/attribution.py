@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from multi_gpu_training.monitoring.phase_names import PHASES
-from multi_gpu_training.monitoring.report.run import COLUMNS, Run, Samples
+from multi_gpu_training.monitoring.report.run_record import COLUMNS, RunRecord, Samples
 
 COMPUTING = ("forward", "backward", "optimizer")
 OWN = tuple(phase for phase in PHASES if phase not in ("comm", "checkpoint"))
@@ -84,7 +84,7 @@ class Steps:
         return np.asarray(own + network)
 
 
-def side_by_side(run: Run) -> Steps | None:
+def side_by_side(run: RunRecord) -> Steps | None:
     """The timed steps of all ranks that have any; None where there are too few."""
     found = {rank: samples for rank, samples in run.samples.items() if len(samples.steps)}
     if not found:

@@ -18,7 +18,7 @@ from multi_gpu_training.monitoring.report.cause import (
 )
 from multi_gpu_training.monitoring.report.own_work import compute, hooks
 from multi_gpu_training.monitoring.report.pauses import between_epochs, checkpoints
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 
 TINY_BATCH = {"cpu": 8, "cuda": 16}
 BETTER_BATCH = 64
@@ -30,7 +30,7 @@ ALWAYS = 0.1  # what nearly every step has is no accident
 LATENCY_S = 3e-3  # of an exchange of next to nothing, on a busy machine
 
 
-def find_causes(run: Run) -> list[Cause]:
+def find_causes(run: RunRecord) -> list[Cause]:
     """Everything that costs a noticeable part of a step, the worst first."""
     steps = side_by_side(run)
     if steps is None:
@@ -42,7 +42,7 @@ def find_causes(run: Run) -> list[Cause]:
     return sorted(found, key=lambda cause: -cause.gain)
 
 
-def _data(run: Run, steps: Steps) -> Iterator[Cause]:
+def _data(run: RunRecord, steps: Steps) -> Iterator[Cause]:
     """Ranks that wait for their batches."""
     waits = steps.typical("input")
     less = saved(steps, np.minimum(waits[:, None], steps.phases["input"]))
@@ -60,7 +60,7 @@ def _data(run: Run, steps: Steps) -> Iterator[Cause]:
         yield replace(found, ranks=everyone(steps))
 
 
-def _network(run: Run, steps: Steps) -> Iterator[Cause]:
+def _network(run: RunRecord, steps: Steps) -> Iterator[Cause]:
     """An exchange that is slow although everyone is there."""
     if len(steps.ranks) < 2 or steps.unseen:
         return
@@ -80,14 +80,14 @@ def _network(run: Run, steps: Steps) -> Iterator[Cause]:
     yield Cause("network", (), float(np.median(steps.transfer)), less, steps.step, about)
 
 
-def _unseen(run: Run, steps: Steps) -> Iterator[Cause]:
+def _unseen(run: RunRecord, steps: Steps) -> Iterator[Cause]:
     """Waiting that only the events of other ranks could explain."""
     waited = float(np.median(steps.transfer))
     if steps.unseen and waited >= max(EVERYWHERE * steps.step, LATENCY_S):
         yield Cause("unseen", tuple(steps.ranks), waited, waited, steps.step, {})
 
 
-def _batch(run: Run, steps: Steps) -> Iterator[Cause]:
+def _batch(run: RunRecord, steps: Steps) -> Iterator[Cause]:
     """Batches so small that what a step costs anyway (starting operations, reading and moving
     the weights, exchanging gradients) is most of it."""
     facts = run.facts.get(steps.ranks[0], {})
@@ -111,7 +111,7 @@ def _batch(run: Run, steps: Steps) -> Iterator[Cause]:
     yield Cause("batch", (), fixed, fixed * (1 - 1 / times), steps.step, about)
 
 
-def _shared(run: Run, steps: Steps | None) -> Iterator[Cause]:
+def _shared(run: RunRecord, steps: Steps | None) -> Iterator[Cause]:
     """Ranks that were put onto one GPU, or were bound to fewer cores than they are."""
     for ranks, place in shared_places(run):
         if steps is None:
@@ -135,7 +135,7 @@ def _shared(run: Run, steps: Steps | None) -> Iterator[Cause]:
         yield Cause("shared", ranks, float(less.max()), gained, steps.step, {"place": place})
 
 
-def shared_places(run: Run) -> list[tuple[tuple[int, ...], str]]:
+def shared_places(run: RunRecord) -> list[tuple[tuple[int, ...], str]]:
     """Groups of ranks on one device, and which it is."""
     by_gpu: dict[tuple[str, str], list[int]] = {}
     by_cores: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -154,7 +154,7 @@ def shared_places(run: Run) -> list[tuple[tuple[int, ...], str]]:
     return found
 
 
-def _explained(run: Run, found: list[Cause]) -> list[Cause]:
+def _explained(run: RunRecord, found: list[Cause]) -> list[Cause]:
     """Without causes that another one explains."""
     kinds = {cause.kind: cause for cause in found}
     shared = [(set(cause.ranks), cause.seconds) for cause in found if cause.kind == "shared"]
@@ -180,7 +180,7 @@ def _explained(run: Run, found: list[Cause]) -> list[Cause]:
     return kept
 
 
-Finder = Callable[[Run, Steps], Iterator[Cause]]
+Finder = Callable[[RunRecord, Steps], Iterator[Cause]]
 FINDERS: tuple[Finder, ...] = (
     _data,
     compute,

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from multi_gpu_training.monitoring.report.figures import Figures
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.sentences import duration
 from multi_gpu_training.monitoring.report.wording import STATES, number, size
 
 UNINTERESTING = ("run_name", "save_dir", "resume")
 
 
-def names(runs: Sequence[Run]) -> list[str]:
+def names(runs: Sequence[RunRecord]) -> list[str]:
     """A short name for each run, of its own."""
     short = [run.path.name for run in runs]
     if len(set(short)) == len(short):
@@ -22,7 +22,7 @@ def names(runs: Sequence[Run]) -> list[str]:
     return long if len(set(long)) == len(long) else [str(run.path) for run in runs]
 
 
-def table(runs: Sequence[Run], found: Sequence[Figures]) -> tuple[list[str], list[list[str]]]:
+def table(runs: Sequence[RunRecord], found: Sequence[Figures]) -> tuple[list[str], list[list[str]]]:
     """Title and rows of the comparison. Speed is against the first run that has one; efficiency is
     speed-up over how many times as many ranks."""
     base = next((i for i, f in enumerate(found) if f.samples_per_s), None)
@@ -57,7 +57,7 @@ def table(runs: Sequence[Run], found: Sequence[Figures]) -> tuple[list[str], lis
     return [title[i] for i in keep], [[row[i] for i in keep] for row in rows]
 
 
-def differences(runs: Sequence[Run]) -> list[list[str]]:
+def differences(runs: Sequence[RunRecord]) -> list[list[str]]:
     """A row a setting that is not the same in all runs."""
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = []

@@ -8,7 +8,7 @@ import numpy as np
 
 from multi_gpu_training.monitoring.report.charts import Series
 from multi_gpu_training.monitoring.report.history import Event
-from multi_gpu_training.monitoring.report.run import Run, is_number
+from multi_gpu_training.monitoring.report.run_record import RunRecord, is_number
 
 IDENTITY = {"v", "attempt", "rank", "world_size", "time", "clock", "step", "epoch"}
 FIRST = ("loss", "samples_per_s", "accuracy", "lr", "grad_norm", "input_wait")
@@ -22,7 +22,7 @@ DEVICE = {
 MOST_LINES = 8
 
 
-def training_curves(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[Series]]:
+def training_curves(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, list[Series]]:
     """What was logged, by name; a line a run, and beside it what validation gave."""
     found: dict[str, list[Series]] = {}
     keys = dict.fromkeys(
@@ -44,7 +44,7 @@ def training_curves(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list
     return {key: series for key, series in found.items() if series}
 
 
-def device_curves(run: Run) -> dict[tuple[str, str], list[Series]]:
+def device_curves(run: RunRecord) -> dict[tuple[str, str], list[Series]]:
     """Readings of the devices, a line a rank; of very many ranks the first."""
     found = {}
     for key, (title, unit, factor) in DEVICE.items():
@@ -58,7 +58,7 @@ def device_curves(run: Run) -> dict[tuple[str, str], list[Series]]:
     return found
 
 
-def _validation(run: Run, name: str, colour: int) -> dict[str, Series]:
+def _validation(run: RunRecord, name: str, colour: int) -> dict[str, Series]:
     rows: list[Event] = []
     for event in run.epochs:
         if isinstance(event.get("val"), dict) and is_number(event.get("step")):

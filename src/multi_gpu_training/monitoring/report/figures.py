@@ -7,7 +7,7 @@ from statistics import mean, median
 from typing import Any
 
 from multi_gpu_training.monitoring.report.attribution import side_by_side
-from multi_gpu_training.monitoring.report.run import Run, is_number
+from multi_gpu_training.monitoring.report.run_record import RunRecord, is_number
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Figures:
     forecast: dict[str, Any] | None = None
 
 
-def figures(run: Run) -> Figures:
+def figures(run: RunRecord) -> Figures:
     # The first interval holds the start: compilation, autotuning, filling caches.
     rates = run.rates()
     rate = median(rates[1:] or rates) if rates else None
@@ -52,7 +52,7 @@ def figures(run: Run) -> Figures:
     )
 
 
-def readings(run: Run, name: str) -> list[float]:
+def readings(run: RunRecord, name: str) -> list[float]:
     """All readings of the devices of all ranks."""
     return [
         float(reading[name])
@@ -66,7 +66,7 @@ def _mean(values: list[float]) -> float | None:
     return mean(values) if values else None
 
 
-def _mfu(run: Run, step_s: float | None) -> float | None:
+def _mfu(run: RunRecord, step_s: float | None) -> float | None:
     """Part of the GPUs' peak that the model's own matrix products use."""
     used = []
     for rank, work in run.work.items():
@@ -77,7 +77,7 @@ def _mfu(run: Run, step_s: float | None) -> float | None:
     return _mean(used)
 
 
-def _samples(run: Run, facts: dict[str, Any]) -> int | None:
+def _samples(run: RunRecord, facts: dict[str, Any]) -> int | None:
     """Samples that moved the weights; the last batch of an epoch may be a short one."""
     batch, samples, steps = (
         facts.get(name) for name in ("global_batch", "epoch_samples", "epoch_steps")
@@ -89,7 +89,7 @@ def _samples(run: Run, facts: dict[str, Any]) -> int | None:
 
 
 def _forecast(
-    run: Run, rate: float | None, step_s: float | None, batch: float | None
+    run: RunRecord, rate: float | None, step_s: float | None, batch: float | None
 ) -> dict[str, Any] | None:
     """What was forecast for so many GPUs, beside what came. Steps of another batch are other
     steps: then only samples are compared, and the band is left out."""

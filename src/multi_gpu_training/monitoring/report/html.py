@@ -13,7 +13,7 @@ from multi_gpu_training.monitoring.report import charts, comparison, curves, wor
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.figures import Figures, figures
 from multi_gpu_training.monitoring.report.page import SCRIPT, STYLE
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.verdict import Verdict, judge
 
 MOST_CELLS = 8_000
@@ -23,7 +23,7 @@ TITLES = {"samples_per_s": "samples/s", "lr": "learning rate", "grad_norm": "gra
 TITLES |= {"input_wait": "share of the time that rank 0 waits for data"}
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     """The whole report of one run, or of several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = "".join(_compared(runs)) if len(runs) > 1 else ""
@@ -36,7 +36,7 @@ def page(runs: Sequence[Run]) -> str:
     )
 
 
-def _compared(runs: Sequence[Run]) -> Iterator[str]:
+def _compared(runs: Sequence[RunRecord]) -> Iterator[str]:
     found = [figures(run) for run in runs]
     yield f"<h1>{len(runs)} runs side by side</h1>"
     title, rows = comparison.table(runs, found)
@@ -53,7 +53,7 @@ def _compared(runs: Sequence[Run]) -> Iterator[str]:
     yield "</ul><h2>Curves</h2>" + _charts(curves.training_curves(runs, names))
 
 
-def _run(run: Run, single: bool) -> Iterator[str]:
+def _run(run: RunRecord, single: bool) -> Iterator[str]:
     found, verdict = figures(run), judge(run)
     heading = "h1" if single else "h2"
     yield f"<{heading}>{escape(run.name)}</{heading}>"
@@ -92,7 +92,7 @@ def _forecast(found: Figures) -> str:
     return f"<h2>Forecast and actual</h2><p>{escape(line)}</p>" if line else ""
 
 
-def _phases(run: Run, steps: Steps) -> Iterator[str]:
+def _phases(run: RunRecord, steps: Steps) -> Iterator[str]:
     yield "<h2>A step, rank by rank</h2>"
     source = "shares of eager steps that were computed to compare" if steps.from_checks else "timed"
     yield f'<p class="soft">Typical seconds of each phase over {len(steps.steps):,} {source} steps.'
@@ -155,7 +155,7 @@ def _charts(found: dict[str, list[charts.Series]], x_unit: str = "step") -> str:
     return f'<div class="charts">{"".join(parts)}</div>' if parts else "<p>Nothing was logged.</p>"
 
 
-def _rest(run: Run) -> Iterator[str]:
+def _rest(run: RunRecord) -> Iterator[str]:
     rows = wording.event_rows(run)
     yield "<h2>Events</h2>"
     yield _table(["after", "what", ""], rows) if rows else "<p>None.</p>"

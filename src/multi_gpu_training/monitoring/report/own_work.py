@@ -17,19 +17,19 @@ from multi_gpu_training.monitoring.report.cause import (
     saved,
     saved_on_the_mean,
 )
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 
 LONGER = 0.2  # than the others take, from which on a rank is slow
 
 
-def compute(run: Run, steps: Steps) -> Iterator[Cause]:
+def compute(run: RunRecord, steps: Steps) -> Iterator[Cause]:
     """Ranks that compute longer than the others do, with what other work on their cores takes only
     where that is so much that it cannot be chance; or all ranks in some of the steps."""
     found = list(_excess("compute", steps, steps.computing)) or list(_hogged(steps))
     yield from found or _now_and_then(steps)
 
 
-def hooks(run: Run, steps: Steps) -> Iterator[Cause]:
+def hooks(run: RunRecord, steps: Steps) -> Iterator[Cause]:
     """Hooks and other Python between the phases, on some ranks or on all."""
     other = steps.phases["other"]
     found = list(_excess("hooks", steps, other))

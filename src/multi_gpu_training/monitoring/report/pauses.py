@@ -11,12 +11,12 @@ import numpy as np
 from multi_gpu_training.monitoring.report.attribution import FEWEST, Steps
 from multi_gpu_training.monitoring.report.cause import EVERYWHERE, NOTICEABLE, Cause
 from multi_gpu_training.monitoring.report.history import Event, time_of
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 
 WORTH_NAMING_S = 1.0  # of pauses in all: a run of a few steps is no measure
 
 
-def checkpoints(run: Run, steps: Steps) -> Iterator[Cause]:
+def checkpoints(run: RunRecord, steps: Steps) -> Iterator[Cause]:
     """Checkpoints that training stands still for: those at the ends of epochs, and those between,
     which alone `checkpoint_frequency` moves."""
     kept = [e for e in run.notable if e["event"] == "checkpoint"]
@@ -36,7 +36,7 @@ def checkpoints(run: Run, steps: Steps) -> Iterator[Cause]:
         yield Cause("checkpoint", (), mean * share, mean * share, mean, facts)
 
 
-def _ends_that_save(run: Run, kept: list[Event]) -> set[int]:
+def _ends_that_save(run: RunRecord, kept: list[Event]) -> set[int]:
     """Steps at which a checkpoint was written because an epoch ended, and not because of
     `checkpoint_frequency`: where it is that which counts, not every epoch has one, or epochs are
     long enough for one and have none but at their ends."""
@@ -52,7 +52,7 @@ def _stall(event: Event) -> float:
     return float(event.get("stall_s") or 0.0) + float(event.get("waited_s") or 0.0)
 
 
-def between_epochs(run: Run, steps: Steps) -> Iterator[Cause]:
+def between_epochs(run: RunRecord, steps: Steps) -> Iterator[Cause]:
     """Validation, and what comes after it before the next epoch's steps: as the latest start of
     the first rank has timed it."""
     rank = run.ranks[0]
@@ -88,14 +88,14 @@ def between_epochs(run: Run, steps: Steps) -> Iterator[Cause]:
             yield Cause(kind, (), share, share, 1.0, facts)
 
 
-def _mean_step(run: Run, steps: Steps, rank: int) -> float:
+def _mean_step(run: RunRecord, steps: Steps, rank: int) -> float:
     """Seconds of a step, rather too many: what is no step must not be one by mistake."""
     timed = float(steps.step_s[steps.ranks.index(rank)].mean()) if rank in steps.ranks else 0.0
     rates, batch = run.rates(), float(run.facts.get(rank, {}).get("global_batch") or 0)
     return max(timed, batch / float(np.median(rates)) if rates else 0.0)
 
 
-def _seen(run: Run, begun: float) -> list[tuple[float, int]]:
+def _seen(run: RunRecord, begun: float) -> list[tuple[float, int]]:
     """When the first rank had done which step."""
     seen = [(time_of(event), int(event["step"])) for event in run.steps]
     samples = run.samples.get(run.ranks[0])

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from multi_gpu_training.monitoring.report import curves
 from multi_gpu_training.monitoring.report.charts import Series
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 
 MOST = 6
 MOST_POINTS = 2_000
 
 
-def draw_run(run: Run, path: Path) -> None:
+def draw_run(run: RunRecord, path: Path) -> None:
     """Loss, speed and what else was logged or read of the devices."""
     panels = curves.training_curves([run], ["training"])
     chosen = [(name, "step", series) for name, series in panels.items()][:4]

@@ -9,16 +9,16 @@ import numpy as np
 from multi_gpu_training.monitoring.report.attribution import Steps
 from multi_gpu_training.monitoring.report.cause import Cause
 from multi_gpu_training.monitoring.report.causes import BETTER_BATCH
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 
 AFFORDABLE = 0.01  # of the time, for checkpoints
 
 
-def sentence(run: Run, steps: Steps | None, cause: Cause) -> str:
+def sentence(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     return WORDS[cause.kind](run, steps, cause)
 
 
-def _data(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _data(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     if not cause.ranks or run.world_size == 1:
         who = "every rank waits" if run.world_size > 1 else "training waits"
         workers = run.config.get("num_workers", 0)
@@ -32,7 +32,7 @@ def _data(run: Run, steps: Steps | None, cause: Cause) -> str:
     )
 
 
-def _compute(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _compute(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     facts = cause.facts
     if "part" in facts:
         return (
@@ -49,7 +49,7 @@ def _compute(run: Run, steps: Steps | None, cause: Cause) -> str:
     )
 
 
-def _hooks(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _hooks(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     facts = cause.facts
     often = ""
     if "part" in facts:
@@ -61,7 +61,7 @@ def _hooks(run: Run, steps: Steps | None, cause: Cause) -> str:
     )
 
 
-def _unseen(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _unseen(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     others = "other ranks" if steps is None else strangers(steps)
     return (
         f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} a step for {others} or for the "
@@ -69,7 +69,7 @@ def _unseen(run: Run, steps: Steps | None, cause: Cause) -> str:
     )
 
 
-def _network(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _network(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     sent = cause.facts["bytes"]
     amount = f"{sent / 1e6:,.1f} MB" if sent >= 1e5 else f"{sent / 1e3:,.1f} kB"
     size = f"{amount} of gradients" if sent else "gradients"
@@ -82,7 +82,7 @@ def _network(run: Run, steps: Steps | None, cause: Cause) -> str:
     )
 
 
-def _checkpoint(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _checkpoint(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     facts = cause.facts
     every = facts["every"]
     stands = (
@@ -102,7 +102,7 @@ def _checkpoint(run: Run, steps: Steps | None, cause: Cause) -> str:
     return text + " (rank 0 saves, the others wait for it)"
 
 
-def _validation(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _validation(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     return (
         f"validation takes {cause.facts['share']:.0%} of the time, "
         f"{duration(cause.facts['each_s'])} after each epoch; fewer or cheaper validation samples, "
@@ -110,7 +110,7 @@ def _validation(run: Run, steps: Steps | None, cause: Cause) -> str:
     )
 
 
-def _epochs(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _epochs(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     return (
         f"{cause.facts['share']:.0%} of the time passes between epochs, "
         f"{duration(cause.facts['each_s'])} after each: in on_epoch_end hooks, in starting loader "
@@ -118,7 +118,7 @@ def _epochs(run: Run, steps: Steps | None, cause: Cause) -> str:
     )
 
 
-def _batch(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _batch(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     size = cause.facts["size"]
     samples = f"{size} sample{'s' if size > 1 else ''}"
     return (
@@ -128,7 +128,7 @@ def _batch(run: Run, steps: Steps | None, cause: Cause) -> str:
     )
 
 
-def _shared(run: Run, steps: Steps | None, cause: Cause) -> str:
+def _shared(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     text = f"{ranks_do(cause.ranks, 'share')} {cause.facts['place']}"
     kind = "GPU" if cause.facts["place"].startswith("GPU") else "core"
     if cause.facts.get("measured") is False:
@@ -140,7 +140,7 @@ def _slow_down(cause: Cause) -> str:
     return f"slow each other down, by about {duration(cause.seconds)} a step"
 
 
-WORDS: dict[str, Callable[[Run, Steps | None, Cause], str]] = {
+WORDS: dict[str, Callable[[RunRecord, Steps | None, Cause], str]] = {
     "data": _data,
     "compute": _compute,
     "hooks": _hooks,
@@ -179,7 +179,7 @@ def ranks_do(found: Sequence[int], verb: str) -> str:
     return f"{ranks(found)} {verb}{'s' if len(found) == 1 else ''}"
 
 
-def _who(run: Run, cause: Cause, verb: str) -> str:
+def _who(run: RunRecord, cause: Cause, verb: str) -> str:
     if cause.ranks and run.world_size > 1:
         return ranks_do(cause.ranks, verb)
     return f"{'every rank' if run.world_size > 1 else 'training'} {verb}s"

@@ -14,7 +14,7 @@ from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.report import comparison, wording
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.figures import figures
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.verdict import judge
 
 SHADES = " ░▒▓█"
@@ -23,14 +23,14 @@ MOST_EVENTS = 12
 MOST_ROWS = 16
 
 
-def show(runs: Sequence[Run], console: Console) -> None:
+def show(runs: Sequence[RunRecord], console: Console) -> None:
     if len(runs) > 1:
         _show_compared(runs, console)
     for run in runs:
         _show_run(run, console)
 
 
-def _show_compared(runs: Sequence[Run], console: Console) -> None:
+def _show_compared(runs: Sequence[RunRecord], console: Console) -> None:
     title, rows = comparison.table(runs, [figures(run) for run in runs])
     console.print(_table(title, rows, "Runs side by side"))
     different = comparison.differences(runs)
@@ -39,7 +39,7 @@ def _show_compared(runs: Sequence[Run], console: Console) -> None:
         console.print(_table(title, different, "Set differently"))
 
 
-def _show_run(run: Run, console: Console) -> None:
+def _show_run(run: RunRecord, console: Console) -> None:
     found, verdict = figures(run), judge(run)
     more = "".join(f"\n- {line}" for line in (*verdict.more, *verdict.notes))
     colour = "red" if verdict.causes else "green" if verdict.kind == "none" else "yellow"

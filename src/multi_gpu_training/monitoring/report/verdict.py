@@ -9,7 +9,7 @@ import numpy as np
 from multi_gpu_training.monitoring.report.attribution import COMPUTING, Steps, side_by_side
 from multi_gpu_training.monitoring.report.cause import Cause
 from multi_gpu_training.monitoring.report.causes import find_causes
-from multi_gpu_training.monitoring.report.run import Run
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.sentences import duration, sentence, strangers
 
 
@@ -31,7 +31,7 @@ class Verdict:
         return "unknown" if self.headline.startswith("nothing can be said") else "none"
 
 
-def judge(run: Run) -> Verdict:
+def judge(run: RunRecord) -> Verdict:
     steps = side_by_side(run)
     causes = find_causes(run)
     notes = _notes(run, steps, causes)
@@ -74,7 +74,7 @@ def _healthy(steps: Steps) -> str:
     return text
 
 
-def _notes(run: Run, steps: Steps | None, causes: list[Cause]) -> list[str]:
+def _notes(run: RunRecord, steps: Steps | None, causes: list[Cause]) -> list[str]:
     notes = []
     if steps is not None and steps.from_checks:
         notes.append(

@@ -7,7 +7,7 @@ from typing import Any
 
 from multi_gpu_training.monitoring.report.figures import Figures
 from multi_gpu_training.monitoring.report.history import Event
-from multi_gpu_training.monitoring.report.run import Run, is_number
+from multi_gpu_training.monitoring.report.run_record import RunRecord, is_number
 from multi_gpu_training.monitoring.report.sentences import duration
 
 STATES = {
@@ -21,7 +21,7 @@ IDENTITY = {"v", "run", "attempt", "rank", "world_size", "host", "time", "clock"
 MOST_EVENTS = 200
 
 
-def tiles(run: Run, found: Figures) -> list[tuple[str, str]]:
+def tiles(run: RunRecord, found: Figures) -> list[tuple[str, str]]:
     """Name and value of each figure that is known."""
     rows: list[tuple[str, str | None]] = [
         ("state", STATES[run.state].partition(":")[0]),
@@ -63,7 +63,7 @@ def forecast_line(found: Figures) -> str | None:
     return text
 
 
-def event_rows(run: Run) -> list[tuple[str, str, str]]:
+def event_rows(run: RunRecord) -> list[tuple[str, str, str]]:
     """Time since the start, kind and words of each event; of very many the first and last."""
     shown = [e for e in run.notable if e["event"] not in ("shares",)]
     left = len(shown) - MOST_EVENTS
@@ -74,7 +74,7 @@ def event_rows(run: Run) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _event_row(run: Run, event: Event) -> tuple[str, str, str]:
+def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
     kind = event["event"]
     at = float(event["time"]) if is_number(event.get("time")) else None
     since = f"+{duration(max(0.0, at - run.began))}" if at is not None and run.began else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from multi_gpu_training.planning.check.check_report import Finding
 from multi_gpu_training.planning.check.registry import Context, check
-from multi_gpu_training.planning.check.topology import DEFAULT_PORT, NETWORK, Meeting
+from multi_gpu_training.planning.check.topology import DEFAULT_PORT, NETWORK, MeetingPoint
 
 GROUP = NETWORK
 RESOLVE_S = 5.0
@@ -27,7 +27,7 @@ def check_network(context: Context) -> Iterator[Finding]:
     yield from judge(context.topology.meeting(), context.env)
 
 
-def judge(meeting: Meeting, env: Mapping[str, str]) -> Iterator[Finding]:
+def judge(meeting: MeetingPoint, env: Mapping[str, str]) -> Iterator[Finding]:
     yield from launcher_variables(env)
     yield from interfaces(env, _interface_names())
     yield hostname(meeting.several)
@@ -125,7 +125,7 @@ def _only_here(addresses: list[str]) -> bool:
     return all(one.startswith("127.") or one == "::1" for one in addresses)
 
 
-def _address(meeting: Meeting) -> Iterator[Finding]:
+def _address(meeting: MeetingPoint) -> Iterator[Finding]:
     address = meeting.address
     if address is None:
         return
@@ -169,7 +169,7 @@ def _is_mine(addresses: list[str]) -> bool:
     return False
 
 
-def _ports(meeting: Meeting) -> Iterator[Finding]:
+def _ports(meeting: MeetingPoint) -> Iterator[Finding]:
     port = meeting.port
     if port is not None and not 1 <= port <= 65535:
         yield GROUP.fail(

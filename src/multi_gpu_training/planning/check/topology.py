@@ -21,7 +21,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MeetingPoint:
     """Where the ranks meet. `here`: this machine holds the port; `held`: a launcher like torchrun
     has opened it already; `several`: more than one machine takes part."""
 
@@ -100,12 +100,12 @@ class Topology:
             return self.identity.rank == 0
         return self.hosts.node_rank == 0
 
-    def meeting(self) -> Meeting:
+    def meeting(self) -> MeetingPoint:
         port = self.hosts.master_port
         if self.together and port is None:
             port = DEFAULT_PORT
         address = self.hosts.master_addr
-        return Meeting(address, port, self.main, self.held, self.nodes > 1)
+        return MeetingPoint(address, port, self.main, self.held, self.nodes > 1)
 
     def team(self, gpus: int, limit_s: float) -> Team:
         """The ranks that this process starts."""

@@ -10,7 +10,7 @@ from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.measure.case import Case, CaseResult
 from multi_gpu_training.measure.memory_model import BENT, Line, MemoryPoint
 from multi_gpu_training.measure.script_runner import MeasureError, ScriptRunner
-from multi_gpu_training.planning.forecast.profile import Bucket, StepProfile
+from multi_gpu_training.planning.forecast.profile import GradientBucket, StepProfile
 
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 MEMORY_STEPS = 4  # enough for a step to be recorded, or compiled: both take memory of their own
@@ -35,7 +35,7 @@ def profile_training(runner: ScriptRunner, name: str) -> Profiled:
         forward_s=facts["forward_s"],
         backward_s=facts["backward_s"],
         optimizer_s=facts["optimizer_s"],
-        buckets=tuple(Bucket(**bucket) for bucket in facts["buckets"]),
+        buckets=tuple(GradientBucket(**bucket) for bucket in facts["buckets"]),
         step_times_s=tuple(facts["step_times_s"]),
         accumulation=facts["accumulation"],
         dataset_samples=facts["dataset_samples"],

@@ -13,7 +13,7 @@ from .result import Scaling
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Gradients that DDP sends together. `ready_s` counts from the start of the backward that
     exchanges them."""
 
@@ -32,7 +32,7 @@ class StepProfile:
     forward_s: float
     backward_s: float
     optimizer_s: float
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[GradientBucket, ...]
     step_times_s: tuple[float, ...]
     accumulation: int = 1
     dataset_samples: int | None = None
@@ -67,7 +67,7 @@ class StepProfile:
     @staticmethod
     def load(path: Path) -> StepProfile:
         raw: dict[str, Any] = json.loads(path.read_text())
-        raw["buckets"] = tuple(Bucket(**item) for item in raw["buckets"])
+        raw["buckets"] = tuple(GradientBucket(**item) for item in raw["buckets"])
         raw["memory"] = tuple(MemoryPoint(**item) for item in raw["memory"])
         raw["step_times_s"] = tuple(raw["step_times_s"])
         raw["loader_rates"] = {int(k): float(v) for k, v in raw["loader_rates"].items()}

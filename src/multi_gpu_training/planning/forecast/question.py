@@ -11,7 +11,7 @@ import numpy as np
 from multi_gpu_training.errors import ConfigError
 
 from .interconnect import Interconnect
-from .profile import Bucket, StepProfile
+from .profile import GradientBucket, StepProfile
 from .result import Price, Scaling
 from .timeline import step_s
 
@@ -109,7 +109,7 @@ class Phases:
     optimizer_s: float
     # Between the steps: host work that the phases do not show.
     rest_s: float
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[GradientBucket, ...]
 
     @staticmethod
     def of(profile: StepProfile, batch: int) -> Phases:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .profile import Bucket
+from .profile import GradientBucket
 
 # Seconds that a message of so many bytes takes.
 SendTime = Callable[[int], float]
@@ -45,7 +45,9 @@ class StepTimeline:
         return max(0.0, end - self.backward_s)
 
 
-def exchange(buckets: Sequence[Bucket], backward_s: float, send_s: SendTime) -> StepTimeline:
+def exchange(
+    buckets: Sequence[GradientBucket], backward_s: float, send_s: SendTime
+) -> StepTimeline:
     """The buckets of one backward, sent one after the other."""
     free = 0.0
     sent = []

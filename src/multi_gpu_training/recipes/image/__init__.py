@@ -10,13 +10,13 @@ from pydantic import Field
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.recipes.image.augment import Moved
-from multi_gpu_training.recipes.image.data import (
+from multi_gpu_training.recipes.image.image_data import (
     CLASSES,
     DatasetName,
     as_dataset,
     load_images,
 )
-from multi_gpu_training.recipes.image.model import Mode, build_model
+from multi_gpu_training.recipes.image.image_model import Mode, build_model
 from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
 
 

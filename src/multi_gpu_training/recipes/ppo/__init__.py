@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from multi_gpu_training.manager import MultiGPUTrainingManager
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
-from multi_gpu_training.recipes.ppo.trainer import DistributedCLSTMPPOTrainer
+from multi_gpu_training.recipes.ppo.ppo_trainer import DistributedCLSTMPPOTrainer
 from multi_gpu_training.recipes.recipe import Recipe
 from multi_gpu_training.training.progress import FitResult
 

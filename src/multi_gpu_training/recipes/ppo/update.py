@@ -12,10 +12,10 @@ from torch import Tensor
 from multi_gpu_training.data.batch import attach
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.manager import MultiGPUTrainingManager
-from multi_gpu_training.recipes.ppo.loss import explained_variance, moments, normalise
 from multi_gpu_training.recipes.ppo.minibatches import minibatches, shares
 from multi_gpu_training.recipes.ppo.options import PPOOptions
-from multi_gpu_training.recipes.ppo.progress import PPOProgress
+from multi_gpu_training.recipes.ppo.ppo_loss import explained_variance, moments, normalise
+from multi_gpu_training.recipes.ppo.ppo_progress import PPOProgress
 from multi_gpu_training.recipes.ppo.rollout import Rollout, advantages
 from multi_gpu_training.training.metrics import MetricsCollector
 

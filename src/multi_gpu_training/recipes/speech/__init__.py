@@ -18,10 +18,10 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
 from multi_gpu_training.recipes.speech.buckets import Buckets
 from multi_gpu_training.recipes.speech.corpora import RATES, Layout, find_layout
-from multi_gpu_training.recipes.speech.data import SpeechData, Timing, built_in, from_folder
 from multi_gpu_training.recipes.speech.dataset import Speech, longest
-from multi_gpu_training.recipes.speech.model import SIZES, NormName, Recogniser, SizeName
 from multi_gpu_training.recipes.speech.objective import Objective, evaluate
+from multi_gpu_training.recipes.speech.speech_data import SpeechData, Timing, built_in, from_folder
+from multi_gpu_training.recipes.speech.speech_model import SIZES, NormName, Recogniser, SizeName
 from multi_gpu_training.recipes.speech.voice import RATE
 
 

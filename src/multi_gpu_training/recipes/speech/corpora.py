@@ -26,7 +26,7 @@ NAMED = 8  # how many problems of one kind are written out
 
 
 @dataclass(frozen=True)
-class Entry:
+class SpokenFile:
     """A file, what is said in it and who says it."""
 
     path: Path
@@ -35,17 +35,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class SpeechCorpus:
     name: str
-    train: list[Entry]
-    test: list[Entry]
+    train: list[SpokenFile]
+    test: list[SpokenFile]
 
     @property
     def rate(self) -> int:
         return RATES[self.name]
 
 
-def read_corpus(folder: Path, layout: Layout, held_out: str | None) -> Corpus:
+def read_corpus(folder: Path, layout: Layout, held_out: str | None) -> SpeechCorpus:
     """The utterances of a folder. `held_out` is a speaker who is tested on and not trained on."""
     if not folder.is_dir():
         raise DataError(
@@ -85,14 +85,14 @@ def find_layout(folder: Path) -> Literal["fsdd", "librispeech", "festvox"]:
     )
 
 
-def leave_out(corpus: Corpus, speaker: str) -> Corpus:
+def leave_out(corpus: SpeechCorpus, speaker: str) -> SpeechCorpus:
     """The corpus with one speaker's utterances as its test part, all others trained on."""
     everything = [*corpus.train, *corpus.test]
     speakers = sorted({entry.speaker for entry in everything})
     if speaker not in speakers:
         shown = ", ".join(speakers[:20]) if any(speakers) else "no speakers"
         raise ConfigError(f"held_out_speaker={speaker!r} is not in this corpus; it has {shown}")
-    return Corpus(
+    return SpeechCorpus(
         corpus.name,
         [entry for entry in everything if entry.speaker != speaker],
         [entry for entry in everything if entry.speaker == speaker],
@@ -104,26 +104,26 @@ def recordings(folder: Path) -> Path:
     return inner if inner.is_dir() else folder
 
 
-def read_fsdd(folder: Path) -> Corpus:
+def read_fsdd(folder: Path) -> SpeechCorpus:
     """Spoken digits, cut into the official parts: numbers 0-4 are tests."""
-    train: list[Entry] = []
-    test: list[Entry] = []
+    train: list[SpokenFile] = []
+    test: list[SpokenFile] = []
     strangers = []
     for path in sorted(recordings(folder).glob("*.wav")):
         match = FSDD_NAME.fullmatch(path.name)
         if match is None:
             strangers.append(str(path))
             continue
-        entry = Entry(path, DIGITS[int(match[1])], match[2])
+        entry = SpokenFile(path, DIGITS[int(match[1])], match[2])
         (test if int(match[3]) < 5 else train).append(entry)
     if strangers:
         raise without_transcript(strangers, "its name gives none, as 7_jackson_32.wav does")
-    return Corpus("fsdd", train, test)
+    return SpeechCorpus("fsdd", train, test)
 
 
-def read_librispeech(folder: Path) -> Corpus:
+def read_librispeech(folder: Path) -> SpeechCorpus:
     """Chapters with their transcripts. Parts are by folder: train-..., test-... or dev-...."""
-    entries: list[tuple[str, Entry]] = []
+    entries: list[tuple[str, SpokenFile]] = []
     missing: list[str] = []
     files = sorted(folder.rglob("*.trans.txt"))
     for file in files:
@@ -134,7 +134,7 @@ def read_librispeech(folder: Path) -> Corpus:
                 missing.append(str(path))
                 continue
             speaker = path.stem.split("-")[0]
-            entries.append((part, Entry(path, plain(texts[path.stem]), speaker)))
+            entries.append((part, SpokenFile(path, plain(texts[path.stem]), speaker)))
     known = {file.parent for file in files}
     missing += [str(p) for p in sorted(folder.rglob("*.flac")) if p.parent not in known]
     if missing:
@@ -145,7 +145,7 @@ def read_librispeech(folder: Path) -> Corpus:
         return every_nth("librispeech", [entry for _, entry in entries])
     if train and not tests:
         return every_nth("librispeech", train)
-    return Corpus("librispeech", train, tests)
+    return SpeechCorpus("librispeech", train, tests)
 
 
 def transcript_lines(file: Path) -> Iterator[tuple[str, str]]:
@@ -160,7 +160,7 @@ def transcript_lines(file: Path) -> Iterator[tuple[str, str]]:
         yield name, text
 
 
-def read_festvox(folder: Path) -> Corpus:
+def read_festvox(folder: Path) -> SpeechCorpus:
     """One speaker's sentences, named in etc/txt.done.data."""
     listing = folder / "etc/txt.done.data"
     if not listing.is_file():
@@ -182,7 +182,7 @@ def read_festvox(folder: Path) -> Corpus:
         path = folder / "wav" / f"{match[1]}.wav"
         spoken.add(path)
         if path.is_file():
-            entries.append(Entry(path, plain(match[2])))
+            entries.append(SpokenFile(path, plain(match[2])))
         else:
             lost.append(str(path))
     if lost:
@@ -196,8 +196,8 @@ def read_festvox(folder: Path) -> Corpus:
     return every_nth("festvox", entries)
 
 
-def every_nth(name: str, entries: list[Entry]) -> Corpus:
-    return Corpus(
+def every_nth(name: str, entries: list[SpokenFile]) -> SpeechCorpus:
+    return SpeechCorpus(
         name,
         [entry for i, entry in enumerate(entries) if i % EVERY != EVERY - 1],
         [entry for i, entry in enumerate(entries) if i % EVERY == EVERY - 1],

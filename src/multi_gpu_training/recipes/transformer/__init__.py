@@ -26,16 +26,6 @@ from multi_gpu_training.recipes.transformer.losses import (
     MaskedLoss,
     is_direct,
 )
-from multi_gpu_training.recipes.transformer.model import (
-    Task,
-    check,
-    from_config,
-    label_numbers,
-    load_config,
-    load_model,
-    set_labels,
-    small_config,
-)
 from multi_gpu_training.recipes.transformer.sequences import (
     MaskedSequences,
     Masking,
@@ -54,6 +44,16 @@ from multi_gpu_training.recipes.transformer.text import (
     read_labelled,
 )
 from multi_gpu_training.recipes.transformer.tokens import Tokens, load_tokens, require
+from multi_gpu_training.recipes.transformer.transformer_model import (
+    Task,
+    check,
+    from_config,
+    label_numbers,
+    load_config,
+    load_model,
+    set_labels,
+    small_config,
+)
 
 SMALL = "small"
 

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multi_gpu_training.torch_internals import attention_implementation
+
 NAME = "mgt_causal"
 
 
 def use_causal_attention(model: Any, length: int) -> bool:
     """Let `model` attend to all tokens before, without a mask; False where that is not its way."""
     config = model.config
-    before = config._attn_implementation
+    before = attention_implementation(config)
     if before != "sdpa" or not attends_to_all(config, length):
         return False
     from transformers import AttentionInterface
@@ -29,7 +31,7 @@ def use_causal_attention(model: Any, length: int) -> bool:
     # No mask function of that name is registered: transformers then makes none.
     AttentionInterface.register(NAME, causal_attention)
     model.set_attn_implementation(NAME)
-    if config._attn_implementation != NAME:
+    if attention_implementation(config) != NAME:
         return False
     if not torch.allclose(try_out(model, length), expected, rtol=1e-3, atol=1e-4):
         model.set_attn_implementation(before)

@@ -8,8 +8,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from multi_gpu_training.recipes.transformer.model import no_progress_bar
 from multi_gpu_training.recipes.transformer.tokens import Tokens
+from multi_gpu_training.recipes.transformer.transformer_model import no_progress_bar
 from multi_gpu_training.training.callbacks import Callback, Run
 
 FOLDER = "model"

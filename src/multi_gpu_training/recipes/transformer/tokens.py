@@ -132,7 +132,7 @@ def load_tokens(name: str, pad_token: str | None) -> Tokens:
         if pad_token is not None:
             raise DataError(f"pad_token={pad_token!r}: tokenizer=bytes has its own; drop pad_token")
         return ByteTokens()
-    from multi_gpu_training.recipes.transformer.model import fetch
+    from multi_gpu_training.recipes.transformer.transformer_model import fetch
 
     tokenizer = fetch("AutoTokenizer", "tokenizer", name)
     if pad_token is not None:

@@ -25,9 +25,9 @@ from multi_gpu_training.recipes.video.clips import (
     split_by_video,
 )
 from multi_gpu_training.recipes.video.folder import load_folder
-from multi_gpu_training.recipes.video.model import WIDTH, Architecture, build_model
 from multi_gpu_training.recipes.video.rendering import NAMES, render
 from multi_gpu_training.recipes.video.report import ClassReport, distribution
+from multi_gpu_training.recipes.video.video_model import WIDTH, Architecture, build_model
 
 RENDERED_SIZE, REAL_SIZE = 32, 256
 RENDERED_WIDTH = 16

@@ -127,7 +127,7 @@ def load_frames(videos: Sequence[Path], size: int, cache: Path, threads: int = 1
             f"the frame cache {cache} cannot be made ({error.strerror}); set cache_dir to a "
             "folder that can be written"
         ) from None
-    entries = [Entry(video, size, cache) for video in videos]
+    entries = [CachedVideo(video, size, cache) for video in videos]
     _check_space([entry for entry in entries if not entry.known], cache)
     with ThreadPoolExecutor(max(1, threads)) as pool:
         # First what nobody else is at, then what others may have finished meanwhile.
@@ -144,7 +144,7 @@ def load_frames(videos: Sequence[Path], size: int, cache: Path, threads: int = 1
     return Decoded(frames, invalid, sum(mine) + sum(later), time.perf_counter() - started)
 
 
-class Entry:
+class CachedVideo:
     """One video's place in the cache."""
 
     def __init__(self, video: Path, size: int, cache: Path) -> None:
@@ -224,7 +224,7 @@ def _lock(path: Path, wait: bool) -> Iterator[bool]:
         yield True  # closing the file gives the lock back
 
 
-def _check_space(entries: Sequence[Entry], cache: Path) -> None:
+def _check_space(entries: Sequence[CachedVideo], cache: Path) -> None:
     """Refuse before decoding what the disk cannot take."""
     needed = 0
     for entry in entries:

@@ -25,11 +25,11 @@ from multi_gpu_training.recipes.ppo.environment import (
     gather_environments,
     take_environments,
 )
-from multi_gpu_training.recipes.ppo.evaluation import evaluate
-from multi_gpu_training.recipes.ppo.loss import PPOLoss
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
-from multi_gpu_training.recipes.ppo.progress import Decay, PPOProgress
+from multi_gpu_training.recipes.ppo.policy_evaluation import evaluate
+from multi_gpu_training.recipes.ppo.ppo_loss import PPOLoss
+from multi_gpu_training.recipes.ppo.ppo_progress import Decay, PPOProgress
 from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout
 from multi_gpu_training.recipes.ppo.update import Update
 from multi_gpu_training.recipes.ppo.worlds import World, build_world

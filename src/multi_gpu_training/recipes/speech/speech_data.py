@@ -15,7 +15,13 @@ from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.speech import voice
 from multi_gpu_training.recipes.speech.alphabet import Alphabet, choose_alphabet
 from multi_gpu_training.recipes.speech.audio import Header, read_header, read_sound
-from multi_gpu_training.recipes.speech.corpora import NAMED, Corpus, Entry, Layout, read_corpus
+from multi_gpu_training.recipes.speech.corpora import (
+    NAMED,
+    Layout,
+    SpokenFile,
+    SpeechCorpus,
+    read_corpus,
+)
 from multi_gpu_training.recipes.speech.dataset import Clip
 
 IN_MEMORY_S = 7200  # a corpus of up to two hours is read once: 230 MB at 16 kHz
@@ -87,7 +93,7 @@ def from_folder(
 
 
 def load_corpus(
-    corpus: Corpus, held_out: str | None, timing: Timing, alphabet: str, rate: int
+    corpus: SpeechCorpus, held_out: str | None, timing: Timing, alphabet: str, rate: int
 ) -> SpeechData:
     entries = [*corpus.train, *corpus.test]
     headers = read_headers(entries)
@@ -114,10 +120,10 @@ def load_corpus(
     return _without_impossible(name, rate, chosen, clips[:cut], clips[cut:], notes)
 
 
-def read_headers(entries: Sequence[Entry]) -> list[Header]:
+def read_headers(entries: Sequence[SpokenFile]) -> list[Header]:
     """What every file says about itself; all files that are no audio are named at once."""
 
-    def look(entry: Entry) -> Header | DataError:
+    def look(entry: SpokenFile) -> Header | DataError:
         try:
             return read_header(entry.path)
         except DataError as error:

@@ -20,7 +20,7 @@ from multi_gpu_training.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Flags:
+class TrainFlags:
     """What the command line said; None where it said nothing."""
 
     target: str
@@ -30,7 +30,7 @@ class Flags:
     extra: list[str]
 
 
-def train(flags: Flags) -> None:
+def train(flags: TrainFlags) -> None:
     from multi_gpu_training.launch.engine import Hosts
     from multi_gpu_training.launch.launcher import start_ranks_if_needed
     from multi_gpu_training.measure.request import request_of_this_process
@@ -43,7 +43,7 @@ def train(flags: Flags) -> None:
     recipe.train(config, options)
 
 
-def resolve(flags: Flags) -> tuple[Any, MultiGPUConfig, Any]:
+def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
     """The recipe, its config and its options. Flags win over the file, the file over defaults."""
     from multi_gpu_training.recipes import RECIPES
     from multi_gpu_training.recipes.recipe import find_recipe
@@ -100,7 +100,7 @@ def _mode(fields: Mapping[str, Any]) -> TrainingMode:
         raise ConfigError(f"--multi-gpu {asked!r} is unknown; use ddp, dp or single") from None
 
 
-def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
+def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> None:
     """Ranks and GPUs from --num-gpus and --gpu-ids, in the terms of each mode."""
     from multi_gpu_training.distributed.identity import from_environment
     from multi_gpu_training.launch.engine import Hosts
@@ -124,7 +124,7 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: Flags) -> None:
         fields["device_ids"] = list(range(count))
 
 
-def _ranks_here(config: MultiGPUConfig, flags: Flags) -> int | None:
+def _ranks_here(config: MultiGPUConfig, flags: TrainFlags) -> int | None:
     """Ranks of this machine in a run whose world may change; else the config says how many."""
     from multi_gpu_training.launch.engine import Hosts
     from multi_gpu_training.launch.launcher import available_gpus, ranks_for

@@ -49,7 +49,7 @@ class Samples:
 
 
 @dataclass
-class Run:
+class RunRecord:
     """A run as its folder tells it. Steps that were computed again after a restart count once.
 
     `ranks` are those of the latest start that have events. Of ranks that are gone only `notable`
@@ -97,7 +97,7 @@ class Run:
         return [float(e["samples_per_s"]) for e in now if is_number(e.get("samples_per_s"))]
 
 
-def read_run(folder: Path | str) -> Run:
+def read_run(folder: Path | str) -> RunRecord:
     """Read a run that ended, crashed or is still going. Raises ConfigError where there is none."""
     path = Path(folder)
     files = sorted((path / "events").glob("rank-*.jsonl"), key=_rank_of)
@@ -114,7 +114,7 @@ def read_run(folder: Path | str) -> Run:
         )
     cuts = {rank: Timeline(found) for rank, found in lines.items()}
     world = _world_of(lines, newest_start(cuts))
-    run = Run(
+    run = RunRecord(
         path=path,
         config=_yaml(path / "config.yaml"),
         environment=_json(path / "environment.json"),
@@ -133,7 +133,7 @@ def read_run(folder: Path | str) -> Run:
     return run
 
 
-def _take_steps(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
+def _take_steps(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
     rank = run.ranks[0]
     valid = cuts[rank].valid(lines[rank].frequent["step"])
     by_step: dict[int, Event] = {}
@@ -143,7 +143,7 @@ def _take_steps(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline
     run.steps = [by_step[step] for step in sorted(by_step)]
 
 
-def _take_samples(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
+def _take_samples(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
     wanted: set[int] | None = None
     for rank in run.ranks:
         found, cut = lines[rank], cuts[rank]
@@ -165,7 +165,7 @@ def _take_samples(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeli
         )
 
 
-def _take_rare(run: Run, rank: int, found: EventLines, cut: Timeline) -> None:
+def _take_rare(run: RunRecord, rank: int, found: EventLines, cut: Timeline) -> None:
     for number, (_, _, event) in enumerate(cut.starts):
         if event and number:
             run.notable.append({**event, "event": "restart" if event["attempt"] else "resume"})
@@ -181,7 +181,7 @@ def _take_rare(run: Run, rank: int, found: EventLines, cut: Timeline) -> None:
             run.notable.append(event)
 
 
-def _judge(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
+def _judge(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
     """State, times, and what is odd about the files."""
     latest = {event.get("epoch"): event for event in run.epochs}  # a replayed epoch counts once
     run.epochs = [latest[key] for key in sorted(latest, key=lambda key: (key is None, key))]
@@ -201,7 +201,9 @@ def _judge(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) ->
     run.problems = list(_problems(run, lines, cuts))
 
 
-def _problems(run: Run, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> Iterator[str]:
+def _problems(
+    run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline]
+) -> Iterator[str]:
     sizes = {event.get("world_size") for cut in cuts.values() for _, _, event in cut.starts}
     others = sorted(size for size in sizes if isinstance(size, int) and size != run.world_size)
     if others:
@@ -271,5 +273,5 @@ def _number(value: Any, default: float = float("nan")) -> float:
     return float(value) if is_number(value) else default
 
 
-def read_runs(folders: Sequence[Path | str]) -> list[Run]:
+def read_runs(folders: Sequence[Path | str]) -> list[RunRecord]:
     return [read_run(folder) for folder in folders]
