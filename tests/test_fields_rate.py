@@ -15,6 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 RATE = 0.1  # of `sgd`
 
+from multi_gpu_training import ConfigError
+
 
 def train_rates(folder: Path, settings: dict[str, Any], cosine: int | None = None) -> list[float]:
     """The rate of each step, read while the step's loss is computed."""
@@ -98,6 +100,10 @@ def test_schedule_shapes_the_rate(tmp_path: Path) -> None:
     cosine = [RATE * 0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
     assert rates(tmp_path, schedule="cosine", epochs=2) == pytest.approx(cosine)
     assert rates(tmp_path, schedule="cosine", epochs=9, max_steps=8) == pytest.approx(cosine)
+    line = [RATE * (1 - step / 8) for step in range(8)]
+    assert rates(tmp_path, schedule="linear", epochs=2) == pytest.approx(line)
+    with pytest.raises(ConfigError, match="schedule='cosin': use one of constant, cosine, linear"):
+        rates(tmp_path, schedule="cosin")
 
 
 def test_schedule_step_epochs_says_when_the_rate_drops(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.schedules import SCHEDULES
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NaturalInt = Annotated[int, Field(ge=0)]
@@ -117,7 +118,7 @@ class MultiGPUConfig(BaseModel):
     )
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NaturalInt = 0
-    schedule: Literal["constant", "cosine", "step"] = "constant"
+    schedule: str = Field("constant", json_schema_extra={"enum": list(SCHEDULES)})
     schedule_step_epochs: PositiveInt = Field(30, description="schedule=step: epochs between drops")
     schedule_gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="factor of a drop")
     scheduler_unit: Literal["step", "epoch"] = Field(
@@ -226,6 +227,13 @@ class MultiGPUConfig(BaseModel):
     report: bool = Field(
         True, description="write report.html and metrics.png after 10 s of training and more"
     )
+
+    @field_validator("schedule")
+    @classmethod
+    def _is_a_schedule(cls, value: str) -> str:
+        if value not in SCHEDULES:
+            raise ValueError(f"use one of {', '.join(SCHEDULES)}")
+        return value
 
     @field_validator("progress", mode="before")
     @classmethod
@@ -408,4 +416,5 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
     name = ".".join(str(part) for part in detail["loc"])
     if detail["type"] in ("extra_forbidden", "no_such_attribute"):
         return unknown_key(name, known)
-    return f"{name}={detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
+    problem = detail["msg"].removeprefix("Value error, ")
+    return f"{name}={detail['input']!r}: {problem[0].lower()}{problem[1:]}"

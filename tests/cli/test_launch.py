@@ -19,7 +19,7 @@ import pytest
 import torch
 from typer.main import get_command
 
-from multi_gpu_training.cli import launch as cli
+from multi_gpu_training.cli import launch_command as cli
 from multi_gpu_training.cli.app import app
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes

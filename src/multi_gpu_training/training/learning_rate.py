@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLR
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.schedules import SCHEDULES, ScheduleStep
 
 _SCALED = "lr_scale_factor"
 
@@ -74,7 +75,7 @@ def scale_rate(optimizer: Optimizer, config: MultiGPUConfig, global_batch: int) 
 
 
 class RateCurve:
-    """Warm-up, then constant, cosine or step: a pure function of the step."""
+    """Warm-up, then one of `schedules.py`: a pure function of the step."""
 
     def __init__(
         self,
@@ -83,35 +84,34 @@ class RateCurve:
         epoch_steps: int | None,
         total: int | None,
     ) -> None:
-        if epoch_steps is None and (config.schedule == "step" or config.warmup_epochs):
+        self.name, self.schedule = config.schedule, SCHEDULES[config.schedule]
+        if epoch_steps is None and (self.schedule.counts_epochs or config.warmup_epochs):
             raise ConfigError(
                 f"schedule={config.schedule} and warmup_epochs={config.warmup_epochs:g} count "
                 "epochs, but the dataset has no length; set steps_per_epoch, or use warmup_steps"
             )
-        if config.schedule == "cosine" and total is None:
+        if self.schedule.needs_end and total is None:
             raise ConfigError(
-                "schedule=cosine must know where it ends, but the dataset has no length; set "
+                f"schedule={self.name} must know where it ends, but the dataset has no length; set "
                 "max_steps or steps_per_epoch"
             )
         self.optimizer = optimizer
-        self.kind = config.schedule
-        self.gamma = config.schedule_gamma
-        self.drop_every = config.schedule_step_epochs * (epoch_steps or 1)
-        self.warmup = config.warmup_steps or round(config.warmup_epochs * (epoch_steps or 0))
-        self.total = total or 0
+        self.at = ScheduleStep(
+            step=0,
+            warmup=config.warmup_steps or round(config.warmup_epochs * (epoch_steps or 0)),
+            total=total or 0,
+            drop_every=config.schedule_step_epochs * (epoch_steps or 1),
+            gamma=config.schedule_gamma,
+        )
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self.after_step(0)
 
     def factor(self, step: int) -> float:
         """What the rate of optimizer step `step` (from 0) is multiplied by."""
-        if step < self.warmup:
-            return (step + 1) / (self.warmup + 1)
-        if self.kind == "cosine":
-            done = (step - self.warmup) / max(1, self.total - self.warmup)
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-        if self.kind == "step":
-            return self.gamma ** (step // self.drop_every)
-        return 1.0
+        if step < self.at.warmup:
+            return (step + 1) / (self.at.warmup + 1)
+        self.at.step = step  # one object for all steps: this runs in every one of them
+        return self.schedule.factor(self.at)
 
     def after_step(self, step: int) -> None:
         factor = self.factor(step)
@@ -128,12 +128,9 @@ class RateCurve:
         self.peaks = [float(peak) for peak in state["peaks"]]
 
     def describe(self) -> str:
-        text = f"schedule: {self.kind}"
-        if self.kind == "cosine":
-            text += f" to 0 at step {self.total}"
-        if self.kind == "step":
-            text += f", x {self.gamma:g} every {self.drop_every} steps"
-        return text + (f", warm-up over {self.warmup} steps" if self.warmup else "")
+        text = f"schedule: {self.name}" + self.schedule.words.format(**asdict(self.at))
+        warmup = self.at.warmup
+        return text + (f", warm-up over {warmup} steps" if warmup else "")
 
 
 class BroughtScheduler:

@@ -18,8 +18,8 @@ from multi_gpu_training.recipes.speech.audio import Header, read_header, read_so
 from multi_gpu_training.recipes.speech.corpora import (
     NAMED,
     Layout,
-    SpokenFile,
     SpeechCorpus,
+    SpokenFile,
     read_corpus,
 )
 from multi_gpu_training.recipes.speech.dataset import Clip
