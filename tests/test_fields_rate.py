@@ -13,9 +13,9 @@ from tiny import flat, line, manager_for, points, sgd, squares
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-RATE = 0.1  # of `sgd`
+from multi_gpu_training import ConfigError, MultiGPUConfig
 
-from multi_gpu_training import ConfigError
+RATE = 0.1  # of `sgd`
 
 
 def train_rates(folder: Path, settings: dict[str, Any], cosine: int | None = None) -> list[float]:
@@ -103,7 +103,7 @@ def test_schedule_shapes_the_rate(tmp_path: Path) -> None:
     line = [RATE * (1 - step / 8) for step in range(8)]
     assert rates(tmp_path, schedule="linear", epochs=2) == pytest.approx(line)
     with pytest.raises(ConfigError, match="schedule='cosin': use one of constant, cosine, linear"):
-        rates(tmp_path, schedule="cosin")
+        MultiGPUConfig(schedule="cosin")
 
 
 def test_schedule_step_epochs_says_when_the_rate_drops(tmp_path: Path) -> None:
