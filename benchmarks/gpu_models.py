@@ -31,7 +31,10 @@ class Recurrent(nn.Module):
 
 def cnn() -> nn.Module:
     """The image recipe's."""
-    from multi_gpu_training.recipes.image.image_model import cnn as of_the_recipe
+    try:
+        from multi_gpu_training.recipes.image.image_model import cnn as of_the_recipe
+    except ModuleNotFoundError:  # version 0.1, in compare_versions.py
+        from multi_gpu_training.recipes.image.model import cnn as of_the_recipe
 
     return of_the_recipe((28, 28), 10)
 

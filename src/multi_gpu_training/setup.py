@@ -38,7 +38,7 @@ from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EpochEvents, EventFile, StructuredLogger
 from multi_gpu_training.monitoring.input_wait import InputWait
 from multi_gpu_training.monitoring.loggers import LoggedRun, Logger, LoggerList, open_loggers
-from multi_gpu_training.monitoring.progress_bar import ProgressBar
+from multi_gpu_training.monitoring.progress_bar import ProgressBar, ProgressLines
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
@@ -311,8 +311,10 @@ def add_callbacks(
     loss: SupervisedLoss | None,
 ) -> None:
     """All callbacks of a run, in the order in which events reach them."""
-    callbacks.add(wait)
-    callbacks.add(ProgressBar(console, lambda: trainer.position, lambda: loader.steps))
+    if not isinstance(loader, ResidentLoader):  # data on the device are never waited for
+        callbacks.add(wait)
+    shown = ProgressBar if console.style == "bar" and console.main else ProgressLines
+    callbacks.add(shown(console, lambda: trainer.position, lambda: loader.steps))
     callbacks.add(EpochEvents(records.logger))
     if loss is not None:
         callbacks.add(LossAnnouncement(loss, callbacks))

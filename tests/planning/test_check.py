@@ -14,7 +14,7 @@ from processes import Program, Said, mgt_here
 from ranks import run_ranks
 from test_bench import run_in_rank
 
-from multi_gpu_training.cli import train
+from multi_gpu_training.cli import train_command as train
 from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.measure.request import MeasureRequest
 from multi_gpu_training.measure.script_runner import ScriptRunner
@@ -179,7 +179,9 @@ def test_a_recipe_ends_with_a_command_that_is_ready(
     )
     words = shlex.split(command)[3:]
     cut = words.index("--num-gpus")
-    _, config, _ = train.resolve(train.Flags("image", 2, {}, {}, [*words[:cut], *words[cut + 2 :]]))
+    _, config, _ = train.resolve(
+        train.TrainFlags("image", 2, {}, {}, [*words[:cut], *words[cut + 2 :]])
+    )
     assert (config.batch_size, config.num_workers, config.use_mixed_precision) == (32, 0, False)
     for part in ("parameters", "gradients", "optimizer", "batch", "activations", "2 CPU ranks"):
         assert part in said.out

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from processes import mgt_here
 
-from multi_gpu_training.cli import train
+from multi_gpu_training.cli import train_command as train
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import BatchSizes, batch_sizes
 from multi_gpu_training.measure.footprint import COUNTED as COUNTED_FILE
@@ -73,7 +73,7 @@ def resolved(words: list[str]) -> tuple[MultiGPUConfig, int]:
         place = words.index("--num-gpus")
         ranks = int(words[place + 1])
         del words[place : place + 2]
-    _, config, _ = train.resolve(train.Flags(words[0], ranks, {}, {}, words[1:]))
+    _, config, _ = train.resolve(train.TrainFlags(words[0], ranks, {}, {}, words[1:]))
     return config, ranks or 1
 
 

@@ -38,7 +38,7 @@ def test_a_run_tells_its_story_in_order(tmp_path: Path) -> None:
     )
     manager.fit(line(), points(16), points(4), loss_fn=squares, optimizer=sgd, callbacks=[told])
     one = ["input", "batch", *STEP]
-    end = ["input", "batch", "validation", "epoch_end", "save_begin", "save_end"]
+    end = ["input", "data_end", "validation", "epoch_end", "save_begin", "save_end"]
     story = ["setup", "epoch_begin", *one, *one, "log", *end]
     # When a checkpoint's files are safe depends on the disk.
     assert [event for event in told.seen if event != "checkpoint"] == [*story, "end"]

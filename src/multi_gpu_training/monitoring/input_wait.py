@@ -45,19 +45,16 @@ class InputWait(Callback):
             self._busy = True
         self._asked = time.perf_counter()
 
-    def on_batch(self, run: Run, arrived: bool) -> None:
-        if not arrived:
-            self._conclude(run.config.num_workers)
-            return
+    def on_batch(self, run: Run) -> None:
         self.batches += 1
         if self._event is None or not self._busy or self._event.query():
             waited = time.perf_counter() - self._asked
             self.waited_s += waited
             self.total_s += waited
 
-    def _conclude(self, workers: int) -> None:
-        """The epoch's data are exhausted: say what would help, once."""
-        advice = self.advice(workers)
+    def on_data_end(self, run: Run) -> None:
+        """Say what would help, once."""
+        advice = self.advice(run.config.num_workers)
         if advice is not None:
             self._tell(advice)
         self.batches = 0

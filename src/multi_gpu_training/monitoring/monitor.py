@@ -60,8 +60,8 @@ class Monitor(Callback):
     def on_epoch_begin(self, run: Run, epoch: int) -> None:
         self._in_epoch = True
 
-    def on_batch(self, run: Run, arrived: bool) -> None:
-        self._in_epoch = arrived
+    def on_data_end(self, run: Run) -> None:
+        self._in_epoch = False
 
     def stop(self) -> None:
         """No more readings of the device."""

@@ -10,8 +10,8 @@ from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.step import StepResult
 
 
-class ProgressBar(Callback):
-    """One bar per epoch with the loss and speed last logged, and a line at its end.
+class ProgressLines(Callback):
+    """A line now and then with the loss and speed last logged, and one at the end of each epoch.
 
     position: steps taken in the epoch. total: of how many, where that is known.
     """
@@ -31,9 +31,6 @@ class ProgressBar(Callback):
         title = f"Epoch {epoch + 1}/{run.config.epochs}"
         self._console.start_bar(title, self._total(), self._position())
 
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        self._console.tick(self._position)
-
     def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
         loss, rate = metrics.get("loss", float("nan")), metrics["samples_per_s"]
         note = f"loss {loss:.4f}  {rate:,.0f} samples/s"
@@ -42,10 +39,9 @@ class ProgressBar(Callback):
         else:  # a loop of the user's own
             self._console.note(f"step {step}  {note}")
 
-    def on_batch(self, run: Run, arrived: bool) -> None:
-        if not arrived:
-            self._in_epoch = False
-            self._console.end_bar()
+    def on_data_end(self, run: Run) -> None:
+        self._in_epoch = False
+        self._console.end_bar()
 
     def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
         last = run.progress.last
@@ -53,3 +49,10 @@ class ProgressBar(Callback):
 
     def on_end(self, run: Run) -> None:
         self._console.end_bar()
+
+
+class ProgressBar(ProgressLines):
+    """The same with a bar for each epoch, which moves with every step."""
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self._console.tick(self._position)

@@ -48,7 +48,8 @@ class StepSampler(Callback):
         self._record = record
         self._wait = wait
         self._agreed_step_s = step_s  # as the ranks agreed on it, so that they time the same steps
-        self._attentive = True  # whether asking for a batch and getting it matter now
+        self._attentive = False  # whether asking for a batch and getting it matter now
+        self._inputs = _InputEvents(self)
         self._in_epoch = False
         self._checkpoint_s = 0.0
         self._save_begun = 0.0
@@ -64,6 +65,7 @@ class StepSampler(Callback):
         self._input_s = 0.0
         self._next_step = self._following(trainer.step + 1)
         self._check: PhaseClock | None = None
+        self._listen(True)
         trainer.execution.check_begins = self._check_begins
         trainer.execution.check_ends = self._check_ends
 
@@ -80,7 +82,7 @@ class StepSampler(Callback):
             # A step that is due is not put off again, each time that the pace changes a little.
             due = self._next_step > at
             self._next_step = min(self._next_step, upcoming) if due else upcoming
-            self._attentive = self._next_step <= at + 1
+            self._listen(self._next_step <= at + 1)
 
     def _following(self, step: int) -> int:
         stride = self._stride
@@ -97,21 +99,30 @@ class StepSampler(Callback):
     def on_epoch_begin(self, run: Run, epoch: int) -> None:
         self._in_epoch = True
 
-    def on_input(self, run: Run) -> None:
-        if self._attentive:
-            self._asked(time.perf_counter(), "input")
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        if result.step + 1 < self._next_step and not self._attentive:
+            return  # most steps end here
+        self._listen(True)
+        if not self._in_epoch:
+            self._asked(time.perf_counter(), "other")
 
-    def on_batch(self, run: Run, arrived: bool) -> None:
-        if not arrived:
-            self._end_epoch()
-        elif self._clock.running:
+    def on_data_end(self, run: Run) -> None:
+        self._end_epoch()
+
+    def input_asked(self) -> None:
+        self._asked(time.perf_counter(), "input")
+
+    def input_arrived(self) -> None:
+        if self._clock.running:
             self._clock.mark("other")
 
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        if not self._attentive and result.step + 1 >= self._next_step:
-            self._attentive = True
-        if self._attentive and not self._in_epoch:
-            self._asked(time.perf_counter(), "other")
+    def _listen(self, attentive: bool) -> None:
+        """Hear of asking for a batch and getting it only where that matters: it comes in every
+        step."""
+        if attentive != self._attentive:
+            self._attentive = attentive
+            callbacks = self.trainer.callbacks
+            (callbacks.add if attentive else callbacks.remove)(self._inputs)
 
     def on_save_begin(self, run: Run) -> None:
         self._save_begun = time.perf_counter()
@@ -142,8 +153,7 @@ class StepSampler(Callback):
             self._count()
         elif step >= self._next_step and boundary:
             self._begin(now, phase)
-        self._attentive = self._clock.running or self._pending is not None
-        self._attentive = self._attentive or self._count_at is not None
+        self._listen(self._clock.running or self._pending is not None or self._count_at is not None)
 
     def _end_epoch(self) -> None:
         """No step follows at once: what was timed is recorded."""
@@ -154,7 +164,8 @@ class StepSampler(Callback):
                 self._clock.detach()
                 self._clock.running = False
         self._write_if_ready(wait=True)
-        self._attentive = self._in_epoch = False
+        self._in_epoch = False
+        self._listen(False)
 
     def _begin(self, now: float, phase: str) -> None:
         execution = self.trainer.execution
@@ -188,7 +199,7 @@ class StepSampler(Callback):
         if check is not None:
             check.stop()
             self._put("check", check, time.perf_counter())
-            self._attentive = True
+            self._listen(True)
 
     # What is recorded
 
@@ -228,6 +239,21 @@ class StepSampler(Callback):
         """Count the operations of the next step: once per run, and not in a timed step."""
         self._count_at = None
         self.trainer.callbacks.add(WorkCounter(self.trainer.callbacks, self._record))
+
+
+class _InputEvents(Callback):
+    """Listens for a StepSampler while it is attentive."""
+
+    watches_only = True
+
+    def __init__(self, sampler: StepSampler) -> None:
+        self._sampler = sampler
+
+    def on_input(self, run: Run) -> None:
+        self._sampler.input_asked()
+
+    def on_batch(self, run: Run) -> None:
+        self._sampler.input_arrived()
 
 
 class WorkCounter(Callback):

@@ -73,7 +73,7 @@ class Callback:
 
         on_setup                        model, data and optimizer are ready, state is resumed
         for each epoch:
-            on_epoch_begin
+            on_epoch_begin              again where a rollback goes back into the epoch
             for each step:
                 on_step_begin
                 on_step_end             the weights have moved
@@ -87,7 +87,8 @@ class Callback:
     and these are the parts of a step, for whoever takes the time:
 
         on_input                        about to ask for a batch
-        on_batch                        it has arrived, or there is none left
+        on_batch                        it has arrived
+        on_data_end                     there is none left, or the epoch ends early
         on_forward                      about to compute the loss of a micro-batch
         on_backward                     about to compute its gradients
         on_exchange                     own gradients are there; ranks now wait for each other
@@ -119,7 +120,10 @@ class Callback:
     def on_input(self, run: Run) -> None:
         pass
 
-    def on_batch(self, run: Run, arrived: bool) -> None:
+    def on_batch(self, run: Run) -> None:
+        pass
+
+    def on_data_end(self, run: Run) -> None:
         pass
 
     def on_forward(self, run: Run, share: Share) -> None:
@@ -182,6 +186,7 @@ class CallbackList:
     on_step_begin: Listeners
     on_input: Listeners
     on_batch: Listeners
+    on_data_end: Listeners
     on_forward: Listeners
     on_backward: Listeners
     on_exchange: Listeners

@@ -136,9 +136,9 @@ class TrainingLoop:
             self.renew_shares()
         trainer.model.train()
         trainer.execution.mark()
-        for call in self.callbacks.on_epoch_begin:
-            call(epoch)
         while True:
+            for call in self.callbacks.on_epoch_begin:  # after a rollback, again
+                call(epoch)
             step = trainer.step + 1  # the one that an error belongs to
             try:
                 for batch in self._batches(loader):
@@ -302,8 +302,8 @@ class TrainingLoop:
         """Save the step that all ranks stand at, unless it is saved already, and end this process.
         `save`: how, where `save_checkpoint` alone would not do."""
         wait_for_no_worker()
-        for call in self.callbacks.on_batch:
-            call(False)
+        for call in self.callbacks.on_data_end:
+            call()
         begun, problem = time.perf_counter(), None
         try:
             outcome = self._save_to_stop(save)

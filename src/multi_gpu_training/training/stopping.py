@@ -41,14 +41,14 @@ def training_batches(
             if batch is _END:
                 return
             for call in callbacks.on_batch:
-                call(True)
+                call()
             yield batch
     except LeaveWait:
         control.arrive()
     finally:
         control.waiting = False
-        for call in callbacks.on_batch:
-            call(False)
+        for call in callbacks.on_data_end:
+            call()
 
 
 def validation_batches(batches: Iterable[Any], control: Control) -> Iterator[Any]:
