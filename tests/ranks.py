@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "multi_gpu_training.training.manager"])
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "multi_gpu_training.manager"])
 
 _pools: dict[int, RankPool] = {}
 

@@ -26,6 +26,7 @@ from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.progress_slot import Phase, note_hang_limit, note_phase
 from multi_gpu_training.distributed.signal_thread import end_on_signals
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.launch.launcher import start_ranks_if_needed
 from multi_gpu_training.measure.balance import Balance
@@ -139,70 +140,125 @@ class MultiGPUTrainingManager:
         (object, "per_rank") for one that differs between ranks. `hooks` is the old name of
         `callbacks`.
         """
-        config, trainer, say = self.config, self.trainer, self.say
-        self.records = setup.open_records(config, self.placement, self.console, self.recipe_options)
+        if hasattr(self, "records"):
+            raise ConfigError(
+                "this manager has set up a training already; make another MultiGPUTrainingManager "
+                "for another training"
+            )
+        self.records = setup.open_records(
+            self.config, self.placement, self.console, self.recipe_options
+        )
         self.logger = self.records.logger
+        try:
+            epoch_metrics = self._register(states or {})
+            checkpoint = setup.find_checkpoint(self.config, self.fault_tolerance, self.say)
+            self._build(
+                model, dataset, val_dataset, loss_fn, optimizer, scheduler, augment, eval_fn
+            )
+            if checkpoint is not None:
+                self._resume(checkpoint)
+            self._settle_shares()
+            setup.start_loggers(self.records, self.config, self.trainer, loggers)
+            self.control = self._start_control()
+            listeners = [*callbacks, *hooks]
+            self.loop = self._build_loop(epoch_metrics, eval_fn, listeners, loss_fn is None)
+            self.loop.saved_step = self.step if checkpoint is not None else None
+            self._start(epoch_metrics)
+        except BaseException:
+            self._abandon()
+            raise
+        return self.model, self.train_loader, self.val_loader
+
+    def _register(self, states: dict[str, Any]) -> MetricsCollector:
+        """Decide what is saved with the run; the sums of the epoch under way, which are part of
+        it."""
         self.fault_tolerance = self._open_checkpoints()
         epoch_metrics = MetricsCollector()
-        sums = EpochSums(epoch_metrics, trainer.metrics), "per_rank"
+        sums = EpochSums(epoch_metrics, self.trainer.metrics), "per_rank"
         own = {"progress": self.progress, "shares": self.balance, "epoch_metrics": sums}
-        setup.register_states(self.fault_tolerance, states or {}, **own)
-        try:
-            checkpoint = setup.find_checkpoint(config, self.fault_tolerance, say)
-            trainer.augment = augment
-            if self._measurement is not None:
-                batch = config.global_batch_size or config.batch_size
-                dataset = self._measurement.shorten(dataset, batch)
-                val_dataset = self._measurement.shorten(val_dataset, batch)
-            self.loss_fn = choose_loss(loss_fn)
-            if isinstance(self.loss_fn, SupervisedLoss):
-                self.loss_fn.look_at(dataset)
-            setup.check_metric(config, self.loss_fn, eval_fn)
-            self.train_loader, self.val_loader, self.sizes = setup.build_loaders(
-                dataset, val_dataset, config, trainer
-            )
-            built = setup.build_model(model, config)
-            if self._measurement is not None:
-                self._measurement.prepare(built)
-            trainer.loader = self.train_loader
-            trainer.oom.whole = self.sizes.per_rank
-            self.model = trainer.build(built, self.loss_fn)
-            batch, epoch_steps = self.sizes.global_batch, self.train_loader.steps
-            self.scaling = setup.build_optimization(
-                trainer, optimizer, scheduler, config, batch, epoch_steps, say
-            )
-            announce(say, config, trainer, self.sizes, self.train_loader, self.scaling, self.folder)
-            if checkpoint is not None:
-                setup.resume(
-                    checkpoint,
-                    self.fault_tolerance,
-                    trainer,
-                    self.train_loader,
-                    batch,
-                    lambda: self.progress.epochs_done,
-                    setup.plain_options(self.recipe_options),
-                )
-            take_oom_hint(self.folder, trainer.oom, self.placement)
-            if trainer.oom.parts > 1:
-                say(trainer.oom.describe())
-            self.balance.settle(
-                trainer, self.train_loader, self.val_loader, self.logger, self.console.line
-            )
-            setup.start_loggers(self.records, config, trainer, loggers)
-        except BaseException:
-            self._close()
-            raise
-        self.control = self._start_control()
-        self.loop = self._build_loop(epoch_metrics, eval_fn, [*callbacks, *hooks], loss_fn is None)
-        self.loop.saved_step = trainer.step if checkpoint is not None else None
+        setup.register_states(self.fault_tolerance, states, **own)
+        return epoch_metrics
+
+    def _build(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        dataset: Data,
+        val_dataset: Data | None,
+        loss_fn: Any,
+        optimizer: Any,
+        scheduler: Any,
+        augment: Augment | None,
+        eval_fn: EvalFn | None,
+    ) -> None:
+        """Loaders, model, optimizer and schedule."""
+        config, trainer = self.config, self.trainer
+        trainer.augment = augment
+        if self._measurement is not None:
+            batch = config.global_batch_size or config.batch_size
+            dataset = self._measurement.shorten(dataset, batch)
+            val_dataset = self._measurement.shorten(val_dataset, batch)
+        self.loss_fn = choose_loss(loss_fn)
+        if isinstance(self.loss_fn, SupervisedLoss):
+            self.loss_fn.look_at(dataset)
+        setup.check_metric(config, self.loss_fn, eval_fn)
+        self.train_loader, self.val_loader, self.sizes = setup.build_loaders(
+            dataset, val_dataset, config, trainer
+        )
+        built = setup.build_model(model, config)
+        if self._measurement is not None:
+            self._measurement.prepare(built)
+        trainer.loader = self.train_loader
+        trainer.oom.whole = self.sizes.per_rank
+        self.model = trainer.build(built, self.loss_fn)
+        batch, epoch_steps = self.sizes.global_batch, self.train_loader.steps
+        self.scaling = setup.build_optimization(
+            trainer, optimizer, scheduler, config, batch, epoch_steps, self.say
+        )
+        facts = (self.sizes, self.train_loader, self.scaling, self.folder)
+        announce(self.say, config, trainer, *facts)
+
+    def _resume(self, checkpoint: Path) -> None:
+        setup.resume(
+            checkpoint,
+            self.fault_tolerance,
+            self.trainer,
+            self.train_loader,
+            self.sizes.global_batch,
+            lambda: self.progress.epochs_done,
+            setup.plain_options(self.recipe_options),
+        )
+
+    def _settle_shares(self) -> None:
+        """How much each rank computes, and in how small parts. Collective."""
+        trainer = self.trainer
+        take_oom_hint(self.folder, trainer.oom, self.placement)
+        if trainer.oom.parts > 1:
+            self.say(trainer.oom.describe())
+        loaders = self.train_loader, self.val_loader
+        self.balance.settle(trainer, *loaders, self.logger, self.console.line)
+
+    def _start(self, epoch_metrics: MetricsCollector) -> None:
         if self._measurement is not None:
             self.callbacks.extend(self._measurement.callbacks(self))
         self._start_execution(epoch_metrics)
-        self._monitor = Monitor(config, trainer, self.sizes, self.train_loader, self.logger)
+        self._monitor = Monitor(
+            self.config, self.trainer, self.sizes, self.train_loader, self.logger
+        )
         self.callbacks.add(self._monitor)
         for call in self.callbacks.on_setup:
             call()
-        return self.model, self.train_loader, self.val_loader
+
+    def _abandon(self) -> None:
+        """Setting up failed: let go of the folder, threads and signals."""
+        if hasattr(self, "_monitor"):
+            self._monitor.stop()
+        if hasattr(self, "control"):
+            self.control.close()
+        if hasattr(self, "fault_tolerance"):
+            self.fault_tolerance.saver.close()
+        self.records.close()
+        self.trainer.execution.leave_stream()
+        del self.records
 
     def _open_checkpoints(self) -> FaultToleranceManager:
         folder = self.records.folder
@@ -358,13 +414,15 @@ class MultiGPUTrainingManager:
             else:  # the other ranks may be anywhere
                 saver.drain()
         finally:
-            for call in self.callbacks.on_end:
-                call()
-            summary(self.console, self.progress, self.config, self.step, self.records.folder)
-            self._monitor.end(self.folder, self.say)
-            self._close()
-            note_hang_limit(math.nan)  # what the user does now may take any time
-            end_control(self.control)
+            try:
+                for call in self.callbacks.on_end:
+                    call()
+                summary(self.console, self.progress, self.config, self.step, self.records.folder)
+                self._monitor.end(self.folder, self.say)
+            finally:
+                self._close()
+                note_hang_limit(math.nan)  # what the user does now may take any time
+                end_control(self.control)
 
     def _close(self) -> None:
         self.fault_tolerance.saver.close()
@@ -411,7 +469,7 @@ class MultiGPUTrainingManager:
         return self.loop.evaluated
 
     def log(self, **metrics: float | Tensor) -> None:
-        """Give metrics of your own to every logger, under the current step."""
+        """Send your own metrics to every logger, under the current step."""
         self.records.loggers.log(metrics, self.step)
 
     def say(self, text: str) -> None:

@@ -332,7 +332,7 @@ def state_keeper(
     fault_tolerance: FaultToleranceManager, epoch_metrics: MetricsCollector
 ) -> Callable[[], Callable[[], None]]:
     """For recorded steps that may be taken back: what a step changes beside the trainer's own
-    state. The result keeps it; what that gives puts it back."""
+    state. Returns a function that takes a copy, and returns a function that restores it."""
 
     def keep() -> Callable[[], None]:
         metrics, states = epoch_metrics.kept(), fault_tolerance.kept()
@@ -350,6 +350,9 @@ def register_states(
     fault_tolerance: FaultToleranceManager, states: Mapping[str, Any], **own: Any
 ) -> None:
     """Save and restore these with the run; (object, "per_rank") where ranks differ."""
+    taken = sorted(states.keys() & own.keys())
+    if taken:
+        raise ConfigError(f"states={taken}: the run itself uses these names; choose others")
     for name, item in {**own, **states}.items():
         fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
 

@@ -130,13 +130,15 @@ def _portable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Models, optimizers, generators
 
 
-def model_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Return tensors by name, names that share another's memory, and state that is not a tensor."""
+def model_state(
+    state: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """Split a state_dict: tensors by name, names that share another's memory, and the rest."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}
     owners: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
         if not isinstance(value, Tensor):
             extra[name] = value
             continue

@@ -238,7 +238,7 @@ def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None
             self.head = nn.Linear(4, 5, bias=False)
             self.head.weight = self.embed.weight
 
-    tensors, aliases, _ = model_state(Tied())
+    tensors, aliases, _ = model_state(Tied().state_dict())
     assert set(tensors) == {"embed.weight"} and aliases == {"head.weight": "embed.weight"}
 
 

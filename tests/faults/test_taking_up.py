@@ -15,7 +15,7 @@ import tiny
 import torch
 from torch import Tensor
 
-from multi_gpu_training import MultiGPUConfig
+from multi_gpu_training import ConfigError, MultiGPUConfig
 from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.distributed.signal_thread import SignalThread
 from multi_gpu_training.training.progress import Progress
@@ -259,3 +259,61 @@ def test_warnings_are_seen_with_progress_off(tmp_path: Path, capsys: Any) -> Non
     manager.finish()
     said = capsys.readouterr()
     assert said.err == "warning: the disk is full\n" and "quiet" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("metric", "smaller"),
+    [
+        ("val_loss", True),
+        ("wer", True),
+        ("power", False),
+        ("answer_f1", False),
+        ("certainty", False),
+    ],
+)
+def test_whether_smaller_is_better_follows_from_whole_words(metric: str, smaller: bool) -> None:
+    assert Progress(MultiGPUConfig(best_metric=metric)).smaller_is_better is smaller
+
+
+def test_a_manager_trains_once(tmp_path: Path) -> None:
+    manager = tiny.manager_for(tmp_path, training_mode="single")
+    manager.fit(tiny.line(), tiny.points(), optimizer=tiny.sgd)
+    with pytest.raises(ConfigError, match="make another MultiGPUTrainingManager"):
+        manager.fit(tiny.line(), tiny.points(), optimizer=tiny.sgd)
+
+
+def test_states_must_not_take_names_of_the_run(tmp_path: Path) -> None:
+    manager = tiny.manager_for(tmp_path, training_mode="single")
+    with pytest.raises(ConfigError, match="the run itself uses these names"):
+        manager.fit(tiny.line(), tiny.points(), optimizer=tiny.sgd, states={"progress": object()})
+
+
+DIVERGING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from tiny import line, points, quiet, sgd
+from multi_gpu_training import Callback, MultiGPUTrainingManager
+
+class Meddle(Callback):
+    def on_step_end(self, run, result):
+        if run.placement.dp_rank == 1:
+            run.model.weight.data.add_(1.0)
+
+manager = MultiGPUTrainingManager(quiet(Path("runs"), batch_size=2, consistency_check_every=1,
+                                        enable_fault_tolerance=True, checkpoint_frequency=1))
+with open("attempts", "a") as file:
+    file.write("x")
+manager.fit(line(), points(), optimizer=sgd, callbacks=[Meddle()])
+"""
+
+
+def test_a_fault_whose_policy_is_stop_is_not_restarted(tmp_path: Path) -> None:
+    script = DIVERGING.format(tests=str(Path(__file__).parent.parent))
+    (tmp_path / "diverging.py").write_text(script)
+    command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
+    done = subprocess.run(
+        [*command, "diverging.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0 and "replicas differ" in done.stderr
+    assert (tmp_path / "attempts").read_text() == "xx"  # both ranks, once

@@ -123,3 +123,18 @@ def test_logging_what_is_not_a_number_says_so(tmp_path: Path, value: Any) -> Non
     with pytest.raises(ConfigError, match="is not a number; give a number"):
         manager.log(score=value)
     manager.finish()
+
+
+def test_a_logger_that_fails_is_left_out_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(Kept):
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            super().log(metrics, step)
+            raise OSError("no more quota")
+
+    broken, kept = Broken(), Kept()
+    manager = manager_for(tmp_path, batch_size=4, training_mode="single", log_every=1)
+    manager.fit(line(), points(16), loss_fn=squares, optimizer=sgd, loggers=[broken, kept])
+    assert len(broken.logged) == 1 and len(kept.logged) >= 4
+    assert "Broken failed and is left out: OSError: no more quota" in capsys.readouterr().err

@@ -54,6 +54,9 @@ class TrainingState(Stateful, Protocol):
     model: nn.Module
     optimizer: Optimizer
 
+    def full_state(self) -> dict[str, Any]:
+        """The state_dict of the whole model. Collective."""
+
 
 class RunState:
     """The state of a run: what trains, every rank's generators, and what was registered.
@@ -99,7 +102,7 @@ class RunState:
     def snapshot(self, facts: dict[str, Any]) -> Snapshot:
         """Return the state as it is now; `facts` go into the manifest. Collective."""
         training = self.training
-        tensors, aliases, extra = model_state(training.model)
+        tensors, aliases, extra = model_state(training.full_state())
         if self.hosts.several:
             self._take_buffers_of_main(tensors)
         states: dict[Scope, dict[str, Any]] = {"replicated": {}, "per_rank": {}}

@@ -91,7 +91,7 @@ def training_loader(
             "drop it, or set max_steps"
         )
     source = _source(brought, dataset, samples, config, sizes)
-    return _sized_loader(dataset, source, feeding, config), sizes
+    return _sized_loader(dataset, source, feeding, config, placement), sizes
 
 
 def validation_loader(
@@ -105,13 +105,18 @@ def validation_loader(
     if isinstance(dataset, IterableDataset):
         return StreamLoader(dataset, size, feeding)
     source = ShuffledBatches(_length(dataset, "validation"), size, shuffle=False)
-    return _sized_loader(dataset, source, feeding, config)
+    return _sized_loader(dataset, source, feeding, config, placement)
 
 
 def _sized_loader(
-    dataset: Dataset[Any], source: GlobalBatchSource, feeding: Feeding, config: MultiGPUConfig
+    dataset: Dataset[Any],
+    source: GlobalBatchSource,
+    feeding: Feeding,
+    config: MultiGPUConfig,
+    placement: Placement,
 ) -> ShareLoader:
-    if fits_on_gpu(dataset, feeding, config):
+    # On all ranks or on none: ranks with unequal GPUs must still agree on how steps are run.
+    if placement.all_min(int(fits_on_gpu(dataset, feeding, config))):
         return ResidentLoader(dataset, source, feeding)  # type: ignore[arg-type]
     if config.data_on_gpu:
         raise DataError(

@@ -148,6 +148,8 @@ class FaultToleranceManager:
         text = f"{type(error).__name__}: {error}"
         self.record_fault(policy.kind, policy.action, text, aloud=aloud)
         if policy.action != ROLLBACK:
+            if policy.action == STOP:
+                error.restart_helps = False  # type: ignore[attr-defined]  # for the launcher
             raise error
         self.rollbacks += 1
         self.skipped_batches.add(error)

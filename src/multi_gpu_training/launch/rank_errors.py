@@ -74,9 +74,9 @@ def _restart_helps(error: BaseException) -> str:
 
     A mistake in a script shows before its first step: hence "once begun".
     """
+    if getattr(error, "restart_helps", True) is False:  # by its class, or by a fault policy
+        return "never"
     if isinstance(error, MultiGPUError):
-        if not error.restart_helps:
-            return "never"
         return "always" if isinstance(error, LaunchError) else "once begun"
     if isinstance(error, SystemExit):
         return "never" if error.code in (130, 143) else "once begun"  # it was asked to end

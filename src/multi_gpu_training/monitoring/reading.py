@@ -20,6 +20,11 @@ class Reading:
         self._event = event
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether there is nothing to wait for, on any rank."""
+        return self._event is None
+
+    @property
     def ready(self) -> bool:
         return self._event is None or self._event.query()
 

@@ -59,6 +59,7 @@ class IntervalLog(Callback):
         self._spikes = spikes
         self._check_finite = check_finite
         self._reader = MetricsReader(trainer.placement)
+        self._alone = trainer.placement.dp_size == 1
         self._base = self._every = config.log_every
         self._fixed = "log_every" in config.model_fields_set
         self._pending: _Pending | None = None
@@ -73,7 +74,7 @@ class IntervalLog(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if result.step >= self._next and self.active:
             self._begin(result)
-        if self._pending is not None and self._pending.reading.ready:
+        if self._pending is not None and self._is_due(self._pending, result.step):
             self._finish()
 
     def flush(self) -> None:
@@ -91,6 +92,13 @@ class IntervalLog(Callback):
         """The run stands at an earlier step again: begin a new interval there."""
         self._pending = None
         self._restart()
+
+    def _is_due(self, pending: _Pending, step: int) -> bool:
+        """Whether to give an interval out now: at the same step on every rank, because what comes
+        of it (a NaN, a spike) may need all of them."""
+        if self._alone or pending.reading.is_on_host:
+            return pending.reading.ready
+        return step >= pending.step + max(1, self._every // 2)
 
     def _restart(self) -> None:
         self._started = time.perf_counter()

@@ -54,7 +54,7 @@ class Run(Protocol):
         """Show a table, on the main rank."""
 
     def log(self, **metrics: float | Tensor) -> None:
-        """Give metrics of your own to every logger, under the current step."""
+        """Send your own metrics to every logger, under the current step."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Callback:
         on_fault                        whenever something went wrong: what, and what is done
         on_end                          always, also after a failure
 
-    and these are the parts of a step, for whoever takes the time:
+    and these are the parts of a step, for timing:
 
         on_input                        about to ask for a batch
         on_batch                        it has arrived
@@ -96,14 +96,15 @@ class Callback:
         on_micro_batch_end              also after a failure
         on_save_begin, on_save_end      training stands still while its state is copied
 
-    Every rank gets every event except on_checkpoint. A loop of your own around `train_step` has the
-    events of its steps, but no epochs and no input. Those from on_forward to on_micro_batch_end are
-    Python's: a step that is replayed as a CUDA graph has none of them. Checkpoints are written
-    beside training, so on_checkpoint comes a few steps after the step that was saved.
+    Every rank gets every event, except on_checkpoint (rank 0) and on_fault (the rank that reports
+    it). Your own loop around `train_step` gets the events of its steps, but none of epochs and
+    input. A step that is replayed as a CUDA graph has no events from on_forward to
+    on_micro_batch_end. Checkpoints are written in the background, so on_checkpoint comes a few
+    steps after the step that was saved.
 
-    Rarely, steps are taken back and computed again, as after a comparison of a recorded step that
-    failed: then on_step_end comes again for them, so that what you set or count stays right. A
-    callback that only watches sets `watches_only`.
+    Rarely, steps are taken back and computed again, for example when a recorded step fails its
+    comparison with the eager one. Then on_step_end comes again for them, so that what you set or
+    count stays right. A callback that only watches sets `watches_only`.
     """
 
     watches_only = False

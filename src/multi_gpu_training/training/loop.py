@@ -1,9 +1,9 @@
 """The training loop: epochs, steps, validation, checkpoints, stopping, and going back.
 
-    run             epochs, until they are done, max_steps is reached or early stopping has enough
+    run             all epochs, unless max_steps or early stopping ends it before
     train_epoch     one pass over the data; after a rollback, again from the checkpoint's place
     validate_epoch  every validation sample once; closes the epoch: record, best, checkpoint
-    save_checkpoint the whole state, written beside training
+    save_checkpoint the whole state, written in the background
     stop            a signal came: save where all ranks stand, and leave
 
 Everything that only watches (progress bar, log, timing, replica check) is a callback, called from
@@ -26,7 +26,12 @@ from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.progress_slot import Phase, note_phase, note_step
-from multi_gpu_training.errors import CheckpointError, ConfigError, NonFiniteLossError
+from multi_gpu_training.errors import (
+    CheckpointError,
+    ConfigError,
+    MultiGPUError,
+    NonFiniteLossError,
+)
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
 from multi_gpu_training.training.loss import LossFn
@@ -41,8 +46,8 @@ from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 
 class Checkpoints(Protocol):
-    """What the loop asks of whoever keeps the state safe. Every call but `due`, `poll` and
-    `skips` is collective."""
+    """What the loop needs from checkpointing. Every call but `due`, `poll` and `skips` is
+    collective."""
 
     def due(self, step: int) -> bool: ...
 
@@ -279,10 +284,10 @@ class TrainingLoop:
         self, best: bool = False, wait: bool = True, *, score: dict[str, Any] | None = None
     ) -> Path:
         """Save the whole state now. With `wait` it is safe on the disk when this returns; else
-        training may go on once the state is copied, and it is written beside training."""
+        training continues once the state is copied, and it is written in the background."""
         note_phase(Phase.CHECKPOINT)
         trainer = self.trainer
-        trainer.execution.verify()  # recorded steps are taken back now, or never
+        trainer.execution.verify()  # the last chance to undo wrong recorded steps
         trainer.nan_guard.look(now=True)  # finds a NaN before it is saved
         trainer.read_metrics()
         facts = {"metrics": self.progress.newest, **self.facts()}
@@ -307,7 +312,7 @@ class TrainingLoop:
         begun, problem = time.perf_counter(), None
         try:
             outcome = self._save_to_stop(save)
-        except CheckpointError as error:
+        except MultiGPUError as error:  # also a NaN: no rollback now, the run ends
             problem = str(error)
             outcome = f"step {self.trainer.step} is lost: {problem}. An earlier one: --resume auto"
         facts = {"problem": problem, "save_s": time.perf_counter() - begun}

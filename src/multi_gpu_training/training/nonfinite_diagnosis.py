@@ -36,7 +36,9 @@ def explain(
     mine: list[Any] = [
         [float(loss), list(share.indices[:MOST]), []] for loss, share in losses if share.count
     ]
-    clear = any(samples and not math.isfinite(loss) for loss, samples, _ in mine)
+    # A batch that the user made has no numbers, and the loader cannot give it again.
+    own = any(share.window_count == 0 for _, share in losses)
+    clear = any((samples or own) and not math.isfinite(loss) for loss, samples, _ in mine)
     if state.placement.all_min(-int(clear)) == 0:  # no rank has seen a loss that explains it
         mine = [list(finding) for finding in _once_more(state, error)] or mine
     error.describe(_findings(state.placement.gather_json(mine)), names, state)

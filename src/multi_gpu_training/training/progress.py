@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 
-_SMALLER_IS_BETTER = ("loss", "error", "wer", "cer", "perplexity", "mse", "mae")
+_SMALLER_IS_BETTER = {"loss", "error", "wer", "cer", "perplexity", "mse", "mae", "rmse"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class Progress:
     def smaller_is_better(self) -> bool:
         if self.mode != "auto":
             return self.mode == "min"
-        return any(word in self.metric for word in _SMALLER_IS_BETTER)
+        words = re.split(r"[^a-z]+", self.metric.lower())  # power is not a wer
+        return not _SMALLER_IS_BETTER.isdisjoint(words)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -83,6 +83,11 @@ class StepState:
         if self.placement.device.type == "cuda":
             torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)
 
+    def abandon_step(self) -> None:
+        """Give up the step under way: the next micro-batch is the first of another one."""
+        self.drop_gradients()
+        self.micro = self.given = 0
+
     def own_share(self, batch: Any) -> Share:
         """The share of a batch that the user made: every `gradient_accumulation_steps` of them
         form a step."""

@@ -36,6 +36,7 @@ from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import LOOK, NanGuard
 from multi_gpu_training.training.oom import OomRecovery, is_out_of_memory
 from multi_gpu_training.training.precision import Precision
+from multi_gpu_training.training.runner import Runner
 from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.selection import StepExecution
 from multi_gpu_training.training.state_rollback import StepStart
@@ -187,18 +188,21 @@ class MultiGPUTrainer(ABC):
             if not self.strategy.settled:
                 self.strategy.settle(materialize(given), share, state.loader)
             samples = None if state.augment is None else state.sample_numbers(given, share)
-            if execution.active:
-                result = execution.run(given, samples, share)
-            elif oom.parts > 1:
-                result = oom.run(given, samples, share)
-            else:
-                result = self.eager.run(given, samples, share)
+            runner: Runner = execution if execution.active else oom if oom.parts > 1 else self.eager
+            result = runner.run(given, samples, share)
             state.given = 0 if share.last else state.given + 1
             short = None
         except RuntimeError as error:
-            if oom.retrying or not oom.concerns(error):
+            if oom.retrying:
+                raise
+            if not oom.concerns(error):
+                state.abandon_step()  # whatever the caller does next, it begins another one
                 raise
             short = is_out_of_memory(error)
+        except Exception:
+            if not oom.retrying:
+                state.abandon_step()
+            raise
         finally:
             oom.busy = False
         if short is not None:
@@ -221,8 +225,7 @@ class MultiGPUTrainer(ABC):
 
     def forget_step(self) -> None:
         """Give up the step under way, and everything that was measured since the last log."""
-        self.state.drop_gradients()
-        self.state.micro = self.state.given = 0
+        self.state.abandon_step()
         self.metrics.reset()
         self.nan_guard.reset()
 
@@ -242,6 +245,10 @@ class MultiGPUTrainer(ABC):
     def share_buffers(self) -> None:
         """Give every rank the buffers of rank 0, where `broadcast_buffers` asks for it."""
         self.strategy.sync_buffers()
+
+    def full_state(self) -> dict[str, Any]:
+        """The state_dict of the whole model, on every rank. Every rank must call it."""
+        return self.strategy.full_state()
 
     def read_metrics(self) -> MetricsCollector:
         """What was collected since the last reset, recorded steps included."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ _SUFFIX = "_logger"
 
 
 class Logger(Protocol):
-    """Takes metrics as they come. Nothing that goes wrong in it may end a training."""
+    """Takes metrics as they come. One that raises is left out from then on."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -106,7 +107,11 @@ class LoggerList(Callback):
     def close(self) -> None:
         self._read()
         for logger in self.loggers:
-            logger.close()
+            try:
+                logger.close()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                print(f"{type(logger).__name__} was not closed: {problem}", file=sys.stderr)
         self.loggers.clear()
 
     def _read(self) -> None:
@@ -115,8 +120,13 @@ class LoggerList(Callback):
             self._write({name: float(value) for name, value in metrics.items()}, step)
 
     def _write(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in self.loggers if metrics else ():
-            logger.log(metrics, step)
+        for logger in list(self.loggers) if metrics else ():
+            try:
+                logger.log(metrics, step)
+            except Exception as error:  # a logger must never end a training
+                self.loggers.remove(logger)
+                problem = f"{type(error).__name__}: {error}"
+                print(f"{type(logger).__name__} failed and is left out: {problem}", file=sys.stderr)
 
 
 def _number(name: str, value: Any) -> float:

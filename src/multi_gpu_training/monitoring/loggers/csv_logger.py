@@ -5,6 +5,7 @@ After a resume, rows of steps that are trained again are dropped, so that each s
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import sys
 from collections.abc import Mapping
@@ -28,10 +29,13 @@ class CsvLogger:
         self._file: TextIO | None = None
         try:
             kept = [row for row in _rows(path) if int(row["step"]) <= step]
-            self._file = path.open("w", newline="", buffering=1)
-            table = csv.DictWriter(self._file, COLUMNS)
-            table.writeheader()
-            table.writerows(kept)
+            draft = path.with_suffix(".draft")
+            with draft.open("w", newline="") as file:
+                table = csv.DictWriter(file, COLUMNS)
+                table.writeheader()
+                table.writerows(kept)
+            draft.replace(path)  # never without the rows of before
+            self._file = path.open("a", newline="", buffering=1)
         except (OSError, ValueError, KeyError) as error:
             self._give_up(error)
 
@@ -50,6 +54,8 @@ class CsvLogger:
 
     def _give_up(self, error: Exception) -> None:
         print(f"{self._path} cannot be written: {error}; training goes on", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            self.close()
         self._file = None
 
 

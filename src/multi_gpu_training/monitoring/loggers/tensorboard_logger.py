@@ -15,16 +15,17 @@ RETRY_S = 60.0
 
 
 def open_logger(run: LoggedRun) -> TensorBoardLogger | None:
-    return TensorBoardLogger(run.folder / "tensorboard") if run.is_main else None
+    return TensorBoardLogger(run.folder / "tensorboard", run.step) if run.is_main else None
 
 
 class TensorBoardLogger:
-    """Scalars under their names.
+    """Scalars under their names; those after `step` are logged again and replace the old ones.
 
     A disk that is full interrupts the curves, never the training; the events hold the same.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, step: int = 0) -> None:
+        self._purge = step + 1 if step else None
         self._folder: Path | None = folder
         self._writer: Any = None
         self._retry_at = 0.0
@@ -49,7 +50,7 @@ class TensorBoardLogger:
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            self._writer = SummaryWriter(str(self._folder))
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge)
         except OSError as error:
             self._interrupt(error)
 

@@ -272,12 +272,6 @@ class StepExecution:
         if not quiet:
             self.say(f"step: eager, {problem}" + (f"; {note}" if note else ""))
 
-    def leave_graphs(self) -> None:
-        """Free the recordings, without a word: the steps that follow are only measured."""
-        if self.mode == "graph":
-            self.active, self.mode = False, "eager"
-            self._verified.stop()
-
     # What others may ask for at any time
 
     def verify(self) -> None:
