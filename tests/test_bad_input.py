@@ -276,7 +276,7 @@ CASES = {
     "empty": ["training dataset Empty has 0 samples"],
     "empty validation": ["validation dataset Empty has 0 samples"],
     "endless": ["training dataset Endless has no length", "__len__", "IterableDataset"],
-    "no dataset": ["int is no dataset", "__getitem__"],
+    "no dataset": ["int is not a dataset", "__getitem__"],
     "no scalar": ["loss of shape", "return a scalar", "mean"],
     "no gradient": ["the loss has no gradient", ".detach()"],
     "no tensor": ["loss_fn returned float", "scalar tensor"],

@@ -251,7 +251,7 @@ def test_forecast_is_kept_with_the_run(tmp_path: Path) -> None:
         folder = trained(tmp_path, forecast=str(given))["folder"]
         assert (folder / "forecast.json").read_text() == expected.read_text()
     expected.write_text('{"rows": []}')
-    with pytest.raises(RankError, match=r"is no forecast; give the forecast\.json"):
+    with pytest.raises(RankError, match=r"is not a forecast; give the forecast\.json"):
         trained(tmp_path, forecast=str(expected))
     with pytest.raises(RankError, match=r"forecast=nothing\.json cannot be read: .*No such"):
         trained(tmp_path, forecast="nothing.json")

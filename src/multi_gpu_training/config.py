@@ -47,10 +47,12 @@ class MultiGPUConfig(BaseModel):
         description="GPUs to use, counted inside CUDA_VISIBLE_DEVICES; None is all",
     )
     share_gpu: bool = Field(False, description="allow several ranks on one GPU (testing, gloo)")
-    world_size: PositiveInt | None = Field(None, description="ranks; None is one a GPU")
+    world_size: PositiveInt | None = Field(None, description="number of ranks; None: one per GPU")
     rank: NaturalInt | None = None
     local_rank: NaturalInt | None = None
-    backend: Literal["nccl", "gloo"] | None = Field(None, description="None: what is there")
+    backend: Literal["nccl", "gloo"] | None = Field(
+        None, description="None: nccl with GPUs, else gloo"
+    )
     timeout: timedelta = Field(
         timedelta(minutes=30),
         gt=timedelta(0),
@@ -71,11 +73,11 @@ class MultiGPUConfig(BaseModel):
 
     balance: Literal["auto", "equal", "measured", "dynamic"] = Field(
         "auto",
-        description="shares of a batch: equal, by measured speed and memory, the same anew each "
+        description="shares of a batch: equal, by measured speed and memory, the same measured again each "
         "epoch; auto: measured where ranks have different GPUs",
     )
     share_weights: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
-        None, min_length=1, description="how large each rank's share is beside the others'"
+        None, min_length=1, description="relative share of the batch per rank"
     )
 
     # Speed
@@ -83,7 +85,8 @@ class MultiGPUConfig(BaseModel):
         "auto", description="run a step as one CUDA graph, compiled, or operation by operation"
     )
     fast_defaults: bool = Field(
-        True, description="what pays on a GPU where nothing else was said; false: all of it off"
+        True,
+        description="turn on what is faster on a GPU, unless set otherwise; false: all of it off",
     )
     channels_last: bool | None = Field(
         None, description="lay convolutions out channels last; None: on GPUs"
@@ -181,7 +184,7 @@ class MultiGPUConfig(BaseModel):
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         "stop",
         description="a step whose gradient is NaN or infinite: stop with a diagnosis, skip "
-        "it, or go back to the last checkpoint and pass its batch over",
+        "it, or go back to the last checkpoint and skip its batch",
     )
     on_loss_spike: Literal["ignore", "warn", "rollback", "stop"] = Field(
         "warn", description="a loss far above those before it, as logged"
@@ -304,7 +307,7 @@ class MultiGPUConfig(BaseModel):
         if self.share_weights and self.world_size not in (None, len(self.share_weights)):
             yield (
                 f"share_weights={self.share_weights} are for {len(self.share_weights)} ranks, but "
-                f"world_size={self.world_size}; give one a rank, or drop them"
+                f"world_size={self.world_size}; give one per rank, or drop them"
             )
         if mode is TrainingMode.SINGLE and self.device_ids and len(self.device_ids) > 1:
             yield f"training_mode=single uses one GPU; device_ids={self.device_ids} names several"

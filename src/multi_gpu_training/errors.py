@@ -85,7 +85,7 @@ class NonFiniteLossError(MultiGPUError):
         self.findings: list[Any] = []
 
     def describe(self, findings: Sequence[Any], names: Sequence[str], trainer: Any) -> None:
-        """Say whose fault it is: (rank, (loss, samples, parameters)) of each bad micro-batch."""
+        """Add the diagnosis: (rank, (loss, samples, parameters)) of each bad micro-batch."""
         self.findings = list(findings)
         lines = [f"step {self.step}: the gradient is not finite; no weight was moved by it"]
         for rank, (loss, samples, bad) in findings[:4]:
@@ -95,14 +95,16 @@ class NonFiniteLossError(MultiGPUError):
             names = names or bad
             lines.append(f"rank {rank}: {what}; samples {shown}{more}")
         if not findings:
-            lines.append("the loss is finite on every rank, and computing the step again is too")
+            lines.append(
+                "the loss is finite on every rank, and so is that of the step computed again"
+            )
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             lines.append(f"parameters with such a gradient: {', '.join(names[:8])}{more}")
         rate = float(trainer.optimizer.param_groups[0]["lr"])
         lines.append(
             f"Lower the learning rate (now {rate:g}), set max_grad_norm, or check these samples; "
-            "on_nonfinite=skip goes on without the step, rollback from the last checkpoint"
+            "on_nonfinite=skip skips such steps, on_nonfinite=rollback returns to the last checkpoint"
         )
         self.args = ("\n  ".join(lines),)
 

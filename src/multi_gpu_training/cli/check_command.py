@@ -126,7 +126,7 @@ def _validate(flags: CheckFlags) -> None:
     if flags.device not in ("auto", "cpu", "cuda"):
         problems.append(f"--device {flags.device}: use auto, cpu or cuda")
     if flags.num_gpus == 0 or flags.num_gpus < -1:
-        problems.append(f"--num-gpus {flags.num_gpus}: use -1 for all, or a number from 1 on")
+        problems.append(f"--num-gpus {flags.num_gpus}: use -1 for all, or a positive number")
     if problems:
         raise ConfigError(problems)
 

@@ -155,7 +155,7 @@ def mode_choices(recipe: Recipe, gpus: int) -> list[Choice]:
     """The three modes; those that this machine or the recipe cannot do are there, with why."""
     if gpus > 1:
         titles = {
-            DDP: "DDP     one process a GPU, scales to many GPUs and machines (recommended)",
+            DDP: "DDP     one process per GPU, scales to many GPUs and machines (recommended)",
             DP: "DP      one process feeds all GPUs; for quick experiments on 2 to 4",
             SINGLE: "single  one GPU",
         }

@@ -194,7 +194,7 @@ def _dataset(data: Data) -> Dataset[Any]:
     if isinstance(data, IterableDataset) or hasattr(data, "__getitem__"):
         return data
     raise DataError(
-        f"{type(data).__name__} is no dataset: give an object with __len__ and __getitem__, a "
+        f"{type(data).__name__} is not a dataset: give an object with __len__ and __getitem__, a "
         "torch IterableDataset, or a DataLoader"
     )
 

@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 class Feeding:
     """How a loader of one rank works; the same on every rank but for `rank` and `device`.
 
-    weights: how large each rank's share is beside the others', in whole numbers; None: equal.
+    weights: relative share of the batch per rank, in whole numbers; None: equal.
     evaluating: empty shares are left out, and every pass is the same, whatever the epoch.
     """
 

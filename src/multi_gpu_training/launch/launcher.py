@@ -40,7 +40,7 @@ def ranks_for(
     if num_gpus == -1:
         return max(1, gpus)
     if num_gpus < 1:
-        raise ConfigError(f"--num-gpus {num_gpus}: use -1 for all, or a number from 1 on")
+        raise ConfigError(f"--num-gpus {num_gpus}: use -1 for all, or a positive number")
     if gpus and num_gpus > gpus and not share_gpu:
         raise ConfigError(
             f"--num-gpus {num_gpus} asked for, but {gpus} GPUs are there; use at most {gpus}, or "

@@ -5,7 +5,7 @@ same, and does the same.
 
     read     on the CPU, the gradient is looked at before every step
     gate     on a GPU, the optimizer's own kernel is told to leave the weights alone from then on,
-             until the host has seen it, which looks every LOOK steps and before every checkpoint
+             until the host looks, every LOOK steps and before every checkpoint
     later    an optimizer without such a kernel: as long as it may be recorded, nothing
     scaler   fp16 with loss scaling skips such steps by itself, and lowers its scale
 

@@ -229,7 +229,7 @@ def _problems(
 def _no_run(path: Path) -> str:
     inside = sorted(str(found.parent) for found in path.glob("**/events") if found.is_dir())
     hint = f"did you mean {', '.join(inside[:3])}?" if inside else "give runs/RECIPE/NAME"
-    return f"mgt report: {path} is no run folder: it has no events/rank-*.jsonl; {hint}"
+    return f"mgt report: {path} is not a run folder: it has no events/rank-*.jsonl; {hint}"
 
 
 def _rank_of(path: Path) -> int:

@@ -117,7 +117,7 @@ def _shared_memory(found: Machine) -> Finding:
     if free <= SHM_LEAST:
         return GROUP.fail(
             "/dev/shm",
-            f"{text}: loader workers die there of 'Bus error', NCCL of its buffers",
+            f"{text}: loader workers crash with 'Bus error', and NCCL cannot allocate its buffers",
             remedy,
             free_bytes=free,
         )
