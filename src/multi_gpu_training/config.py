@@ -73,8 +73,8 @@ class MultiGPUConfig(BaseModel):
 
     balance: Literal["auto", "equal", "measured", "dynamic"] = Field(
         "auto",
-        description="shares of a batch: equal, by measured speed and memory, the same measured again each "
-        "epoch; auto: measured where ranks have different GPUs",
+        description="shares of a batch: equal, measured (by speed and memory), dynamic (measured "
+        "again each epoch), or auto: measured where ranks have different GPUs",
     )
     share_weights: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
         None, min_length=1, description="relative share of the batch per rank"
@@ -86,7 +86,7 @@ class MultiGPUConfig(BaseModel):
     )
     fast_defaults: bool = Field(
         True,
-        description="turn on what is faster on a GPU, unless set otherwise; false: all of it off",
+        description="turn on what is faster on a GPU, unless set otherwise; false: all off",
     )
     channels_last: bool | None = Field(
         None, description="lay convolutions out channels last; None: on GPUs"

@@ -95,16 +95,14 @@ class NonFiniteLossError(MultiGPUError):
             names = names or bad
             lines.append(f"rank {rank}: {what}; samples {shown}{more}")
         if not findings:
-            lines.append(
-                "the loss is finite on every rank, and so is that of the step computed again"
-            )
+            lines.append("the loss is finite on every rank, also when the step is computed again")
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             lines.append(f"parameters with such a gradient: {', '.join(names[:8])}{more}")
         rate = float(trainer.optimizer.param_groups[0]["lr"])
         lines.append(
             f"Lower the learning rate (now {rate:g}), set max_grad_norm, or check these samples; "
-            "on_nonfinite=skip skips such steps, on_nonfinite=rollback returns to the last checkpoint"
+            "on_nonfinite=skip skips such steps, rollback returns to the last checkpoint"
         )
         self.args = ("\n  ".join(lines),)
 

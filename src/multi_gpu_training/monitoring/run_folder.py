@@ -219,7 +219,7 @@ def _keep_forecast(path: Path, forecast: str | None) -> None:
         raise ConfigError(f"forecast={forecast} cannot be read: {error}") from None
     if not isinstance(found, dict) or "gpus" not in found:
         raise ConfigError(
-            f"forecast={forecast} is not a forecast; give the forecast.json that `mgt estimate` writes"
+            f"forecast={forecast} is not a forecast; give the forecast.json of `mgt estimate`"
         )
     (path / "forecast.json").write_text(text)
 
