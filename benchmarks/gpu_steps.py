@@ -205,28 +205,28 @@ class Watch:
 
     def train(self, words: list[str]) -> None:
         """`mgt WORDS`, in this process."""
-        from multi_gpu_training import MultiGPUTrainingManager
         from multi_gpu_training.cli import main as mgt
+        from multi_gpu_training.training.loop import TrainingLoop
 
-        train_epoch = MultiGPUTrainingManager.train_epoch
-        validate_epoch = MultiGPUTrainingManager.validate_epoch
+        train_epoch = TrainingLoop.train_epoch
+        validate_epoch = TrainingLoop.validate_epoch
 
-        def timed(manager: Any, loader: Any, epoch: int) -> Any:
+        def timed(loop: Any, loader: Any, epoch: int) -> Any:
             begun = self.now()
-            metrics = train_epoch(manager, loader, epoch)
+            metrics = train_epoch(loop, loader, epoch)
             self.epochs_s.append(self.now() - begun)
-            found = manager.trainer.execution
+            found = loop.trainer.execution
             share = found.replayed / max(1, found.steps)
             self.execution = {"mode": found.mode, "share": share, "reason": found.reason}
             return metrics
 
-        def noted(manager: Any, loader: Any = None) -> Any:
-            metrics = validate_epoch(manager, loader)
+        def noted(loop: Any, loader: Any = None) -> Any:
+            metrics = validate_epoch(loop, loader)
             self.accuracies.append(metrics["accuracy"])
             return metrics
 
-        MultiGPUTrainingManager.train_epoch = timed  # type: ignore[method-assign]
-        MultiGPUTrainingManager.validate_epoch = noted  # type: ignore[method-assign]
+        TrainingLoop.train_epoch = timed  # type: ignore[method-assign]
+        TrainingLoop.validate_epoch = noted  # type: ignore[method-assign]
         sys.argv = ["mgt", *words]
         try:
             mgt()
@@ -234,8 +234,8 @@ class Watch:
             if stop.code not in (0, None):
                 raise
         finally:
-            MultiGPUTrainingManager.train_epoch = train_epoch  # type: ignore[method-assign]
-            MultiGPUTrainingManager.validate_epoch = validate_epoch  # type: ignore[method-assign]
+            TrainingLoop.train_epoch = train_epoch  # type: ignore[method-assign]
+            TrainingLoop.validate_epoch = validate_epoch  # type: ignore[method-assign]
 
 
 # The graph computes what the eager step computes

@@ -35,12 +35,12 @@ def test_the_written_out_resnet_is_torchvisions(gpu_steps: Any) -> None:
 def test_an_epoch_is_timed_without_its_validation(
     gpu_steps: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from multi_gpu_training import MultiGPUTrainingManager
+    from multi_gpu_training.training.loop import TrainingLoop
 
     now = iter(range(0, 100, 3))
     watch = gpu_steps.Watch("cpu")
     monkeypatch.setattr(watch, "now", lambda: float(next(now)))
-    trained = MultiGPUTrainingManager.train_epoch
+    trained = TrainingLoop.train_epoch
 
     def two_epochs() -> None:
         manager = manager_for(tmp_path, training_mode="single", epochs=2)
@@ -53,7 +53,7 @@ def test_an_epoch_is_timed_without_its_validation(
     assert watch.epochs_s == [3.0, 3.0]
     assert watch.accuracies == [0.75, 0.75]
     assert watch.execution["mode"] == "eager" and watch.execution["reason"]
-    assert MultiGPUTrainingManager.train_epoch is trained
+    assert TrainingLoop.train_epoch is trained
 
 
 def always(model: Any, batch: Any, metrics: Any) -> None:

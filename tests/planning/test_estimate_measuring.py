@@ -285,8 +285,7 @@ def test_workers_are_tried_up_to_the_cores(monkeypatch: pytest.MonkeyPatch) -> N
         class feeding:
             num_workers = 3
 
-        class _fetch:
-            tensors = None
+        gathers = False
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)))
     assert worker_counts(Loader()) == [0, 1, 2, 3, 4]  # type: ignore[arg-type]
