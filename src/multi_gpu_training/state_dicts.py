@@ -21,6 +21,9 @@ from torch.optim import Optimizer
 from multi_gpu_training.errors import CheckpointError
 
 _TAG = "$"
+# Generators have states of 600 numbers, and a history has one dict per epoch: these are not looked
+# at one by one, because training stands still meanwhile.
+_PLAIN = {type(None), bool, str, int, float}
 
 # Any state as JSON and tensors
 
@@ -45,7 +48,10 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "name": str(value).removeprefix("torch.")}
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [pack(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
+        if _PLAIN.issuperset(map(type, value)):
+            items = list(value)
+        else:
+            items = [pack(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
         kind = next(k for k in (list, tuple, set, frozenset) if isinstance(value, k)).__name__
         return items if kind == "list" else {_TAG: kind, "items": items}
     if isinstance(value, Mapping):
@@ -70,6 +76,8 @@ def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
 def _pack_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
     kind = "counter" if isinstance(value, Counter) else "dict"
     if kind == "dict" and all(isinstance(key, str) for key in value) and _TAG not in value:
+        if _PLAIN.issuperset(map(type, value.values())):
+            return dict(value)
         return {
             key: pack(item, tensors, f"{path}.{key}" if path else key)
             for key, item in value.items()
