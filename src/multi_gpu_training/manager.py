@@ -34,7 +34,7 @@ from multi_gpu_training.measure.request import requested
 from multi_gpu_training.monitoring.announce import announce, summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
-from multi_gpu_training.monitoring.loggers import Logger
+from multi_gpu_training.monitoring.loggers import Logger, check_loggers
 from multi_gpu_training.monitoring.monitor import Monitor
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.safe_output import protect_output
@@ -145,6 +145,7 @@ class MultiGPUTrainingManager:
                 "this manager has set up a training already; make another MultiGPUTrainingManager "
                 "for another training"
             )
+        check_loggers(self.config.loggers)
         self.records = setup.open_records(
             self.config, self.placement, self.console, self.recipe_options
         )

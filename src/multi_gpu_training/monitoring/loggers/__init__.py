@@ -56,14 +56,20 @@ def known_loggers() -> list[str]:
     return sorted(m.name.removesuffix(_SUFFIX) for m in modules if m.name.endswith(_SUFFIX))
 
 
+def check_loggers(names: Iterable[str]) -> None:
+    """Raise an error for a name that is not a logger's."""
+    known = known_loggers()
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            [f"loggers: {name!r} is not a logger; there are {', '.join(known)}" for name in unknown]
+        )
+
+
 def open_loggers(names: Iterable[str], run: LoggedRun) -> list[Logger]:
     """The loggers of these names that write on this rank."""
     opened = []
     for name in dict.fromkeys(names):
-        if name not in known_loggers():
-            raise ConfigError(
-                f"loggers: {name!r} is not a logger; there are {', '.join(known_loggers())}"
-            )
         module = importlib.import_module(f"{__name__}.{name}{_SUFFIX}")
         logger = module.open_logger(run)
         if logger is not None:
