@@ -176,7 +176,7 @@ def test_a_folder_that_is_no_run_is_an_error_that_helps(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not there"):
         read_run(tmp_path / "nowhere")
     whole_run(tmp_path / "image" / "first")
-    with pytest.raises(ConfigError, match=r"no run folder.*did you mean .*image/first\?"):
+    with pytest.raises(ConfigError, match=r"not a run folder.*did you mean .*image/first\?"):
         read_run(tmp_path)
     (tmp_path / "empty" / "events").mkdir(parents=True)
     (tmp_path / "empty" / "events" / "rank-0.jsonl").touch()
