@@ -15,7 +15,7 @@ from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
-SHORTEST_S = 0.05  # of an interval, where the user did not say how many steps it has
+SHORTEST_S = 0.2  # of an interval, where the user did not say how many steps it has
 
 
 @dataclass
