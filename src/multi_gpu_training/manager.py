@@ -269,7 +269,7 @@ class MultiGPUTrainingManager:
             self.trainer,
             self.logger,
             folder.checkpoints,
-            folder.disks,
+            folder.hosts,
             lambda: setup.rolling_back(self.trainer),
         )
         kept.saver.on_saved = self._checkpoint_is_safe

@@ -92,7 +92,7 @@ class ShareLoader:
     def seek(self, epoch: int, start: int = 0) -> None:
         self.epoch, self.start = epoch, start
 
-    def share_out(self, **how: Any) -> None:
+    def set_shares(self, **how: Any) -> None:
         """Cut batches otherwise from the next pass on: other `weights`, or another `rank`."""
         self.feeding = replace(self.feeding, **how)
 

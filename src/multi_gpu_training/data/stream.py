@@ -50,7 +50,7 @@ class StreamLoader:
         self.epoch, self.start = epoch, start
         self._next = None
 
-    def share_out(self, **how: Any) -> None:
+    def set_shares(self, **how: Any) -> None:
         """Cut batches otherwise from the next pass on: other `weights`, or another `rank`.
         The stream is read anew up to where it stands."""
         self.feeding = replace(self.feeding, **how)

@@ -250,7 +250,7 @@ class Balance:
         self.weights = weights
         if changed:
             for loader in self.loaders:
-                loader.share_out(weights=weights)
+                loader.set_shares(weights=weights)
         micro, ranks = self.loaders[0].feeding.micro_size, self.placement.dp_size
         bounds = [cut(micro, ranks, rank, weights) for rank in range(ranks)]
         samples = [stop - start for start, stop in bounds]

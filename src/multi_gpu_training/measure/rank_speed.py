@@ -167,7 +167,7 @@ def first_batch(loader: Loader) -> Any:
     samples on one of them do not look like a slow GPU. The loader stands where it stood."""
     feeding, epoch, start = loader.feeding, loader.epoch, loader.start
     loader.seek(epoch)
-    loader.share_out(rank=0, weights=None)
+    loader.set_shares(rank=0, weights=None)
     batches: Iterator[Any] = iter(loader)
     try:
         return next(batches)
@@ -176,7 +176,7 @@ def first_batch(loader: Loader) -> Any:
         if close is not None:
             close()
         loader.seek(epoch, start)
-        loader.share_out(rank=feeding.rank, weights=feeding.weights)
+        loader.set_shares(rank=feeding.rank, weights=feeding.weights)
 
 
 def resized(batch: Any, size: int, count: int) -> Any:

@@ -27,10 +27,10 @@ class RunFolder:
     """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints."""
 
     def __init__(
-        self, path: Path, lock: RunLock | None = None, disks: CheckpointHosts | None = None
+        self, path: Path, lock: RunLock | None = None, hosts: CheckpointHosts | None = None
     ) -> None:
         self.path = path
-        self.disks = disks
+        self.hosts = hosts
         self._lock = lock
 
     def close(self) -> None:
@@ -80,14 +80,14 @@ def open_run(
         path = _told_path(config, placement.identity, answer.get("name"))
     settings = {**config.plain(), **(options or {})}
     try:
-        disks = find_checkpoint_hosts(placement, path)
-        if disks.writes and not placement.is_main:
+        hosts = find_checkpoint_hosts(placement, path)
+        if hosts.writes and not placement.is_main:
             lock = RunLock(path)
-        if disks.writes:
+        if hosts.writes:
             _write_facts(path, settings, placement.identity)
     except OSError as error:
         raise ConfigError(_unwritable(error, config)) from None
-    return RunFolder(path, lock, disks)
+    return RunFolder(path, lock, hosts)
 
 
 def _base(config: MultiGPUConfig) -> Path:
