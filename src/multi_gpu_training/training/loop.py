@@ -133,14 +133,14 @@ class TrainingLoop:
             return self.progress.history[epoch]["train"]
         if self.is_over:
             return self.progress.last["train"]
-        self._close_trained()
+        self._close_trained()  # a user's own loop may leave out the validation
         trainer = self.trainer
         if loader is self.train_loader:
             if self.train_loader.epoch != epoch:
                 self.train_loader.seek(epoch)
             self.renew_shares()
         trainer.model.train()
-        trainer.execution.mark()
+        trainer.execution.mark()  # recorded steps are taken back to here at the furthest
         while True:
             for call in self.callbacks.on_epoch_begin:  # after a rollback, again
                 call(epoch)
@@ -148,9 +148,10 @@ class TrainingLoop:
             try:
                 for batch in self._batches(loader):
                     if self.checkpoints.skips(batch):
+                        # It still counts as seen: positions in the data stay what they were.
                         trainer.pass_over(share_of(batch))
                         continue
-                    result = trainer.train_step(batch)
+                    result = trainer.train_step(batch)  # fires on_step_begin and on_step_end
                     if result.moved and self._after_step():
                         break
                     step = trainer.step + 1
@@ -188,6 +189,8 @@ class TrainingLoop:
         trainer = self.trainer
         ours = loader is self.train_loader
         self._whole = not self.has_all_steps or (ours and self._at_end_of_epoch)
+        # In this order: steps that were recorded wrongly are taken back first, then what is still
+        # on its way from the device is logged, then the rest belongs to the epoch's metrics.
         trainer.execution.verify()
         self.log.end_epoch()
         self.epoch_metrics.merge(trainer.read_metrics())
@@ -203,7 +206,7 @@ class TrainingLoop:
         if self.val_loader is None:
             self._close_epoch(epoch, metrics, None)
         else:
-            self._trained = (epoch, metrics)
+            self._trained = (epoch, metrics)  # `validate_epoch` closes it: best and early stopping
         return metrics
 
     def validate_epoch(self, loader: Iterable[Any] | None = None) -> dict[str, float]:
@@ -213,7 +216,7 @@ class TrainingLoop:
             raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
         recorded = self.progress.record_of(self._epoch) if loader is self.val_loader else None
         if self._trained is None and recorded is not None:
-            return recorded["val"]
+            return recorded["val"]  # a resumed run has validated this epoch before
         note_phase(Phase.VALIDATION)
         metrics = self.evaluate(validation_batches(loader, self.control))
         note_phase(Phase.EPOCH)
