@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
+from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 BATCH_NORMS = (
@@ -39,6 +41,13 @@ def run_eagerly(trainer: MultiGPUTrainer) -> None:
 def leave_compiled(trainer: MultiGPUTrainer) -> None:
     """Run the loss as the user wrote it: every other shape would be compiled anew."""
     trainer.step_module.compiled = trainer.step_module.loss_fn
+
+
+def watch_loss(
+    trainer: MultiGPUTrainer, compute: Callable[[LossFn, nn.Module, Any], Any]
+) -> None:
+    """Let `compute(loss_fn, model, batch)` run in place of the loss function, which it is given."""
+    trainer.step_module.compiled = functools.partial(compute, trainer.step_module.loss_fn)
 
 
 def execution_facts(trainer: MultiGPUTrainer) -> dict[str, Any]:
