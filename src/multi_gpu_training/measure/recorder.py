@@ -222,7 +222,7 @@ class Recorder(Callback):
         self._finish()
 
     def before_move(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.done or not self.line:
+        if self.done or self.share is None:  # or a step past the trainer
             return
         named = dict(self.run.model.named_parameters())
         self.line["settings"] = [_settings(group) for group in optimizer.param_groups]
@@ -231,7 +231,7 @@ class Recorder(Callback):
         self.before = {name: p.detach().clone() for name, p in named.items()}
 
     def after_move(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.done or not self.line or not self.before:
+        if self.done or self.share is None or not self.before:
             return
         named = dict(self.run.model.named_parameters())
         moves = {n: p.detach() - self.before[n] for n, p in named.items() if n in self.before}
@@ -406,11 +406,6 @@ class Recording(Measurement):
 
     reproducible = True
 
-    @property
-    def drops(self) -> tuple[str, ...]:  # type: ignore[override]
-        # The global batch is what stays the same on any number of ranks.
-        return () if self.request.as_is else ("batch_size",)
-
     def adapt(self, config: MultiGPUConfig) -> MultiGPUConfig:
         # A DataLoader brings its own batch size, which is known only once it is seen.
         self.brought = not {"batch_size", "global_batch_size"} & config.model_fields_set
@@ -421,10 +416,11 @@ class Recording(Measurement):
         batch = config.batch_size * config.gradient_accumulation_steps
         weights = config.share_weights
         kept = weights is not None and len(weights) == self.request.ranks
+        total = max(config.global_batch_size or batch, self.request.least_batch)
         found = {
             "training_mode": TrainingMode.DISTRIBUTED_DATA_PARALLEL,
             "world_size": self.request.ranks,
-            "global_batch_size": max(config.global_batch_size or batch, self.request.least_batch),
+            "global_batch_size": total,
             "balance": "auto" if kept else "equal",
             "use_mixed_precision": False,
             "mixed_precision_dtype": "auto",
@@ -441,6 +437,10 @@ class Recording(Measurement):
         }
         if not self.request.as_is:
             found |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+            if not self.brought:
+                # As much as one rank can be given: the accumulation stays what the script says.
+                base = config.base_batch_size or config.batch_size
+                found |= {"batch_size": total, "base_batch_size": base}
         return found
 
     def shorten(self, dataset: Any, global_batch: int) -> Any:

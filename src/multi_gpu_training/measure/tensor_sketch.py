@@ -62,7 +62,7 @@ def difference(one: Sketch, other: Sketch) -> float:
     if _same_nonfinite(one, other):
         return 0.0
     total = sum((a - b) ** 2 for a, b in zip(one[1:], other[1:], strict=True))
-    return max(math.sqrt(total / PROJECTIONS), abs(one[0] - other[0]) if total else 0.0)
+    return math.sqrt(total / PROJECTIONS)
 
 
 def _same_nonfinite(one: Sketch, other: Sketch) -> bool:

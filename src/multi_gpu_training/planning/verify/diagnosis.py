@@ -105,11 +105,14 @@ class _Examination:
         }.get(stage, self._changed)
         return how()
 
+    def _train(self, ranks: int, conditions: Conditions) -> RecordedRun:
+        return self.run(ranks, conditions, steps=self.one.asked)
+
     # One rank again
 
     def _unrepeatable(self, probe: dict[str, Any] | None = None) -> Diagnosis | None:
         """One rank once more: what differs from itself cannot be compared with anything."""
-        again = self.run(1, self.conditions, probe=probe, steps=self._steps_needed())
+        again = self.run(1, self.conditions, probe=probe, steps=self.one.asked)
         self.again = again
         if again.steps == 0 and again.probe is None:
             return None
@@ -131,9 +134,6 @@ class _Examination:
             "the script does not repeat itself, so that there is nothing to compare with",
         )
 
-    def _steps_needed(self) -> int:
-        return max(4, self.found.step)
-
     # Causes by stage
 
     def _start(self) -> Diagnosis:
@@ -153,7 +153,8 @@ class _Examination:
         key, mine, theirs = facts["key"], facts["one"], facts["many"]
         numbers = all(isinstance(v, (int, float)) and v for v in (mine, theirs))
         factor = theirs / mine if numbers else math.nan
-        by_world = key == "lr" and any(
+        at_once = self.found.step == 1 and not self.found.ranks_differ
+        by_world = key == "lr" and at_once and any(
             abs(factor - want) < 1e-4 * want for want in (self.world, math.sqrt(self.world))
         )
         if by_world:
@@ -285,7 +286,7 @@ class _Examination:
         if not drew or self.conditions.sample_noise:
             return None
         other = Conditions(**{**vars(self.conditions), "sample_noise": True})
-        one, many = self.run(1, other), self.run(self.world, other)
+        one, many = self._train(1, other), self._train(self.world, other)
         if one.failure is not None or many.failure is not None:
             return None
         left = compare_runs(one, many).mismatch
@@ -449,7 +450,7 @@ class _Examination:
         if mixing is None or not mixing["batchnorm"] or self.conditions.sync_bn:
             return Diagnosis([cause])
         synced = Conditions(**{**vars(self.conditions), "sync_bn": True})
-        many = self.run(self.world, synced)
+        many = self._train(self.world, synced)
         left = compare_runs(self.one, many)
         if left.passed:
             return Diagnosis([f"{cause} (with it the results agree)"])
@@ -630,6 +631,12 @@ def failure_cause(error: str, world: int) -> str:
         )
     if "built another model" in error:
         return "the model that is built depends on the rank"
+    if "by peer" in error:
+        return (
+            "a rank has left while the others went on: control flow that depends on the rank or on "
+            "its own loss (an early stop, a break, an exit). Decide from a number that all ranks "
+            "share"
+        )
     if "hang" in error.lower() or "not done after" in error or "waiting" in error.lower():
         return (
             "the ranks wait for each other for ever: control flow that depends on the rank (an "
@@ -678,7 +685,7 @@ def name_data_cause(
     guilty = sorted({rank for rank, _ in places})
     who = _ranks(guilty)
     seen = seen_by(one)
-    strangers = [ranks[rank].steps[found.step - 1]["micros"][found.micro] for rank in guilty]
+    strangers = [found.facts["theirs"][rank] for rank in guilty]
     elsewhere = any(text in seen for micro in strangers for text in micro["hashes"])
     kind = _same_sample_otherwise(one, ranks, found)
     if kind == "other sample" or (elsewhere and kind is None):

@@ -14,6 +14,7 @@ from multi_gpu_training.planning.verify.recorded_run import (
     RecordedRun,
     RowMatch,
     match_rows,
+    merged,
 )
 
 
@@ -164,8 +165,8 @@ class PairedRecords:
             "buffers": "after the step",
         }[stage]
         what = "buffer" if stage == "buffers" else "parameter"
-        if key not in alone:
-            return
+        if any(key not in line for line in (alone, *ranks)):
+            return  # a step that was not finished
         # Buffers of other ranks are overwritten by rank 0's where they are broadcast.
         if stage != "buffers":
             for rank, other in enumerate(ranks[1:], 1):
@@ -204,19 +205,27 @@ class PairedRecords:
         micros = [alone["micros"], *(rank["micros"] for rank in ranks)]
         total_one = sum(micro["count"] for micro in micros[0])
         total = sum(micro["count"] for part in micros[1:] for micro in part)
-        for number, (mine, *theirs) in enumerate(zip_longest(*micros)):
-            match = match_rows(self.one, self.many, mine, theirs)
-            if match.same:
+        pairs = list(zip_longest(*micros))
+        if any(not self._same_samples(mine, theirs) for mine, *theirs in pairs):
+            # Cut into other micro-batches, perhaps: what counts is the step as a whole.
+            pairs = [tuple(merged(part) for part in micros)]
+        for mine, *theirs in pairs:
+            if self._same_samples(mine, theirs):
                 continue
-            if self._all_whole(mine, theirs):
-                continue  # every rank computes the whole batch: wasteful, but the same result
+            match = match_rows(self.one, self.many, mine, theirs)
             text = (
                 f"the ranks train on {total} samples, one rank on {total_one}"
                 if total != total_one
                 else f"{len(match.extra)} of {total} samples are not those that one rank sees"
             )
             facts = {"mine": mine, "theirs": theirs, "total": total, "total_one": total_one}
-            yield Mismatch("data", step, text, match=match, micro=number, facts=facts)
+            yield Mismatch("data", step, text, match=match, facts=facts)
+
+    def _same_samples(
+        self, mine: dict[str, Any] | None, theirs: Sequence[dict[str, Any] | None]
+    ) -> bool:
+        # A whole batch on every rank is wasteful, but gives the same result.
+        return match_rows(self.one, self.many, mine, theirs).same or self._all_whole(mine, theirs)
 
     @staticmethod
     def _all_whole(mine: dict[str, Any] | None, theirs: Sequence[dict[str, Any] | None]) -> bool:
@@ -270,7 +279,7 @@ class PairedRecords:
     def _grads(
         self, step: int, alone: dict[str, Any], ranks: list[dict[str, Any]]
     ) -> Iterator[Mismatch]:
-        if "grads" not in alone or "grads" not in ranks[0]:
+        if any("grads" not in line for line in (alone, *ranks)):
             return
         for rank, other in enumerate(ranks[1:], 1):
             apart, name = furthest(ranks[0]["grads"], other["grads"], FLOOR)
@@ -294,6 +303,8 @@ class PairedRecords:
     def _move(
         self, step: int, alone: dict[str, Any], ranks: list[dict[str, Any]]
     ) -> Iterator[Mismatch]:
+        if "after" not in alone or "after" not in ranks[0]:
+            return
         if ("moves" in alone) != ("moves" in ranks[0]):
             yield Mismatch("move", step, "the weights move on one side only")
             return

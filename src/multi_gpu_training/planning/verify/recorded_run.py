@@ -32,11 +32,12 @@ class RankRecord:
 
     def kept_rows(self, micro: dict[str, Any]) -> dict[str, list[Any]] | None:
         """The samples of a micro-batch; None where they were too large to keep."""
-        if micro["kept"] is None or self.rows is None or not self.rows.exists():
+        places = micro["kept"] if isinstance(micro["kept"], list) else [micro["kept"]]
+        if None in places or self.rows is None or not self.rows.exists():
             return None
         loaded = torch.load(self.rows, weights_only=True)
-        found: dict[str, list[Any]] = loaded[micro["kept"]]
-        return found
+        parts: list[dict[str, list[Any]]] = [loaded[place] for place in places]
+        return {path: [row for part in parts for row in part.get(path, ())] for path in parts[0]}
 
 
 @dataclass
@@ -49,7 +50,7 @@ class RecordedRun:
     failure: Failure | None = None
     probe: dict[str, Any] | None = None
     double: bool = True
-    seconds: float = 0.0
+    asked: int | None = None  # steps, which also say how much of the data was taken
 
     @property
     def first(self) -> RankRecord:
@@ -138,9 +139,8 @@ class VerifyRunner:
         mode = TrainingMode.SINGLE if ranks == 1 else TrainingMode.DISTRIBUTED_DATA_PARALLEL
         begun = time.monotonic()
         found = runner(Case(several, mode, ranks, settings, kind="recorder", more=more))
-        seconds = time.monotonic() - begun
         if ranks == 1:
-            self.alone_s = seconds
+            self.alone_s = time.monotonic() - begun
         file = runner.out / "probe.json"
         return RecordedRun(
             ranks,
@@ -149,7 +149,7 @@ class VerifyRunner:
             found.failure,
             json.loads(file.read_text()) if file.exists() else None,
             conditions.double,
-            seconds,
+            steps,
         )
 
 
@@ -204,6 +204,19 @@ class RowMatch:
     @property
     def same(self) -> bool:
         return not self.missing and not self.extra
+
+
+def merged(micros: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The micro-batches of a rank's step as one."""
+    if not micros:
+        return None
+    return {
+        **micros[0],
+        "count": sum(micro["count"] for micro in micros),
+        "hashes": [text for micro in micros for text in micro["hashes"]],
+        "indices": [index for micro in micros for index in micro["indices"]],
+        "kept": [micro["kept"] for micro in micros],
+    }
 
 
 def match_rows(
