@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # every optimizer imports it  # noqa: F401
+import torch._dynamo  # every optimizer imports it
+from seeded_scripts import BUGS, CORRECT, HEADER
 
 import multi_gpu_training.manager  # noqa: F401
 from multi_gpu_training.distributed.cleanup import end_workers
@@ -31,7 +32,6 @@ from multi_gpu_training.launch import rank_main
 from multi_gpu_training.measure.request import VARIABLE
 from multi_gpu_training.measure.script_runner import TIMED_OUT, ScriptRunner
 from multi_gpu_training.planning.verify import VerifyReport, verify
-from seeded_scripts import BUGS, CORRECT, HEADER
 
 
 def start_forked(runner: ScriptRunner, request: Any, log: Path) -> int:
@@ -152,7 +152,6 @@ def main() -> None:
     ]
     rows = []
     with tempfile.TemporaryDirectory(prefix="mgt-seeded-") as folder:
-        os.environ["MGT_RUNS"] = folder
         for name in names:
             verdict, said, seconds = run_one(name, Path(folder), ranks, args.show)
             rows.append((name, verdict, said, seconds))
@@ -169,8 +168,8 @@ def tables(rows: list[tuple[str, str, str, float]], ranks: str) -> str:
         "# Seeded bugs",
         "",
         f"`mgt verify --ranks {ranks}` of every script in `seeded_scripts.py`, by "
-        f"`benchmarks/seeded_bugs.py`. {platform.machine()}, {os.cpu_count()} cores, CPU ranks over "
-        f"gloo, torch {torch.__version__}, Python {platform.python_version()}.",
+        f"`benchmarks/seeded_bugs.py`. {platform.machine()}, {os.cpu_count()} cores, CPU ranks "
+        f"over gloo, torch {torch.__version__}, Python {platform.python_version()}.",
         "",
     ]
     for title, kinds, mine in (

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Small training scripts for `seeded_bugs.py`: some with one bug each, some correct.
 
 BUGS: name -> (what the named cause must say, as a regular expression; the script).
@@ -6,7 +7,7 @@ CORRECT: name -> the script. HEADER comes before each.
 
 from __future__ import annotations
 
-HEADER = '''
+HEADER = """
 import collections, math, os, random, time
 import numpy as np
 import torch
@@ -48,7 +49,7 @@ def adamw(lr=1e-3, **more):
 
 def manager(**settings):
     return MultiGPUTrainingManager(MultiGPUConfig(**{"epochs": 4, "batch_size": 12, **settings}))
-'''
+"""
 
 DATA = r"data per rank"
 UNWEIGHTED = r"not weighted|weighted rightly"
@@ -70,12 +71,17 @@ CORRECT: dict[str, str] = {}
 
 # Data
 
-BUGS["shard_by_stride"] = (DATA, '''
+BUGS["shard_by_stride"] = (
+    DATA,
+    """
 data = table()
 x, y = data.tensors
 manager().fit(mlp(), TensorDataset(x[RANK::WORLD], y[RANK::WORLD]), optimizer=sgd())
-''')
-BUGS["shuffle_files_by_rank"] = (DATA, '''
+""",
+)
+BUGS["shuffle_files_by_rank"] = (
+    DATA,
+    """
 class Files(Dataset):
     def __init__(self):
         self.files = list(range(80))
@@ -87,8 +93,11 @@ class Files(Dataset):
         return self.x[self.files[i]], self.y[self.files[i]]
 
 manager().fit(mlp(), Files(), optimizer=adamw())
-''')
-BUGS["own_loop_permutation_by_rank"] = (DATA, '''
+""",
+)
+BUGS["own_loop_permutation_by_rank"] = (
+    DATA,
+    """
 x, y = table(60).tensors
 m = manager()
 m.setup_training(mlp(), TensorDataset(x, y), optimizer=sgd())
@@ -97,8 +106,11 @@ for epoch in range(4):
     for part in torch.randperm(60, generator=g).split(12):
         m.trainer.train_step((x[part], y[part]))
 m.finish()
-''')
-BUGS["augment_seeded_by_rank"] = (r"looks otherwise|generator|data per rank", '''
+""",
+)
+BUGS["augment_seeded_by_rank"] = (
+    r"looks otherwise|generator|data per rank",
+    """
 class Jittered(Dataset):
     def __init__(self):
         self.base = images()
@@ -111,16 +123,22 @@ class Jittered(Dataset):
 
 net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
 manager(batch_size=10).fit(net, Jittered(), optimizer=sgd(0.02, momentum=0.9))
-''')
-BUGS["augment_sign_on_odd_ranks"] = (r"looks otherwise|depends on the rank|data per rank", '''
+""",
+)
+BUGS["augment_sign_on_odd_ranks"] = (
+    r"looks otherwise|depends on the rank|data per rank",
+    """
 def flip(batch, random):
     x, y = batch
     return [x.flip(-1) if RANK % 2 else x, y]
 
 net = nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
 manager(batch_size=9).fit(net, images(), optimizer=adamw(3e-3), augment=flip)
-''')
-BUGS["collate_crop_by_pid"] = (GENERATOR, '''
+""",
+)
+BUGS["collate_crop_by_pid"] = (
+    GENERATOR,
+    """
 rng = random.Random(os.getpid())
 
 def collate(samples):
@@ -130,8 +148,11 @@ def collate(samples):
 
 m = manager()
 m.fit(mlp(), DataLoader(table(), batch_size=12, collate_fn=collate), optimizer=sgd())
-''')
-BUGS["skip_hard_batches_on_rank"] = (r"control flow|depends on the rank|data per rank", '''
+""",
+)
+BUGS["skip_hard_batches_on_rank"] = (
+    r"control flow|depends on the rank|data per rank",
+    """
 m = manager(hang_timeout_s=15)
 model, loader, _ = m.setup_training(mlp(), table(150), optimizer=sgd())
 for epoch in range(3):
@@ -140,11 +161,14 @@ for epoch in range(3):
             continue
         m.trainer.train_step(batch)
 m.finish()
-''')
+""",
+)
 
 # Losses
 
-BUGS["token_mean_without_weight"] = (UNWEIGHTED, '''
+BUGS["token_mean_without_weight"] = (
+    UNWEIGHTED,
+    """
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
@@ -160,8 +184,11 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), ignore_index=-100)
 
 manager(batch_size=8).fit(Tagger(), TensorDataset(x, y), loss_fn=loss_fn, optimizer=adamw())
-''')
-BUGS["class_weights_without_weight"] = (UNWEIGHTED, '''
+""",
+)
+BUGS["class_weights_without_weight"] = (
+    UNWEIGHTED,
+    """
 importance = torch.tensor([0.2, 1.0, 5.0])
 
 def loss_fn(model, batch):
@@ -169,14 +196,20 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(x), y, weight=importance.to(x))
 
 manager().fit(mlp(), table(), loss_fn=loss_fn, optimizer=sgd(0.1))
-''')
-BUGS["weight_is_one"] = (UNWEIGHTED, '''
+""",
+)
+BUGS["weight_is_one"] = (
+    UNWEIGHTED,
+    """
 def loss_fn(model, batch):
     return F.mse_loss(model(batch[0]), batch[1]), 1.0
 
 manager(batch_size=11).fit(mlp(8, 1), values(), loss_fn=loss_fn, optimizer=sgd(0.05))
-''')
-BUGS["masked_reconstruction_mean"] = (UNWEIGHTED, '''
+""",
+)
+BUGS["masked_reconstruction_mean"] = (
+    UNWEIGHTED,
+    """
 x = torch.randn(90, 10, generator=G)
 mask = torch.rand(90, 10, generator=G) < torch.rand(90, 1, generator=G)
 
@@ -186,14 +219,20 @@ def loss_fn(model, batch):
     return ((out - x) ** 2)[mask].mean()
 
 manager(batch_size=9).fit(mlp(10, 10), TensorDataset(x, mask), loss_fn=loss_fn, optimizer=adamw(2e-3))
-''')
-BUGS["loss_over_world_size_adamw"] = (WORLD, '''
+""",
+)
+BUGS["loss_over_world_size_adamw"] = (
+    WORLD,
+    """
 def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1]) / WORLD
 
 manager().fit(mlp(), table(), loss_fn=loss_fn, optimizer=adamw(1e-4))
-''')
-BUGS["loss_times_world_size_own_loop"] = (WORLD, '''
+""",
+)
+BUGS["loss_times_world_size_own_loop"] = (
+    WORLD,
+    """
 m = manager(batch_size=10)
 def loss_fn(model, batch):
     return F.smooth_l1_loss(model(batch[0]), batch[1]) * m.placement.dp_size
@@ -203,14 +242,20 @@ for epoch in range(4):
     for batch in loader:
         m.trainer.train_step(batch)
 m.finish()
-''')
-BUGS["reduction_sum"] = (r"is a sum", '''
+""",
+)
+BUGS["reduction_sum"] = (
+    r"is a sum",
+    """
 def loss_fn(model, batch):
     return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
 
 manager(max_grad_norm=1.0).fit(mlp(8, 1), values(), loss_fn=loss_fn, optimizer=adamw())
-''')
-BUGS["contrastive_local_negatives"] = (PAIRS, '''
+""",
+)
+BUGS["contrastive_local_negatives"] = (
+    PAIRS,
+    """
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -224,8 +269,11 @@ def info_nce(model, batch):
     return F.cross_entropy(a @ b.T / 0.2, torch.arange(len(x)))
 
 manager(batch_size=8).fit(Encoder(), table(), loss_fn=info_nce, optimizer=adamw())
-''')
-BUGS["batch_hard_triplet"] = (PAIRS + "|samples of a batch meet|mean of means", '''
+""",
+)
+BUGS["batch_hard_triplet"] = (
+    PAIRS + "|samples of a batch meet|mean of means",
+    """
 def triplet(model, batch):
     x, y = batch
     e = model(x)
@@ -236,8 +284,11 @@ def triplet(model, batch):
     return F.softplus(hardest - nearest).mean()
 
 manager(batch_size=15).fit(mlp(8, 4), table(150), loss_fn=triplet, optimizer=sgd(0.01))
-''')
-BUGS["decorrelation_loss"] = (PAIRS + "|" + MEANS, '''
+""",
+)
+BUGS["decorrelation_loss"] = (
+    PAIRS + "|" + MEANS,
+    """
 def loss_fn(model, batch):
     z = model(batch[0])
     z = (z - z.mean(0)) / z.std(0, correction=0)
@@ -245,22 +296,31 @@ def loss_fn(model, batch):
     return (c - torch.eye(c.shape[0]).to(c)).pow(2).sum()
 
 manager(batch_size=16).fit(mlp(8, 4), table(), loss_fn=loss_fn, optimizer=adamw())
-''')
-BUGS["rmse"] = (MEANS, '''
+""",
+)
+BUGS["rmse"] = (
+    MEANS,
+    """
 def rmse(model, batch):
     return torch.sqrt(F.mse_loss(model(batch[0]), batch[1]))
 
 manager().fit(mlp(8, 1), values(), loss_fn=rmse, optimizer=sgd(0.02))
-''')
-BUGS["balanced_mean_over_classes"] = (MEANS + "|" + UNWEIGHTED, '''
+""",
+)
+BUGS["balanced_mean_over_classes"] = (
+    MEANS + "|" + UNWEIGHTED,
+    """
 def loss_fn(model, batch):
     x, y = batch
     each = F.cross_entropy(model(x), y, reduction="none")
     return torch.stack([each[y == c].mean() for c in y.unique()]).mean()
 
 manager(batch_size=14).fit(mlp(), table(), loss_fn=loss_fn, optimizer=sgd())
-''')
-BUGS["regulariser_on_rank_zero"] = (RANK_FLOW, '''
+""",
+)
+BUGS["regulariser_on_rank_zero"] = (
+    RANK_FLOW,
+    """
 def loss_fn(model, batch):
     loss = F.cross_entropy(model(batch[0]), batch[1])
     if RANK == 0 or WORLD == 1:
@@ -268,15 +328,21 @@ def loss_fn(model, batch):
     return loss
 
 manager().fit(mlp(), table(), loss_fn=loss_fn, optimizer=sgd())
-''')
+""",
+)
 
 # Models
 
-BUGS["batchnorm_cnn"] = (BATCHNORM, '''
+BUGS["batchnorm_cnn"] = (
+    BATCHNORM,
+    """
 net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
 manager(batch_size=10).fit(net, images(), optimizer=sgd(0.05, momentum=0.9))
-''')
-BUGS["batchnorm_in_residual_mlp"] = (BATCHNORM, '''
+""",
+)
+BUGS["batchnorm_in_residual_mlp"] = (
+    BATCHNORM,
+    """
 class Block(nn.Module):
     def __init__(self, n):
         super().__init__()
@@ -297,8 +363,11 @@ for epoch in range(4):
     m.train_epoch(loader, epoch)
     m.validate_epoch(val)
 m.finish()
-''')
-BUGS["centering_by_hand"] = (r"mixes the samples", '''
+""",
+)
+BUGS["centering_by_hand"] = (
+    r"mixes the samples",
+    """
 class Centered(nn.Module):
     def __init__(self):
         super().__init__()
@@ -308,8 +377,11 @@ class Centered(nn.Module):
         return self.b(F.relu(h - h.mean(0)))
 
 manager().fit(Centered(), table(), optimizer=sgd())
-''')
-BUGS["feature_mean_buffer"] = (BUFFER, '''
+""",
+)
+BUGS["feature_mean_buffer"] = (
+    BUFFER,
+    """
 class Tracked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -322,8 +394,11 @@ class Tracked(nn.Module):
         return self.net(x)
 
 manager().fit(Tracked(), table(), optimizer=sgd())
-''')
-BUGS["dino_center"] = (BUFFER + "|mixes the samples|keeps state", '''
+""",
+)
+BUGS["dino_center"] = (
+    BUFFER + "|mixes the samples|keeps state",
+    """
 class Head(nn.Module):
     def __init__(self):
         super().__init__()
@@ -337,8 +412,11 @@ class Head(nn.Module):
         return -(target * F.log_softmax(out, -1)).sum(-1).mean()
 
 manager(batch_size=8).fit(Head(), table(), loss_fn=lambda model, batch: model(batch[0]), optimizer=adamw())
-''')
-BUGS["functional_dropout"] = (NOISE, '''
+""",
+)
+BUGS["functional_dropout"] = (
+    NOISE,
+    """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -347,8 +425,11 @@ class Net(nn.Module):
         return self.b(F.dropout(F.relu(self.a(x)), 0.4, self.training))
 
 manager().fit(Net(), table(), optimizer=adamw())
-''')
-BUGS["noise_from_own_generator"] = (GENERATOR, '''
+""",
+)
+BUGS["noise_from_own_generator"] = (
+    GENERATOR,
+    """
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -358,8 +439,11 @@ class Noisy(nn.Module):
         return self.net(x + 0.1 * torch.randn(x.shape, generator=self.noise))
 
 manager().fit(Noisy(), table(), optimizer=sgd())
-''')
-BUGS["mixup_with_numpy"] = (GENERATOR + "|" + NOISE, '''
+""",
+)
+BUGS["mixup_with_numpy"] = (
+    GENERATOR + "|" + NOISE,
+    """
 def loss_fn(model, batch):
     x, y = batch
     share = float(np.random.beta(0.4, 0.4))
@@ -368,8 +452,11 @@ def loss_fn(model, batch):
 
 np.random.seed(RANK)
 manager().fit(mlp(), table(), loss_fn=loss_fn, optimizer=sgd())
-''')
-BUGS["layer_depends_on_rank"] = (RANK_FLOW, '''
+""",
+)
+BUGS["layer_depends_on_rank"] = (
+    RANK_FLOW,
+    """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -379,23 +466,35 @@ class Net(nn.Module):
         return self.b(torch.tanh(h) if RANK == 0 else torch.relu(h))
 
 manager().fit(Net(), table(), optimizer=sgd())
-''')
-BUGS["first_weights_by_rank_count"] = (r"starts with other weights", '''
+""",
+)
+BUGS["first_weights_by_rank_count"] = (
+    r"starts with other weights",
+    """
 torch.manual_seed(1000 * WORLD)
 manager().fit(mlp(), table(), optimizer=sgd())
-''')
+""",
+)
 
 # Optimizer, rates, weights
 
-BUGS["rate_times_world_and_linear_scaling"] = (RATE, '''
+BUGS["rate_times_world_and_linear_scaling"] = (
+    RATE,
+    """
 m = manager(lr_scaling="linear", learning_rate=1e-3 * WORLD)
 m.fit(mlp(), table())
-''')
-BUGS["rate_times_world_fixed_global_batch"] = (RATE, '''
+""",
+)
+BUGS["rate_times_world_fixed_global_batch"] = (
+    RATE,
+    """
 m = manager(global_batch_size=24)
 m.fit(mlp(), table(), optimizer=sgd(1e-5 * WORLD))
-''')
-BUGS["plateau_on_local_loss"] = (r"learning rate is set by each rank|depends on the number of ranks|set by each rank", '''
+""",
+)
+BUGS["plateau_on_local_loss"] = (
+    r"learning rate is set by each rank|depends on the number of ranks|set by each rank",
+    """
 class Plateau(Callback):
     best = math.inf
     def on_step_end(self, run, result):
@@ -420,20 +519,29 @@ m.trainer.schedule = Constant()
 for epoch in range(4):
     m.train_epoch(loader, epoch)
 m.finish()
-''')
-BUGS["clip_in_parameter_hook"] = (CLIP, '''
+""",
+)
+BUGS["clip_in_parameter_hook"] = (
+    CLIP,
+    """
 net = mlp()
 for p in net.parameters():
     p.register_hook(lambda g: g * min(1.0, 0.02 / (float(g.norm()) + 1e-12)))
 manager().fit(net, table(), optimizer=sgd(0.5))
-''')
-BUGS["clamp_gradient_values"] = (CLIP, '''
+""",
+)
+BUGS["clamp_gradient_values"] = (
+    CLIP,
+    """
 net = mlp(8, 1)
 for p in net.parameters():
     p.register_hook(lambda g: g.clamp(-0.003, 0.003))
 manager(batch_size=20).fit(net, values(), optimizer=adamw(1e-2), loss_fn=nn.MSELoss())
-''')
-BUGS["own_backward_and_step"] = (PAST, '''
+""",
+)
+BUGS["own_backward_and_step"] = (
+    PAST,
+    """
 m = manager()
 model, loader, _ = m.setup_training(mlp(), table(), optimizer=sgd())
 for epoch in range(4):
@@ -445,8 +553,11 @@ for epoch in range(4):
         else:
             m.trainer.train_step((x, y))
 m.finish()
-''')
-BUGS["second_optimizer_past_the_wrapper"] = (ONE_RANK + "|" + PAST, '''
+""",
+)
+BUGS["second_optimizer_past_the_wrapper"] = (
+    ONE_RANK + "|" + PAST,
+    """
 net = mlp()
 aux = torch.optim.SGD(net[2].parameters(), lr=0.01)
 m = manager()
@@ -460,8 +571,11 @@ for epoch in range(4):
             aux.step()
         aux.zero_grad()
 m.finish()
-''')
-BUGS["weights_clamped_on_main_rank"] = (ONE_RANK, '''
+""",
+)
+BUGS["weights_clamped_on_main_rank"] = (
+    ONE_RANK,
+    """
 class Clamp(Callback):
     def on_step_end(self, run, result):
         if run.placement.is_main:
@@ -470,8 +584,11 @@ class Clamp(Callback):
                     p.clamp_(-0.2, 0.2)
 
 manager().fit(mlp(), table(), optimizer=sgd(0.1), callbacks=[Clamp()])
-''')
-BUGS["bias_reset_on_rank_one"] = (ONE_RANK, '''
+""",
+)
+BUGS["bias_reset_on_rank_one"] = (
+    ONE_RANK,
+    """
 m = manager()
 model, loader, _ = m.setup_training(mlp(), table(), optimizer=adamw())
 for epoch in range(4):
@@ -480,8 +597,11 @@ for epoch in range(4):
             nn.init.zeros_(model[0].bias)
         m.trainer.train_step(batch)
 m.finish()
-''')
-BUGS["early_stop_on_local_loss"] = (r"control flow|stops or skips", '''
+""",
+)
+BUGS["early_stop_on_local_loss"] = (
+    r"control flow|stops or skips",
+    """
 m = manager(hang_timeout_s=15)
 model, loader, _ = m.setup_training(mlp(), table(200), optimizer=sgd(0.3))
 for epoch in range(6):
@@ -490,21 +610,30 @@ for epoch in range(6):
         if m.step > 2 and (RANK == 1):
             raise SystemExit(0)
 m.finish()
-''')
-BUGS["weight_decay_from_rank"] = (r"weight_decay", '''
+""",
+)
+BUGS["weight_decay_from_rank"] = (
+    r"weight_decay",
+    """
 manager().fit(mlp(), table(), optimizer=adamw(1e-3, weight_decay=0.01 * (1 + RANK)))
-''')
+""",
+)
 
 # Metrics
 
-BUGS["validation_mean_of_batch_means"] = (MEANS, '''
+BUGS["validation_mean_of_batch_means"] = (
+    MEANS,
+    """
 def evaluate(model, batch, metrics):
     x, y = batch
     metrics.add_mean(F.cross_entropy(model(x), y), 1, {})
 
 manager(batch_size=12).fit(mlp(), table(), table(31), optimizer=sgd(), eval_fn=evaluate)
-''')
-BUGS["memory_bank_per_process"] = (r"keeps state|state of each process|generator or a state", '''
+""",
+)
+BUGS["memory_bank_per_process"] = (
+    r"keeps state|state of each process|generator or a state",
+    """
 bank = collections.deque(maxlen=20)
 
 def loss_fn(model, batch):
@@ -516,46 +645,47 @@ def loss_fn(model, batch):
     return loss
 
 manager(batch_size=8).fit(mlp(8, 4), table(), loss_fn=loss_fn, optimizer=sgd(0.05))
-''')
+""",
+)
 
 # Correct
 
-CORRECT["mlp_fit"] = '''
+CORRECT["mlp_fit"] = """
 manager().fit(mlp(), table(), table(30), optimizer=sgd())
-'''
-CORRECT["one_epoch"] = '''
+"""
+CORRECT["one_epoch"] = """
 manager(epochs=1).fit(mlp(), table(), optimizer=adamw())
-'''
-CORRECT["tiny_rate"] = '''
+"""
+CORRECT["tiny_rate"] = """
 manager().fit(mlp(8, 1), values(), optimizer=adamw(1e-7))
-'''
-CORRECT["cnn_sync_bn"] = '''
+"""
+CORRECT["cnn_sync_bn"] = """
 net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
 manager(batch_size=10, sync_bn=True).fit(net, images(), images(25), optimizer=sgd(0.05, momentum=0.9))
-'''
-CORRECT["sync_bn_with_bias_before_it"] = '''
+"""
+CORRECT["sync_bn_with_bias_before_it"] = """
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 manager(batch_size=16, sync_bn=True).fit(net, table(), optimizer=adamw(1e-2))
-'''
-CORRECT["layernorm_groupnorm"] = '''
+"""
+CORRECT["layernorm_groupnorm"] = """
 net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.LayerNorm(64), nn.Linear(64, 4))
 manager(batch_size=7).fit(net, images(), optimizer=adamw())
-'''
-CORRECT["dropout_modules"] = '''
+"""
+CORRECT["dropout_modules"] = """
 net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 3))
 manager().fit(net, table(), optimizer=sgd())
-'''
-CORRECT["accumulation"] = '''
+"""
+CORRECT["accumulation"] = """
 manager(batch_size=4, gradient_accumulation_steps=3).fit(mlp(), table(100), optimizer=sgd(0.1, momentum=0.9))
-'''
-CORRECT["accumulation_sync_bn"] = '''
+"""
+CORRECT["accumulation_sync_bn"] = """
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
 manager(batch_size=6, gradient_accumulation_steps=2, sync_bn=True).fit(net, table(100), optimizer=sgd(0.1))
-'''
-CORRECT["clipping"] = '''
+"""
+CORRECT["clipping"] = """
 manager(max_grad_norm=0.1).fit(mlp(), table(), optimizer=sgd(0.5))
-'''
-CORRECT["token_weights"] = '''
+"""
+CORRECT["token_weights"] = """
 class Tagger(nn.Module):
     def __init__(self):
         super().__init__()
@@ -572,52 +702,52 @@ def loss_fn(model, batch):
     return loss, (batch[1] != -100).sum()
 
 manager(batch_size=8).fit(Tagger(), TensorDataset(x, y), loss_fn=loss_fn, optimizer=adamw())
-'''
-CORRECT["class_weights_criterion"] = '''
+"""
+CORRECT["class_weights_criterion"] = """
 manager().fit(mlp(), table(), loss_fn=nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0])), optimizer=sgd(0.1))
-'''
-CORRECT["label_smoothing"] = '''
+"""
+CORRECT["label_smoothing"] = """
 manager().fit(mlp(), table(), loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1), optimizer=adamw())
-'''
-CORRECT["bce"] = '''
+"""
+CORRECT["bce"] = """
 x = torch.randn(90, 8, generator=G)
 manager().fit(mlp(8, 1), TensorDataset(x, (x[:, :1] > 0).float()), loss_fn=nn.BCEWithLogitsLoss(), optimizer=adamw())
-'''
-CORRECT["huber_scheduler_onecycle"] = '''
+"""
+CORRECT["huber_scheduler_onecycle"] = """
 manager().fit(mlp(8, 1), values(), loss_fn=nn.HuberLoss(), optimizer=sgd(0.01, momentum=0.9),
               scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=80))
-'''
-CORRECT["cosine_schedule_warmup"] = '''
+"""
+CORRECT["cosine_schedule_warmup"] = """
 manager(schedule="cosine", warmup_steps=3, learning_rate=1e-2).fit(mlp(), table())
-'''
-CORRECT["step_lr"] = '''
+"""
+CORRECT["step_lr"] = """
 manager().fit(mlp(), table(), optimizer=sgd(), scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5))
-'''
-CORRECT["linear_lr_scaling"] = '''
+"""
+CORRECT["linear_lr_scaling"] = """
 manager(lr_scaling="linear", base_batch_size=6, learning_rate=1e-3).fit(mlp(), table())
-'''
-CORRECT["param_groups"] = '''
+"""
+CORRECT["param_groups"] = """
 net = mlp()
 optimizer = torch.optim.AdamW([{"params": net[0].parameters(), "lr": 1e-3}, {"params": net[2].parameters(), "lr": 1e-2, "weight_decay": 0.0}])
 manager().fit(net, table(), optimizer=optimizer)
-'''
-CORRECT["weighted_sampler"] = '''
+"""
+CORRECT["weighted_sampler"] = """
 data = table()
 weights = torch.where(data.tensors[1] == 0, 3.0, 1.0)
 loader = DataLoader(data, batch_size=12, sampler=WeightedRandomSampler(weights, 120, generator=torch.Generator().manual_seed(5)))
 manager().fit(mlp(), loader, optimizer=sgd())
-'''
-CORRECT["subset_sampler_split"] = '''
+"""
+CORRECT["subset_sampler_split"] = """
 data = table()
 manager().fit(mlp(), DataLoader(data, batch_size=10, sampler=SubsetRandomSampler(range(90), generator=torch.Generator().manual_seed(5))), optimizer=sgd())
-'''
-CORRECT["dataloader_own_size"] = '''
+"""
+CORRECT["dataloader_own_size"] = """
 m = MultiGPUTrainingManager(MultiGPUConfig(epochs=5))
 net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
 m.config.sync_bn = True
 m.fit(net, DataLoader(table(100), batch_size=20, shuffle=True), optimizer=sgd())
-'''
-CORRECT["workers"] = '''
+"""
+CORRECT["workers"] = """
 class Jittered(Dataset):
     def __init__(self):
         self.base = images(60)
@@ -629,14 +759,14 @@ class Jittered(Dataset):
 
 net = nn.Sequential(nn.Flatten(), nn.Linear(36, 4))
 manager(num_workers=1).fit(net, Jittered(), optimizer=sgd())
-'''
-CORRECT["random_augment_on_device"] = '''
+"""
+CORRECT["random_augment_on_device"] = """
 def augment(batch, random):
     return [batch[0] + 0.1 * random.normal(*batch[0].shape[1:]), batch[1]]
 
 manager().fit(mlp(), table(), optimizer=sgd(), augment=augment)
-'''
-CORRECT["dict_batches"] = '''
+"""
+CORRECT["dict_batches"] = """
 class Rows(Dataset):
     def __init__(self):
         self.x, self.y = table().tensors
@@ -649,8 +779,8 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(batch["features"]), batch["label"])
 
 manager().fit(mlp(), Rows(), loss_fn=loss_fn, optimizer=sgd())
-'''
-CORRECT["padded_sequences"] = '''
+"""
+CORRECT["padded_sequences"] = """
 class Sequences(Dataset):
     def __init__(self):
         self.items = [torch.randint(1, 20, (int(n),), generator=G) for n in torch.randint(3, 12, (80,), generator=G)]
@@ -672,8 +802,8 @@ class Bag(nn.Module):
         return self.out((self.emb(x) * mask).sum(1) / mask.sum(1))
 
 manager().fit(Bag(), DataLoader(Sequences(), batch_size=12, shuffle=True, collate_fn=collate), optimizer=adamw())
-'''
-CORRECT["stream"] = '''
+"""
+CORRECT["stream"] = """
 class Stream(IterableDataset):
     def __iter__(self):
         g = torch.Generator().manual_seed(3)
@@ -682,31 +812,31 @@ class Stream(IterableDataset):
             yield x, (x[0] > 0).long()
 
 manager(steps_per_epoch=12).fit(mlp(), Stream(), optimizer=sgd())
-'''
-CORRECT["own_loop_from_loader"] = '''
+"""
+CORRECT["own_loop_from_loader"] = """
 m = manager()
 model, loader, _ = m.setup_training(mlp(), table(), optimizer=sgd())
 for epoch in range(5):
     for batch in loader:
         m.trainer.train_step(batch)
 m.finish()
-'''
-CORRECT["own_loop_without_finish"] = '''
+"""
+CORRECT["own_loop_without_finish"] = """
 m = manager(batch_size=24)
 model, loader, _ = m.setup_training(mlp(), table(), optimizer=sgd())
 for epoch in range(3):
     for batch in loader:
         loss = m.trainer.train_step(batch).loss
-'''
-CORRECT["train_epoch_and_validate"] = '''
+"""
+CORRECT["train_epoch_and_validate"] = """
 m = manager()
 model, loader, val = m.setup_training(mlp(), table(), table(31), optimizer=adamw())
 for epoch in range(3):
     m.train_epoch(loader, epoch)
     m.validate_epoch(val)
 m.finish()
-'''
-CORRECT["own_batches_cut_by_rank"] = '''
+"""
+CORRECT["own_batches_cut_by_rank"] = """
 x, y = table().tensors
 m = manager()
 m.setup_training(mlp(), TensorDataset(x, y), optimizer=sgd())
@@ -715,8 +845,8 @@ for step in range(12):
     rows = torch.randperm(120, generator=g)[:18][m.placement.dp_rank::m.placement.dp_size]
     m.trainer.train_step((x[rows], y[rows]))
 m.finish()
-'''
-CORRECT["ema_of_weights"] = '''
+"""
+CORRECT["ema_of_weights"] = """
 class EMA(Callback):
     def on_setup(self, run):
         self.shadow = {n: p.detach().clone() for n, p in run.model.named_parameters()}
@@ -725,8 +855,8 @@ class EMA(Callback):
             self.shadow[n].mul_(0.9).add_(p.detach(), alpha=0.1)
 
 manager().fit(mlp(), table(), optimizer=sgd(), callbacks=[EMA()])
-'''
-CORRECT["weights_clamped_everywhere"] = '''
+"""
+CORRECT["weights_clamped_everywhere"] = """
 class Clamp(Callback):
     def on_step_end(self, run, result):
         with torch.no_grad():
@@ -734,8 +864,8 @@ class Clamp(Callback):
                 p.clamp_(-0.2, 0.2)
 
 manager().fit(mlp(), table(), optimizer=sgd(0.1), callbacks=[Clamp()])
-'''
-CORRECT["tied_weights_lm"] = '''
+"""
+CORRECT["tied_weights_lm"] = """
 class LM(nn.Module):
     def __init__(self):
         super().__init__()
@@ -751,8 +881,8 @@ def loss_fn(model, batch):
     return F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
 
 manager(batch_size=9).fit(LM(), TensorDataset(x), loss_fn=loss_fn, optimizer=adamw())
-'''
-CORRECT["transformer_encoder"] = '''
+"""
+CORRECT["transformer_encoder"] = """
 class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
@@ -764,8 +894,8 @@ class Classifier(nn.Module):
 
 x = torch.randint(0, 20, (70, 6), generator=G)
 manager(batch_size=9).fit(Classifier(), TensorDataset(x, x.sum(1) % 3), optimizer=adamw())
-'''
-CORRECT["gpt2_tiny"] = '''
+"""
+CORRECT["gpt2_tiny"] = """
 from transformers import GPT2Config, GPT2LMHeadModel
 
 class Text(Dataset):
@@ -778,8 +908,8 @@ class Text(Dataset):
 
 net = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2))
 manager(batch_size=6).fit(net, Text(), optimizer=adamw())
-'''
-CORRECT["mixture_of_experts"] = '''
+"""
+CORRECT["mixture_of_experts"] = """
 class MoE(nn.Module):
     def __init__(self):
         super().__init__()
@@ -789,8 +919,8 @@ class MoE(nn.Module):
         return self.out(sum(share[:, i : i + 1] * F.gelu(e(x)) for i, e in enumerate(self.experts)))
 
 manager().fit(MoE(), table(), optimizer=adamw())
-'''
-CORRECT["rnn_state_and_float_casts"] = '''
+"""
+CORRECT["rnn_state_and_float_casts"] = """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -805,27 +935,27 @@ class Net(nn.Module):
 x = torch.randn(70, 5, 4, generator=G)
 manager(batch_size=9).fit(Net(), TensorDataset(x, x.sum((1, 2), keepdim=True)[:, 0]), optimizer=adamw(),
                           loss_fn=lambda model, batch: F.mse_loss(model(batch[0]).float(), batch[1].float()))
-'''
-CORRECT["autoencoder_one_tensor"] = '''
+"""
+CORRECT["autoencoder_one_tensor"] = """
 x = torch.randn(100, 10, generator=G)
 net = nn.Sequential(nn.Linear(10, 4), nn.Tanh(), nn.Linear(4, 10))
 manager().fit(net, TensorDataset(x), loss_fn=lambda model, batch: F.mse_loss(model(batch[0]), batch[0]), optimizer=adamw())
-'''
-CORRECT["frozen_backbone"] = '''
+"""
+CORRECT["frozen_backbone"] = """
 net = mlp()
 net[0].requires_grad_(False)
 manager().fit(net, table(), optimizer=sgd())
-'''
-CORRECT["l2_regulariser"] = '''
+"""
+CORRECT["l2_regulariser"] = """
 def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1]) + 1e-3 * sum(p.pow(2).sum() for p in model.parameters())
 
 manager().fit(mlp(), table(), loss_fn=loss_fn, optimizer=sgd())
-'''
-CORRECT["small_batch_and_rmsprop"] = '''
+"""
+CORRECT["small_batch_and_rmsprop"] = """
 manager(batch_size=2).fit(mlp(), table(30), optimizer=lambda p: torch.optim.RMSprop(p, lr=1e-3))
-'''
-CORRECT["adagrad_embedding"] = '''
+"""
+CORRECT["adagrad_embedding"] = """
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
@@ -835,8 +965,8 @@ class Net(nn.Module):
 
 x = torch.randint(0, 40, (80, 4), generator=G)
 manager().fit(Net(), TensorDataset(x, x.sum(1) % 3), optimizer=lambda p: torch.optim.Adagrad(p, lr=0.05))
-'''
-CORRECT["multi_task_two_losses"] = '''
+"""
+CORRECT["multi_task_two_losses"] = """
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
@@ -852,8 +982,8 @@ def loss_fn(model, batch):
     return F.cross_entropy(a, y) + 0.5 * F.mse_loss(b, z)
 
 manager().fit(Two(), TensorDataset(x, y, x[:, :1].cos()), loss_fn=loss_fn, optimizer=adamw())
-'''
-CORRECT["unused_parameters"] = '''
+"""
+CORRECT["unused_parameters"] = """
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -862,16 +992,16 @@ class Branches(nn.Module):
         return self.net(x)
 
 manager(find_unused_parameters=True).fit(Branches(), table(), optimizer=sgd())
-'''
-CORRECT["eval_fn_with_counts"] = '''
+"""
+CORRECT["eval_fn_with_counts"] = """
 def evaluate(model, batch, metrics):
     x, y = batch
     out = model(x)
     metrics.add_mean(F.cross_entropy(out, y), len(y), {"top1": ((out.argmax(1) == y).sum(), len(y))})
 
 manager(best_metric="top1").fit(mlp(), table(), table(31), optimizer=sgd(), eval_fn=evaluate)
-'''
-CORRECT["dice_with_weight"] = '''
+"""
+CORRECT["dice_with_weight"] = """
 def dice(model, batch):
     x, y = batch
     p = model(x).sigmoid().squeeze(1)
@@ -881,8 +1011,8 @@ def dice(model, batch):
     return (each * (p.detach() + y)).sum() / down.detach(), down.detach()
 
 manager(batch_size=9).fit(mlp(8, 1), table(), loss_fn=dice, optimizer=sgd(0.1))
-'''
-CORRECT["checkpointed_layers"] = '''
+"""
+CORRECT["checkpointed_layers"] = """
 from torch.utils.checkpoint import checkpoint
 
 class Deep(nn.Module):
@@ -895,8 +1025,8 @@ class Deep(nn.Module):
         return self.out(x)
 
 manager().fit(Deep(), table(), optimizer=adamw())
-'''
-CORRECT["weight_norm_and_logging"] = '''
+"""
+CORRECT["weight_norm_and_logging"] = """
 net = mlp()
 nn.utils.parametrizations.weight_norm(net[0])
 
@@ -905,8 +1035,8 @@ class Log(Callback):
         run.log(seen=float(result.step))
 
 manager(log_every=2).fit(net, table(), optimizer=sgd(), callbacks=[Log()])
-'''
-CORRECT["log_loss_and_stop_together"] = '''
+"""
+CORRECT["log_loss_and_stop_together"] = """
 m = manager()
 model, loader, _ = m.setup_training(mlp(), table(), optimizer=sgd(0.3))
 for epoch in range(4):
@@ -914,8 +1044,8 @@ for epoch in range(4):
     if metrics["loss"] < 0.01:
         break
 m.finish()
-'''
-CORRECT["vit_like_patches"] = '''
+"""
+CORRECT["vit_like_patches"] = """
 class Patches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -927,8 +1057,8 @@ class Patches(nn.Module):
         return self.out(self.attention(x, x, x)[0][:, 0])
 
 manager(batch_size=10).fit(Patches(), images(), optimizer=adamw(3e-3))
-'''
-CORRECT["gradient_penalty"] = '''
+"""
+CORRECT["gradient_penalty"] = """
 def loss_fn(model, batch):
     x = batch[0].requires_grad_(True)
     out = model(x)
@@ -936,4 +1066,257 @@ def loss_fn(model, batch):
     return F.mse_loss(out, batch[1]) + 0.1 * slope.pow(2).sum(1).mean()
 
 manager().fit(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), values(), loss_fn=loss_fn, optimizer=adamw())
-'''
+"""
+
+# Further ones, written after the diagnosis
+
+BUGS["gradient_hook_over_world"] = (
+    WORLD,
+    """
+net = mlp()
+for p in net.parameters():
+    p.register_hook(lambda g: g / WORLD)
+manager().fit(net, table(), optimizer=adamw())
+""",
+)
+BUGS["clip_before_the_exchange"] = (
+    CLIP,
+    """
+class Clip(Callback):
+    def on_backward(self, run, loss):
+        loss.register_hook(lambda g: g)
+    def on_exchange(self, run):
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+
+manager(use_gradient_as_bucket_view=False).fit(mlp(), table(), optimizer=sgd(), callbacks=[Clip()])
+""",
+)
+BUGS["metric_of_loss_is_a_mean"] = (
+    MEANS,
+    """
+def loss_fn(model, batch):
+    x, y = batch
+    out = model(x)
+    return F.cross_entropy(out, y), None, {"accuracy": ((out.argmax(1) == y).double().mean(), 1.0)}
+
+manager(batch_size=11).fit(mlp(), table(), loss_fn=loss_fn, optimizer=sgd())
+""",
+)
+BUGS["weight_by_own_share"] = (
+    UNWEIGHTED + "|" + WORLD,
+    """
+def loss_fn(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y) * len(x) * WORLD / 15
+
+manager(batch_size=15).fit(mlp(), table(), loss_fn=loss_fn, optimizer=sgd())
+""",
+)
+BUGS["gather_without_gradient"] = (
+    r"exchanges something|in-batch pairs",
+    """
+import torch.distributed as dist
+
+def gathered(z):
+    if not dist.is_initialized():
+        return z
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(WORLD)]
+    dist.all_gather(sizes, torch.tensor([len(z)]))
+    most = int(max(sizes))
+    parts = [torch.zeros(most, z.shape[1], dtype=z.dtype) for _ in range(WORLD)]
+    dist.all_gather(parts, F.pad(z.detach(), (0, 0, 0, most - len(z))))
+    return torch.cat([p[:int(n)] for p, n in zip(parts, sizes)])
+
+def loss_fn(model, batch):
+    x = batch[0]
+    a, b = F.normalize(model(x + 0.1), dim=-1), F.normalize(model(x - 0.1), dim=-1)
+    everyone = gathered(b)
+    mine = (everyone[None] - b.detach()[:, None]).abs().sum(-1).argmin(1)
+    return F.cross_entropy(a @ everyone.T / 0.2, mine)
+
+manager(batch_size=12).fit(mlp(8, 6), table(), loss_fn=loss_fn, optimizer=adamw())
+""",
+)
+BUGS["aux_backward_in_callback"] = (
+    PAST,
+    """
+class Aux(Callback):
+    def on_backward(self, run, loss):
+        sum(p.pow(2).sum() for p in run.model.parameters()).mul(0.01 * (1 + RANK)).backward()
+
+manager().fit(mlp(), table(), optimizer=sgd(), callbacks=[Aux()])
+""",
+)
+BUGS["vq_codebook_ema"] = (
+    r"buffer .* is not synchronised",
+    """
+class VQ(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.Linear(8, 4), nn.Linear(4, 8)
+        self.register_buffer("codes", torch.randn(6, 4))
+        self.register_buffer("used", torch.ones(6))
+    def forward(self, x):
+        z = self.enc(x)
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        if self.training:
+            with torch.no_grad():
+                hot = F.one_hot(nearest, 6).to(z)
+                self.used.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+                self.codes.lerp_((hot.T @ z.detach()) / hot.sum(0).clamp_min(1)[:, None], 0.05)
+        q = self.codes[nearest]
+        return self.dec(z + (q - z).detach()), F.mse_loss(z, q)
+
+def loss_fn(model, batch):
+    out, commitment = model(batch[0])
+    return F.mse_loss(out, batch[0]) + commitment
+
+manager().fit(VQ(), table(), loss_fn=loss_fn, optimizer=adamw())
+""",
+)
+BUGS["stochastic_depth_random"] = (
+    GENERATOR + "|" + NOISE,
+    """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3)
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * float(torch.rand(()) < 0.5)
+        return self.out(x)
+
+manager().fit(Net(), table(), optimizer=sgd())
+""",
+)
+BUGS["warmup_in_samples_per_rank"] = (
+    r"depends on the number of ranks",
+    """
+m = manager()
+m.fit(mlp(), table(), optimizer=sgd(0.1),
+      scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda s: min(1.0, (s + 1) * WORLD / 8)))
+""",
+)
+BUGS["beta_from_world"] = (
+    r"betas",
+    """
+manager().fit(mlp(), table(), optimizer=adamw(1e-3, betas=(0.9, 1 - 0.001 * WORLD)))
+""",
+)
+BUGS["nan_for_small_parts"] = (
+    r"NaN|how many samples",
+    """
+def loss_fn(model, batch):
+    out = model(batch[0])
+    return F.mse_loss(out, batch[1]) + 0.01 * out.std(correction=5)
+
+manager(batch_size=10).fit(mlp(8, 1), values(), loss_fn=loss_fn, optimizer=sgd())
+""",
+)
+
+CORRECT["gan_two_managers"] = """
+data = TensorDataset(torch.randn(96, 4, generator=G))
+g_net, d_net = nn.Linear(4, 4), nn.Linear(4, 1)
+d = manager(run_name="d"); g = manager(run_name="g")
+_, loader, _ = d.setup_training(d_net, data, optimizer=sgd(0.05),
+    loss_fn=lambda model, batch: F.softplus(-model(batch[0])).mean() + F.softplus(model(g_net(batch[0].flip(1)).detach())).mean())
+_, g_loader, _ = g.setup_training(g_net, data, optimizer=sgd(0.05),
+    loss_fn=lambda model, batch: F.softplus(-d_net(model(batch[0].flip(1)))).mean())
+for epoch in range(4):
+    for real, fake in zip(loader, g_loader):
+        d.trainer.train_step(real)
+        g.trainer.train_step(fake)
+d.finish(); g.finish()
+"""
+CORRECT["reduce_on_plateau"] = """
+manager(best_metric="loss").fit(mlp(), table(), table(30), optimizer=sgd(0.3),
+    scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0))
+"""
+CORRECT["time_major_batches"] = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.GRU(3, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        return self.out(self.rnn(x)[0][-1])
+
+class Walks(Dataset):
+    def __init__(self):
+        self.x = torch.randn(60, 7, 3, generator=G)
+    def __len__(self):
+        return 60
+    def __getitem__(self, i):
+        return self.x[i], int(self.x[i].sum() > 0)
+
+def collate(samples):
+    return torch.tensor([s[1] for s in samples]), torch.stack([s[0] for s in samples], 1)
+
+manager(batch_size=8).fit(Net(), DataLoader(Walks(), batch_size=8, collate_fn=collate), optimizer=sgd(),
+    loss_fn=lambda model, batch: F.cross_entropy(model(batch[1]), batch[0]))
+"""
+CORRECT["model_factory_nesterov"] = """
+manager().fit(lambda: mlp(), table(), optimizer=sgd(0.05, momentum=0.9, nesterov=True, weight_decay=1e-3))
+"""
+CORRECT["focal_loss"] = """
+def focal(model, batch):
+    x, y = batch
+    p = F.log_softmax(model(x), -1)[torch.arange(len(y)), y]
+    return (-(1 - p.exp()).pow(2) * p).mean()
+
+manager().fit(mlp(), table(), loss_fn=focal, optimizer=adamw())
+"""
+CORRECT["instance_norm_spectral_norm"] = """
+net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Conv2d(1, 4, 3)), nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(64, 4))
+manager(batch_size=9).fit(net, images(), optimizer=adamw())
+"""
+CORRECT["sample_counter_buffer"] = """
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return self.net(x)
+
+manager().fit(Counted(), table(), optimizer=sgd())
+"""
+CORRECT["large_values_and_lion"] = """
+class Lion(torch.optim.Optimizer):
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                p.sub_((0.9 * m + 0.1 * p.grad).sign(), alpha=group["lr"])
+                m.lerp_(p.grad, 0.01)
+
+manager().fit(mlp(), table(), optimizer=lambda p: Lion(p))
+"""
+CORRECT["main_guard_and_argparse"] = """
+import argparse
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float, default=0.05)
+    args = parser.parse_args()
+    result = manager(run_name="guarded").fit(mlp(), table(), optimizer=sgd(args.lr))
+    print(result.metrics)
+
+if __name__ == "__main__":
+    main()
+"""
+CORRECT["multilabel_soft_targets"] = """
+x = torch.randn(90, 8, generator=G)
+t = torch.softmax(torch.randn(90, 5, generator=G), -1)
+manager().fit(mlp(8, 5), TensorDataset(x, t), optimizer=adamw(),
+    loss_fn=lambda model, batch: F.kl_div(F.log_softmax(model(batch[0]), -1), batch[1], reduction="batchmean"))
+"""
+CORRECT["early_stopping_by_config"] = """
+manager(early_stopping_patience=1, epochs=6, batch_size=40).fit(mlp(), table(), table(30), optimizer=sgd(0.01))
+"""

@@ -45,7 +45,6 @@ from multi_gpu_training.training.step import StepResult
 
 KEPT_BYTES = 64 * 2**20  # of samples, per rank, for comparing them one by one
 REPLAYED_STEPS = 3
-_recorders = itertools.count()  # a script may have several managers
 
 
 class Recorder(Callback):
@@ -58,8 +57,8 @@ class Recorder(Callback):
     def __init__(self, run: MeasuredRun, request: MeasureRequest) -> None:
         self.run = run
         self.request = request
-        rank, number = run.placement.identity.rank, next(_recorders)
-        out = Path(request.out)
+        rank, out = run.placement.identity.rank, Path(request.out)
+        number = len(list(out.glob(f"steps-{rank}-*.jsonl")))  # a script may have several managers
         self.file = out / f"steps-{rank}-{number}.jsonl"
         self.rows_file = out / f"rows-{rank}-{number}.pt"
         self.rows: list[dict[str, Any]] = []
@@ -176,6 +175,9 @@ class Recorder(Callback):
         micro["drew"] = [name for name in before if before[name] != after[name]]
         micro["loss"] = found.mean.item()
         micro["weight"] = None if found.weight is None else float(found.weight)
+        micro["metrics"] = {
+            name: [float(total), float(weight)] for name, (total, weight) in found.metrics.items()
+        }
         if self.replay is not None:
             self.replay.note(self.line["step"], batch, share, noise, found.mean.item())
         self._probe(loss_fn, model, batch, share, buffers, noise)

@@ -82,9 +82,7 @@ class SplitProbe:
         named = self.model.named_parameters()
         grads = sketches((name, p.grad) for name, p in named if p.grad is not None)
         weight = None if loss.weight is None else float(loss.weight)
-        largest = [
-            float(p.grad.abs().max()) for p in self.model.parameters() if p.grad is not None
-        ]
+        largest = [float(p.grad.abs().max()) for p in self.model.parameters() if p.grad is not None]
         return {
             "loss": loss.mean.item(),
             "weight": weight,
@@ -149,8 +147,10 @@ class SplitProbe:
             return found
         # Every sample twice: means and other statistics stay, pairs meet new partners.
         rows = list(range(self.count))
-        once, twice = self._of(rows), self._of([*rows, *rows])
-        return "statistics" if abs(once - twice) <= tolerance * max(abs(once), 1e-12) else "pairs"
+        once = self._of(rows)
+        doubled = self._of([*rows, *rows]), self._of(sorted([*rows, *rows]))
+        same = all(abs(once - twice) <= tolerance * max(abs(once), 1e-12) for twice in doubled)
+        return "statistics" if same else "pairs"
 
     def _of(self, rows: Sequence[int]) -> float:
         return self._loss(take_rows(self.batch, rows, self.count)).mean.item()
@@ -194,12 +194,15 @@ def _consistent_weights(
         if above == 0 or below == 0:
             return True  # a block that does not count at all
         ratios[a, b] = above / below
-    for (a, b), first in ratios.items():
-        for (c, d), second in ratios.items():
-            if b == c and (a, d) in ratios:
-                # Ratios of small differences: rounding is larger here than in the losses.
-                if abs(ratios[a, d] - first * second) > 1e-4 * ratios[a, d]:
-                    return False
+    chains = [
+        (ratios[a, d], first * second)
+        for (a, b), first in ratios.items()
+        for (c, d), second in ratios.items()
+        if b == c and (a, d) in ratios
+    ]
+    # Ratios of small differences: rounding is larger here than in the losses.
+    if any(abs(direct - chained) > 1e-4 * direct for direct, chained in chains):
+        return False
     return bool(ratios)
 
 

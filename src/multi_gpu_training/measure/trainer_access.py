@@ -43,9 +43,7 @@ def leave_compiled(trainer: MultiGPUTrainer) -> None:
     trainer.step_module.compiled = trainer.step_module.loss_fn
 
 
-def watch_loss(
-    trainer: MultiGPUTrainer, compute: Callable[[LossFn, nn.Module, Any], Any]
-) -> None:
+def watch_loss(trainer: MultiGPUTrainer, compute: Callable[[LossFn, nn.Module, Any], Any]) -> None:
     """Let `compute(loss_fn, model, batch)` run in place of the loss function, which it is given."""
     trainer.step_module.compiled = functools.partial(compute, trainer.step_module.loss_fn)
 

@@ -92,12 +92,16 @@ def _alone(run: Run, notes: list[str]) -> tuple[RecordedRun, Conditions]:
                     f"the script does not run otherwise ({first.error})"
                 )
             return one, conditions
-        if one.failure in (Failure.NO_MANAGER, Failure.TIMEOUT):
-            break
+        if not one.begun or one.failure is Failure.TIMEOUT:
+            break  # what fails before there is a manager fails under any conditions
     assert first is not None
     why = first.error
     if first.failure is Failure.TOO_SHORT:
-        why = "it ended without one step through the manager (train_step, train_epoch or fit)"
+        why = (
+            "the script sets up a training, but no step goes through the trainer. If it trains, "
+            "its model is called past the wrapper, with a backward and an optimizer of its own: "
+            "ranks would not exchange gradients. Use fit, train_epoch or trainer.train_step"
+        )
     raise MeasureError(f"the training on 1 rank ended before its first step was done: {why}")
 
 
@@ -166,13 +170,13 @@ def _repeat_as_it_is(run: Run, ranks: int, report: VerifyReport) -> None:
         report.notes.append(f"with its own batch size, workers and data it fails: {one.error}")
         return
     many = run(ranks, own, steps=OWN_STEPS)
-    if one.first.header["batchnorm"] and many.managers:
-        if one.first.header["accumulation"] != many.first.header["accumulation"]:
-            report.notes.append(
-                "with its own batch size the accumulation follows the number of ranks, and with it "
-                "what BatchNorm normalises; see docs/same-result.md"
-            )
-            return
+    alone, rank = one.first.header, many.first.header if many.managers else {}
+    if alone["batchnorm"] and rank and alone["accumulation"] != rank["accumulation"]:
+        report.notes.append(
+            "with its own batch size the accumulation follows the number of ranks, and with it "
+            "what BatchNorm normalises; see docs/same-result.md"
+        )
+        return
     report.own = compare_runs(one, many)
     if report.own.mismatch is not None:
         _explain(run, one, many, report.own.mismatch, own, report)

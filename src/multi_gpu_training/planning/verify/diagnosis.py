@@ -8,6 +8,7 @@ its batch is split.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multi_gpu_training.measure.tensor_sketch import Sketches, combined, difference, furthest, ratio
+from multi_gpu_training.measure.tensor_sketch import (
+    Sketches,
+    combined,
+    difference,
+    furthest,
+    ratio,
+    total_norm,
+)
 from multi_gpu_training.planning.verify.mismatch import (
-    DOUBLE,
     FLOOR,
-    SINGLE,
     Mismatch,
     compare_runs,
     differs,
@@ -80,6 +86,11 @@ class _Examination:
     def world(self) -> int:
         return self.many.ranks
 
+    def _last_lines(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The last step that both one rank and rank 0 of several have finished."""
+        place = min(len(self.alone.steps), len(self.ranks[0].steps)) - 1
+        return self.alone.steps[place], self.ranks[0].steps[place]
+
     def lines(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The step of the difference, on one rank and on each of several."""
         place = self.found.step - 1
@@ -102,6 +113,7 @@ class _Examination:
             "settings": self._settings,
             "buffers": self._buffers,
             "length": self._length,
+            "train_metrics": self._train_metrics,
         }.get(stage, self._changed)
         return how()
 
@@ -130,7 +142,10 @@ class _Examination:
             "without a deterministic variant",
         )
         return Diagnosis(
-            [f"one rank alone gives another result when it is run again ({repeated.text}): {where}"],
+            [
+                "one rank alone gives another result when it is run again "
+                f"({repeated.text}): {where}"
+            ],
             "the script does not repeat itself, so that there is nothing to compare with",
         )
 
@@ -153,9 +168,16 @@ class _Examination:
         key, mine, theirs = facts["key"], facts["one"], facts["many"]
         numbers = all(isinstance(v, (int, float)) and v for v in (mine, theirs))
         factor = theirs / mine if numbers else math.nan
-        at_once = self.found.step == 1 and not self.found.ranks_differ
-        by_world = key == "lr" and at_once and any(
-            abs(factor - want) < 1e-4 * want for want in (self.world, math.sqrt(self.world))
+        # A schedule that counts otherwise may begin with this factor, but does not keep it.
+        last = [line["settings"][0].get(key) for line in self._last_lines()]
+        kept = numbers and all(last) and abs(last[1] / last[0] - factor) < 1e-4 * abs(factor)
+        at_once = self.found.step == 1 and not self.found.ranks_differ and kept
+        by_world = (
+            key == "lr"
+            and at_once
+            and any(
+                abs(factor - want) < 1e-4 * want for want in (self.world, math.sqrt(self.world))
+            )
         )
         if by_world:
             rule = header["lr_scaling"]
@@ -216,6 +238,15 @@ class _Examination:
             ]
         )
 
+    def _train_metrics(self) -> Diagnosis:
+        return Diagnosis(
+            [
+                f"losses and weights agree, the metric {self.found.name} does not: it is a mean of "
+                "means (a mean over a rank's samples that counts as one, whatever their number), "
+                "or it depends on the rank. Return it as (sum, count)"
+            ]
+        )
+
     def _changed(self) -> Diagnosis:
         """A parameter changes where it should not, or moves otherwise from equal gradients."""
         found = self.found
@@ -255,7 +286,9 @@ class _Examination:
         mine, theirs = self.lines()
         number = self._splittable(mine, theirs)
         micro = mine["micros"][number]
-        parts = [rank["micros"][number] if len(rank["micros"]) > number else None for rank in theirs]
+        parts = [
+            rank["micros"][number] if len(rank["micros"]) > number else None for rank in theirs
+        ]
         match = match_rows(self.alone, self.ranks, micro, parts)
         whole = not match.same  # every rank has the whole batch
         rows = [list(range(micro["count"])) for _ in parts] if whole else match.parts
@@ -269,7 +302,9 @@ class _Examination:
         found = self.again.probe
         if found is None or "error" in found:
             why = self.again.error if found is None else found["error"]
-            return Diagnosis([self._unexplained(f"the batch could not be split on one rank: {why}")])
+            return Diagnosis(
+                [self._unexplained(f"the batch could not be split on one rank: {why}")]
+            )
         return self._from_probe(found, [p for p in parts if p is not None], theirs, number)
 
     @staticmethod
@@ -282,7 +317,9 @@ class _Examination:
 
     def _noise(self, mine: dict[str, Any], theirs: list[dict[str, Any]]) -> Diagnosis | None:
         """Whether the difference goes away with noise that belongs to samples."""
-        drew = sorted({name for line in (mine, *theirs) for m in line["micros"] for name in m["drew"]})
+        drew = sorted(
+            {name for line in (mine, *theirs) for m in line["micros"] for name in m["drew"]}
+        )
         if not drew or self.conditions.sample_noise:
             return None
         other = Conditions(**{**vars(self.conditions), "sample_noise": True})
@@ -338,7 +375,7 @@ class _Examination:
             scaled = self._world_factor(total / whole["loss"]) if whole["loss"] else None
             if scaled:
                 return Diagnosis([scaled])
-        if self.found.stage == "loss" or probe.get("mixing") and not synced:
+        if self.found.stage == "loss" or (probe.get("mixing") and not synced):
             split = self._split_cause(probe, [micro["weight"] for micro in micros])
             if split is not None:
                 return self._confirmed(split, probe)
@@ -348,17 +385,33 @@ class _Examination:
         self, parts: list[dict[str, Any]], micros: list[dict[str, Any]]
     ) -> str | None:
         """Each rank's loss beside what one rank computes for the same samples and weights."""
+        both = list(zip(parts, micros, strict=True))
         off = [
             rank
-            for rank, (part, micro) in enumerate(zip(parts, micros, strict=True))
+            for rank, (part, micro) in enumerate(both)
             if differs(part["loss"], micro["loss"], self.tolerance)
         ]
         if not off:
-            return None
+            return self._weights_of_ranks(both)
+        if self.found.stage == "grads":
+            return (
+                "the loss exchanges something between the ranks: together they have the loss of "
+                "one rank, but not its gradients. What is gathered from other ranks carries no "
+                "gradient (use torch.distributed.nn.functional.all_gather), or in-batch pairs are "
+                "counted on one side only"
+            )
         factors = [
             micro["loss"] / part["loss"] if part["loss"] else math.nan
             for part, micro in zip(parts, micros, strict=True)
         ]
+        counts = [micro["count"] for micro in micros]
+        shares = [count * len(counts) / sum(counts) for count in counts]
+        if all(abs(f - share) < 1e-6 for f, share in zip(factors, shares, strict=True)):
+            return (
+                "the loss is not weighted rightly: it is multiplied by the rank's share of the "
+                "samples, which the trainer does already. Return the mean over the rank's own "
+                "samples"
+            )
         if max(factors) - min(factors) <= 1e-4 * abs(factors[0]):
             return self._world_factor(factors[0]) or (
                 f"the loss of every rank is {factors[0]:.4g} times what one rank computes for the "
@@ -377,6 +430,20 @@ class _Examination:
                 "(control flow, a generator or a state of each process)"
             )
         )
+
+    def _weights_of_ranks(self, both: list[tuple[dict[str, Any], dict[str, Any]]]) -> str | None:
+        """The same for the weights that the loss function returns."""
+        for rank, (part, micro) in enumerate(both):
+            mine, theirs = part["weight"], micro["weight"]
+            if (mine is None) != (theirs is None) or (
+                mine is not None and differs(mine, theirs, self.tolerance)
+            ):
+                return (
+                    f"the loss is not weighted rightly: rank {rank} returns the weight {theirs}, "
+                    f"where one rank returns {mine} for the same samples; the weight depends on "
+                    "the rank or on the number of ranks"
+                )
+        return None
 
     def _world_factor(self, factor: float) -> str | None:
         if abs(factor * self.world - 1) < 1e-3:
@@ -399,10 +466,17 @@ class _Examination:
                 return _batchnorm([mixing["name"]])
             place = f", in the forward of {mixing['class']}" if mixing["before"] else ""
             before = f" before {mixing['before']}" if mixing["before"] else ""
+            mine, theirs = self.lines()
+            apart, buffer = furthest(mine["buffers"], theirs[0]["buffers"], FLOOR)
+            follows = (
+                f"; buffer {buffer} is not synchronised either, it follows one rank's samples"
+                if apart > self.tolerance
+                else ""
+            )
             return (
-                f"{mixing['name']} ({mixing['class']}) mixes the samples of a batch{place}{before}: "
-                "a sample's output depends on which others are on the same rank (statistics over "
-                "the batch, or pairs in it)"
+                f"{mixing['name']} ({mixing['class']}) mixes the samples of a batch{place}{before}"
+                ": a sample's output depends on which others are on the same rank (statistics over "
+                f"the batch, or pairs in it){follows}"
             )
         structure = probe.get("structure", "unknown")
         given = any(weight is not None for weight in weights)
@@ -420,16 +494,21 @@ class _Examination:
         if structure == "weighted":
             what = "returns another weight than it divides by" if given else "returns no weight"
             return (
-                f"the loss is not weighted: it is a mean over something other than samples (tokens, "
+                "the loss is not weighted: it is a mean over something other than samples (tokens, "
                 f"class weights, masked places) and {what}, so that ranks with few of them count "
                 "too much. Let loss_fn return (mean_loss, weight), the weight being what the mean "
                 "was divided by"
             )
-        if structure in ("root", "statistics"):
-            what = "the root of a mean" if structure == "root" else "computed from sums or means"
+        if structure == "root":
             return (
-                f"the loss is a mean of means: it is {what} over the batch, and averaging it over "
-                "the ranks is not the same as computing it over all their samples"
+                "the loss is a mean of means: it is the root of a mean over the batch, and "
+                "averaging it over the ranks is not the same as computing it over all their samples"
+            )
+        if structure == "statistics":
+            return (
+                "the loss is computed over the batch as a whole (statistics, ratios of sums, a "
+                "mean of means, the hardest of in-batch pairs): averaged over the ranks' parts it "
+                "becomes a mean of means, which is not the loss of all their samples"
             )
         if structure == "pairs":
             return (
@@ -483,7 +562,8 @@ class _Examination:
         parts = [part["grads"] for part in probe["parts"]]
         limit = 1e-6 if self.conditions.double else 1e-2
         split = _weighted(weights, parts)
-        if math.isnan(ratio(whole, one, limit)) and math.isnan(ratio(whole, split, limit)) is False:
+        alone = ratio(whole, one, limit)
+        if math.isnan(alone) and not math.isnan(ratio(whole, split, limit)):
             return (
                 "gradients come from more than the loss: even on one rank they are not those of "
                 "the loss that was returned, and several ranks have others. Another backward adds "
@@ -492,9 +572,16 @@ class _Examination:
             )
         if math.isnan(ratio(whole, split, limit)) and not math.isnan(ratio(split, many, limit)):
             return _nonlinear(probe, self.tolerance)
+        header = self.alone.header
+        if abs(alone - 1) > 1e-3 and header["max_grad_norm"] is None:
+            lengths = [total_norm(line["grads"]) for line in self.alone.steps if "grads" in line]
+            if max(lengths) - min(lengths) <= 1e-3 * max(lengths):
+                return _CLIPPED  # one rank's gradient has the same length in every step
+            return _CHANGED
         return (
             self._scaled_gradient(mine, theirs)
             or _shares_of_ranks(parts, many, weights)
+            or _changed_by_tensor(parts, many)
             or self._unexplained()
         )
 
@@ -550,9 +637,7 @@ def difference_of(one: Sketches, other: Sketches) -> bool:
 
 
 def _batchnorm(names: Sequence[str]) -> str:
-    return (
-        f"BatchNorm ({', '.join(names[:3])}) normalises each rank's part alone; set sync_bn=true"
-    )
+    return f"BatchNorm ({', '.join(names[:3])}) normalises each rank's part alone; set sync_bn=true"
 
 
 def _ranks(numbers: Sequence[int]) -> str:
@@ -587,16 +672,18 @@ def _nonlinear(probe: dict[str, Any], tolerance: float) -> str:
         return max(values) - min(values) <= max(tolerance, 1e-9) * max(values) and max(values) > 0
 
     clipped = equal(largest) or equal(total) or any(equal(values) for values in norms)
-    if clipped:
-        return (
-            "gradients are clipped per rank, before they are averaged: clipping the mean is not "
-            "the mean of clipped parts. Set max_grad_norm, which clips the whole gradient"
-        )
-    return (
-        "gradients are changed per rank before they are averaged, and not in proportion (a hook "
-        "that clips, normalises or selects): the mean of changed parts is not the changed mean. "
-        "Do it after the exchange, in on_optimizer, or set max_grad_norm"
-    )
+    return _CLIPPED if clipped else _CHANGED
+
+
+_CLIPPED = (
+    "gradients are clipped per rank, before they are averaged: clipping the mean is not the mean "
+    "of clipped parts. Set max_grad_norm, which clips the whole gradient"
+)
+_CHANGED = (
+    "gradients are changed per rank before they are averaged, and not in proportion (a hook that "
+    "clips, normalises or selects): the mean of changed parts is not the changed mean. Do it after "
+    "the exchange, in on_optimizer, or set max_grad_norm"
+)
 
 
 def _shares_of_ranks(
@@ -611,6 +698,11 @@ def _shares_of_ranks(
     factors, *_ = np.linalg.lstsq(matrix, target, rcond=None)
     if np.linalg.norm(matrix @ factors - target) > 1e-5 * np.linalg.norm(target):
         return None
+    lengths = [math.sqrt(sum(part[name][0] ** 2 for name in names)) for part in parts]
+    after = [f * n * sum(weights) / w for f, n, w in zip(factors, lengths, weights, strict=True)]
+    if len(after) > 1 and max(after) - min(after) <= 1e-3 * max(after):
+        # Each rank's gradient had the same length when it was averaged.
+        return _CLIPPED
     shown = ", ".join(f"{factor:.3g}" for factor in factors)
     right = ", ".join(f"{weight / sum(weights):.3g}" for weight in weights)
     if any(abs(factor) < 1e-6 for factor in factors):
@@ -622,12 +714,30 @@ def _shares_of_ranks(
     )
 
 
+def _changed_by_tensor(parts: Sequence[Sketches], many: Sketches) -> str | None:
+    """Whether every tensor is some sum of the ranks' gradients, each with its own factors."""
+    names = set.intersection(*(set(part) for part in parts)) & set(many)
+    for name in names:
+        matrix = np.array([part[name][1:] for part in parts]).T
+        target = np.array(many[name][1:])
+        factors, *_ = np.linalg.lstsq(matrix, target, rcond=None)
+        if np.linalg.norm(matrix @ factors - target) > 1e-5 * np.linalg.norm(target):
+            return None
+    return _CHANGED if names else None
+
+
 def failure_cause(error: str, world: int) -> str:
     """What an error that only several ranks raise says about the script."""
     if "outside the trainer" in error:
         return (
             "the model is trained past the wrapper: the script calls backward and optimizer.step() "
             "itself, where ranks do not exchange gradients; use manager.trainer.train_step(batch)"
+        )
+    if "marked as ready twice" in error:
+        return (
+            "gradients are computed past the wrapper: another backward runs in the middle of the "
+            "trainer's own, for which ranks exchange nothing; add its loss to the one that loss_fn "
+            "returns"
         )
     if "built another model" in error:
         return "the model that is built depends on the rank"
@@ -642,7 +752,7 @@ def failure_cause(error: str, world: int) -> str:
             "the ranks wait for each other for ever: control flow that depends on the rank (an "
             "early stop, a break, a collective call on one rank only)"
         )
-    if "NonFinite" in error or "not finite" in error or "NaN" in error:
+    if re.search(r"not finite|NaN|the loss is (-?inf|nan)", error):
         return f"a loss or gradient is NaN or infinite on {world} ranks, and finite on one"
     return (
         f"the script fails on {world} ranks and not on one: code that depends on the rank, or on "
@@ -653,9 +763,7 @@ def failure_cause(error: str, world: int) -> str:
 # Data
 
 
-def name_data_cause(
-    one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch
-) -> Diagnosis:
+def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch) -> Diagnosis:
     """Why ranks do not see the samples that one rank sees."""
     mine, theirs = found.facts["mine"], found.facts["theirs"]
     own = any(micro is not None and not micro["window"] for micro in theirs)
@@ -755,9 +863,7 @@ def _cosine(one: Tensor, other: Tensor) -> float:
     return float(a @ b / (a.norm() * b.norm()).clamp_min(1e-30))
 
 
-def _own_batches(
-    one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch
-) -> Diagnosis:
+def _own_batches(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch) -> Diagnosis:
     """The script hands its own batches to `train_step`."""
     total, alone = found.facts["total"], found.facts["total_one"]
     seen = [seen_by(rank) for rank in ranks]

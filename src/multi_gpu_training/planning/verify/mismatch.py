@@ -144,13 +144,16 @@ class PairedRecords:
             yield from self._tensors("optimizer", step, "moved", alone, ranks)
             yield from self._tensors("callback", step, "after", alone, ranks)
             yield from self._tensors("buffers", step, "buffers", alone, ranks)
+            yield from self._train_metrics(step, alone, ranks)
         yield from self._length()
 
     def _start(self) -> Iterator[Mismatch]:
         for key, what in (("parameters", "parameter"), ("buffers", "buffer")):
             apart, name = furthest(self.one.header[key], self.many[0].header[key], FLOOR)
             if not apart <= self.limits.weights:
-                text = f"before the first step, {what} {name} differs from one rank's by {apart:.1e}"
+                text = (
+                    f"before the first step, {what} {name} differs from one rank's by {apart:.1e}"
+                )
                 yield Mismatch("start", 0, text, name=name, apart=apart)
 
     def _tensors(
@@ -173,9 +176,7 @@ class PairedRecords:
                 apart, name = furthest(ranks[0][key], other[key], FLOOR)
                 if apart:
                     differ = [r for r, o in enumerate(ranks) if o[key] != ranks[0][key]]
-                    text = (
-                        f"{what} {name} of rank {rank} is not rank 0's {when}: {apart:.1e} apart"
-                    )
+                    text = f"{what} {name} of rank {rank} is not rank 0's {when}: {apart:.1e} apart"
                     yield Mismatch(stage, step, text, 0, name, apart, differ)
                     return
         limit = self.limits.weights
@@ -313,6 +314,20 @@ class PairedRecords:
             text = f"the update of {name} differs from one rank's by {apart:.1e}"
             yield Mismatch("move", step, text, 0, name, apart)
 
+    def _train_metrics(
+        self, step: int, alone: dict[str, Any], ranks: list[dict[str, Any]]
+    ) -> Iterator[Mismatch]:
+        """Metrics that the loss function returns as sums and weights."""
+        mine, theirs = step_metrics([alone]), step_metrics(ranks)
+        for key, value in mine.items():
+            other = theirs.get(key, math.nan)
+            if differs(value, other, max(self.limits.loss, 1e-6)):
+                text = (
+                    f"the metric {key} of the loss function is {other:.6g}, on one rank {value:.6g}"
+                )
+                yield Mismatch("train_metrics", step, text, name=key)
+                return
+
     def _length(self) -> Iterator[Mismatch]:
         counts = [len(rank.steps) for rank in self.many]
         alone = len(self.one.steps)
@@ -337,6 +352,18 @@ def step_loss(ranks: Sequence[dict[str, Any]]) -> float:
                 total += weight * micro["loss"]
                 weights += weight
     return total / weights if weights else 0.0
+
+
+def step_metrics(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What the loss function's own metrics come to over all ranks and micro-batches."""
+    sums: dict[str, list[float]] = {}
+    for rank in ranks:
+        for micro in rank["micros"]:
+            for name, (total, weight) in micro.get("metrics", {}).items():
+                found = sums.setdefault(name, [0.0, 0.0])
+                found[0] += total
+                found[1] += weight
+    return {name: total / weight for name, (total, weight) in sums.items() if weight}
 
 
 def differs(one: float, other: float, tolerance: float) -> bool:

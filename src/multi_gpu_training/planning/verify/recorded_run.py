@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ class RecordedRun:
     probe: dict[str, Any] | None = None
     double: bool = True
     asked: int | None = None  # steps, which also say how much of the data was taken
+    begun: bool = True  # whether the script came as far as its manager
 
     @property
     def first(self) -> RankRecord:
@@ -145,12 +147,30 @@ class VerifyRunner:
         return RecordedRun(
             ranks,
             read_records(runner.out, ranks),
-            "" if found.ok else found.error,
+            "" if found.ok else _error(found.error, runner.out / "output.txt"),
             found.failure,
             json.loads(file.read_text()) if file.exists() else None,
             conditions.double,
             steps,
+            bool(found.asked),
         )
+
+
+def _error(said: str, log: Path) -> str:
+    """The error in a line, and where in the user's own code it arose: "... (train.py:12)"."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    _, traceback, last = text.rpartition("Traceback")
+    if not traceback:
+        # An error of ours has several lines, of which the last says what to do.
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return " ".join(line for line in lines[-4:] if line[0] != "(") or said
+    frames = re.findall(r'File "([^"]+)", line (\d+)', last)
+    own = [
+        f"{Path(file).name}:{line}"
+        for file, line in frames
+        if "site-packages" not in file and "multi_gpu_training" not in file and file[0] != "<"
+    ]
+    return f"{said} ({own[-1]})" if own else said
 
 
 def read_records(folder: Path, ranks: int) -> list[list[RankRecord]]:
