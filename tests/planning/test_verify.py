@@ -28,7 +28,7 @@ from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
 torch.manual_seed(3)
 x, y = torch.randn(80, 6), torch.randint(0, 3, (80,))
-manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=10, epochs=4))
+manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=10, epochs=4))
 RANK, WORLD = manager.placement.dp_rank, manager.placement.dp_size
 data = TensorDataset(x, y)
 net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))

@@ -22,7 +22,7 @@ def test_recorded_samples_are_those_the_loss_function_got(tmp_path: Path) -> Non
 
     def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
         loss = squares(model, batch)
-        got.append((row_hashes(row_leaves(batch, 4), 4), float(loss)))
+        got.append((row_hashes(row_leaves(batch, 4), 4), float(loss.detach())))
         return loss
 
     manager = manager_for(tmp_path, batch_size=4, training_mode="single")

@@ -214,6 +214,11 @@ class Recorder(Callback):
             with self._math(0, []):
                 return loss_fn(model, part)
 
+        if self.run.config.sync_bn:
+            # Synchronised, BatchNorm does not mix more on several ranks: leave it out.
+            for module in model.modules():
+                if isinstance(module, BATCH_NORMS):
+                    module.eval()
         probe = SplitProbe(model, loss, batch, share.count, buffers, noise, tolerance)
         try:
             found = probe.run(asked["parts"])
@@ -407,6 +412,7 @@ class Recording(Measurement):
     """
 
     reproducible = True
+    brought = False
 
     def adapt(self, config: MultiGPUConfig) -> MultiGPUConfig:
         # A DataLoader brings its own batch size, which is known only once it is seen.

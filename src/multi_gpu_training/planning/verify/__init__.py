@@ -92,7 +92,7 @@ def _alone(run: Run, notes: list[str]) -> tuple[RecordedRun, Conditions]:
                     f"the script does not run otherwise ({first.error})"
                 )
             return one, conditions
-        if not one.begun or one.failure is Failure.TIMEOUT:
+        if not one.settings or one.failure is Failure.TIMEOUT:
             break  # what fails before there is a manager fails under any conditions
     assert first is not None
     why = first.error
@@ -102,6 +102,10 @@ def _alone(run: Run, notes: list[str]) -> tuple[RecordedRun, Conditions]:
             "its model is called past the wrapper, with a backward and an optimizer of its own: "
             "ranks would not exchange gradients. Use fit, train_epoch or trainer.train_step"
         )
+    if why.startswith("This run cannot start:"):
+        error = MeasureError(why)
+        error.exit_code = 2
+        raise error
     raise MeasureError(f"the training on 1 rank ended before its first step was done: {why}")
 
 

@@ -187,11 +187,17 @@ class _Examination:
                 else "although the global batch is the same; where batches grow with the ranks, "
                 "lr_scaling does this"
             )
+            cause = (
+                f"the rate is scaled by the number of ranks: {theirs:g} on {self.world} ranks, "
+                f"{mine:g} on one, {twice}. Give the rate of one rank"
+            )
+            grows = rule == "none" and not self.one.settings.get("global_batch_size")
             return Diagnosis(
-                [
-                    f"the rate is scaled by the number of ranks: {theirs:g} on {self.world} ranks, "
-                    f"{mine:g} on one, {twice}. Give the rate of one rank"
-                ]
+                [cause],
+                "with batch_size per rank a step grows with the ranks, and the script scales its "
+                "rate for that; here the global batch is kept"
+                if grows
+                else None,
             )
         if self.found.ranks_differ:
             return Diagnosis(
@@ -307,11 +313,11 @@ class _Examination:
             )
         return self._from_probe(found, [p for p in parts if p is not None], theirs, number)
 
-    @staticmethod
-    def _splittable(mine: dict[str, Any], theirs: list[dict[str, Any]]) -> int:
+    def _splittable(self, mine: dict[str, Any], theirs: list[dict[str, Any]]) -> int:
         """A micro-batch of which several ranks have a part."""
-        for number in range(len(mine["micros"])):
-            if sum(len(rank["micros"]) > number for rank in theirs) > 1:
+        count = len(mine["micros"])
+        for number in (self.found.micro, *range(count)):
+            if number < count and sum(len(rank["micros"]) > number for rank in theirs) > 1:
                 return number
         return 0
 
@@ -370,12 +376,12 @@ class _Examination:
             by_rank = self._loss_of_ranks(parts, micros)
             if by_rank is not None:
                 return Diagnosis([by_rank])
-        total = step_loss([{"micros": micros}])
-        if synced and differs(total, whole["loss"], self.tolerance):
-            scaled = self._world_factor(total / whole["loss"]) if whole["loss"] else None
+        mine = step_loss([self.lines()[0]])
+        if synced and mine:
+            scaled = self._world_factor(step_loss(theirs) / mine)
             if scaled:
                 return Diagnosis([scaled])
-        if self.found.stage == "loss" or (probe.get("mixing") and not synced):
+        if self.found.stage == "loss" or probe.get("mixing"):
             split = self._split_cause(probe, [micro["weight"] for micro in micros])
             if split is not None:
                 return self._confirmed(split, probe)
@@ -779,6 +785,20 @@ def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatc
         )
     if own:
         return _own_batches(one, ranks, found)
+    there = [micro for micro in theirs if micro is not None]
+    ahead = [
+        rank
+        for rank, micro in enumerate(theirs)
+        if micro is not None and mine is not None and _place(micro) != _place(mine)
+    ]
+    if mine is not None and 0 < len(ahead) < len(there):
+        return Diagnosis(
+            [
+                f"{_ranks(ahead)} is at another place in the data than the others: it skips or "
+                "repeats batches by itself, control flow that depends on the rank or on its own "
+                "samples. Every rank must take every batch of its loader"
+            ]
+        )
     places = {(rank, place) for rank, place in (found.match.extra if found.match else [])}
     same_indices = mine is not None and sorted(mine["indices"]) == sorted(
         index for micro in theirs if micro is not None for index in micro["indices"]
@@ -819,6 +839,10 @@ def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatc
             "rank: they are sharded, shuffled, generated or augmented per process"
         ]
     )
+
+
+def _place(micro: dict[str, Any]) -> tuple[int, int]:
+    return micro["epoch"], micro["position"]
 
 
 def _same_sample_otherwise(

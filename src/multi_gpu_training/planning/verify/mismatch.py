@@ -116,7 +116,8 @@ class PairedRecords:
         """The largest difference of gradients, of updates, and the tensor of the first."""
         grad, move, name = 0.0, 0.0, "-"
         for alone, ranks in self._steps():
-            apart, where = furthest(alone.get("grads", {}), ranks[0].get("grads", {}), FLOOR)
+            mine, theirs = (_nonzero(line.get("grads", {})) for line in (alone, ranks[0]))
+            apart, where = furthest(mine, theirs, FLOOR)
             if not apart <= grad:
                 grad, name = apart, where
             apart, _ = self._moves(alone, ranks[0])
@@ -289,7 +290,7 @@ class PairedRecords:
                 differ = [r for r, o in enumerate(ranks) if o["grads"] != ranks[0]["grads"]]
                 yield Mismatch("grads", step, text, 0, name, apart, differ)
                 return
-        apart, name = furthest(alone["grads"], ranks[0]["grads"], FLOOR)
+        apart, name = furthest(_nonzero(alone["grads"]), _nonzero(ranks[0]["grads"]), FLOOR)
         limit = self.limits.first_grads if step == 1 else self.limits.grads
         if not apart <= limit:
             text = f"the gradient of {name} differs from one rank's by {apart:.1e}"
@@ -340,6 +341,11 @@ class PairedRecords:
         elif counts[0] != alone and not self.error:
             text = f"the ranks take {counts[0]} steps, one rank {alone}"
             yield Mismatch("length", min(counts[0], alone) + 1, text)
+
+
+def _nonzero(grads: Sketches) -> Sketches:
+    """No gradient and one of zeros are the same here; whether the weight moves is seen later."""
+    return {name: found for name, found in grads.items() if found[0] != 0}
 
 
 def step_loss(ranks: Sequence[dict[str, Any]]) -> float:

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ class RecordedRun:
     probe: dict[str, Any] | None = None
     double: bool = True
     asked: int | None = None  # steps, which also say how much of the data was taken
-    begun: bool = True  # whether the script came as far as its manager
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the script's own; of its manager
 
     @property
     def first(self) -> RankRecord:
@@ -124,7 +124,7 @@ class VerifyRunner:
             ranks_at_hand=self.most,
             timeout_flag="",
         )
-        runner.measured = self.count - 1  # only in the very first run is a bad request ours to tell
+        runner.measured = 1  # a request that is wrong here may be right under other conditions
         settings: dict[str, Any] = {}
         if conditions.sync_bn is not None:
             settings["sync_bn"] = conditions.sync_bn
@@ -152,7 +152,7 @@ class VerifyRunner:
             json.loads(file.read_text()) if file.exists() else None,
             conditions.double,
             steps,
-            bool(found.asked),
+            found.asked,
         )
 
 
@@ -160,6 +160,8 @@ def _error(said: str, log: Path) -> str:
     """The error in a line, and where in the user's own code it arose: "... (train.py:12)"."""
     text = log.read_text(errors="replace") if log.exists() else ""
     _, traceback, last = text.rpartition("Traceback")
+    if said.startswith("This run cannot start:"):
+        return said
     if not traceback:
         # An error of ours has several lines, of which the last says what to do.
         lines = [line.strip() for line in text.splitlines() if line.strip()]
