@@ -140,7 +140,8 @@ def _bytes(value: Any) -> bytes:
     if plain.is_complex():
         plain = torch.view_as_real(plain).contiguous()
     plain = plain + 0 if plain.is_floating_point() else plain  # -0.0 is 0.0
-    return plain.flatten().view(torch.uint8).numpy().tobytes()
+    found: bytes = plain.flatten().view(torch.uint8).numpy().tobytes()
+    return found
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -78,7 +78,7 @@ class SplitProbe:
     def _measure(self, batch: Any) -> dict[str, Any]:
         self._restore()
         loss = read_loss(self.loss_fn(self.model, batch), self.device)
-        loss.mean.backward()  # type: ignore[no-untyped-call]
+        loss.mean.backward()
         named = self.model.named_parameters()
         grads = sketches((name, p.grad) for name, p in named if p.grad is not None)
         weight = None if loss.weight is None else float(loss.weight)

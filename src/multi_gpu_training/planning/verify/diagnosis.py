@@ -315,8 +315,8 @@ class _Examination:
 
     def _splittable(self, mine: dict[str, Any], theirs: list[dict[str, Any]]) -> int:
         """A micro-batch of which several ranks have a part."""
-        count = len(mine["micros"])
-        for number in (self.found.micro, *range(count)):
+        count: int = len(mine["micros"])
+        for number in [self.found.micro, *range(count)]:
             if number < count and sum(len(rank["micros"]) > number for rank in theirs) > 1:
                 return number
         return 0

@@ -263,7 +263,9 @@ class PairedRecords:
             theirs = line.get("settings")
             if mine is None or theirs is None:
                 continue
-            for group, (a, b) in enumerate(zip_longest(mine, theirs, fillvalue={})):
+            pairs: list[tuple[dict[str, Any], dict[str, Any]]]
+            pairs = list(zip_longest(mine, theirs, fillvalue={}))
+            for group, (a, b) in enumerate(pairs):
                 for key in sorted({*a, *b}):
                     if _setting_differs(a.get(key), b.get(key)):
                         name = "learning rate" if key == "lr" else key
