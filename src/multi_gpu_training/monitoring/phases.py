@@ -5,6 +5,8 @@ A mark says what the time from now on belongs to, so that the phases add up to t
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,7 +18,6 @@ from torch import Tensor
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.monitoring.phase_names import PHASES
-from multi_gpu_training.monitoring.run_queue import RunQueue
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 
 ON_DEVICE = ("forward", "backward", "comm", "optimizer")
@@ -171,3 +172,31 @@ def _sums(marks: list[tuple[str, Any]], between: Callable[[Any, Any], float]) ->
     for (phase, begun), (_, ended) in pairwise(marks):
         found[phase] += max(0.0, between(begun, ended))
     return found
+
+
+class RunQueue:
+    """How long this thread was ready to run but had no core: other work on the machine, not its
+    own. Linux keeps the count; where it does not, there is None."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._file: int | None = None
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self.waited_s()
+        except (OSError, ValueError, IndexError):
+            self.close()
+
+    def waited_s(self) -> float | None:
+        """Seconds so far that this thread stood in the queue."""
+        if self._file is None or threading.get_ident() != self._thread:
+            return None
+        return int(os.pread(self._file, 80, 0).split()[1]) / 1e9
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __del__(self) -> None:
+        self.close()

@@ -57,6 +57,18 @@ class Run(Protocol):
         """Send your own metrics to every logger, under the current step."""
 
 
+class RunLog(Protocol):
+    """Where messages for people (`info`, `warning`, `error`) and events (`record`) go."""
+
+    def info(self, message: str, **fields: Any) -> None: ...
+
+    def warning(self, message: str, **fields: Any) -> None: ...
+
+    def error(self, message: str, **fields: Any) -> None: ...
+
+    def record(self, event: str, **fields: Any) -> None: ...
+
+
 @dataclass(frozen=True)
 class TrainingFault:
     """Something went wrong at `step`, and `action` was taken."""
@@ -95,6 +107,8 @@ class Callback:
         on_optimizer                    last micro-batch only: about to move the weights
         on_micro_batch_end              also after a failure
         on_save_begin, on_save_end      training stands still while its state is copied
+        on_compare_begin, on_compare_end
+                                        around the eager step that a CUDA graph is compared with
 
     Every rank gets every event, except on_checkpoint (rank 0) and on_fault (the rank that reports
     it). Your own loop around `train_step` gets the events of its steps, but none of epochs and
@@ -154,6 +168,12 @@ class Callback:
     def on_save_end(self, run: Run) -> None:
         pass
 
+    def on_compare_begin(self, run: Run) -> None:
+        pass
+
+    def on_compare_end(self, run: Run) -> None:
+        pass
+
     def on_validation(self, run: Run, metrics: Mapping[str, float]) -> None:
         pass
 
@@ -197,6 +217,8 @@ class CallbackList:
     on_log: Listeners
     on_save_begin: Listeners
     on_save_end: Listeners
+    on_compare_begin: Listeners
+    on_compare_end: Listeners
     on_validation: Listeners
     on_epoch_end: Listeners
     on_checkpoint: Listeners
