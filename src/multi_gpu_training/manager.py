@@ -95,7 +95,7 @@ class MultiGPUTrainingManager:
             self.placement,
             callbacks=self.callbacks,
             say=self.say,
-            told=lambda *fault: self.fault_tolerance.record_fault(*fault),
+            told=lambda *fault: self._training.fault_tolerance.record_fault(*fault),
             snapshot_more=lambda: self._training.snapshot(),
         )
         self.progress = Progress(self.config)
@@ -169,17 +169,10 @@ class MultiGPUTrainingManager:
                     states or {},
                 )
             )
-            self.fault_tolerance, self.control, self.loop = (
-                made.fault_tolerance,
-                made.control,
-                made.loop,
-            )
-            self.train_loader, self.val_loader, self.sizes = (
-                made.train_loader,
-                made.val_loader,
-                made.sizes,
-            )
-            self.model, self.loss_fn = made.model, made.loss_fn
+            self.model, self.loss_fn, self.loop = made.model, made.loss_fn, made.loop
+            self.train_loader, self.val_loader = made.train_loader, made.val_loader
+            self.sizes, self.control = made.sizes, made.control
+            self.fault_tolerance = made.fault_tolerance
             weakref.finalize(self, made.control.close)  # where nobody calls finish
             made.start(self)
         except BaseException:
