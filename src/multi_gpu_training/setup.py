@@ -209,7 +209,7 @@ class Training:
     def snapshot(self) -> Callable[[], None]:
         """For recorded steps that may be taken back: copy what steps change beside the trainer's
         own state. Calling the result puts it back."""
-        metrics, states = self.epoch_metrics.kept(), self.fault_tolerance.state.kept()
+        metrics, states = self.epoch_metrics.kept(), self.fault_tolerance.run_state.kept()
 
         def put_back() -> None:
             self.epoch_metrics.put_back(metrics)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_ranks
 from tiny import line, manager_for, points, sgd, squares, weights
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -148,6 +149,17 @@ def test_a_state_that_cannot_be_copied_follows_on_save_failure(tmp_path: Path) -
         stopping.fit(line(), points(), optimizer=sgd, states={"large": NoRoom(1)})
 
 
+def test_the_last_state_is_copied_once_more_and_then_lost_aloud(tmp_path: Path) -> None:
+    settings = {**KEPT, "epochs": 1}
+    manager = manager_for(tmp_path, **settings)
+    manager.fit(line(), points(), optimizer=sgd, states={"large": NoRoom(1)})
+    assert (manager.run.checkpoints / "step-00000004" / "manifest.json").exists()
+
+    lost = manager_for(tmp_path, **{**settings, "run_name": "lost"})
+    with pytest.raises(CheckpointError, match="could not copy step 4"):
+        lost.fit(line(), points(), optimizer=sgd, states={"large": NoRoom(100)})
+
+
 def test_a_save_that_is_waited_for_says_that_the_state_could_not_be_copied(tmp_path: Path) -> None:
     manager = manager_for(tmp_path, **KEPT)
     manager.setup_training(line(), points(), optimizer=sgd, states={"large": NoRoom(1)})
@@ -194,3 +206,21 @@ def test_what_was_learned_about_memory_leaves_with_a_run_that_ends_well(tmp_path
     again = manager_for(tmp_path, **settings, resume="auto")
     again.fit(line(), points(), optimizer=sgd)
     assert again.trainer.oom.parts == 2 and not hint.exists()
+
+
+def together(folder: Path) -> tuple[int, list[float], list[str]]:
+    """Two ranks: the first save is missed, and the third validation goes back once."""
+    settings = {**KEPT, "epochs": 3, "on_nonfinite": "rollback", "training_mode": "ddp"}
+    manager = manager_for(folder, **settings)
+    model = line()
+    failing = Failing(NonFiniteLossError(6, text="NaN"), nth=5)
+    states = {"large": NoRoom(1)}
+    manager.fit(model, points(), points(), optimizer=sgd, eval_fn=failing, states=states)
+    said = [fault["action"] for fault in events(manager, "fault")]
+    return manager.step, weights(model)["weight"].flatten().tolist(), said
+
+
+def test_ranks_agree_on_a_missed_save_and_on_a_rollback_in_a_validation(tmp_path: Path) -> None:
+    (step, one, said), (other_step, other, _) = run_ranks(2, together, tmp_path)
+    assert step == other_step == 6 and one == other
+    assert said == ["rollback"]

@@ -137,11 +137,13 @@ class Saver:
         self.log = log
         self.hosts = hosts or one_disk(placement)
         self.store = CheckpointStore(folder, config.keep_last, keep_best=config.keep_best)
-        self.state = RunState(training, placement, self.hosts, config.plain)
+        self.run_state = RunState(training, placement, self.hosts, config.plain)
         self.buffer = HostBuffer(placement.device)
         self.current: Save | None = None  # the last one, on ranks that write
         self._on_saved = on_saved
         self._held: int | None = None  # the step of the newest checkpoint, written or on its way
+        # Step, facts, best and problem of the newest one where its state could not be copied.
+        self._missed: tuple[int, dict[str, Any], bool, str] | None = None
         self._stops = config.on_save_failure == "stop"
         self._unsettled = False  # equal on all ranks: they have not agreed yet on how it went
         self._interrupted = False
@@ -151,7 +153,7 @@ class Saver:
 
     def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
         """Save and restore `item` with the run; see `RunState`."""
-        self.state.register(name, item, scope)
+        self.run_state.register(name, item, scope)
 
     # Saving
 
@@ -178,7 +180,8 @@ class Saver:
             self._report(last)
             before = last.problem
         begun = time.perf_counter()
-        snapshot = self.state.snapshot(facts or {})
+        facts = facts or {}
+        snapshot = self.run_state.snapshot(facts)
         save, now, never = self._capture(snapshot, best)
         before, now, never = self._agreed([before, now, never])
         self._unsettled = False
@@ -187,7 +190,9 @@ class Saver:
         if never or (now and (self._stops or wait)):
             raise CheckpointError(never or now)
         path = self.store.path_of(snapshot.step)
+        self._missed = None
         if now:
+            self._missed = snapshot.step, facts, best, now
             if self.hosts.writes and save is None:
                 failed = {"step": snapshot.step, "path": str(path), "problem": now}
                 self.log.record("checkpoint_failed", **failed)
@@ -218,6 +223,11 @@ class Saver:
         """
         if self._unsettled:
             self._settle(retry=True)
+        if self._missed is not None:
+            step, facts, best, problem = self._missed
+            if step != self.training.step:
+                raise CheckpointError(problem)
+            self.save(facts, best)
 
     def drain(self) -> None:
         """Finish a save that is being written, without the other ranks.
@@ -333,7 +343,7 @@ class Saver:
     def resume(self, path: Path) -> None:
         """Load a checkpoint into everything that was saved. Collective."""
         snapshot = read_together(path, self.placement, self.store)
-        note = self.state.restore(snapshot, str(path))
+        note = self.run_state.restore(snapshot, str(path))
         if note is not None:
             self.log.info(note)
         if self.hosts.writes:
