@@ -141,8 +141,8 @@ class Training:
         """Everything up to the loop, with the state of a checkpoint where there is one."""
         self.fault_tolerance = self._open_checkpoints(given.states)
         checkpoint = self._find_checkpoint()
-        self._build_data(given)
-        self._build_model(given)
+        self._build_data(given)  # loss_fn, train_loader, val_loader, sizes
+        self._build_model(given)  # model, optimizer, schedule
         if checkpoint is not None:
             self._resume(checkpoint)
         self._settle_shares()

@@ -19,12 +19,6 @@ DROPOUTS = (
 )
 
 
-def run_eagerly(trainer: MultiGPUTrainer) -> None:
-    """Compute every later step operation by operation, and free what recorded steps held."""
-    if trainer.execution.active:
-        trainer.execution.give_up("its steps are taken apart")
-
-
 def leave_compiled(trainer: MultiGPUTrainer) -> None:
     """Run the loss as the user wrote it: every other shape would be compiled anew."""
     trainer.state.step_module.compiled = trainer.state.step_module.loss_fn

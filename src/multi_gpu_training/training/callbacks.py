@@ -123,71 +123,49 @@ class Callback:
 
     watches_only = False
 
-    def on_setup(self, run: Run) -> None:
-        pass
+    def on_setup(self, run: Run) -> None: ...
 
-    def on_epoch_begin(self, run: Run, epoch: int) -> None:
-        pass
+    def on_epoch_begin(self, run: Run, epoch: int) -> None: ...
 
-    def on_step_begin(self, run: Run, step: int) -> None:
-        pass
+    def on_step_begin(self, run: Run, step: int) -> None: ...
 
-    def on_input(self, run: Run) -> None:
-        pass
+    def on_input(self, run: Run) -> None: ...
 
-    def on_batch(self, run: Run) -> None:
-        pass
+    def on_batch(self, run: Run) -> None: ...
 
-    def on_data_end(self, run: Run) -> None:
-        pass
+    def on_data_end(self, run: Run) -> None: ...
 
-    def on_forward(self, run: Run, share: Share) -> None:
-        pass
+    def on_forward(self, run: Run, share: Share) -> None: ...
 
-    def on_backward(self, run: Run, loss: Tensor) -> None:
-        pass
+    def on_backward(self, run: Run, loss: Tensor) -> None: ...
 
-    def on_exchange(self, run: Run) -> None:
-        pass
+    def on_exchange(self, run: Run) -> None: ...
 
-    def on_optimizer(self, run: Run) -> None:
-        pass
+    def on_optimizer(self, run: Run) -> None: ...
 
-    def on_micro_batch_end(self, run: Run) -> None:
-        pass
+    def on_micro_batch_end(self, run: Run) -> None: ...
 
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        pass
+    def on_step_end(self, run: Run, result: StepResult) -> None: ...
 
-    def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
-        pass
+    def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None: ...
 
-    def on_save_begin(self, run: Run) -> None:
-        pass
+    def on_save_begin(self, run: Run) -> None: ...
 
-    def on_save_end(self, run: Run) -> None:
-        pass
+    def on_save_end(self, run: Run) -> None: ...
 
-    def on_compare_begin(self, run: Run) -> None:
-        pass
+    def on_compare_begin(self, run: Run) -> None: ...
 
-    def on_compare_end(self, run: Run) -> None:
-        pass
+    def on_compare_end(self, run: Run) -> None: ...
 
-    def on_validation(self, run: Run, metrics: Mapping[str, float]) -> None:
-        pass
+    def on_validation(self, run: Run, metrics: Mapping[str, float]) -> None: ...
 
-    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
-        pass
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None: ...
 
-    def on_checkpoint(self, run: Run, path: Path) -> None:
-        pass
+    def on_checkpoint(self, run: Run, path: Path) -> None: ...
 
-    def on_fault(self, run: Run, fault: TrainingFault) -> None:
-        pass
+    def on_fault(self, run: Run, fault: TrainingFault) -> None: ...
 
-    def on_end(self, run: Run) -> None:
-        pass
+    def on_end(self, run: Run) -> None: ...
 
 
 # Per event, the methods to call: those that somebody overrides.
@@ -276,20 +254,15 @@ class Hook:
             stacklevel=2,
         )
 
-    def on_run_start(self, manager: Any) -> None:
-        pass
+    def on_run_start(self, manager: Any) -> None: ...
 
-    def on_step_end(self, manager: Any, step: int) -> None:
-        pass
+    def on_step_end(self, manager: Any, step: int) -> None: ...
 
-    def on_epoch_end(self, manager: Any, epoch: int, metrics: dict[str, float]) -> None:
-        pass
+    def on_epoch_end(self, manager: Any, epoch: int, metrics: dict[str, float]) -> None: ...
 
-    def on_checkpoint(self, manager: Any, path: Path) -> None:
-        pass
+    def on_checkpoint(self, manager: Any, path: Path) -> None: ...
 
-    def on_run_end(self, manager: Any) -> None:
-        pass
+    def on_run_end(self, manager: Any) -> None: ...
 
 
 class _HookAdapter(Callback):

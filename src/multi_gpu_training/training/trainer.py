@@ -82,7 +82,7 @@ class MultiGPUTrainer(ABC):
         self.eager = EagerRunner(state, self.nan_guard, start)
         self.execution = StepExecution(state, self.eager, self.nan_guard, say, snapshot_more)
         self.oom = OomRecovery(
-            state, self.eager, partial(told, "out_of_memory"), self._give_up_recording
+            state, self.eager, partial(told, "out_of_memory"), self.give_up_recording
         )
         self._boundary = Boundary()
 
@@ -226,7 +226,8 @@ class MultiGPUTrainer(ABC):
                 note_phase(OWN_CODE)
         return result
 
-    def _give_up_recording(self, reason: str) -> None:
+    def give_up_recording(self, reason: str) -> None:
+        """Compute every later step operation by operation, and free what recorded steps held."""
         if self.execution.active:
             self.execution.give_up(reason)
 
