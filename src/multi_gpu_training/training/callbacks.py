@@ -170,7 +170,8 @@ class Callback:
 
 # Per event, the methods to call: those that somebody overrides.
 Listeners = tuple[Callable[..., None], ...]
-EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+_NOTHING = {name: does for name, does in vars(Callback).items() if name.startswith("on_")}
+EVENTS = tuple(_NOTHING)
 
 
 class CallbackList:
@@ -205,41 +206,45 @@ class CallbackList:
 
     def __init__(self, run: Run | None = None, members: Iterable[Callback | Hook] = ()) -> None:
         self._run = run
-        self.members: list[Callback] = []
+        self._members: list[tuple[Callback, dict[str, Callable[..., None]]]] = []
         self.redo_step_end: Listeners = ()  # on_step_end, of a step that is computed again
-        self._sort()
+        self._sort(EVENTS)
         self.extend(members)
+
+    @property
+    def members(self) -> list[Callback]:
+        return [member for member, _ in self._members]
 
     def extend(self, members: Iterable[Callback | Hook]) -> None:
         """Add callbacks; events call them in this order."""
-        self.members += [_HookAdapter(m) if isinstance(m, Hook) else m for m in members]
-        self._sort()
+        for member in members:
+            self.add(_HookAdapter(member) if isinstance(member, Hook) else member)
 
     def add(self, callback: Callback) -> None:
-        self.extend([callback])
+        # Only the events that it listens to: timing adds and removes callbacks between steps.
+        heard: dict[str, Callable[..., None]] = {
+            event: functools.partial(getattr(callback, event), self._run)
+            for event in EVENTS
+            if getattr(type(callback), event) is not _NOTHING[event]
+            if not isinstance(callback, _HookAdapter) or callback.listens(event)
+        }
+        self._members.append((callback, heard))
+        self._sort(heard)
 
     def remove(self, callback: Callback) -> None:
         """Take a callback out, if it is in. An event that is under way is not affected."""
-        if callback in self.members:
-            self.members.remove(callback)
-            self._sort()
+        for place, (member, heard) in enumerate(self._members):
+            if member is callback:
+                del self._members[place]
+                self._sort(heard)
+                return
 
-    def _sort(self) -> None:
-        for event in EVENTS:
-            setattr(self, event, self._calls(event, self.members))
-        changing = [m for m in self.members if not m.watches_only]
-        self.redo_step_end = self._calls("on_step_end", changing)
-
-    def _calls(self, event: str, members: Iterable[Callback]) -> Listeners:
-        listening = [m for m in members if listens(m, event)]
-        return tuple(functools.partial(getattr(m, event), self._run) for m in listening)
-
-
-def listens(callback: Callback, event: str) -> bool:
-    """Whether the callback does anything at this event."""
-    if isinstance(callback, _HookAdapter):
-        return callback.listens(event)
-    return getattr(type(callback), event) is not getattr(Callback, event)
+    def _sort(self, events: Iterable[str]) -> None:
+        for event in events:
+            calls = [(m, heard[event]) for m, heard in self._members if event in heard]
+            setattr(self, event, tuple(call for _, call in calls))
+            if event == "on_step_end":
+                self.redo_step_end = tuple(call for m, call in calls if not m.watches_only)
 
 
 class Hook:
@@ -280,8 +285,8 @@ class _HookAdapter(Callback):
         self.hook = hook
 
     def listens(self, event: str) -> bool:
-        name = self._NAMES.get(event)
-        return name is not None and getattr(type(self.hook), name) is not getattr(Hook, name)
+        name = self._NAMES[event]
+        return getattr(type(self.hook), name) is not getattr(Hook, name)
 
     def on_setup(self, run: Run) -> None:
         self.hook.on_run_start(run)
