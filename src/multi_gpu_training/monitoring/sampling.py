@@ -56,7 +56,7 @@ class StepSampler(Callback):
         self._save_begun = 0.0
         self._kind = state.placement.device.type
         self._queue = RunQueue() if self._kind == "cpu" else None
-        self._clock = self._new_clock(self._queue)
+        self._clock = PhaseClock(state, self._queue)
         self._pending: tuple[str, int, dict[str, Any]] | None = None
         self._stride: int | None = None
         # The second step: before steps are compiled or recorded, which counting would disturb.
@@ -177,19 +177,14 @@ class StepSampler(Callback):
     def _finish(self, now: float) -> None:
         self._clock.stop(now)
         self._put("step", self._clock, now)
-        self._clock = self._new_clock(self._queue)
-
-    def _new_clock(self, queue: RunQueue | None = None) -> PhaseClock:
-        state = self._state
-        hook_s = lambda: state.strategy.hook_s  # noqa: E731
-        return PhaseClock(state.callbacks, state.placement, hook_s, queue)
+        self._clock = PhaseClock(self._state, self._queue)
 
     # Comparisons of a graph with the eager step
 
     def on_compare_begin(self, run: Run) -> None:
         if self._clock.running or self._pending is not None or self._state.step == self._step:
             return
-        self._check = self._new_clock()
+        self._check = PhaseClock(self._state)
         self._check.start()
 
     def on_compare_end(self, run: Run) -> None:
