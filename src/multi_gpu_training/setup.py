@@ -109,8 +109,8 @@ class Given:
 
 
 class Training:
-    """The parts of one training. `build` makes them, `start` begins the run, and `close` lets go of
-    folder, threads and signals, as far as they were taken. All three are collective."""
+    """The parts of one training. `build` makes them and `start` begins the run, on every rank alike;
+    `close` lets go of folder, threads and signals, as far as they were taken."""
 
     def __init__(
         self,
