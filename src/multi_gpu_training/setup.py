@@ -109,7 +109,7 @@ class Given:
 
 
 class Training:
-    """The parts of one training. `build` makes them and `start` begins the run, on every rank alike;
+    """The parts of one training. `build` makes them and `start` begins the run, both collective;
     `close` lets go of folder, threads and signals, as far as they were taken."""
 
     def __init__(
