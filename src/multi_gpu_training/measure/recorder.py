@@ -40,7 +40,7 @@ from multi_gpu_training.measure.request import MeasuredRun, Measurement, Measure
 from multi_gpu_training.measure.split_probe import SplitProbe
 from multi_gpu_training.measure.tensor_sketch import sketch, sketches
 from multi_gpu_training.measure.trainer_access import BATCH_NORMS, DROPOUTS, watch_loss
-from multi_gpu_training.training.callbacks import Callback, Run, listens
+from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.loss import read_loss
 from multi_gpu_training.training.step import StepResult
 
@@ -71,7 +71,7 @@ class Recorder(Callback):
         self.replay = Replay(run, request) if request.ranks == 1 else None
         self.done = False
         self.off = _switch_off_dropout(run.model)
-        run.trainer.transform = self.transform
+        run.trainer.state.transform = self.transform
         watch_loss(run.trainer, self.compute_loss)
         run.optimizer.register_step_pre_hook(self.before_move)
         run.optimizer.register_step_post_hook(self.after_move)
@@ -352,7 +352,10 @@ class Replay:
             type(member).__name__
             for member in run.callbacks.members
             if not type(member).__module__.startswith("multi_gpu_training.")
-            and any(listens(member, event) for event in ("on_optimizer", "on_exchange"))
+            and any(
+                getattr(type(member), event) is not getattr(Callback, event)
+                for event in ("on_optimizer", "on_exchange")
+            )
         ]
         if others:
             return {"skipped": f"{', '.join(others)} takes part in the step"}

@@ -316,10 +316,13 @@ class _Examination:
     def _splittable(self, mine: dict[str, Any], theirs: list[dict[str, Any]]) -> int:
         """A micro-batch of which several ranks have a part."""
         count: int = len(mine["micros"])
-        for number in [self.found.micro, *range(count)]:
-            if number < count and sum(len(rank["micros"]) > number for rank in theirs) > 1:
-                return number
-        return 0
+        order: list[int] = [self.found.micro, *range(count)]
+        held = [
+            number
+            for number in order
+            if number < count and sum(len(rank["micros"]) > number for rank in theirs) > 1
+        ]
+        return held[0] if held else 0
 
     def _noise(self, mine: dict[str, Any], theirs: list[dict[str, Any]]) -> Diagnosis | None:
         """Whether the difference goes away with noise that belongs to samples."""
