@@ -22,6 +22,7 @@ from multi_gpu_training.checkpoint.saver import Save
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes, Data, Loader
 from multi_gpu_training.data.loader import wait_for_no_worker
+from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.progress_slot import Phase, note_hang_limit, note_phase
@@ -129,6 +130,7 @@ class MultiGPUTrainingManager:
         loggers: Sequence[Logger] = (),
         states: dict[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
+        batch_size_fn: BatchSizeFn | None = None,
     ) -> tuple[nn.Module, Loader, Loader | None]:
         """Place the model, share out the data, and continue from a checkpoint where asked to.
 
@@ -137,8 +139,9 @@ class MultiGPUTrainingManager:
         on the device; `random` gives numbers that belong to each sample (SampleRandom). Returns
         the model on its device and the loaders of this rank; without `val_dataset` the third is
         None. `states` are further objects with `state_dict`, saved and restored with the run;
-        (object, "per_rank") for one that differs between ranks. `hooks` is the old name of
-        `callbacks`.
+        (object, "per_rank") for one that differs between ranks. `batch_size_fn(batch)` counts the
+        samples of batches that you make yourself, where their shapes do not say it. `hooks` is the
+        old name of `callbacks`.
         """
         if hasattr(self, "records"):
             raise ConfigError(
@@ -154,7 +157,15 @@ class MultiGPUTrainingManager:
             epoch_metrics = self._register(states or {})
             checkpoint = setup.find_checkpoint(self.config, self.fault_tolerance, self.say)
             self._build(
-                model, dataset, val_dataset, loss_fn, optimizer, scheduler, augment, eval_fn
+                model,
+                dataset,
+                val_dataset,
+                loss_fn,
+                optimizer,
+                scheduler,
+                augment,
+                eval_fn,
+                batch_size_fn,
             )
             if checkpoint is not None:
                 self._resume(checkpoint)
@@ -190,20 +201,22 @@ class MultiGPUTrainingManager:
         scheduler: Any,
         augment: Augment | None,
         eval_fn: EvalFn | None,
+        batch_size_fn: BatchSizeFn | None,
     ) -> None:
         """Loaders, model, optimizer and schedule."""
         config, trainer = self.config, self.trainer
         trainer.augment = augment
+        trainer.state.batch_size_fn = batch_size_fn
         if self._measurement is not None:
             batch = config.global_batch_size or config.batch_size
             dataset = self._measurement.shorten(dataset, batch)
             val_dataset = self._measurement.shorten(val_dataset, batch)
         self.loss_fn = choose_loss(loss_fn)
-        if isinstance(self.loss_fn, SupervisedLoss):
-            self.loss_fn.look_at(dataset)
+        if isinstance(self.loss_fn, SupervisedLoss) and augment is None:
+            self.loss_fn.look_at(dataset)  # labels that `augment` changes are looked at per batch
         setup.check_metric(config, self.loss_fn, eval_fn)
         self.train_loader, self.val_loader, self.sizes = setup.build_loaders(
-            dataset, val_dataset, config, trainer
+            dataset, val_dataset, config, trainer, batch_size_fn
         )
         built = setup.build_model(model, config)
         if self._measurement is not None:
@@ -485,7 +498,9 @@ class MultiGPUTrainingManager:
 
     def _checkpoint_facts(self) -> dict[str, Any]:
         options = setup.plain_options(self.recipe_options)
-        return {"global_batch_size": self.sizes.global_batch, "options": options}
+        steps = self.train_loader.steps
+        size = self.sizes.global_batch
+        return {"global_batch_size": size, "steps_per_epoch": steps, "options": options}
 
     def _checkpoint_is_safe(self, save: Save) -> None:
         """On rank 0, between steps: the files of an earlier `save_checkpoint` are on the disk."""

@@ -24,11 +24,12 @@ from multi_gpu_training.data.feeding import (
     BatchSizes,
     Data,
     Loader,
+    place_after_resume,
     training_loader,
     validation_loader,
 )
-from multi_gpu_training.data.order import FormsBatches
 from multi_gpu_training.data.resident import ResidentLoader
+from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError, ModelError
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
@@ -110,13 +111,14 @@ def build_loaders(
     val_dataset: Data | None,
     config: MultiGPUConfig,
     trainer: MultiGPUTrainer,
+    batch_size_fn: BatchSizeFn | None = None,
 ) -> tuple[Loader, Loader | None, BatchSizes]:
     """This rank's loaders, and how a global batch is made up."""
-    placement = trainer.placement
-    loader, sizes = training_loader(dataset, config, placement, trainer.replicas)
+    placement, count = trainer.placement, batch_size_fn
+    loader, sizes = training_loader(dataset, config, placement, trainer.replicas, count)
     validation = None
     if val_dataset is not None:
-        validation = validation_loader(val_dataset, config, placement, sizes)
+        validation = validation_loader(val_dataset, config, placement, sizes, loader, count)
     if config.validate_every is not None and validation is None:
         raise ConfigError(
             f"validate_every={config.validate_every}, but there is no val_dataset; give one, or "
@@ -200,9 +202,13 @@ def resume(
         fault_tolerance.resume(checkpoint)
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_changed_options(options, checkpoint)}") from None
-    saved = read_manifest(checkpoint).get("global_batch_size")
-    if saved is not None and saved != global_batch:
-        trainer.position = _place(trainer, loader, saved, global_batch, epochs_done())
+    manifest = read_manifest(checkpoint)
+    saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
+    if saved is not None and (saved != global_batch or (steps or loader.steps) != loader.steps):
+        done = epochs_done() > trainer.epoch
+        trainer.position = place_after_resume(
+            loader, trainer.position, saved, global_batch, done, steps
+        )
     loader.seek(trainer.epoch, trainer.position)
 
 
@@ -221,32 +227,6 @@ def _changed_options(have: dict[str, Any], checkpoint: Path) -> str:
     then = ", ".join(f"{name}={had[name]}" for name in changed)
     now = ", ".join(f"{name}={have.get(name)}" for name in changed)
     return f"\nThat run had {then}; this one has {now}"
-
-
-def _place(
-    trainer: MultiGPUTrainer, loader: Loader, saved: int, size: int, epochs_done: int
-) -> int:
-    """With another global batch than the checkpoint's: the step right behind what it has seen."""
-    if isinstance(getattr(loader, "dataset", None), FormsBatches):
-        # Batches of another size are other batches: only the end of an epoch is in both.
-        if epochs_done <= trainer.epoch:
-            raise ConfigError(
-                f"the checkpoint stands at step {trainer.position} of an epoch of batches of "
-                f"{saved}; with global_batch_size={size} this dataset forms other batches: "
-                f"continue with global_batch_size={saved}, or from the end of an epoch"
-            )
-        return loader.steps or 0
-    seen = trainer.position * saved
-    samples = getattr(getattr(loader, "source", None), "samples", None)
-    if samples is not None and loader.steps is not None and seen >= samples:
-        return loader.steps  # the epoch was done
-    if seen % size:
-        raise ConfigError(
-            f"the checkpoint stands {seen} samples into an epoch, which "
-            f"global_batch_size={size} does not divide; continue with "
-            f"global_batch_size={saved}, as it was, or from the end of an epoch"
-        )
-    return seen // size
 
 
 # Callbacks

@@ -45,9 +45,12 @@ class ResidentLoader(ShareLoader):
         super().__init__(dataset, source, feeding)
         self.tensors = tuple(tensor.to(feeding.device) for tensor in dataset.tensors)
 
-    def __iter__(self) -> Iterator[Any]:
+    def one_pass(self) -> Iterator[Any]:
         for batch in self.batches():
             yield attach(batch.gather(batch.index), batch.share)
+
+    def fetched_here(self) -> Iterator[Any]:
+        return self.batches()
 
     def batches(self) -> Iterator[ResidentBatch]:
         """The micro-batches of the epoch, gathered only where they are used."""

@@ -6,17 +6,14 @@ it again. So every generator that it may use is seeded for the epoch, its own as
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import BatchSampler, Sampler
 
-from multi_gpu_training.data.generators import seed_own
-from multi_gpu_training.data.order import derive_seed, seed_everything
+from multi_gpu_training.data.generators import global_generators_kept, seed_own
+from multi_gpu_training.data.order import derive_seed, seed_everything, without_rest
 from multi_gpu_training.errors import DataError
 
 _MEMORY = (
@@ -28,18 +25,25 @@ _MEMORY = (
 
 
 class SamplerBatches:
-    """The order of a sampler, in batches of `batch_size`; the last one may be short."""
+    """The order of a sampler, in batches of `batch_size`; the last one may be short.
 
-    def __init__(self, sampler: Sampler[Any] | Iterable[int], batch_size: int) -> None:
+    unit: samples that do not fill a batch of this size are left out at the end (`drop_last`).
+    """
+
+    def __init__(
+        self, sampler: Sampler[Any] | Iterable[int], batch_size: int, unit: int = 1
+    ) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
-        self._epochs = _Epochs(sampler, int)
+        self.unit = unit
+        self._epochs = _Epochs(sampler, _place)
 
     def __len__(self) -> int:
-        return -(-_length(self.sampler) // self.batch_size)
+        return -(-without_rest(_length(self.sampler), self.unit) // self.batch_size)
 
     def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
         order = self._epochs.drawn(seed, epoch)
+        order = order[: without_rest(len(order), self.unit)]
         for start in range(0, len(order), self.batch_size):
             yield order[start : start + self.batch_size]
 
@@ -49,7 +53,7 @@ class BatchSamplerBatches:
 
     def __init__(self, sampler: BatchSampler | Iterable[Sequence[int]]) -> None:
         self.sampler = sampler
-        self._epochs = _Epochs(sampler, list)
+        self._epochs = _Epochs(sampler, lambda batch: [_place(index) for index in batch])
 
     def __len__(self) -> int:
         return _length(self.sampler)
@@ -78,17 +82,20 @@ class _Epochs:
     def _draw(self, seed: int, epoch: int) -> list[Any]:
         """List it with every generator that it may use seeded; the global ones are put back."""
         set_epoch = getattr(self.sampler, "set_epoch", None)
-        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        try:
+        with global_generators_kept():
             seed_everything(seed)
             seed_own(self.sampler, seed)
             if callable(set_epoch):
                 set_epoch(epoch)  # last: a seed of its own for the epoch holds
             return [self.form(item) for item in self.sampler]
-        finally:
-            torch.set_rng_state(states[0])
-            random.setstate(states[1])
-            np.random.set_state(states[2])
+
+
+def _place(index: Any) -> Any:
+    """A sample's place as a plain number; any other key (a name, a pair) as it is."""
+    try:
+        return index.__index__()
+    except (AttributeError, TypeError):
+        return index
 
 
 def _length(sampler: Any) -> int:

@@ -189,6 +189,8 @@ class TrainingLoop:
         trainer = self.trainer
         ours = loader is self.train_loader
         self._whole = not self.has_all_steps or (ours and self._at_end_of_epoch)
+        if self.has_all_steps:  # an epoch that max_steps cut short is not broken off
+            self.train_loader.seek(trainer.epoch, trainer.position)
         # In this order: steps that were recorded wrongly are taken back first, then what is still
         # on its way from the device is logged, then the rest belongs to the epoch's metrics.
         trainer.execution.verify()
@@ -266,6 +268,7 @@ class TrainingLoop:
             self.eval_fn,
             trainer.precision,
             trainer.placement.device,
+            trainer.state.batch_size_fn,
         )
         return self.evaluated.compute(trainer.placement)
 
