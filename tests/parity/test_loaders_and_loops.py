@@ -281,7 +281,8 @@ def test_a_share_of_a_validation_in_which_nothing_counts_is_left_out(tmp_path: P
 
 def unpacked(loader: Any) -> Iterator[Any]:
     for x, y in loader:
-        yield x, y
+        pair = x, y
+        yield pair
 
 
 def on_the_device(loader: Any) -> Iterator[Any]:
@@ -341,8 +342,7 @@ def test_a_loop_may_unpack_move_and_change_its_batches(tmp_path: Path) -> None:
     loader = DataLoader(data(DTYPE, SAMPLES), batch_size=12)
 
     def reference(loop: Any) -> dict[str, Tensor]:
-        plain = by_hand(lambda _: [b for b in map(as_pair, loop(loader)) if len(b[0])])
-        return plain
+        return by_hand(lambda _: [b for b in map(as_pair, loop(loader)) if len(b[0])])
 
     references = {name: reference(loop) for name, loop in LOOPS.items()}
     for world in WORLDS:

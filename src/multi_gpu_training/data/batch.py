@@ -61,6 +61,13 @@ def share_of(batch: Any) -> Share | None:
     return share if isinstance(share, Share) else None
 
 
+def came_from_a_loader(batch: Any) -> bool:
+    """Whether a batch, or a tensor in it, came from a loader of ours."""
+    return share_of(batch) is not None or any(
+        share_of(tensor) is not None for tensor in tensors_of(batch)
+    )
+
+
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Every tensor in a batch of tuples, lists and mappings."""
     if isinstance(batch, Tensor):

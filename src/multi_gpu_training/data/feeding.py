@@ -131,7 +131,7 @@ def validation_loader(
     """Each sample once, in order; a rank without a share of a batch just does not see it. Of a
     DataLoader, the samples that its sampler gives. `training`: the loader beside this one."""
     brought = data if isinstance(data, DataLoader) else None
-    dataset = _dataset(data)
+    dataset: Any = _dataset(data)
     feeding = _feeding(brought, dataset, config, placement, sizes, batch_size_fn, evaluating=True)
     if isinstance(dataset, IterableDataset):
         if training is not None and training.dataset is dataset:

@@ -54,8 +54,10 @@ class ItemLoader(ShareLoader):
                 sample_seed=derive_seed(feeding.seed, self.epoch),
             )
 
-    def host_batches(self, fetched: Iterable[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
-        for share, item in fetched:
+    def host_batches(
+        self, fetched: Iterable[tuple[Share, Any]] | None = None
+    ) -> Iterator[tuple[Share, Any]]:
+        for share, item in self._loader if fetched is None else fetched:
             index = share.indices[0]
             number = index if isinstance(index, int) else share.position
             told = len(index) if isinstance(index, (list, tuple)) else None

@@ -122,14 +122,17 @@ class ShareLoader(EpochLoader):
         return (share for share in found if share.count) if feeding.evaluating else found
 
     def one_pass(self) -> Iterator[Any]:
-        for share, batch in on_device(self.host_batches(self._loader), self.feeding.device):
+        for share, batch in on_device(self.host_batches(), self.feeding.device):
             yield attach(batch, share)
         if not self.feeding.evaluating:
             self.seek(self.epoch + 1)
 
-    def host_batches(self, fetched: Iterable[tuple[Share, Any]]) -> Iterator[tuple[Share, Any]]:
-        """What was fetched, with something of the right form for an empty share."""
-        for share, batch in fetched:
+    def host_batches(
+        self, fetched: Iterable[tuple[Share, Any]] | None = None
+    ) -> Iterator[tuple[Share, Any]]:
+        """What was fetched, by default by the workers, with something of the right form for an
+        empty share."""
+        for share, batch in self._loader if fetched is None else fetched:
             if share.count:
                 self._template = (share.count, batch)
                 yield share, batch

@@ -51,11 +51,12 @@ def evaluate(
                         continue
                     mean, weight, pairs = _measure(model, batch, loss_fn, collected)
                 if weight is None:  # counted only where it matters: shapes may not say it
-                    weight = sample_count(batch, batch_size_fn) if share is None else share.count
-                else:
-                    # A batch in which nothing counts has a mean of 0/0: 0 x NaN is NaN.
-                    counts = (weight > 0).to(mean.device)
-                    mean = torch.where(counts, mean, torch.zeros_like(mean))
+                    count = sample_count(batch, batch_size_fn) if share is None else share.count
+                    collected.add_mean(mean, count, pairs)
+                    continue
+                # A batch in which nothing counts has a mean of 0/0, and 0 x NaN is NaN.
+                counts = (weight > 0).to(mean.device)
+                mean = torch.where(counts, mean, torch.zeros_like(mean))
                 collected.add_mean(mean, weight, pairs)
     finally:
         model.train(was_training)

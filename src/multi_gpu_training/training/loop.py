@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import share_of
+from multi_gpu_training.data.batch import came_from_a_loader, share_of
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.resident import ResidentLoader
@@ -161,6 +161,13 @@ class TrainingLoop:
                 error.add_note(self._where(step))
                 self.checkpoints.recover(error)  # raises it, unless a checkpoint is back
             self._go_back(epoch)
+            if isinstance(loader, Iterator):
+                raise CheckpointError(
+                    f"step {step} failed and the checkpoint of step {trainer.step} is back, but "
+                    "the batches since then are gone: train_epoch was given an iterator. Give it "
+                    "the loader that setup_training returns, or anything that `for` can begin "
+                    "again"
+                )
 
     def _batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """The rest of an epoch, or nothing where only its end is still to be recorded."""
@@ -169,8 +176,22 @@ class TrainingLoop:
         self.progress.unfinished = None
         # Data on the GPU are gathered inside the step.
         batches = loader.batches() if isinstance(loader, ResidentLoader) else loader
+        if loader is not self.train_loader and self.epoch_metrics.names:
+            batches = self._from_the_middle(loader)  # the run stands inside this epoch
         trainer = self.trainer
         return training_batches(batches, self.control, self.callbacks, trainer.at_step_boundary)
+
+    def _from_the_middle(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Batches of something around the run's own loader, which knows where to go on."""
+        for batch in loader:
+            if not came_from_a_loader(batch):
+                raise CheckpointError(
+                    f"the checkpoint of step {self.trainer.step} lies inside an epoch whose "
+                    "batches come from your own loader, which would begin it again. Give its "
+                    "data to setup_training and train_epoch the loader that it returns, or set "
+                    "checkpoint_frequency above the steps of an epoch: its end is saved anyway"
+                )
+            yield batch
 
     def _after_step(self) -> bool:
         """Between two steps; True to end the epoch here."""

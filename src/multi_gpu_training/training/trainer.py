@@ -198,7 +198,7 @@ class MultiGPUTrainer(ABC):
             samples = None if state.augment is None else state.sample_numbers(given, share)
             runner: Runner = execution if execution.active else oom if oom.parts > 1 else self.eager
             result = runner.run(given, samples, share)
-            if state.loader is not None:
+            if state.loader is not None and (share.window_count or share.changed):
                 state.loader.trained = share
             state.given = 0 if share.last else state.given + 1
             short = None
