@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from training import CLASSES, FEATURES, data, difference, manager_for, mlp, sgd
+
+from multi_gpu_training.errors import DataError
 
 DTYPE = torch.float64
 SAMPLES = 50
@@ -169,6 +172,57 @@ def test_every_kind_of_dataloader_trains_as_in_a_plain_loop(tmp_path: Path) -> N
         for ours in run_ranks(world, train_loaders, tmp_path):
             wrong = [name for name in ours if not same(ours[name], references[name[:-3]])]
             assert not wrong, f"{world} ranks: {wrong}"
+
+
+class Unseeded(Sampler[int]):
+    """Makes a new generator in each pass: another order on every rank."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.default_rng().permutation(SAMPLES).tolist()
+
+
+class Counting(Sampler[int]):
+    """Shuffles by the number of its passes, as a plain loop goes through them."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from np.random.default_rng(self.passes).permutation(SAMPLES).tolist()
+
+
+def train_drawn(folder: Path) -> tuple[dict[str, Tensor], str]:
+    refused = ""
+    loader = DataLoader(data(DTYPE, SAMPLES), batch_size=12, sampler=Counting())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = mlp().to(DTYPE)
+        manager_for(folder, epochs=2, global_batch_size=12).fit(
+            model, loader, loss_fn=loss_fn, optimizer=sgd
+        )
+        manager = manager_for(folder, global_batch_size=12)
+        loader = DataLoader(data(DTYPE, SAMPLES), sampler=Unseeded())
+        if manager.placement.dp_size > 1:
+            with pytest.raises(DataError) as error:
+                manager.setup_training(mlp().to(DTYPE), loader, optimizer=sgd)
+            refused = str(error.value)
+    return model.state_dict(), refused
+
+
+def test_ranks_that_draw_different_orders_are_refused(tmp_path: Path) -> None:
+    loader = DataLoader(data(DTYPE, SAMPLES), batch_size=12, sampler=Counting())
+    reference = by_hand(lambda _: loader)
+    for world in (1, 2):
+        for ours, refused in run_ranks(world, train_drawn, tmp_path):
+            assert same(ours, reference)
+            assert world == 1 or "Unseeded draws 2 different orders on 2 ranks" in refused
 
 
 # Validation
@@ -460,8 +514,6 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
             return x + torch.randn(FEATURES, generator=self.rng, dtype=DTYPE)
 
     def __init__(self) -> None:
-        import numpy as np
-
         self.inputs, self.targets = data(DTYPE, SAMPLES).tensors
         self.rng = np.random.default_rng()
         self.transform = [self.Jitter()]
@@ -478,8 +530,6 @@ class OneStream(IterableDataset[Any]):
     """Shuffles with its own generator, in training and validation alike."""
 
     def __init__(self) -> None:
-        import numpy as np
-
         self.rng = np.random.default_rng(0)
 
     def set_epoch(self, epoch: int) -> None:

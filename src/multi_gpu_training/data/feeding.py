@@ -151,6 +151,8 @@ def _sized_loader(
     config: MultiGPUConfig,
     placement: Placement,
 ) -> ShareLoader:
+    if isinstance(source, (SamplerBatches, BatchSamplerBatches)):
+        _check_same_order(source, feeding.seed, placement)
     if feeding.items:
         return ItemLoader(dataset, source, feeding)
     # On all ranks or on none: ranks with unequal GPUs must still agree on how steps are run.
@@ -223,6 +225,21 @@ def _refuse_part_of_a_rank(sampler: Any) -> None:
                 f"{parts}), and the manager shares batches over the ranks itself: give the "
                 "sampler that one process would use, or num_replicas=1, rank=0"
             )
+
+
+def _check_same_order(
+    source: SamplerBatches | BatchSamplerBatches, seed: int, placement: Placement
+) -> None:
+    """Refuse a sampler that draws another order on every rank: samples would be seen twice or
+    never. Collective."""
+    orders = placement.gather_json(source.rehearse(seed))
+    if len(set(orders)) > 1:
+        raise DataError(
+            f"{type(source.sampler).__name__} draws {len(set(orders))} different orders on "
+            f"{len(orders)} ranks, but the ranks share out one. Let it draw from a generator that "
+            "it keeps as an attribute, from the global ones, or by set_epoch(epoch), and leave "
+            "sharing over the ranks to the manager"
+        )
 
 
 def _drop_unit(brought: DataLoader[Any] | None, sizes: BatchSizes, evaluating: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -39,8 +39,10 @@ def own_generators(owner: Any) -> list[Any]:
         if id(one) in seen or len(seen) > _MOST:
             return
         seen.add(id(one))
-        own = getattr(one, "__dict__", {})
-        for value in (getattr(one, "generator", None), *own.values()):
+        own = dict(getattr(one, "__dict__", {}))
+        with suppress(Exception):  # an object may answer for any name, or fail to
+            own.setdefault("generator", one.generator)
+        for value in own.values():
             if isinstance(value, _KINDS):
                 found.setdefault(id(value), value)
         for name, value in own.items():
@@ -54,13 +56,15 @@ def own_generators(owner: Any) -> list[Any]:
 
 
 @contextmanager
-def global_generators_kept() -> Iterator[None]:
-    """Put torch's, numpy's and Python's global CPU generators back at the end: reading data in
-    this process must not change what the training draws."""
+def global_generators_kept(owned: list[Any] | None = None) -> Iterator[None]:
+    """Put torch's, numpy's and Python's global CPU generators back at the end, and those given:
+    reading data in this process must not change what the training or the user draws."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    before = states_of(owned or [])
     try:
         yield
     finally:
+        set_states(owned or [], before)
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])

@@ -26,6 +26,7 @@ from multi_gpu_training.data.order import (
 from multi_gpu_training.data.passes import EpochLoader
 from multi_gpu_training.data.prefetch import on_device
 from multi_gpu_training.data.sample_count import BatchSizeFn
+from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
 from multi_gpu_training.distributed.cleanup import die_with_parent, end_workers, for_one_process
 
 Collate = Callable[[list[Any]], Any]
@@ -88,12 +89,15 @@ class ShareLoader(EpochLoader):
 
     def __len__(self) -> int:
         """Micro-batches in an epoch, for this rank."""
-        micro = self.feeding.micro_size
-        if isinstance(self.source, ShuffledBatches):
-            full, rest = divmod(self.source.samples, self.source.batch_size)
-            return full * -(-self.source.batch_size // micro) + -(-rest // micro)
-        batches = self.source.batches(self.feeding.seed, self.epoch)
-        return sum(max(1, -(-len(batch) // micro)) for batch in batches)
+        micro, source = self.feeding.micro_size, self.source
+        if isinstance(source, (ShuffledBatches, SamplerBatches)):
+            full, rest = divmod(source.drawn_samples, source.batch_size)
+            return full * -(-source.batch_size // micro) + -(-rest // micro)
+        if isinstance(source, BatchSamplerBatches):
+            lengths = source.batch_lengths(self.feeding.seed, self.epoch)
+        else:
+            lengths = [len(batch) for batch in source.batches(self.feeding.seed, self.epoch)]
+        return sum(max(1, -(-length // micro)) for length in lengths)
 
     def make_fetch(self, in_main_process: bool) -> Fetch:
         """What turns a share into a batch."""
@@ -197,8 +201,11 @@ class Fetch(Dataset[Any]):
         if self.tensors is not None:
             index = torch.tensor(share.indices)
             return share, [tensor[index] for tensor in self.tensors]
+        if self._own is None or self._own[0] != share.epoch:
+            # Once an epoch, and in the process that uses them: a worker may make its own.
+            self._own = (share.epoch, own_generators(self.dataset))
         if self.in_main_process:
-            with global_generators_kept():
+            with global_generators_kept(self._own[1]):
                 return share, self.collated(share)
         return share, self.collated(share)
 
@@ -210,10 +217,8 @@ class Fetch(Dataset[Any]):
     def sample(self, share: Share, index: int) -> Any:
         seed = derive_seed(share.sample_seed, index)
         seed_everything(seed)
-        if self._own is None or self._own[0] != share.epoch:
-            # Once an epoch, and in the process that uses them: a worker may make its own.
-            self._own = (share.epoch, own_generators(self.dataset))
-        seed_all(self._own[1], seed)
+        if self._own is not None:
+            seed_all(self._own[1], seed)
         return self.dataset[index]
 
 

@@ -128,6 +128,10 @@ class ShuffledBatches:
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
 
+    @property
+    def drawn_samples(self) -> int:
+        return self.samples
+
     def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
         order = self._order(seed, epoch)
         for start in range(0, self.samples, self.batch_size):
