@@ -287,7 +287,8 @@ def test_an_epoch_that_max_steps_cut_short_goes_on_behind_a_wrapper(tmp_path: Pa
 
         manager.train_epoch(watched(), 0)
         manager.finish()
-        assert (manager.trainer.epoch, manager.trainer.position) == (0, steps)
+        state = manager.trainer.state
+        assert (state.epoch, state.position) == (0, steps)
         assert seen == ([0, 1, 2] if resume is None else [3, 4])
 
 
