@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
+from multi_gpu_training.distributed.sockets import listening_socket
+from multi_gpu_training.distributed.store_relay import HostedStore
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.elastic import rendezvous
 from multi_gpu_training.launch.elastic.messages import Gone, MessageServer, ask
 from multi_gpu_training.launch.elastic.rendezvous import Ended, NotMet, Rendezvous
 from multi_gpu_training.launch.restart_policy import Fault, Limits
-from multi_gpu_training.distributed.sockets import listening_socket
-from multi_gpu_training.distributed.store_relay import HostedStore
 
 HERE = "127.0.0.1"
 KEY = b"the token of these tests" * 2

@@ -100,7 +100,8 @@ def train(
         Option(help="file of `mgt cluster token`, the same everywhere", rich_help_panel=HOSTS),
     ] = None,
     insecure_network: Annotated[
-        bool, Option("--insecure-network", help="no token: trust the network", rich_help_panel=HOSTS)
+        bool,
+        Option("--insecure-network", help="no token: trust the network", rich_help_panel=HOSTS),
     ] = False,
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:

@@ -89,7 +89,7 @@ class LocalEngine(Engine):
         codes = ranks.codes()
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
-            return self._after_failure(failed)
+            return self._after_failure({rank: c for rank, c in codes.items() if c is not None})
         if codes and all(code == 0 for code in codes.values()):
             return self._after_success()
         self._stalls.look()
@@ -158,7 +158,7 @@ class LocalEngine(Engine):
         """End the other ranks, find out who failed first, and restart all or give up."""
         ranks = self._running
         ranks.end_after_failure()
-        own = {code for rank, code in codes.items() if rank not in ranks.bystanders}
+        own = {code for rank, code in codes.items() if code and rank not in ranks.bystanders}
         if own and own <= STOPPED.keys():
             return self._ranks_were_asked(min(STOPPED[code] for code in own))
         for found in ranks.progress.values():

@@ -158,7 +158,7 @@ class TrainingLoop:
                 return self._end_of_training(loader, epoch)
             except Exception as error:
                 note_step(step)
-                error.add_note(self._where(step))
+                error.add_note(self._where(step, error))
                 self.checkpoints.recover(error)  # raises it, unless a checkpoint is back
             self._go_back(epoch)
 
@@ -383,8 +383,13 @@ class TrainingLoop:
             f"in {self.folder / 'checkpoints'} are from before",
         )
 
-    def _where(self, step: int) -> str:
+    def _where(self, step: int, error: Exception) -> str:
         identity = self.trainer.placement.identity
+        blamed = error.ranks if isinstance(error, NonFiniteLossError) else []
+        if blamed and identity.rank not in blamed:  # all ranks raise it; any may tell it first
+            who = f"rank {', '.join(map(str, blamed))}"
+            told = f"; told by rank {identity.rank} on {identity.host}"
+            return f"({who}, step {step}, run {self.folder}{told})"
         return f"(rank {identity.rank} on {identity.host}, step {step}, run {self.folder})"
 
 
