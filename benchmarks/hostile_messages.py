@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from node_run import TRAIN, Run
+from node_run import TOKEN, TRAIN, Run
 from nodes import Network, why_not
 
 SOURCE = str(Path(__file__).parent.parent / "src")
@@ -43,7 +43,7 @@ def hello(version=1, purpose=b"m", when=None):
     return struct.pack("!3sBcd16s", b"MGT", version, purpose, when or time.time(), os.urandom(16))
 KINDS = {
     "replayed handshake": lambda: RECORDED,
-    "wrong HMAC": lambda: hello(purpose=chance.choice([b"m", b"s"])) + os.urandom(32) + os.urandom(200),
+    "wrong HMAC": lambda: hello(purpose=chance.choice([b"m", b"s"])) + os.urandom(232),
     "wrong version": lambda: hello(chance.randrange(2, 256)) + os.urandom(64),
     "old time": lambda: hello(when=time.time() - 10**6) + os.urandom(64),
     "truncated": lambda: hello()[: chance.randrange(28)],
@@ -61,7 +61,7 @@ KINDS = {
     "random bytes": lambda: os.urandom(chance.randrange(1, 3000)),
     "slow": lambda: b"M",
 }
-RECORDED = hello() + os.urandom(32) + struct.pack("!I", 40) + os.urandom(72)
+RECORDED = bytes.fromhex(sys.argv[4]) or hello() + os.urandom(32)
 slow, sent, reached = [], {}, {}
 for number in range(count):
     address, port = targets[number % len(targets)]
@@ -86,17 +86,33 @@ print(json.dumps({"sent": sent, "reached": reached}))
 """
 
 
+# A launcher that knows the token says something; what it sends is recorded.
+RECORD = r"""
+import socket, sys
+sys.path.insert(0, sys.argv[1])
+from multi_gpu_training.launch.elastic.messages import ask
+said = []
+class Recorded(socket.socket):
+    def sendall(self, data, *flags):
+        said.append(data)
+        return super().sendall(data, *flags)
+def connect(address, timeout):
+    found = Recorded(socket.AF_INET)
+    found.settimeout(timeout)
+    found.connect(address)
+    return found
+socket.create_connection = connect
+ask(sys.argv[2], int(sys.argv[3]), {"op": "ping"}, sys.argv[4].encode(), 10.0)
+print(b"".join(said).hex())
+"""
+
+
 def listening(pids: list[int], namespace: str | None) -> list[tuple[str, int]]:
     """Address and port of every socket on which these processes listen."""
-    words = (
-        ["ss", "-Htlnp"]
-        if namespace is None
-        else ["ip", "netns", "exec", namespace, "ss", "-Htlnp"]
-    )
+    words = [*(["ip", "netns", "exec", namespace] if namespace else []), "ss", "-Htlnp"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     found = []
-    for line in subprocess.run(
-        words, capture_output=True, text=True, check=True
-    ).stdout.splitlines():
+    for line in said.splitlines():
         if any(f"pid={pid}," in line for pid in pids):
             address, _, port = line.split()[3].rpartition(":")
             found.append((address.strip("[]").split("%")[0].removeprefix("::ffff:"), int(port)))
@@ -118,8 +134,11 @@ def state_of(folders: list[Path]) -> dict[str, tuple[int, int]]:
     return {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
 
 
-def attack(words: list[str], targets: list[tuple[str, int]], count: int) -> dict[str, Any]:
-    command = [*words, "/usr/bin/python3", "-c", ATTACKER, json.dumps(targets), str(count), "1"]
+def attack(
+    words: list[str], targets: list[tuple[str, int]], count: int, recorded: str = ""
+) -> dict[str, Any]:
+    given = [json.dumps(targets), str(count), "1", recorded]
+    command = [*words, "/usr/bin/python3", "-c", ATTACKER, *given]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -144,7 +163,13 @@ def two_nodes(count: int, epochs: int, hostile: bool) -> dict[str, Any]:
                 targets = [p for p in ports if not p[0].startswith("127.")]
                 before = state_of([victim])
                 words = ["ip", "netns", "exec", attacker.name]
-                row |= attack(words, targets, count) | {"ports": targets, "all_ports": ports}
+                place = [SOURCE, trained[0].address, "29500", TOKEN]
+                recorded = subprocess.run(
+                    [*words, sys.executable, "-c", RECORD, *place],
+                    capture_output=True, text=True, check=True,
+                ).stdout.strip()  # fmt: skip
+                row |= attack(words, targets, count, recorded)
+                row |= {"ports": targets, "all_ports": ports}
                 row["elsewhere"] = state_of([victim]) == before
                 row["steps_meanwhile"] = run.newest()
             run.hurry()
@@ -216,8 +241,8 @@ def beats(count: int) -> str:
     hosted.close()
     return (
         f"{count:,} beats of 60 bytes through the relay: {keys} keys in the store, memory of its "
-        f"process {(sizes[1] - sizes[0]) / 2**20:+.1f} MiB between beat {count // 10:,} and the last, "
-        "no file"
+        f"process {(sizes[1] - sizes[0]) / 2**20:+.1f} MiB between beat {count // 10:,} and the "
+        "last, no file"
     )
 
 
@@ -227,18 +252,19 @@ def table(rows: list[dict[str, Any]], beat_line: str) -> str:
          if x.startswith("model name")), platform.machine())  # fmt: skip
     lines = [
         "# Hostile messages", "",
-        f"`python benchmarks/hostile_messages.py`, on {platform.platform()}, {os.cpu_count()} cores of "
-        f"{model}, CPU ranks, {time.strftime('%Y-%m-%d')}.", "",
-        "| where | messages | ports | got a connection | counted as refused in the log | attempts | "
-        "exit codes | same bits | written elsewhere | ESC in the log |",
+        f"`python benchmarks/hostile_messages.py` on {platform.platform()}, {os.cpu_count()} cores "
+        f"of {model}, CPU ranks, {time.strftime('%Y-%m-%d')}.", "",
+        "| where | messages | ports | got a connection | counted as refused in the log "
+        "| attempts | exit codes | same bits | written elsewhere | ESC in the log |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:
+        elsewhere = "nothing" if row["elsewhere"] else "SOMETHING"
         lines.append(
             f"| {row['where']} | {sum(row['sent'].values()):,} | {len(row['ports'])} | "
-            f"{sum(row['reached'].values()):,} | {sum(row['refused'].values()):,} | {row['attempts']} | "
-            f"{row['codes']} | {'yes' if row['same'] else 'NO'} | "
-            f"{'nothing' if row['elsewhere'] else 'SOMETHING'} | {'YES' if row['escapes'] else 'no'} |"
+            f"{sum(row['reached'].values()):,} | {sum(row['refused'].values()):,} | "
+            f"{row['attempts']} | {row['codes']} | {'yes' if row['same'] else 'NO'} | "
+            f"{elsewhere} | {'YES' if row['escapes'] else 'no'} |"
         )
     lines += ["", "What was refused, by the launchers' own logs:", ""]
     for row in rows:
@@ -248,7 +274,8 @@ def table(rows: list[dict[str, Any]], beat_line: str) -> str:
     lines += ["", f"What was sent to the first: {kinds}.", "", f"The store: {beat_line}.", ""]
     lines += [
         "A message that got no connection met a port whose packets the kernel drops (the guarded "
-        "store, and gloo's ports once the ranks are connected): nobody hears those, so nobody counts them."
+        "store, and gloo's ports once the ranks are connected): nobody hears those, so nobody "
+        "counts them."
     ]
     return "\n".join(lines) + "\n"
 
