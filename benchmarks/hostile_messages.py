@@ -66,7 +66,7 @@ slow, sent, reached = [], {}, {}
 for number in range(count):
     address, port = targets[number % len(targets)]
     kind = list(KINDS)[(number // len(targets)) % len(KINDS)]
-    s = socket.socket(); s.settimeout(0.4)
+    s = socket.socket(); s.settimeout(0.15)
     key = f"{address}:{port}"
     sent[kind] = sent.get(kind, 0) + 1
     try:
@@ -149,7 +149,7 @@ def two_nodes(count: int, epochs: int, hostile: bool) -> dict[str, Any]:
         *trained, attacker = network.nodes
         network.nodes = trained
         try:
-            run = Run(network, epochs, pause=0.05)
+            run = Run(network, epochs, pause=0.3)
             victim = network.folder / "victim"
             victim.mkdir()
             (victim / "config.yaml").write_text("mine")
@@ -171,7 +171,7 @@ def two_nodes(count: int, epochs: int, hostile: bool) -> dict[str, Any]:
                 row |= attack(words, targets, count, recorded)
                 row |= {"ports": targets, "all_ports": ports}
                 row["elsewhere"] = state_of([victim]) == before
-                row["steps_meanwhile"] = run.newest()
+                row["outlived"] = all(node.code is None for node in trained)
             run.hurry()
             row["codes"] = run.end()
             row["weights"] = run.weights()
@@ -188,14 +188,15 @@ def one_machine(count: int, epochs: int, hostile: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as other:
         folder = Path(name)
         (folder / "train.py").write_text(TRAIN)
-        settings = json.dumps({"epochs": epochs, "pause": 0.05})
+        settings = json.dumps({"epochs": epochs, "pause": 0.3})
         words = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
         env = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
         with (folder / "log.txt").open("wb") as log:
             program = subprocess.Popen(
                 [*words, "train.py", settings], cwd=folder, env=env, stdout=log, stderr=log
             )
-            while not (folder / "steps.txt").exists() or program.poll() is not None:
+            while not (folder / "steps.txt").exists():
+                assert program.poll() is None, (folder / "log.txt").read_text()
                 time.sleep(0.2)
             time.sleep(2)
             row: dict[str, Any] = {"where": "one machine, attacker is another user (nobody)"}
@@ -208,6 +209,7 @@ def one_machine(count: int, epochs: int, hostile: bool) -> dict[str, Any]:
                 who = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
                 row |= attack(who, ports, count) | {"ports": ports, "all_ports": ports}
                 row["elsewhere"] = state_of([Path(other)]) == before
+                row["outlived"] = program.poll() is None
             (folder / "hurry").touch()
             row["codes"] = [program.wait(600)]
         said = (folder / "log.txt").read_text(errors="replace")
@@ -255,15 +257,16 @@ def table(rows: list[dict[str, Any]], beat_line: str) -> str:
         f"`python benchmarks/hostile_messages.py` on {platform.platform()}, {os.cpu_count()} cores "
         f"of {model}, CPU ranks, {time.strftime('%Y-%m-%d')}.", "",
         "| where | messages | ports | got a connection | counted as refused in the log "
-        "| attempts | exit codes | same bits | written elsewhere | ESC in the log |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| trained on | attempts | exit codes | same bits | written elsewhere | ESC in the log |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for row in rows:
         elsewhere = "nothing" if row["elsewhere"] else "SOMETHING"
         lines.append(
             f"| {row['where']} | {sum(row['sent'].values()):,} | {len(row['ports'])} | "
             f"{sum(row['reached'].values()):,} | {sum(row['refused'].values()):,} | "
-            f"{row['attempts']} | {row['codes']} | {'yes' if row['same'] else 'NO'} | "
+            f"{'yes' if row['outlived'] else 'NO'} | {row['attempts']} | {row['codes']} | "
+            f"{'yes' if row['same'] else 'NO'} | "
             f"{elsewhere} | {'YES' if row['escapes'] else 'no'} |"
         )
     lines += ["", "What was refused, by the launchers' own logs:", ""]
@@ -283,7 +286,7 @@ def table(rows: list[dict[str, Any]], beat_line: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--messages", type=int, default=1000)
-    parser.add_argument("--epochs", type=int, default=60, help="of ten steps")
+    parser.add_argument("--epochs", type=int, default=80, help="of ten steps")
     parser.add_argument("--beats", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -303,8 +306,8 @@ def main() -> None:
     if given.out is not None:
         given.out.write_text(text)
     fine = all(
-        row["same"] and row["elsewhere"] and not row["escapes"] and set(row["codes"]) == {0}
-        and row["attempts"] == 1
+        row["same"] and row["outlived"] and row["elsewhere"] and not row["escapes"]
+        and set(row["codes"]) == {0} and row["attempts"] == 1
         for row in rows
     )  # fmt: skip
     sys.exit(0 if fine else 1)

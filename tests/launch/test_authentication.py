@@ -220,12 +220,12 @@ def test_strangers_neither_stop_launchers_nor_control_the_terminal(
 ) -> None:
     first, second = pair
     for target in pair:
-        together(*[lambda t=target, d=data: shout(t.me.port, d) for data in noise() for _ in "ab"])
+        together(*[lambda t=target, d=data: shout(t.me.port, d) for data in noise()])
     assert first.why_again() is None and second.why_again() is None
     assert second.judge(Fault(1, "x", 1, begun=True), Limits(1, 60.0)).restart, "both still talk"
     first.shutdown(), second.shutdown()
     said = capsys.readouterr().err
-    assert refused(said) == 2 * 2 * len(noise()), said
+    assert refused(said) == 2 * len(noise()), said
     assert "\x1b" not in said
 
 
@@ -270,7 +270,7 @@ def test_slow_connections_make_no_threads_and_do_not_keep_others_out() -> None:
     slow = [socket.create_connection((HERE, server.port), 5) for _ in range(300)]
     try:
         assert threading.active_count() <= before
-        assert ask(HERE, server.port, {"op": "ping"}, KEY, 10.0) == {}
+        assert ask(HERE, server.port, {"op": "ping"}, KEY, 30.0) == {}
         until(lambda: server.refusals.total >= 300 - channel.MOST_PENDING)
     finally:
         for connection in slow:

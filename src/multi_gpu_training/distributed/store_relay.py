@@ -209,28 +209,28 @@ class HostedStore:
 def _peer_uid(connection: Any) -> int | None:
     """The user at the other end of a loopback connection, from the kernel's own table."""
     ours, theirs = _hex(connection.getsockname()), _hex(connection.getpeername())
-    for here, there, state, uid in _connections():
-        if (here, there, state) == (theirs, ours, _ESTABLISHED):
-            return uid
+    for prefix, table in _tables().items():
+        _, found, rest = table.partition(f" {prefix}{theirs} {prefix}{ours} {_ESTABLISHED} ")
+        if found:
+            return int(rest.split(maxsplit=4)[3])
     return None
 
 
 def _strangers(port: int) -> bool:
     """Whether another user is connected to this port."""
-    end = f":{port:04X}"
-    return any(there.endswith(end) and uid != os.geteuid() for _, there, _, uid in _connections())
+    rows = [line.split() for table in _tables().values() for line in table.splitlines()[1:]]
+    return any(r[2].endswith(f":{port:04X}") and int(r[7]) != os.geteuid() for r in rows)
 
 
-def _connections() -> list[tuple[str, str, str, int]]:
-    """Local end, other end, state and user of every TCP connection of this machine."""
-    found = []
-    for table in ("tcp", "tcp6"):
+def _tables() -> dict[str, str]:
+    """The TCP connections of this machine, by what IPv4 addresses begin with in each table.
+
+    torch's client is an IPv6 socket, also where it talks IPv4.
+    """
+    found = {}
+    for prefix, name in (("", "tcp"), (_MAPPED, "tcp6")):
         with suppress(OSError):
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                row = line.split()
-                # torch's client is an IPv6 socket, also where it talks IPv4.
-                here, there = (end.removeprefix(_MAPPED) for end in row[1:3])
-                found.append((here, there, row[3], int(row[7])))
+            found[prefix] = Path(f"/proc/net/{name}").read_text()
     return found
 
 

@@ -41,10 +41,8 @@ def _numeric(address: str) -> str:
     return address
 
 
-def _shown(longest: int) -> Any:
-    """Text that may be printed: nothing in it controls the terminal."""
-    clean = AfterValidator(lambda text: printable(text, longest))
-    return Annotated[str, Field(strict=True, max_length=100_000), clean]
+def _long_text(text: str) -> str:
+    return printable(text, 20_000)
 
 
 # The token proves that a message is from one of our machines; a mistake there, or an older version,
@@ -54,7 +52,9 @@ Count = Annotated[int, Field(strict=True, ge=0, le=10**9)]
 Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
 Ranks = Annotated[int, Field(strict=True, ge=1, le=4096)]  # of one machine
 Address = Annotated[str, Field(strict=True, max_length=64), AfterValidator(_numeric)]
-Title, Text = _shown(200), _shown(20_000)
+# Nothing in a text that is printed may control the terminal.
+Text = Annotated[str, Field(strict=True, max_length=100_000), AfterValidator(_long_text)]
+Title = Annotated[str, Field(strict=True, max_length=1000), AfterValidator(printable)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NodePhase = Literal["waiting", "training", "failed", "done"]
 
