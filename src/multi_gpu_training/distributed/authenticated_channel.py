@@ -359,7 +359,7 @@ class ChannelServer:
         self._ready.set()
         await self._stopping.wait()
         server.close()
-        tasks = [*self._pending, *self._admitted]
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -370,7 +370,9 @@ class ChannelServer:
         peer = writer.get_extra_info("peername")
         self._pending[task] = None
         if len(self._pending) > MOST_PENDING:
-            next(iter(self._pending)).cancel()
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]  # at once: its task may run late
+            oldest.cancel()
         try:
             try:
                 if len(self._admitted) >= MOST_CONNECTIONS:

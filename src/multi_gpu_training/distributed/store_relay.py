@@ -20,7 +20,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -209,7 +209,7 @@ class HostedStore:
 def _peer_uid(connection: Any) -> int | None:
     """The user at the other end of a loopback connection, from the kernel's own table."""
     ours, theirs = _hex(connection.getsockname()), _hex(connection.getpeername())
-    for prefix, table in _tables().items():
+    for prefix, table in _tables():
         _, found, rest = table.partition(f" {prefix}{theirs} {prefix}{ours} {_ESTABLISHED} ")
         if found:
             return int(rest.split(maxsplit=4)[3])
@@ -218,20 +218,18 @@ def _peer_uid(connection: Any) -> int | None:
 
 def _strangers(port: int) -> bool:
     """Whether another user is connected to this port."""
-    rows = [line.split() for table in _tables().values() for line in table.splitlines()[1:]]
+    rows = [line.split() for _, table in _tables() for line in table.splitlines()[1:]]
     return any(r[2].endswith(f":{port:04X}") and int(r[7]) != os.geteuid() for r in rows)
 
 
-def _tables() -> dict[str, str]:
-    """The TCP connections of this machine, by what IPv4 addresses begin with in each table.
+def _tables() -> Iterator[tuple[str, str]]:
+    """The TCP connections of this machine, each table with what IPv4 addresses begin with in it.
 
     torch's client is an IPv6 socket, also where it talks IPv4.
     """
-    found = {}
     for prefix, name in (("", "tcp"), (_MAPPED, "tcp6")):
         with suppress(OSError):
-            found[prefix] = Path(f"/proc/net/{name}").read_text()
-    return found
+            yield prefix, Path(f"/proc/net/{name}").read_text()
 
 
 def _hex(address: tuple[Any, ...]) -> str:
