@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from ranks import run_ranks
 from test_node_messages import HERE, KEY, free_port, node, together, until
 from torch._C._distributed_c10d import TCPStore
 
@@ -32,6 +35,8 @@ from multi_gpu_training.distributed.cluster_token import (
     network_key,
     read_token,
 )
+from multi_gpu_training.distributed.identity import Identity
+from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.sockets import listening_socket
 from multi_gpu_training.distributed.store_relay import (
     GuardedStore,
@@ -368,3 +373,61 @@ def test_relays_carry_the_store_to_another_machine_with_the_token_only(
         for found in (*relays, gate):
             found.close()
     assert refused(capsys.readouterr().err) >= 2
+
+
+# Ranks that no launcher of ours started
+
+BY_HAND = """
+import json, sys, psutil
+from multi_gpu_training import MultiGPUConfig
+from multi_gpu_training.distributed.placement import place
+
+placement = place(MultiGPUConfig(device="cpu"))
+placement.barrier()
+me = psutil.Process()
+found = [c.laddr.ip for p in (me, *me.children()) for c in p.net_connections("tcp")
+         if c.status == psutil.CONN_LISTEN]
+everybody = placement.gather_json(found)
+assert placement.all_min(placement.dp_rank) == 0
+if placement.is_main:
+    print(json.dumps(everybody))
+placement.close()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_ranks_started_by_hand_do_not_listen_on_every_interface(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND)
+    port = free_port()
+    ranks = []
+    for rank in range(2):
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        env |= {"MASTER_ADDR": HERE, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        env.pop("GLOO_SOCKET_IFNAME", None)
+        words = [sys.executable, "train.py"]
+        ranks.append(
+            subprocess.Popen(words, cwd=tmp_path, env=env, stdout=-1, stderr=-1, text=True)
+        )
+    said = [rank.communicate(timeout=180) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    addresses = json.loads(said[0][0].strip().splitlines()[-1])
+    assert addresses[0] and {a for rank in addresses for a in rank} <= {HERE}, said
+
+
+def prove(token: bytes) -> str:
+    from multi_gpu_training.distributed.meeting_place import prove_membership
+    from multi_gpu_training.errors import LaunchError
+
+    placement = Placement(Identity(dist.get_rank(), 0, 2, 1), "cpu", dist.group.WORLD)
+    key = token if dist.get_rank() == 0 else b"the right token"
+    try:
+        prove_membership(dist.get_rank(), key, placement.gather, "here")
+    except LaunchError as error:
+        return str(error)
+    return "proved"
+
+
+def test_a_rank_proves_the_token_before_it_takes_part() -> None:
+    assert run_ranks(2, prove, b"the right token") == ["proved", "proved"]
+    first, second = run_ranks(2, prove, b"another token")
+    assert "ranks [1] did not prove" in first and "ranks [0] did not prove" in second
