@@ -45,10 +45,14 @@ class MetricsCollector:
     def add_mean(self, mean: Tensor, weight: Number, pairs: Mapping[str, Any]) -> None:
         """Add a mean loss that stands for `weight`, and (sum, weight) pairs beside it."""
         before, mean = self._sums.get("loss"), mean.detach()
-        if isinstance(before, Tensor) and not isinstance(weight, Tensor):
+        if isinstance(weight, Tensor):
+            # A mean over nothing is NaN, and so is 0 x NaN.
+            weight = weight.to(mean.device)
+            self.add("loss", torch.where(weight > 0, mean.double() * weight, 0.0), weight)
+        elif isinstance(before, Tensor) and weight:
             self._sums["loss"] = torch.add(before, mean, alpha=weight)
             self._weights["loss"] = _plus(self._weights.get("loss"), weight)
-        else:
+        elif weight:
             self.add("loss", mean.double() * weight, weight)
         for name, (total, share) in pairs.items():
             self.add(name, total, share)

@@ -57,8 +57,12 @@ class EagerRunner:
         state, guard = self.state, self.guard
         strategy, callbacks = state.strategy, state.callbacks
         state.attendance.present = share.count > 0  # until backward is done: it may recompute
-        if share.first and guard.spares:
-            guard.keep_buffers()
+        if share.first:
+            # A backward outside the trainer (in a callback, of a second training that shares
+            # this model) must not reach this step.
+            state.drop_gradients()
+            if guard.spares:
+                guard.keep_buffers()
         try:
             with strategy.no_sync(share.last):
                 for call in callbacks.on_forward:
@@ -70,6 +74,7 @@ class EagerRunner:
                     ranks = state.placement.dp_size
                     result = strategy.forward(batch, share.count, share.window_count, ranks)
                 self._computed = result.mean, result.weight, result.metrics, share
+                state.weighted = result.weight is not None or (state.weighted and not share.first)
                 if guard.mode == "read":
                     guard.losses.append((result.mean, share))
                 scaled = state.precision.scaler.scale(result.scaled)

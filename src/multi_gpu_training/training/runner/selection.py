@@ -75,7 +75,7 @@ class StepExecution:
         self._verified.check_ends = lambda: self.check_ends()
         self._comparison = self._verified.comparison
         self._copies = self._comparison.copies
-        self._watch = StepWatch(state.placement.device)
+        self._watch = StepWatch(state)
         self._guards: Guards | None = None
         self._tolerance = 0.0
         self._first_step = 0

@@ -73,7 +73,7 @@ class DDPStrategy(Strategy):
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
-    def weigh(self, window_count: int, weighted: bool | None) -> None:
+    def weigh(self, window_count: int, weighted: bool) -> None:
         grad = self.step_module.tally.grad
         if not self.config.compress_gradients or grad is None:
             super().weigh(window_count, weighted)
