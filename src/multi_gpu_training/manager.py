@@ -42,6 +42,7 @@ from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loop import TrainingLoop
+from multi_gpu_training.training.learning_rate import base_batch_size
 from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 from multi_gpu_training.training.oom import take_oom_hint
@@ -212,8 +213,9 @@ class MultiGPUTrainingManager:
         trainer.oom.whole = self.sizes.per_rank
         self.model = trainer.build(built, self.loss_fn)
         batch, epoch_steps = self.sizes.global_batch, self.train_loader.steps
+        base = base_batch_size(config, dataset)
         self.scaling = setup.build_optimization(
-            trainer, optimizer, scheduler, config, batch, epoch_steps, self.say
+            trainer, optimizer, scheduler, config, batch, base, epoch_steps, self.say
         )
         facts = (self.sizes, self.train_loader, self.scaling, self.folder)
         announce(self.say, config, trainer, *facts)
@@ -410,6 +412,8 @@ class MultiGPUTrainingManager:
             if sys.exception() is None:
                 self.trainer.execution.verify()  # the weights of your own loop, too
                 self.trainer.nan_guard.look(now=True)
+                if self.config.consistency_check_every:
+                    self.trainer.check_replicas()
                 self.loop.log.flush()
                 saver.settle()
             else:  # the other ranks may be anywhere

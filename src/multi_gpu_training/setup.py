@@ -143,6 +143,7 @@ def build_optimization(
     scheduler: Any,
     config: MultiGPUConfig,
     global_batch: int,
+    base_batch: int,
     epoch_steps: int | None,
     say: Callable[[str], None],
 ) -> Scaling:
@@ -150,7 +151,7 @@ def build_optimization(
     trainer.take_optimizer(choose_optimizer(optimizer, trainer.model, config, say))
     if trainer.gate_note:
         say(trainer.gate_note)
-    scaling = scale_rate(trainer.optimizer, config, global_batch)
+    scaling = scale_rate(trainer.optimizer, config, global_batch, base_batch)
     trainer.schedule = choose_schedule(scheduler, trainer.optimizer, config, scaling, epoch_steps)
     return scaling
 

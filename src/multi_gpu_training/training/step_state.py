@@ -6,7 +6,8 @@ trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter, is_
 from typing import Any
 
@@ -23,6 +24,7 @@ from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.distributed.batchnorm import Attendance
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import OWN_CODE, note_phase
+from multi_gpu_training.errors import ModelError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.metrics import MetricsCollector
@@ -44,6 +46,7 @@ class StepState:
         which are fewer where out-of-memory recovery cuts them into parts.
     replayed: steps that ran as a CUDA graph.
     weighted: whether a loss of the step under way came with a weight other than its sample count.
+    unweighted: samples of that step whose loss came without.
     moving: the optimizer is moving the weights right now.
     extra_tensors: state on the device beside model and optimizer that a rollback must restore.
     parameters: those that are trained. The user may freeze, unfreeze and add some between steps.
@@ -59,14 +62,14 @@ class StepState:
         self.attendance = Attendance()
         self.step = self.epoch = self.position = 0
         self.micro = self.given = self.replayed = 0
-        self.weighted = False
+        self.weighted, self.unweighted = False, 0
         self.moving = False
         self.extra_tensors: list[Tensor] = []
         self.model: nn.Module
         self.step_module: StepModule
         self.parameters: list[nn.Parameter]
         self._frozen: list[nn.Parameter] = []
-        self._groups: list[list[Tensor]] | None = None
+        self._groups: list[list[Tensor]] = []
         self.optimizer: Optimizer
         self.rates: Rates
         self.schedule: Schedule
@@ -83,29 +86,78 @@ class StepState:
     # Which parameters are trained
 
     def find_parameters(self) -> None:
-        """Look up which parameters are trained now."""
+        """Look up which parameters are trained now, and which the optimizer moves."""
         every = list(self.model.parameters())
         self.parameters = [p for p in every if p.requires_grad]
         self._frozen = [p for p in every if not p.requires_grad]
         optimizer = vars(self).get("optimizer")
-        self._groups = optimizer and [list(group["params"]) for group in optimizer.param_groups]
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._groups = [list(group["params"]) for group in groups]
 
     def parameters_changed(self) -> bool:
         """Whether the user froze, unfroze or added parameters since the last look.
 
-        Asked before every step, of recorded steps too: it walks over two flat lists, not over the
+        Asked before every step, of recorded steps too: it walks over flat lists, not over the
         modules of the model.
         """
         if not all(map(_is_trained, self.parameters)) or any(map(_is_trained, self._frozen)):
             return True
         groups, known = self.optimizer.param_groups, self._groups
-        if known is None:  # the first look: the optimizer was made after the model
-            self.find_parameters()
-            return False
         return len(groups) != len(known) or not all(
             len(group["params"]) == len(kept) and all(map(is_, group["params"], kept))
             for group, kept in zip(groups, known, strict=True)
         )
+
+    @contextmanager
+    def parameters_as_before(self) -> Iterator[bool]:
+        """Undo such a change for the length of a `with` block; False where the model itself has
+        other parameters now."""
+        every = list(self.model.parameters())
+        flags = [p.requires_grad for p in every]
+        groups = list(self.optimizer.param_groups)
+        lists = [list(group["params"]) for group in groups]
+        known = {id(p) for p in (*self.parameters, *self._frozen)}
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        del self.optimizer.param_groups[len(self._groups) :]
+        for group, kept in zip(self.optimizer.param_groups, self._groups, strict=False):
+            group["params"][:] = kept
+        try:
+            yield known == {id(p) for p in every}
+        finally:
+            self.optimizer.param_groups[:] = groups
+            for group, params in zip(groups, lists, strict=True):
+                group["params"][:] = params
+            for parameter, flag in zip(every, flags, strict=True):
+                parameter.requires_grad_(flag)
+
+    def take_new_parameters(self) -> None:
+        """Train what is trained now. Every rank must have changed the same; collective."""
+        before = self.parameters
+        self.find_parameters()
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        for rank, theirs in enumerate(self.placement.gather_json(names)):
+            if theirs != names:
+                mine, other = set(names) - set(theirs), set(theirs) - set(names)
+                raise ModelError(
+                    f"before step {self.step + 1} ranks train different parameters: only rank "
+                    f"{self.placement.dp_rank} {sorted(mine)[:3]}, only rank {rank} "
+                    f"{sorted(other)[:3]}; freeze and unfreeze alike on every rank"
+                )
+        if not names:
+            raise ModelError(f"before step {self.step + 1} every parameter was frozen")
+        known = {id(p) for p in self.model.parameters()}
+        strangers = [p for group in self._groups for p in group if id(p) not in known]
+        if strangers:
+            raise ModelError(
+                f"before step {self.step + 1} the optimizer got {len(strangers)} parameters that "
+                "are not the model's: ranks would not exchange their gradients; make what they "
+                "belong to a part of the model"
+            )
+        if len(before) != len(self.parameters) or not all(map(is_, before, self.parameters)):
+            self.strategy.take_parameters()
 
     # Before a micro-batch is computed
 

@@ -74,7 +74,12 @@ class EagerRunner:
                     ranks = state.placement.dp_size
                     result = strategy.forward(batch, share.count, share.window_count, ranks)
                 self._computed = result.mean, result.weight, result.metrics, share
-                state.weighted = result.weight is not None or (state.weighted and not share.first)
+                if share.first:
+                    state.weighted, state.unweighted = False, 0
+                if result.weight is None:
+                    state.unweighted += share.count
+                else:
+                    state.weighted = True
                 if guard.mode == "read":
                     guard.losses.append((result.mean, share))
                 scaled = state.precision.scaler.scale(result.scaled)
@@ -106,7 +111,7 @@ class EagerRunner:
         if not self._checked:
             self._check_gradients()
             self._checked = True
-        state.strategy.weigh(share.window_count, state.weighted)
+        state.strategy.weigh(share.window_count, state.weighted, state.unweighted)
         if guard.mode == "read":
             if guard.finds():
                 guard.refuse(share)
@@ -125,6 +130,11 @@ class EagerRunner:
         scaler.update()
         state.drop_gradients()
         return norm
+
+    def take_new_parameters(self) -> None:
+        """Other parameters are trained from now on: look at their first gradients again."""
+        self._checked = False
+        self.guard.take_new_parameters()
 
     def _check_gradients(self) -> None:
         if self.state.config.find_unused_parameters:

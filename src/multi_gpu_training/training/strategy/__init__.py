@@ -21,6 +21,7 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_replicas
+from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.torch_internals import foreach_mul_, sparse_values
 from multi_gpu_training.training.step import MicroResult, StepModule, no_gradient, zero_loss
 
@@ -50,7 +51,7 @@ class Strategy(ABC):
         """Wrap a step module; its model is on the device already."""
         self.step_module = step_module
         model = step_module.model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._find_parameters()
         self.forward_exchanges = any(isinstance(m, SyncBatchNorm) for m in model.modules())
         step_module.finds_unused = self.config.find_unused_parameters
         self.wrapped = self.make_wrapper(step_module)
@@ -73,6 +74,15 @@ class Strategy(ABC):
             for buffer, before in zip(self.step_module.model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
         self.settled = False
+
+    def take_parameters(self) -> None:
+        """Other parameters of the model are trained from now on. Collective."""
+        self._find_parameters()
+        self.unwrap()
+        self.rewrap()
+
+    def _find_parameters(self) -> None:
+        self.parameters = [p for p in self.step_module.model.parameters() if p.requires_grad]
 
     def settle(self, batch: Any, share: Share, loader: Loader | None) -> None:
         """Bring the wrapper into the form it keeps. Called once, before the first step."""
@@ -118,15 +128,18 @@ class Strategy(ABC):
         scaled = no_gradient(result) if finds_unused else zero_loss(result)
         return result._replace(scaled=scaled, tally=module.tally * 0.0)
 
-    def weigh(self, window_count: int, weighted: bool) -> None:
+    def weigh(self, window_count: int, weighted: bool, unweighted: int) -> None:
         """Divide the gradients by the weight of the whole step, over all ranks.
 
-        weighted: whether a loss of this rank came with a weight in this step.
+        weighted: whether a loss of this rank came with a weight in this step. unweighted: samples
+        of this rank whose loss came without.
         """
         # Scaled by sample counts, gradients are right as they are. With several ranks, one cannot
         # know whether another's loss had a weight: the sum tells.
         total = self.step_module.tally.grad
         if total is not None and (weighted or not window_count or self.placement.dp_size > 1):
+            if not self.step_module.replicated:
+                total = total + unweighted  # replicas have put it into the tally themselves
             self._divide(total, window_count)
 
     def _divide(self, total: Tensor, window_count: int) -> None:
@@ -156,7 +169,8 @@ class Strategy(ABC):
     def full_state(self) -> dict[str, Tensor]:
         """The state_dict of the whole model, on every rank. Every rank must call it."""
         state: dict[str, Tensor] = self.step_module.model.state_dict()
-        return state
+        # A model that the user compiled is saved like any other.
+        return {plain_name(name): value for name, value in state.items()}
 
     def shard_state(self) -> dict[str, Tensor]:
         """The part of `full_state` that this rank writes to a checkpoint. Copies are equal, so
