@@ -18,7 +18,9 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback
 
-SAMPLES, FEATURES, BATCH, EPOCHS = 26, 6, 8, 2  # the last batch has two samples
+SAMPLES, FEATURES, BATCH = 26, 6, 8  # the last batch has two samples
+EPOCHS = 2
+CHANGES = 3, 5  # after these steps, what a case changes while it trains
 Result = dict[str, Tensor]
 Case = Callable[[Path, bool], Result]
 
@@ -145,20 +147,20 @@ def gan(folder: Path, by_hand: bool) -> Result:
 
 def backward_in_a_callback(folder: Path, by_hand: bool) -> Result:
     def probe(model: nn.Module, optimizer: Any, step: int) -> None:
-        squares(model, batches().__next__()).backward()
+        squares(model, next(batches())).backward()
 
     return fit_or_loop(folder, by_hand, mlp(), squares, sgd, between=probe)
 
 
 def unfreeze(folder: Path, by_hand: bool) -> Result:
-    """A frozen layer is trained from step 3 on, another no longer from step 5 on."""
+    """A frozen layer is trained from some step on, and another no longer."""
     model = mlp(nn.Linear(8, 8).double())
     model[0].requires_grad_(False)
 
     def between(model: nn.Module, optimizer: Any, step: int) -> None:
-        if step == 3:
+        if step == CHANGES[0]:
             model[0].requires_grad_(True)
-        if step == 5:
+        if step == CHANGES[1]:
             model[1].requires_grad_(False)
 
     def all_of_them(_: Any) -> torch.optim.Optimizer:
@@ -173,7 +175,7 @@ def add_a_group(folder: Path, by_hand: bool) -> Result:
     model[0].requires_grad_(False)
 
     def between(model: nn.Module, optimizer: Any, step: int) -> None:
-        if step == 3:
+        if step == CHANGES[0]:
             model[0].requires_grad_(True)
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.2})
 
@@ -277,7 +279,7 @@ class Words(nn.Module):
         return self.head(self.words(number % 12) + self.bag((number % 9).unsqueeze(1)))
 
 
-def sparse_gradients(folder: Path, by_hand: bool, clip: float | None = None) -> Result:
+def sparse_gradients(folder: Path, by_hand: bool) -> Result:
     def loss_fn(model: nn.Module, batch: list[Tensor]) -> Any:
         mean = F.mse_loss(model(batch[2]), batch[1])
         return mean, torch.tensor(len(batch[2]) * 2.0)
@@ -315,20 +317,16 @@ class Huber(nn.Module):
 
 
 def own_criterion(folder: Path, by_hand: bool) -> Result:
-    given: Any = Huber()
-    if by_hand:
-        criterion = given
+    criterion = Huber()
 
-        def given(model: nn.Module, batch: list[Tensor]) -> Tensor:
-            return criterion(model(batch[0]), batch[1])  # type: ignore[no-any-return]
-
-    def pairs(dataset: TensorDataset) -> TensorDataset:
-        return TensorDataset(*dataset.tensors[:2])
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return criterion(model(batch[0]), batch[1])  # type: ignore[no-any-return]
 
     if by_hand:
-        return fit_or_loop(folder, by_hand, mlp(), given, sgd)
+        return fit_or_loop(folder, by_hand, mlp(), loss_fn, sgd)
     manager = manager_for(folder, **settings())
-    manager.fit(mlp(), pairs(data()), loss_fn=given, optimizer=sgd)
+    pairs = TensorDataset(*data().tensors[:2])
+    manager.fit(mlp(), pairs, loss_fn=criterion, optimizer=sgd)
     return result(manager.model)
 
 
@@ -374,9 +372,9 @@ def light_first_rank(folder: Path, by_hand: bool) -> Result:
 
 def rates_set_by_the_user(folder: Path, by_hand: bool) -> Result:
     def between(model: nn.Module, optimizer: Any, step: int) -> None:
-        if step == 2:
+        if step == CHANGES[0]:
             optimizer.param_groups[0]["lr"] = 0.013
-        if step == 5:
+        if step == CHANGES[1]:
             optimizer.param_groups[0]["lr"] *= 3
 
     return fit_or_loop(folder, by_hand, mlp(), squares, sgd, between)

@@ -7,6 +7,7 @@ from pathlib import Path
 import corners
 import pytest
 from ranks import run_ranks
+from recorder import recording
 from training import difference
 
 
@@ -19,3 +20,27 @@ def test_it_equals_the_loop_that_everyone_writes(
     for found in run_ranks(ranks, corners.train, tmp_path, case.__name__):
         off = difference(found, expected)
         assert max(off.values()) <= 1e-12, off  # float64, other order of additions
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        corners.gan,
+        corners.backward_in_a_callback,
+        corners.unfreeze,
+        corners.add_a_group,
+        corners.complex_parameters,
+        corners.rates_set_by_the_user,
+        corners.dice_between_steps,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_recorded_steps_equal_it_too(
+    tmp_path: Path, case: corners.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corners, "EPOCHS", 10)
+    monkeypatch.setattr(corners, "CHANGES", (21, 30))
+    expected = case(tmp_path / "by hand", True)
+    with recording():
+        off = difference(case(tmp_path, False), expected)
+    assert max(off.values()) <= 1e-12, off

@@ -58,9 +58,12 @@ class MetricsCollector:
             self.add(name, total, share)
 
     def add_predictions(self, predicted: Tensor, target: Tensor, classes: int) -> None:
-        """Add whole-number predictions; gives `accuracy` and macro `f1`."""
-        pairs = target.flatten().long() * classes + predicted.flatten().long()
-        counts = torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+        """Add whole-number predictions; gives `accuracy` and macro `f1`. Targets below 0 are
+        labels to ignore."""
+        target = target.flatten().long()
+        pairs = target * classes + predicted.flatten().long()
+        pairs = torch.where(target >= 0, pairs, classes**2)
+        counts = torch.bincount(pairs, minlength=classes**2 + 1)[:-1].view(classes, classes)
         self._confusion = counts if self._confusion is None else self._confusion + counts
 
     def compute(self, placement: Placement | None = None) -> dict[str, float]:
