@@ -40,9 +40,8 @@ from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
 from multi_gpu_training.training.evaluation import EvalFn
-from multi_gpu_training.training.learning_rate import Scaling
+from multi_gpu_training.training.learning_rate import Scaling, base_batch_size
 from multi_gpu_training.training.loop import TrainingLoop
-from multi_gpu_training.training.learning_rate import base_batch_size
 from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 from multi_gpu_training.training.oom import take_oom_hint

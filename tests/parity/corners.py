@@ -60,15 +60,14 @@ def fit_or_loop(
 ) -> Result:
     """Train with `fit`, or with the loop that everyone writes; `between` is called after steps."""
     if by_hand:
-        moved, step = optimizer([p for p in model.parameters() if p.requires_grad]), 0
-        for batch in batches():
+        moved = optimizer([p for p in model.parameters() if p.requires_grad])
+        for step, batch in enumerate(batches(), 1):
             moved.zero_grad()
             loss = loss_fn(model, batch)
             (loss[0] if isinstance(loss, tuple) else loss).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             moved.step()
-            step += 1
             if between is not None:
                 between(model, moved, step)
         return result(model)
@@ -142,7 +141,9 @@ def gan(folder: Path, by_hand: bool) -> Result:
                 managers[1].trainer.train_step(theirs)
         for manager in reversed(managers):
             manager.finish()
-    return {f"{n}.{k}": v for n, m in (("g", generator), ("d", critic)) for k, v in result(m).items()}
+    return {
+        f"{n}.{k}": v for n, m in (("g", generator), ("d", critic)) for k, v in result(m).items()
+    }
 
 
 def backward_in_a_callback(folder: Path, by_hand: bool) -> Result:

@@ -243,9 +243,7 @@ def test_the_fingerprint_sees_every_changed_bit(dtype: torch.dtype) -> None:
 def drift(folder: Path, ends: str) -> str:
     """An own loop on two ranks, one of which changes its weights."""
     manager = manager_for(folder, global_batch_size=8, enable_fault_tolerance=ends == "save")
-    model, loader, _ = manager.setup_training(
-        line(), points(16), loss_fn=squares, optimizer=sgd
-    )
+    model, loader, _ = manager.setup_training(line(), points(16), loss_fn=squares, optimizer=sgd)
     try:
         for batch in loader:
             manager.trainer.train_step(batch)
@@ -317,7 +315,7 @@ def test_closures_and_several_optimizers_are_refused(
 
 def test_lazy_modules_are_refused_by_name(tmp_path: Path) -> None:
     manager = manager_for(tmp_path, training_mode="single")
-    with pytest.raises(ModelError, match="0.weight, 0.bias have no shape yet"):
+    with pytest.raises(ModelError, match=r"0\.weight, 0\.bias have no shape yet"):
         manager.setup_training(
             nn.Sequential(nn.LazyLinear(1)), points(16), loss_fn=squares, optimizer=sgd
         )
@@ -380,7 +378,7 @@ def test_gradients_in_bf16_are_divided_by_the_weight_itself(tmp_path: Path) -> N
     manager = manager_for(
         tmp_path, training_mode="single", batch_size=1, gradient_accumulation_steps=2
     )
-    slopes = torch.tensor([1.0, -2.0, 0.5, 4.0])
+    slopes = torch.tensor([1.0, -2.0, 1.5, 4.0])
 
     def loss_fn(model: Any, batch: Any) -> Any:
         return (model.weight.float() * slopes).sum(), batch[2]
@@ -389,7 +387,7 @@ def test_gradients_in_bf16_are_divided_by_the_weight_itself(tmp_path: Path) -> N
         return torch.optim.SGD(parameters, lr=1.0)
 
     model, _, _ = manager.setup_training(Coarse(), points(4), loss_fn=loss_fn, optimizer=plain)
-    for weight in (3.0, 4.0):  # 1 / 7 is not a number of bf16: it would be 0.2 % off
+    for weight in (1.0, 12.0):  # 1 / 13 is not a number of bf16: it would be off
         manager.trainer.train_step([torch.ones(1), torch.ones(1), torch.tensor(weight)])
     manager.finish()
     assert torch.equal(model.weight.detach(), -slopes.bfloat16())

@@ -178,7 +178,7 @@ class _Normalise(torch.autograd.Function):
         )
 
 
-_kinds: dict[type[nn.Module], type[nn.Module]] = {}
+_kinds: dict[type[BatchNormBase], type[SyncBatchNorm]] = {}
 
 
 def synchronise_batchnorm(model: nn.Module, placement: Placement, seen: Attendance) -> nn.Module:
@@ -193,7 +193,7 @@ def synchronise_batchnorm(model: nn.Module, placement: Placement, seen: Attendan
     return model
 
 
-def _synchronised(kind: type[nn.Module], name: str) -> type[nn.Module]:
+def _synchronised(kind: type[BatchNormBase], name: str) -> type[SyncBatchNorm]:
     """The class of a BatchNorm that is one over all ranks; the user's own forward stays."""
     if kind not in _kinds:
         # The class that computes: torch's own classes do nothing that ours does not.

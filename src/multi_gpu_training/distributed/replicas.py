@@ -182,7 +182,8 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _folded(value: Tensor, by: int) -> Tensor:
     """value xor (value >> by), where zeros come in from the left: no two values become one."""
-    return value ^ ((value >> by) & (2 ** (64 - by) - 1))
+    folded: Tensor = value ^ ((value >> by) & (2 ** (64 - by) - 1))
+    return folded
 
 
 def watch_buckets(ddp: DistributedDataParallel, ready: Callable[[int], None]) -> None:

@@ -90,7 +90,7 @@ def choose_loss(given: Any) -> LossFn:
 
 
 def _takes_the_model(module: nn.Module) -> bool:
-    """Whether a module is called as `loss_fn(model, batch)`; else it is `criterion(output, target)`."""
+    """Whether it is called as `loss_fn(model, batch)`, and not as `criterion(output, target)`."""
     first = next(iter(inspect.signature(module.forward).parameters.values()), None)
     if first is None:
         return False
@@ -187,7 +187,9 @@ class SupervisedLoss:
             )
         return Loss(mean, self._label_weight(model, batch, output))
 
-    def _label_weight(self, model: nn.Module, batch: Mapping[str, Any], output: Any) -> Tensor | None:
+    def _label_weight(
+        self, model: nn.Module, batch: Mapping[str, Any], output: Any
+    ) -> Tensor | None:
         """How many labels a Hugging Face model averaged over; None where it is one per sample."""
         labels, logits = batch.get("labels"), getattr(output, "logits", None)
         if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.ndim < 3:

@@ -71,7 +71,8 @@ class NanGuard:
         self.found = torch.zeros((), dtype=kind, device=device)
         self._step_start = start
         self._one = torch.ones((), dtype=kind, device=device)
-        self._closed = torch.zeros((), dtype=kind, device=device)  # steps that the gate was closed for
+        # Steps that the gate was closed for.
+        self._closed = torch.zeros((), dtype=kind, device=device)
         self._readback = Readback(device, 2)
         self._pending: int | None = None  # the step after which the gate was asked for
         self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own

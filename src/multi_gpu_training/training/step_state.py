@@ -80,7 +80,8 @@ class StepState:
         self._noise_base: int | None = None
         self._generators = [torch.default_generator]
         self._borrowed: dict[torch.Generator, Tensor] = {}
-        self.watch_noise: Callable[[], None] | None = None  # called where noise may be drawn no more
+        # Called at the end of a micro-batch, before the generators are the user's again.
+        self.watch_noise: Callable[[], None] | None = None
         self._epoch_key = EpochKey(placement.device)
 
     # Which parameters are trained
