@@ -41,6 +41,14 @@ def check_dimensions(norm: BatchNormBase, input: Tensor) -> None:
     norm._check_input_dim(input)
 
 
+class BatchNormOfAnyDimensions(BatchNormBase):
+    """What torch's SyncBatchNorm accepts."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
 # The NaN gate of fused optimizers
 
 

@@ -220,7 +220,10 @@ class Experts(nn.Module):
 
 def idle_experts(folder: Path, by_hand: bool, norm: bool = False) -> Result:
     def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return F.mse_loss(model(batch[0], batch[2]), batch[1])
+        x = batch[0].clone().requires_grad_(True)
+        output = model(x, batch[2])
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.mse_loss(output, batch[1]) + 0.1 * slope.square().sum(1).mean()
 
     more = {"find_unused_parameters": True, "sync_bn": norm}
     return fit_or_loop(folder, by_hand, Experts(norm), loss_fn, adamw, **more)
@@ -288,7 +291,33 @@ def sparse_gradients(folder: Path, by_hand: bool) -> Result:
     def plain(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    return fit_or_loop(folder, by_hand, Words(), loss_fn, plain)
+    # torch itself clips no sparse gradient: a limit that is never reached.
+    clip = None if by_hand else 1e9
+    more = {"find_unused_parameters": True}
+    return fit_or_loop(folder, by_hand, Words(), loss_fn, plain, clip=clip, **more)
+
+
+def shares_without_weight(folder: Path, by_hand: bool) -> Result:
+    """A mean over so few samples that a rank's part of it is 0/0."""
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Any:
+        weight = (batch[2] % 4 == 0).double()
+        losses = (model(batch[0]) - batch[1]).square().squeeze(1)
+        return (losses * weight).sum() / weight.sum(), weight.sum()
+
+    return fit_or_loop(folder, by_hand, mlp(), loss_fn, sgd)
+
+
+def another_head(folder: Path, by_hand: bool) -> Result:
+    """A layer is replaced while training, and the new one given to the optimizer."""
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == CHANGES[0]:
+            torch.manual_seed(8)
+            model[2] = nn.Linear(8, 1).double()  # type: ignore[operator]
+            optimizer.add_param_group({"params": list(model[2].parameters())})  # type: ignore[index]
+
+    return fit_or_loop(folder, by_hand, mlp(), squares, sgd, between)
 
 
 class Complex(nn.Module):
@@ -403,6 +432,8 @@ CASES: list[Case] = [
     idle_experts_behind_batchnorm,
     gradient_penalty,
     sparse_gradients,
+    shares_without_weight,
+    another_head,
     complex_parameters,
     own_criterion,
     compiled_by_the_user,

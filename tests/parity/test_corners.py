@@ -11,7 +11,7 @@ from recorder import recording
 from training import difference
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("case", corners.CASES, ids=lambda case: case.__name__)
 def test_it_equals_the_loop_that_everyone_writes(
     tmp_path: Path, case: corners.Case, ranks: int
@@ -29,6 +29,7 @@ def test_it_equals_the_loop_that_everyone_writes(
         corners.backward_in_a_callback,
         corners.unfreeze,
         corners.add_a_group,
+        corners.another_head,
         corners.complex_parameters,
         corners.rates_set_by_the_user,
         corners.dice_between_steps,

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ModelError
-from multi_gpu_training.torch_internals import BatchNormBase, check_dimensions, disable_dynamo
+from multi_gpu_training.torch_internals import (
+    BatchNormBase,
+    BatchNormOfAnyDimensions,
+    check_dimensions,
+    disable_dynamo,
+)
 
 
 class Attendance:
@@ -56,30 +61,36 @@ class SyncBatchNorm(BatchNormBase):
 
 class _Gathered(torch.autograd.Function):
     """The tensors of all ranks, stacked. Differentiable as often as one likes: what a rank's
-    tensor did to the losses of all ranks is added up."""
+    tensor did to the losses of all ranks is added up.
+
+    present: off on a rank whose tensor counts for nothing. It takes part in all exchanges, and
+    gets no gradient: a zero would count as one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, placement: Placement) -> Tensor:
-        ctx.placement = placement
+    def forward(ctx: Any, mine: Tensor, placement: Placement, present: bool) -> Tensor:
+        ctx.placement, ctx.present = placement, present
         return placement.gather(mine)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total: Tensor = _Summed.apply(grads[0], ctx.placement)  # type: ignore[no-untyped-call]
-        return total[ctx.placement.dp_rank], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        total = _Summed.apply(grads[0], ctx.placement, ctx.present)  # type: ignore[no-untyped-call]
+        wanted = ctx.present or torch.is_grad_enabled()
+        return total[ctx.placement.dp_rank] if wanted else None, None, None
 
 
 class _Summed(torch.autograd.Function):
-    """The sum over all ranks, differentiable as often as one likes."""
+    """The sum over all ranks, differentiable as often as one likes; `present` as above."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, placement: Placement) -> Tensor:
-        ctx.placement = placement
+    def forward(ctx: Any, mine: Tensor, placement: Placement, present: bool) -> Tensor:
+        ctx.placement, ctx.present = placement, present
         return placement.sum(mine.clone())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Summed.apply(grads[0], ctx.placement), None  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        total = _Summed.apply(grads[0], ctx.placement, ctx.present)  # type: ignore[no-untyped-call]
+        return total if ctx.present or torch.is_grad_enabled() else None, None, None
 
 
 def _statistics(x: Tensor, placement: Placement, present: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +100,8 @@ def _statistics(x: Tensor, placement: Placement, present: bool) -> tuple[Tensor,
     mean = x.mean(axes)
     deviations = (x - mean.view(shape)).square().sum(axes)
     count = x.new_full((1,), x.numel() / x.shape[1] if present else 0.0)
-    parts = _Gathered.apply(torch.cat([mean, deviations, count]), placement)  # type: ignore[no-untyped-call]
+    mine = torch.cat([mean, deviations, count])
+    parts = _Gathered.apply(mine, placement, present)  # type: ignore[no-untyped-call]
     channels = x.shape[1]
     counts = parts[:, -1:].detach()
     total = counts.sum()
@@ -159,7 +171,7 @@ class _Normalise(torch.autograd.Function):
             grad_bias, grad_weight = _as_zeros(grad_bias), _as_zeros(grad_weight)
         inner = scale if weight is None else scale * weight
         mine = torch.stack([grad_bias, grad_weight])
-        sums = _Summed.apply(mine, placement)  # type: ignore[no-untyped-call]
+        sums = _Summed.apply(mine, placement, present)  # type: ignore[no-untyped-call]
         if not present and not torch.is_grad_enabled():
             # Nothing, not zero: what only a stand-in used must stay without a gradient.
             return None, None, None, None, None, None
@@ -204,7 +216,10 @@ def _synchronised(kind: type[BatchNormBase], name: str) -> type[SyncBatchNorm]:
                 f"sync_bn=true, but {name or 'the model'} is a {kind.__name__}, whose forward "
                 "normalises by itself; let it call super().forward(input), or set sync_bn=false"
             )
+        bases: tuple[Any, ...]
         bases = (SyncBatchNorm, kind) if ours_first else (kind, SyncBatchNorm)
+        if kind is nn.SyncBatchNorm:  # DDP accepts instances of it on GPUs alone
+            bases = (SyncBatchNorm, BatchNormOfAnyDimensions)
         _kinds[kind] = type(f"Sync{kind.__name__}", bases, {})
     return _kinds[kind]
 

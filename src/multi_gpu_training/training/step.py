@@ -141,8 +141,12 @@ class StepModule(nn.Module):
             return MicroResult(scaled, tally, mean.detach(), None, loss.metrics)
         if weight is None:
             weight = mean.new_full((), count, dtype=torch.float64)
-        # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN.
-        mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
+        # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN. So is the
+        # gradient of 0/0, whatever it is multiplied by; where the weight can be read, it has none.
+        if weight.device.type == "cpu" and not float(weight) > 0:
+            mean = _NoGradient.apply(mean)  # type: ignore[no-untyped-call]
+        else:
+            mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
         share = weight.to(self.tally.dtype)
         scaled = mean * (share * (ranks / window_count) if window_count else share)
         return MicroResult(scaled, self.tally * share, mean.detach(), weight, loss.metrics)
@@ -158,9 +162,9 @@ class StepModule(nn.Module):
         """
         total = self.tally * 0.0
         found = self.sparse
-        for parameter in () if self.finds_unused else self.model.parameters():
-            if parameter.requires_grad:
-                sparse = id(parameter) in found
+        for parameter in self.model.parameters():
+            sparse = id(parameter) in found  # DDP asks for those in any case
+            if parameter.requires_grad and (sparse or not self.finds_unused):
                 total = total + _Zero.apply(parameter, sparse)  # type: ignore[no-untyped-call]
         return MicroResult(total, self.tally * 0.0, torch.zeros_like(total), None, {})
 

@@ -136,7 +136,7 @@ class StepState:
 
     def take_new_parameters(self) -> None:
         """Train what is trained now. Every rank must have changed the same; collective."""
-        before = self.parameters
+        before, known = self.parameters, {id(p) for p in (*self.parameters, *self._frozen)}
         self.find_parameters()
         names = [name for name, p in self.model.named_parameters() if p.requires_grad]
         for rank, theirs in enumerate(self.placement.gather_json(names)):
@@ -149,7 +149,7 @@ class StepState:
                 )
         if not names:
             raise ModelError(f"before step {self.step + 1} every parameter was frozen")
-        known = {id(p) for p in self.model.parameters()}
+        known |= {id(p) for p in self.model.parameters()}
         strangers = [p for group in self._groups for p in group if id(p) not in known]
         if strangers:
             raise ModelError(

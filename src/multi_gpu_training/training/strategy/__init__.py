@@ -162,7 +162,21 @@ class Strategy(ABC):
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole model; returns their norm before."""
-        return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        if not any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
+            return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        # torch clips no sparse gradients. The norm is that of their values, each row once.
+        values: list[Tensor] = []
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+                values.append(parameter.grad.values())
+            elif parameter.grad is not None:
+                values.append(parameter.grad)
+        norm = nn.utils.get_total_norm(values)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for value in values:
+            value.mul_(factor)
+        return norm
 
     # The model as a whole
 
