@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, str, str, int]] = {
     "MLP, DDP + NCCL, eager": ("mlp", "ddp", "eager", 250),
 }
 WARM_UP = 300
-WINDOWS = 12
+WINDOWS = 6
 
 
 class Windows:

@@ -79,7 +79,8 @@ def fit_or_loop(
 
     manager = manager_for(folder, **settings(max_grad_norm=clip, **more))
     manager.fit(model, data(), loss_fn=loss_fn, optimizer=optimizer, callbacks=[Between()])
-    manager.trainer.share_buffers()  # a rank that had no sample of the last batch has older ones
+    # A rank that had no sample of the last batch has older ones.
+    manager.trainer.strategy.sync_buffers()
     return result(manager.model)
 
 

@@ -133,7 +133,6 @@ def test_rates_are_scaled_from_the_batch_size_of_the_dataloader(tmp_path: Path) 
     data = DataLoader(points(16), batch_size=4)
     manager.setup_training(line(), data, loss_fn=squares, optimizer=sgd)
     manager.finish()
-    assert manager.scaling.base_batch == 4
     assert manager.optimizer.param_groups[0]["lr"] == pytest.approx(0.2)
 
 

@@ -57,7 +57,9 @@ class NanGuard:
     (action, text, facts) for a step that was skipped.
     """
 
-    def __init__(self, state: StepState, start: StepStart) -> None:
+    def __init__(
+        self, state: StepState, start: StepStart, told: Callable[[str, str, dict[str, Any]], None]
+    ) -> None:
         device = state.placement.device
         self.state = state
         self.policy = state.config.on_nonfinite
@@ -65,7 +67,7 @@ class NanGuard:
         self.skipped = False
         self.recorded = False
         self.losses: list[tuple[Tensor, Share]] = []
-        self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
+        self._told = told
         # In float32 whatever the default is: torch's check takes nothing else.
         kind = torch.float32
         self.found = torch.zeros((), dtype=kind, device=device)
@@ -194,7 +196,7 @@ class NanGuard:
         if self.policy != "skip":
             raise error
         self.skipped = True
-        self.told("skip", str(error), {"step": state.step + 1})
+        self._told("skip", str(error), {"step": state.step + 1})
 
     # Skipping without a trace
 
@@ -329,7 +331,7 @@ class NanGuard:
         if self.policy == "skip":
             self._closed.sub_(closed)
             text = f"{closed} steps up to step {step} were skipped: their gradient was not finite"
-            self.told("skip", text, {"step": step, "count": closed})
+            self._told("skip", text, {"step": step, "count": closed})
             return
         first = step - closed + 1
         position = state.position - 1 - (state.step - first)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.step import StepResult
-from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 
 
 class ReplicaCheck(Callback):
@@ -16,22 +18,22 @@ class ReplicaCheck(Callback):
 
     watches_only = True
 
-    def __init__(self, trainer: MultiGPUTrainer, every: int) -> None:
-        self._trainer = trainer
+    def __init__(self, check: Callable[[], None], every: int, state: StepState) -> None:
+        self._check = check
         self._every = every
-        self._epoch = trainer.epoch
-        self._compared = trainer.step
+        self._state = state
+        self._epoch, self._compared = state.epoch, state.step
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
-        epoch = self._trainer.epoch
+        epoch = self._state.epoch
         if result.step % self._every == 0 or epoch != self._epoch:
             self._epoch = epoch
             self._compare()
 
     def on_save_begin(self, run: Run) -> None:
-        if self._compared != self._trainer.step:
+        if self._compared != self._state.step:
             self._compare()
 
     def _compare(self) -> None:
-        self._compared = self._trainer.step
-        self._trainer.check_replicas()
+        self._compared = self._state.step
+        self._check()

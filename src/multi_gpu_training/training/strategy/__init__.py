@@ -186,11 +186,6 @@ class Strategy(ABC):
         # A model that the user compiled is saved like any other.
         return {plain_name(name): value for name, value in state.items()}
 
-    def shard_state(self) -> dict[str, Tensor]:
-        """The part of `full_state` that this rank writes to a checkpoint. Copies are equal, so
-        the first rank writes all of it."""
-        return self.full_state() if self.placement.is_main else {}
-
     def check_replicas(self, step: int) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""
         check_replicas(self.step_module.model, self.placement, step)
