@@ -245,6 +245,8 @@ class MultiGPUTrainingManager:
             if self._failure() is None:
                 self.trainer.execution.verify()  # the weights of your own loop, too
                 self.trainer.nan_guard.look(now=True)
+                if self.config.consistency_check_every:
+                    self.trainer.check_replicas()
                 self.loop.log.flush()
                 self.fault_tolerance.settle()
             else:  # the other ranks may be anywhere
