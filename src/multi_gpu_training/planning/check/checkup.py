@@ -19,6 +19,7 @@ from multi_gpu_training.planning.check.network_check import network_gbps
 from multi_gpu_training.planning.check.nvml import Nvml
 from multi_gpu_training.planning.check.rank_trial import (
     GROUP,
+    MEETING,
     dismiss,
     find_failure,
     judge,
@@ -106,8 +107,8 @@ class Checkup:
             self.report.add([training_fit.GROUP.fail("training", "it was not tried", remedy)])
             return None
         self._let_go()  # what is measured next needs the GPUs to itself
-        for name in [name for name in os.environ if name in RANK_VARIABLES]:
-            del os.environ[name]  # the ranks that start now have their own
+        for name in RANK_VARIABLES:
+            os.environ.pop(name, None)  # the ranks that start now have their own
         gpus = used_gpus(self.context)
         here = machine.look(self.env)
         free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
@@ -124,13 +125,13 @@ class Checkup:
                 say=say,
             )
             share = free if gpus else free // count
-            trial = training_fit.Fitting(
-                runner, count, gpus, share, lambda one: self.report.add([one])
-            )
-            found = trial.measure()
+            found = training_fit.Fitting(runner, count, gpus, share, self._add).measure()
         if found is not None:
             self.report.add(training_fit.judge(found, self._disk_free()))
         return found
+
+    def _add(self, finding: Finding) -> None:
+        self.report.add([finding])
 
     def workers(self, ranks: int) -> int:
         """Loader workers that the cores here allow each rank."""
@@ -145,6 +146,7 @@ class Checkup:
         code = self.report.exit_code
         self._let_go()
         told = self.members[0].last("verdict") if self.members else None
+        # Nobody heard this process: leave rank 0 the time to say what it knows.
         if told is None and code and not self.speaks:
             time.sleep(LINGER_S)
         return max(told or 0, code)
@@ -173,9 +175,7 @@ class Checkup:
         blocked = [f for f in self.report.findings if f.level is Level.FAIL and _blocks(f)]
         together = self.topology.together
         if together and blocked:
-            yield GROUP.fail(
-                "meeting", "the ranks were not started", f"first fix: {blocked[0].topic}"
-            )
+            yield MEETING.fail("the ranks were not started", f"first fix: {blocked[0].topic}")
             return
         self.team = team = self.topology.team(self.context.gpu_count, self.options.timeout_s)
         self.members = try_out(team, self._facts(found))
@@ -186,9 +186,8 @@ class Checkup:
             self.report.curve = finding.facts.get("curve", self.report.curve)
             yield finding
         if len(self.gpus) == 1 and not together:
-            yield GROUP.passed(
-                "one GPU", "two ranks shared it over gloo: right, and no measure of speed"
-            )
+            text = "two ranks shared it over gloo: right, and no measure of speed"
+            yield GROUP.passed("one GPU", text)
             yield self._nccl_alone(team)
 
     def _nccl_alone(self, shared: Team) -> Finding:
@@ -238,24 +237,19 @@ class Checkup:
         if team.backend != "nccl" or team.ranks == 1 or not self.gpus:
             return None
         ports = [self._port(gpu) for gpu in used_gpus(self.context)]
-        inside: list[float | None] = [port.nvlink_gbps for port in ports]
-        if None in inside:
-            inside = [port.pcie_gbps for port in ports]
+        speeds = [port.nvlink_gbps for port in ports]
+        if None in speeds:
+            speeds = [port.pcie_gbps for port in ports]
         if team.nodes > 1:
-            inside.append(network_gbps(Path("/sys/class")))
-        if None in inside or not inside:
-            return None
-        return min(value for value in inside if value is not None)
+            speeds.append(network_gbps(Path("/sys/class")))
+        known = [speed for speed in speeds if speed is not None]
+        return min(known) if known and len(known) == len(speeds) else None
 
 
 def _blocks(finding: Finding) -> bool:
     """Whether ranks on several machines cannot even meet."""
-    return finding.group == NETWORK.name and finding.topic.split()[0] in (
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "port",
-        "launcher",
-    )
+    needed = ("MASTER_ADDR", "MASTER_PORT", "port", "launcher")
+    return finding.group == NETWORK.name and finding.topic.split()[0] in needed
 
 
 def _versions(host: str, facts: Mapping[str, Any], mine: software.Software) -> Iterator[Finding]:

@@ -101,10 +101,9 @@ class Topology:
         return self.hosts.node_rank == 0
 
     def meeting(self) -> MeetingPoint:
-        port = self.hosts.master_port
+        address, port = self.hosts.master_addr, self.hosts.master_port
         if self.together and port is None:
             port = DEFAULT_PORT
-        address = self.hosts.master_addr
         return MeetingPoint(address, port, self.main, self.held, self.nodes > 1)
 
     def team(self, gpus: int, limit_s: float) -> Team:

@@ -7,13 +7,18 @@ nothing for longer than the limit is killed, and its last line says where it was
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
+
+from multi_gpu_training.distributed.cleanup import die_with_parent
+from multi_gpu_training.distributed.trial import Voice
 
 GRACE_S = 3.0  # a program's own limit is the same: let it be the first to speak
 POLL_S = 0.05
@@ -138,3 +143,30 @@ def watch(team: Sequence[Watched], limit_s: float, until: str = "end") -> None:
                 one.timed_out = True
             return
         time.sleep(POLL_S)
+
+
+def run_program(module: str, request: Any, limit_s: float) -> Watched:
+    """A program of this package until it is done or says nothing for `limit_s`; then it is gone."""
+    program = Watched(module, request)
+    try:
+        watch([program], limit_s)
+    finally:
+        program.kill()
+    return program
+
+
+def be_program(work: Callable[[Any, Voice], None]) -> NoReturn:
+    """The `main` of a watched program: do what the first line of input asks, and end."""
+    die_with_parent()
+    voice = Voice()
+    request = json.loads(sys.stdin.readline())
+    code = 0
+    try:
+        work(request, voice)
+        voice.say(stage="end")
+    except Exception as error:
+        voice.say(error="".join(traceback.format_exception_only(error)).strip())
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # cleaning up would wait for the driver or disk that hangs
