@@ -11,19 +11,8 @@ from typing import Any
 import yaml
 
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.planning.bench.result_table import (
-    MEMORY,
-    PEAK_BAR,
-    SAMPLES,
-    SAMPLES_BAR,
-    Column,
-    ResultTable,
-    Row,
-    case_name,
-    number,
-    ratio,
-    share,
-)
+from multi_gpu_training.planning.bench import result_table as show
+from multi_gpu_training.planning.bench.result_table import Column, ResultTable, Row
 
 # Under which names results come, and in which unit ours is.
 THROUGHPUT = ("samples_per_s", "avg_throughput", "throughput", "samples_per_second")
@@ -59,18 +48,18 @@ def comparison_report(
         kind="comparison",
         title=title,
         columns=[
-            Column("", case_name),
+            Column("", show.case_name),
             Column("training mode", lambda row: str(row["mode"] or "-")),
-            Column("GPUs", lambda row: number(row["ranks"])),
-            Column("batch size", lambda row: number(row["per_rank_batch"])),
-            SAMPLES,
-            Column("speedup", lambda row: ratio(row["speedup"])),
-            Column("efficiency", lambda row: share(row["efficiency"])),
-            MEMORY,
+            Column("GPUs", lambda row: show.number(row["ranks"])),
+            Column("batch size", lambda row: show.number(row["per_rank_batch"])),
+            show.SAMPLES,
+            Column("speedup", lambda row: show.ratio(row["speedup"])),
+            Column("efficiency", lambda row: show.share(row["efficiency"])),
+            show.MEMORY,
             *(Column(name, _metric(name)) for name in known),
         ],
         rows=rows,
-        bars=[SAMPLES_BAR, PEAK_BAR],
+        bars=[show.SAMPLES_BAR, show.PEAK_BAR],
         notes=_notes(rows),
     )
     if out is not None:
@@ -94,18 +83,16 @@ def _rows(results: ResultTable | Mapping[str, Any] | Iterable[Any]) -> Iterable[
 
 
 def _from_any(name: str | None, value: Any) -> Iterable[Row]:
-    folder = getattr(value, "folder", None)
+    place = getattr(value, "folder", value)  # what `fit` returns knows its folder
     if isinstance(value, ResultTable):
         yield from _rows(value)
     elif isinstance(value, Mapping):
         yield _from_summary(name or "run", value)
-    elif isinstance(value, (str, Path)) and Path(value).suffix == ".json":
-        for row in _bench_file(Path(value)):
+    elif isinstance(place, (str, Path)) and Path(place).suffix == ".json":
+        for row in _bench_file(Path(place)):
             yield _from_summary(str(row["case"]), row)
-    elif isinstance(folder, (str, Path)):
-        yield _from_folder(name, Path(folder))
-    elif isinstance(value, (str, Path)):
-        yield _from_folder(name, Path(value))
+    elif isinstance(place, (str, Path)):
+        yield _from_folder(name, Path(place))
     else:
         raise ConfigError(
             f"comparison_report cannot read {name or 'a result'}, a {type(value).__name__}; give "
@@ -192,14 +179,11 @@ def _bench_file(path: Path) -> list[Row]:
 
 
 def _relate(rows: list[Row]) -> None:
-    base = next((row for row in rows if row["samples_per_s"]), None)
-    for row in rows:
-        row["speedup"] = row["efficiency"] = None
-        if base is None or not row["samples_per_s"]:
-            continue
-        row["speedup"] = row["samples_per_s"] / base["samples_per_s"]
-        if row["ranks"] and base["ranks"]:
-            row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
+    base = next((row for row in rows if row["samples_per_s"]), {"ranks": None})
+    for row, speedup in zip(rows, show.speedups(rows), strict=True):
+        known = speedup is not None and row["ranks"] and base["ranks"]
+        row["speedup"] = speedup
+        row["efficiency"] = speedup * base["ranks"] / row["ranks"] if known else None
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

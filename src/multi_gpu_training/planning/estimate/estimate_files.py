@@ -64,9 +64,9 @@ def _from_zero(axes: Any, values: list[float], room: float = 1.08) -> None:
 
 
 def _speed(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
-    found = [row["samples_per_s"] for row in rows]
-    lows = [row["low_samples_per_s"] for row in rows]
-    highs = [row["high_samples_per_s"] for row in rows]
+    found, lows, highs = (
+        [row[f"{end}samples_per_s"] for row in rows] for end in ("", "low_", "high_")
+    )
     base = found[0] / rows[0]["actual_speedup"]  # one GPU, which need not be a row
     axes.plot(gpus, [base * count for count in gpus], "--", color=GREY, label="linear")
     axes.fill_between(gpus, lows, highs, color=BLUE, alpha=0.2, label="band")
@@ -79,15 +79,12 @@ def _speed(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
 
 
 def _efficiency(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
-    percent = {
-        key: [100 * row[key] for row in rows]
-        for key in ("efficiency", "low_efficiency", "high_efficiency")
-    }
-    axes.fill_between(
-        gpus, percent["low_efficiency"], percent["high_efficiency"], color=BLUE, alpha=0.2
+    middle, low, high = (
+        [100 * row[f"{end}efficiency"] for row in rows] for end in ("", "low_", "high_")
     )
-    axes.plot(gpus, percent["efficiency"], "o-", color=BLUE)
-    _from_zero(axes, [100, *percent["high_efficiency"]])
+    axes.fill_between(gpus, low, high, color=BLUE, alpha=0.2)
+    axes.plot(gpus, middle, "o-", color=BLUE)
+    _from_zero(axes, [100, *high])
     _by_gpus(axes, gpus)
     axes.set_title("efficiency, %")
 

@@ -13,6 +13,7 @@ from multi_gpu_training.planning.bench.result_table import (
     Column,
     ResultTable,
     Row,
+    counted,
     machine,
     memory,
     milliseconds,
@@ -45,12 +46,14 @@ class Outcome:
         found: Row = asdict(row)
         taken = MemoryModel.from_points(self.profile.memory)
         room = available_bytes(self.profile)
-        known = taken is not None and (taken.grows or row.per_rank_batch in _sizes(self.profile))
+        batch, measured = row.per_rank_batch, {p.per_rank_batch for p in self.profile.memory}
+        if taken is not None and not taken.grows and batch not in measured:
+            taken = None  # one batch says nothing of another
         found |= {
             "theoretical_speedup": float(row.gpus),
             "actual_speedup": row.speedup,
-            "peak_bytes": taken.peak(row.per_rank_batch) if taken is not None and known else None,
-            "fits": taken.fits(row.per_rank_batch, room) if taken and room and known else None,
+            "peak_bytes": taken.peak(batch) if taken is not None else None,
+            "fits": taken.fits(batch, room) if taken is not None and room else None,
         }
         if found["fits"] is False:
             found["limit"] = DOES_NOT_FIT
@@ -135,10 +138,6 @@ def _comparable(row: Row) -> dict[str, Any]:
     }
 
 
-def _sizes(profile: StepProfile) -> set[int]:
-    return {point.per_rank_batch for point in profile.memory}
-
-
 def _band(row: Row) -> str:
     return f"{milliseconds(row['low_step_s'])} - {milliseconds(row['high_step_s'])}"
 
@@ -178,7 +177,7 @@ def measured_lines(profile: StepProfile) -> list[str]:
         f"{milliseconds(high)}), {number(rate)} samples/s, run as {profile.execution}",
         f"forward {milliseconds(profile.forward_s)}, backward {milliseconds(profile.backward_s)}, "
         f"optimizer {milliseconds(profile.optimizer_s)}",
-        f"{len(profile.buckets)} bucket{'s' if len(profile.buckets) != 1 else ''} of gradients, "
+        f"{counted(len(profile.buckets), 'bucket')} of gradients, "
         f"{size(profile.gradient_bytes)}: "
         + ", ".join(
             f"{size(bucket.size_bytes)} after {milliseconds(bucket.ready_s)}"

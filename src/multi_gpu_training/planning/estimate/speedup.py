@@ -86,10 +86,11 @@ def _outcome(
         epochs = _amount("epochs", epochs)
     if price is not None and not isinstance(price, Price):
         price = price_per_gpu(_amount("price", price), source="price")
-    found = profile if isinstance(profile, StepProfile) else load_profile(profile)
-    length = training_length(found, epochs)
+    if not isinstance(profile, StepProfile):
+        profile = load_profile(profile)
+    length = training_length(profile, epochs)
     result = predict(
-        found,
+        profile,
         _link(interconnect, max(counts)),
         counts,
         gpus_per_node=_whole("gpus_per_node", gpus_per_node),
@@ -97,9 +98,9 @@ def _outcome(
         epochs=length.epochs,
         samples=length.samples,
         price=price,
-        images=found.images,
+        images=profile.images,
     )
-    return Outcome(found, result, length.words, length.notes)
+    return Outcome(profile, result, length.words, length.notes)
 
 
 def _whole(name: str, value: object) -> int:
