@@ -179,11 +179,11 @@ def _bench_file(path: Path) -> list[Row]:
 
 
 def _relate(rows: list[Row]) -> None:
-    base = next((row for row in rows if row["samples_per_s"]), {"ranks": None})
+    ranks = next((row["ranks"] for row in rows if row["samples_per_s"]), None)
     for row, speedup in zip(rows, show.speedups(rows), strict=True):
-        known = speedup is not None and row["ranks"] and base["ranks"]
-        row["speedup"] = speedup
-        row["efficiency"] = speedup * base["ranks"] / row["ranks"] if known else None
+        row["speedup"], row["efficiency"] = speedup, None
+        if speedup is not None and ranks and row["ranks"]:
+            row["efficiency"] = speedup * ranks / row["ranks"]
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from pathlib import Path
+from typing import Any
 
 from multi_gpu_training.errors import ConfigError
 
@@ -137,7 +138,7 @@ def priced(row: ForecastRow, question: Question) -> ForecastRow:
         return replace(row, price=price)
     steps = question.length.steps(row.global_batch)
     hours = steps * row.step_s / 3600
-    bill = {"training_s": hours * 3600, "gpu_hours": hours * row.gpus}
+    bill: dict[str, Any] = {"training_s": hours * 3600, "gpu_hours": hours * row.gpus}
     if price is not None:
         per_s = price.hourly(row.gpus) / 3600
         bill["cost"] = per_s * steps * row.step_s

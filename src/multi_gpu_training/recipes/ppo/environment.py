@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.recipes.ppo.actions import Actions
+from multi_gpu_training.recipes.ppo.policy import Actions
 
 ByEnvironment = dict[str, Tensor | list[Any]]
 

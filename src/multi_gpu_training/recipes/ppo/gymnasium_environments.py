@@ -19,8 +19,9 @@ from torch import Tensor
 
 from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.recipes.ppo.actions import Actions
 from multi_gpu_training.recipes.ppo.environment import ByEnvironment, Step
+from multi_gpu_training.recipes.ppo.policy import Actions
+from multi_gpu_training.recipes.user_data import library
 
 
 class GymnasiumEnvironments:
@@ -151,12 +152,7 @@ class GymnasiumEnvironments:
 
 def make(name: str) -> Any:
     """The environment of that id, or an error that says what is there."""
-    try:
-        import gymnasium
-    except ImportError:
-        raise ConfigError(
-            f"env={name} needs Gymnasium; pip install -e '.[ppo]', or use env=trading"
-        ) from None
+    gymnasium = library("gymnasium", f"env={name} needs Gymnasium", "ppo", ", or use env=trading")
     try:
         return gymnasium.make(name, disable_env_checker=True)
     except gymnasium.error.DependencyNotInstalled as error:

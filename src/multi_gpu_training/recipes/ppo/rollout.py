@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,11 +34,7 @@ class Rollout:
 
     def take(self, index: slice) -> Rollout:
         """Of some of the environments."""
-        parts = {
-            f.name: getattr(self, f.name)[index]
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
+        parts = {name: part[index] for name, part in vars(self).items() if name != "whole"}
         return replace(self, **parts)
 
 
@@ -105,7 +102,7 @@ class Collector:
         stepper = Stepper(policy)
         if noise is not None:
             noise = noise.to(self.device, self.dtype)
-        rows: dict[str, list[Tensor]] = {name: [] for name in _BY_STEP}
+        rows: defaultdict[str, list[Tensor]] = defaultdict(list)
         finished = Finished(self.environments.numbers)
         recent = state = None
         whole, ended = True, False
@@ -218,20 +215,6 @@ class Collector:
         self.state = tensors["hidden"].permute(1, 2, 0, 3).contiguous()
         self.returns, self.lengths = tensors["returns"], tensors["lengths"]
         self.discounted = tensors["discounted"]
-
-
-_BY_STEP = (
-    "observations",
-    "raw",
-    "discounted",
-    "actions",
-    "log_probs",
-    "values",
-    "rewards",
-    "done",
-    "starts",
-    "final",
-)
 
 
 def _nothing(before: list[Tensor], like: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.recipes.ppo.actions import Actions
 from multi_gpu_training.recipes.ppo.environment import ByEnvironment, Step
 from multi_gpu_training.recipes.ppo.indicators import adx, cci, macd, rsi, turbulence
 from multi_gpu_training.recipes.ppo.market import Market
+from multi_gpu_training.recipes.ppo.policy import Actions
 
 WARMUP_DAYS = 60  # before that, indicators over 30 days, smoothed once more, say little
 REWARD_SCALE = 1e-4

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.recipes.user_data import listed
 
 ENGLISH = " 'abcdefghijklmnopqrstuvwxyz"
 
@@ -57,12 +58,9 @@ def choose_alphabet(asked: str, texts: Sequence[tuple[str, str]]) -> Alphabet:
                 outside[c] += 1
                 first.setdefault(c, place)
     if outside:
-        named = ", ".join(
-            f"{c!r} ({count} times, first in {first[c]})" for c, count in outside.most_common(5)
-        )
-        more = f" and {len(outside) - 5} more" if len(outside) > 5 else ""
+        named = [f"{c!r} ({n} times, first in {first[c]})" for c, n in outside.most_common()]
         raise DataError(
-            f"{len(outside)} characters lie outside alphabet={asked}: {named}{more}; set "
+            f"{len(outside)} characters lie outside alphabet={asked}: {listed(named, 5)}; set "
             "alphabet=data to take every character of the transcripts, give the characters, or "
             "write them out in the transcripts (numbers as words)"
         )

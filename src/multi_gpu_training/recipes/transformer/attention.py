@@ -9,6 +9,8 @@ one, so none is made.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,13 +55,20 @@ def attends_to_all(config: Any, length: int) -> bool:
 
 def try_out(model: Any, length: int) -> Tensor:
     """What the model says to a few tokens, at most `length`."""
+    ids = torch.arange(min(length, 12))[None] % model.config.vocab_size
+    with evaluating(model):
+        found: Tensor = model(input_ids=ids, use_cache=False).logits
+        return found
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Without gradients and dropout, and then as it was."""
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            ids = torch.arange(min(length, 12))[None] % model.config.vocab_size
-            found: Tensor = model(input_ids=ids, use_cache=False).logits
-            return found
+            yield
     finally:
         model.train(was_training)
 

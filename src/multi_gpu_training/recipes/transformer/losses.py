@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multi_gpu_training.recipes.transformer.attention import evaluating
 from multi_gpu_training.recipes.transformer.linear_cross_entropy import linear_cross_entropy
 from multi_gpu_training.recipes.transformer.sequences import inputs, next_tokens
 from multi_gpu_training.training.loss import token_cross_entropy
@@ -85,16 +86,11 @@ def is_direct(model: Any) -> bool:
     if not isinstance(head, nn.Linear) or model.base_model is model:
         return False
     ids = torch.arange(8)[None] % head.out_features
-    was_training = model.training
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluating(model):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             logits = model(input_ids=ids, use_cache=False).logits
-            return logits.shape[:-1] == hidden.shape[:-1] and torch.allclose(
-                head(hidden), logits, rtol=1e-4, atol=1e-5
-            )
+            same_shape = logits.shape[:-1] == hidden.shape[:-1]
+            return same_shape and torch.allclose(head(hidden), logits, rtol=1e-4, atol=1e-5)
     except (AttributeError, TypeError):
         return False
-    finally:
-        model.train(was_training)

@@ -78,16 +78,21 @@ def pad(samples: Iterable[Tensor], tokens: Tokens) -> Sequences:
 
 
 def hold_back(sequences: Sequences) -> tuple[Sequences, Sequences]:
-    """Training and validation samples: every tenth is for validation, the first of all included
-    where there are fewer."""
-    if len(sequences) < 2:
+    """Training and validation samples."""
+    train, val = held_back(len(sequences))
+    return sequences.select(train), sequences.select(val)
+
+
+def held_back(count: int) -> tuple[Tensor, Tensor]:
+    """Which of `count` samples are for training and which for validation: every tenth, or the
+    last where there are fewer."""
+    if count < 2:
         raise DataError(
-            f"the text makes {len(sequences)} sample, which leaves none for validation; give more "
-            "text, a smaller sequence_length, or validation data of its own"
+            f"the text makes {count} sample, which leaves none for validation; give more text, a "
+            "smaller sequence_length, or validation data of its own"
         )
-    place = torch.arange(len(sequences))
-    held = place % HELD_BACK == min(HELD_BACK, len(sequences)) - 1
-    return sequences.select(~held), sequences.select(held)
+    held = torch.arange(count) % HELD_BACK == min(HELD_BACK, count) - 1
+    return ~held, held
 
 
 def inputs(batch: Sequence[Tensor], padded: bool) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.user_data import refuse
 
 CLASSES_FILE = "classes.txt"
 
@@ -100,8 +101,7 @@ def read_annotation(path: Path) -> Annotation:
     problems += _clashes(path, rows)
     if not rows and not problems:
         problems.append(f"{path} labels no frame; add rows, or remove it with its video")
-    if problems:
-        raise DataError(problems[:10])
+    refuse(problems)
     return Annotation(path, tuple(rows), trial_at is not None)
 
 
@@ -150,6 +150,5 @@ def class_names(folder: Path, annotations: Sequence[Annotation]) -> list[str]:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"{path} has {', '.join(names)}"
             problems.append(f"{annotation.path}, line {row.line}: unknown class {name!r}; {hint}")
-    if problems:
-        raise DataError(problems[:10])
+    refuse(problems)
     return names

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.user_data import library
 
 
 class InvalidVideo(Exception):
@@ -71,12 +72,7 @@ class Decoded:
 
 def open_video(path: Path) -> Any:
     """An open PyAV container with one video stream."""
-    try:
-        import av
-    except ImportError:
-        raise DataError(
-            "reading videos needs PyAV, which is not installed; run pip install -e '.[video]'"
-        ) from None
+    av = library("av", "reading videos needs PyAV", extra="video")
     try:
         container = av.open(str(path))
     except (av.error.FFmpegError, OSError) as error:

@@ -71,15 +71,9 @@ def deal_classes(trials: int, random: torch.Generator) -> list[int]:
 
 def act(behaviour: str, random: torch.Generator) -> Tensor:
     """Poses of one trial, (frames, 4): place x and y, heading, and stretch of the body."""
-    draws = torch.rand(8, generator=random).tolist()
-    x, y, heading, phase, pace = (
-        draws[0],
-        draws[1],
-        *(2 * math.pi * d for d in draws[2:4]),
-        draws[4],
-    )
+    x, y, *angles, pace, side, late, _ = torch.rand(8, generator=random).tolist()
+    heading, phase = (2 * math.pi * angle for angle in angles)
     pace = 0.85 + 0.3 * pace
-    side = 1.0 if draws[5] < 0.5 else -1.0
     middle = (TRIAL_FRAMES - 1) / 2
     time = torch.arange(TRIAL_FRAMES) - middle
     along = torch.zeros(TRIAL_FRAMES)
@@ -101,8 +95,8 @@ def act(behaviour: str, random: torch.Generator) -> Tensor:
     elif behaviour == "rear":
         stretch = phase + 2 * math.pi / 14 * pace * time
     elif behaviour == "paw_withdraw":
-        moment = 2 * draws[6] - 1
-        across = side * 0.2 * torch.exp(-((time - moment) / 1.5).square() / 2)
+        moment = 2 * late - 1
+        across = (0.2 if side < 0.5 else -0.2) * torch.exp(-((time - moment) / 1.5).square() / 2)
     jitter = 0.003 * torch.randn(2, TRIAL_FRAMES, generator=random)
     ahead, left = (math.cos(heading), math.sin(heading)), (-math.sin(heading), math.cos(heading))
     places = [
