@@ -58,17 +58,19 @@ class EstimateFlags(MeasuringFlags):
 def estimate(flags: EstimateFlags) -> int:
     """0 once the forecast is written."""
     from multi_gpu_training.planning.estimate.estimate_files import save
+    from multi_gpu_training.planning.estimate.profiling import Profiled, profile_training
+    from multi_gpu_training.planning.estimate.speedup import load_profile
 
     check(flags)
     link, prices = interconnect(flags), prices_of(flags)
     console = Console(highlight=False, soft_wrap=True, stderr=flags.as_json)
-    if flags.profile is None:
-        found = measured_here(flags, console)
-    else:
-        from multi_gpu_training.planning.estimate.profiling import Profiled
-        from multi_gpu_training.planning.estimate.speedup import load_profile
-
+    if flags.profile is not None:
         found = Profiled(load_profile(flags.profile))
+    else:
+        target, *words = flags.command
+        with runner_for("estimate", flags, console) as runner:
+            # `image --mode cnn` or `train.py`: what the forecast is of.
+            found = profile_training(runner, " ".join([Path(target).name, *words]))
     outcome = forecast(flags, found, link, prices)
     files = save(outcome, Path(flags.out or default_folder(found.profile.name)))
     if flags.as_json:
@@ -77,15 +79,6 @@ def estimate(flags: EstimateFlags) -> int:
         say(outcome, console, asked_for_many=link is not None)
     console.print(f"written: {', '.join(map(str, files))}", markup=False)
     return 0
-
-
-def measured_here(flags: EstimateFlags, console: Console) -> Profiled:
-    from multi_gpu_training.planning.estimate.profiling import profile_training
-
-    target, *words = flags.command
-    with runner_for("estimate", flags, console) as runner:
-        # `image --mode cnn` or `train.py`: what the forecast is of.
-        return profile_training(runner, " ".join([Path(target).name, *words]))
 
 
 def forecast(

@@ -111,8 +111,9 @@ class Checkup:
             os.environ.pop(name, None)  # the ranks that start now have their own
         gpus = used_gpus(self.context)
         here = machine.look(self.env)
-        free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
-        count = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
+        count = min(self.ranks_here, len(gpus)) if gpus else self.ranks_here
+        # CPU ranks share the machine's memory; a GPU is one rank's.
+        share = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes // count)
         with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
             runner = ScriptRunner(
                 command,
@@ -124,10 +125,10 @@ class Checkup:
                 ranks_at_hand=count,
                 say=say,
             )
-            share = free if gpus else free // count
             found = training_fit.Fitting(runner, count, gpus, share, self._add).measure()
         if found is not None:
-            self.report.add(training_fit.judge(found, self._disk_free()))
+            free = [f.facts.get("free_bytes") for f in self.report.findings if f.topic == "disk"]
+            self.report.add(training_fit.judge(found, free[0] if free else None))
         return found
 
     def _add(self, finding: Finding) -> None:
@@ -136,10 +137,6 @@ class Checkup:
     def workers(self, ranks: int) -> int:
         """Loader workers that the cores here allow each rank."""
         return machine.workers_for(machine.look(self.env).usable_cores, ranks)
-
-    def _disk_free(self) -> int | None:
-        found = [f.facts.get("free_bytes") for f in self.report.findings if f.topic == "disk"]
-        return found[0] if found else None
 
     def finish(self) -> int:
         """The exit code: rank 0's for all that hear it. Call it when all is printed."""

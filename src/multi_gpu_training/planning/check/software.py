@@ -106,7 +106,11 @@ def judge(found: Software, device: str = "auto") -> Iterator[Finding]:
     if found.visible_devices is not None and device != "cpu":
         yield _visible_devices(found)
     if found.visible:
-        yield _nccl_there(found)
+        if found.nccl is None:
+            text = "this torch has no NCCL: GPUs cannot exchange gradients"
+            yield GROUP.fail("NCCL", text, INSTALL)
+        else:
+            yield GROUP.passed("NCCL", f"NCCL {found.nccl}", nccl=found.nccl)
         yield from _kernels(found)
 
 
@@ -182,12 +186,6 @@ def _visible_devices(found: Software) -> Finding:
         remedy = "unset it and look at `mgt info`; a scheduler may allow this job fewer"
         return topic.fail(f"{text} names {named} GPUs and torch sees {found.visible}", remedy)
     return topic.passed(f"{text}: {found.visible} of {len(known)} GPUs")
-
-
-def _nccl_there(found: Software) -> Finding:
-    if found.nccl is None:
-        return GROUP.fail("NCCL", "this torch has no NCCL: GPUs cannot exchange gradients", INSTALL)
-    return GROUP.passed("NCCL", f"NCCL {found.nccl}", nccl=found.nccl)
 
 
 def _kernels(found: Software) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ GROUP = Group("Fit")
 MEMORY = GROUP.about("memory")
 SMALLER = "a smaller batch: --batch-size"
 SINGLE, DDP = TrainingMode.SINGLE, TrainingMode.DISTRIBUTED_DATA_PARALLEL
+NOT_YET = BatchSizes(1, 1, 1, 1)
 HALVINGS = 6
 TRIES = 3
 NOISE = 1.2  # times what the ranks give each alone: more is no speed-up
@@ -61,8 +62,8 @@ class TrainingFit:
     """
 
     unit: str
-    asked: dict[str, Any]
-    counted: dict[str, Any]
+    asked: Mapping[str, Any]
+    counted: Mapping[str, Any]
     memory_parts: MemoryParts
     memory: MemoryModel
     available_bytes: int
@@ -176,29 +177,25 @@ def size(count: float) -> str:
 # Measuring
 
 
+@dataclass
 class Fitting:
     """Measures `runner`'s training on `ranks` ranks; `gpus` are those they use, `free_bytes` is
     what one rank may take."""
 
-    def __init__(
-        self,
-        runner: ScriptRunner,
-        ranks: int,
-        gpus: Sequence[Gpu],
-        free_bytes: int,
-        say: Callable[[Finding], None],
-    ) -> None:
-        self.runner = runner
-        self.ranks = ranks
-        self.gpus = list(gpus)
-        self.unit = "GPU" if gpus else "CPU rank"
-        self.free_bytes = free_bytes
-        self.gpu: int | None = None  # that one rank alone trains on
-        self.say = say
-        self.asked: dict[str, Any] = {}
-        self.alone = BatchSizes(1, 1, 1, 1)  # what the user's settings give one rank
-        self.smaller: int | None = None  # samples of a rank, where those of `alone` do not fit
-        self._cases: dict[str, Case] = {}
+    runner: ScriptRunner
+    ranks: int
+    gpus: Sequence[Gpu]
+    free_bytes: int
+    say: Callable[[Finding], None]
+    gpu: int | None = None  # that one rank alone trains on
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    alone: BatchSizes = NOT_YET  # what the user's settings give one rank
+    smaller: int | None = None  # samples of a rank, where those of `alone` do not fit
+    _cases: dict[str, Case] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        return "GPU" if self.gpus else "CPU rank"
 
     def measure(self) -> TrainingFit | None:
         """The findings go to `say`; None where not even one sample could be trained."""

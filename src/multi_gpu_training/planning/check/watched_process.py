@@ -79,12 +79,10 @@ class Watched:
         """How it ended by itself; None while it runs, and where we ended it."""
         return None if self.killed else self.process.poll()
 
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
-
-    def patience_s(self, limit_s: float) -> float:
-        return max(limit_s, START_S) if self.stage == "start" else limit_s + GRACE_S
+    def is_late(self, limit_s: float) -> bool:
+        """Whether it has said nothing for too long."""
+        patience_s = max(limit_s, START_S) if self.stage == "start" else limit_s + GRACE_S
+        return time.monotonic() - self._heard_at > patience_s
 
     def last(self, key: str) -> Any:
         """The newest value that it said under this name."""
@@ -137,7 +135,7 @@ def watch(team: Sequence[Watched], limit_s: float, until: str = "end") -> None:
             failed_at = failed_at or time.monotonic()
             if time.monotonic() > failed_at + GRACE_S:
                 return
-        late = [one for one in busy if one.silent_s > one.patience_s(limit_s)]
+        late = [one for one in busy if one.is_late(limit_s)]
         if late:
             for one in late:
                 one.timed_out = True

@@ -212,15 +212,15 @@ def read_idx(path: Path, magic: int) -> Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=start).view(shape)
 
 
+@dataclass(frozen=True)
 class Moved:
     """Shifts every image by up to `shift` pixels and, with `flip`, mirrors half of them.
 
     What happens to an image depends on (seed, epoch, sample), not on the rank that holds it.
     """
 
-    def __init__(self, shift: int, flip: bool) -> None:
-        self.shift = shift
-        self.flip = flip
+    shift: int
+    flip: bool
 
     def __call__(self, batch: list[Tensor], random: SampleRandom) -> list[Tensor]:
         images, labels = batch

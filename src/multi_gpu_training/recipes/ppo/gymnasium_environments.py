@@ -124,13 +124,10 @@ class GymnasiumEnvironments:
     def _write(self, row: Any, into: np.ndarray[Any, Any]) -> None:
         if self._categories is not None:
             into[:] = 0
-            into[int(row) - int(self._observation_start)] = 1
+            start = getattr(self.environments[0].observation_space, "start", 0)
+            into[int(row) - int(start)] = 1
         else:
             into[:] = row if self._size == np.size(row) == len(row) else np.ravel(row)
-
-    @property
-    def _observation_start(self) -> int:
-        return getattr(self.environments[0].observation_space, "start", 0)
 
     @property
     def _is_box(self) -> bool:

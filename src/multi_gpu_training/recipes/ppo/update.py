@@ -131,30 +131,26 @@ def shares(
         )
 
 
+@dataclass(frozen=True)
 class Update:
     """Every rank takes, of each minibatch, the environments that it holds; gradients, advantage
     statistics and the KL that ends an update early are those of all ranks."""
 
-    def __init__(
-        self,
-        manager: MultiGPUTrainingManager,
-        options: PPOOptions,
-        progress: PPOProgress,
-        held: range,
-        seed: int,
-        endless: bool,
-    ) -> None:
-        self.manager = manager
-        self.options = options
-        self.progress = progress
-        self.placement = manager.placement
-        self.held = held
-        self.seed = seed
-        # Environments over all ranks / those of a step, rounded up.
-        self.minibatches = -(-options.num_envs // manager.sizes.global_batch)
-        # Verification ends the process when it has seen enough steps.
-        epochs = manager.config.epochs
-        self.passes = itertools.count if endless else lambda: range(epochs)
+    manager: MultiGPUTrainingManager
+    options: PPOOptions
+    progress: PPOProgress
+    held: range
+    seed: int
+    endless: bool  # verification ends the process when it has seen enough steps
+
+    @property
+    def placement(self) -> Placement:
+        return self.manager.placement
+
+    @property
+    def minibatches(self) -> int:
+        """Environments over all ranks / those of a step, rounded up."""
+        return -(-self.options.num_envs // self.manager.sizes.global_batch)
 
     def __call__(self, rollout: Rollout, clip_range: float) -> dict[str, float]:
         """Move the weights; metrics over all ranks and steps."""
@@ -166,7 +162,8 @@ class Update:
         clip = torch.tensor(clip_range, device=placement.device)
         self.manager.model.train()
         whole = MetricsCollector()
-        for _ in self.passes():
+        passes = itertools.count() if self.endless else range(self.manager.config.epochs)
+        for _ in passes:
             self._pass(rollout, advantage, returns, clip)
             self.progress.passes += 1
             steps = self.manager.trainer.read_metrics()

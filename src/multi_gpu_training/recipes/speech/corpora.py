@@ -75,8 +75,8 @@ def find_layout(folder: Path) -> Literal["fsdd", "librispeech", "festvox"]:
         return "fsdd"
     raise DataError(
         f"data_dir={str(folder)!r} holds {contents(folder)}: neither recordings/7_name_32.wav "
-        "(FSDD), nor *.trans.txt beside .flac files (LibriSpeech), nor etc/txt.done.data (festvox); "
-        "point to the folder that holds one of them"
+        "(FSDD), nor *.trans.txt beside .flac files (LibriSpeech), nor etc/txt.done.data "
+        "(festvox); point to the folder that holds one of them"
     )
 
 

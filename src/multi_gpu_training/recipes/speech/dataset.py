@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,6 +129,7 @@ class BucketedBatches:
 # What the loader reads
 
 
+@dataclass(frozen=True, eq=False)
 class Speech(Dataset[Utterance]):
     """Clips at `rate`; with `varied`, at another speed at each look.
 
@@ -136,11 +137,10 @@ class Speech(Dataset[Utterance]):
     depend on (seed, epoch, utterance) and not on the rank that looks.
     """
 
-    def __init__(self, clips: Sequence[Clip], rate: int, buckets: Buckets, varied: bool) -> None:
-        self.clips = list(clips)
-        self.rate = rate
-        self.buckets = buckets
-        self.varied = varied
+    clips: Sequence[Clip]
+    rate: int
+    buckets: Buckets
+    varied: bool
 
     def __len__(self) -> int:
         return len(self.clips)
@@ -180,7 +180,7 @@ class Speech(Dataset[Utterance]):
         return Batch(sound, torch.tensor(samples), targets, torch.tensor(sizes), draws)
 
     def subset(self, indices: Sequence[int]) -> Speech:
-        return Speech([self.clips[i] for i in indices], self.rate, self.buckets, self.varied)
+        return replace(self, clips=[self.clips[i] for i in indices])
 
 
 def at_speed(sound: Tensor, draw: float, shortest: int) -> Tensor:

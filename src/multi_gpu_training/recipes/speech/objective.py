@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from multi_gpu_training.training.metrics import MetricsCollector
 MASKS = (0.2, 0.1)  # SpecAugment: the share of all bands and of the time that a mask may take
 
 
+@dataclass(frozen=True)
 class Objective:
     """CTC as a mean over the characters of all ranks: (mean, characters)."""
 
-    def __init__(self, augment: bool) -> None:
-        self.augment = augment
+    augment: bool
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         draws = batch.draws if self.augment and model.training else None

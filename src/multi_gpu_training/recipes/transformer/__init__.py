@@ -120,7 +120,7 @@ def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None)
         sizes = options.layers, options.width, options.heads, options.dropout
         config = models.small_config(options.task, words.size, length, *sizes)
     else:
-        config = models.load_config(options.model)
+        config = models.fetch("AutoConfig", "model", options.model)
     models.check(config, length, words.size, None if small else words.longest)
     fresh = small or options.from_scratch
     if labels is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from multi_gpu_training.training.loss import token_cross_entropy
 from multi_gpu_training.training.metrics import MetricsCollector
 
 
+@dataclass(frozen=True)
 class CausalLoss:
     """Cross entropy of the next token, over the tokens that have one.
 
@@ -26,11 +28,10 @@ class CausalLoss:
     cross entropy are computed together, a part of the tokens at a time.
     """
 
-    def __init__(self, padded: bool, masked: bool, direct: bool, budget_bytes: int) -> None:
-        self.padded = padded
-        self.masked = masked
-        self.direct = direct
-        self.budget_bytes = budget_bytes
+    padded: bool
+    masked: bool
+    direct: bool
+    budget_bytes: int
 
     def __call__(self, model: Any, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         given = inputs(batch, self.padded)
@@ -44,11 +45,11 @@ class CausalLoss:
         return linear_cross_entropy(hidden, head.weight, head.bias, labels, self.budget_bytes)
 
 
+@dataclass(frozen=True)
 class MaskedLoss:
     """Cross entropy of the hidden tokens."""
 
-    def __init__(self, padded: bool) -> None:
-        self.padded = padded
+    padded: bool
 
     def __call__(self, model: Any, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         *columns, labels = batch

@@ -137,6 +137,7 @@ class Masking:
         return torch.where(hidden, shown, ids), labels
 
 
+@dataclass(frozen=True, eq=False)
 class MaskedSequences(Dataset[tuple[Tensor, ...]]):
     """Samples with other tokens hidden at each look.
 
@@ -144,9 +145,8 @@ class MaskedSequences(Dataset[tuple[Tensor, ...]]):
     hidden depends on (seed, epoch, sample), not on the rank or worker that loads it.
     """
 
-    def __init__(self, sequences: Sequences, masking: Masking) -> None:
-        self.sequences = sequences
-        self.masking = masking
+    sequences: Sequences
+    masking: Masking
 
     def __len__(self) -> int:
         return len(self.sequences)

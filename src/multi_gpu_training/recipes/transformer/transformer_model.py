@@ -72,11 +72,6 @@ def from_config(task: Task, config: Any) -> Any:
         ) from None
 
 
-def load_config(name: str) -> Any:
-    """The config of a folder, of a .json file or of a hub name."""
-    return fetch("AutoConfig", "model", name)
-
-
 def load_model(task: Task, name: str, config: Any, new_head: bool = False) -> Any:
     """The model in `name` with its weights, in float32; fresh weights where only a config is.
 

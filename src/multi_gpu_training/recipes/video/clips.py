@@ -133,11 +133,6 @@ class Clips(Dataset[tuple[Tensor, int]]):
         frames = self.videos[number].frames[frames_around(centre, trial, self.count)]
         return torch.as_tensor(frames), label
 
-    @property
-    def byte_count(self) -> int:
-        """What all clips take, side by side."""
-        return len(self) * self[0][0].numel() if len(self) else 0
-
     def in_memory(self) -> TensorDataset:
         """The same clips as tensors, which are gathered without a Python loop."""
         clips = torch.stack([self[index][0] for index in range(len(self))])
@@ -146,7 +141,8 @@ class Clips(Dataset[tuple[Tensor, int]]):
 
 def as_dataset(clips: Clips, memory_gib: float) -> Dataset[Any]:
     """Clips as tensors where they fit into `memory_gib`, else read one by one by the workers."""
-    return clips.in_memory() if clips.byte_count <= memory_gib * 2**30 else clips
+    bytes_each = clips[0][0].numel() if len(clips) else 0
+    return clips.in_memory() if len(clips) * bytes_each <= memory_gib * 2**30 else clips
 
 
 # Clips are turned and shifted as a whole: what moves in them moves as before
@@ -171,11 +167,11 @@ def turn(clips: Tensor, random: SampleRandom) -> Tensor:
     return torch.where(half, clips.flip(2, 3), clips)
 
 
+@dataclass(frozen=True)
 class AugmentClips:
     """Moves the clips of a `(clips, labels)` batch."""
 
-    def __init__(self, kind: Literal["shift", "turn"]) -> None:
-        self.kind = kind
+    kind: Literal["shift", "turn"]
 
     def __call__(self, batch: Any, random: SampleRandom) -> Any:
         clips, labels = batch
