@@ -98,6 +98,7 @@ def train(
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
+    # torch.distributed.launch adds it; the environment says the same.
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
     """Train a recipe, or what a YAML config says, on all GPUs.

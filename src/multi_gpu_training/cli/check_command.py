@@ -58,7 +58,7 @@ def check(flags: CheckFlags) -> int:
         if tables is not None and not flags.as_json:
             tables()
         return checkup.finish()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no rank is left waiting for this one
         checkup.abort()
         raise
 
@@ -81,7 +81,7 @@ def _fit(flags: CheckFlags, checkup: Checkup, printer: Printer) -> Callable[[], 
     if found is None:
         return None
     workers = checkup.workers(found.chosen.ranks)
-    chosen = recommendation.recommend(found, flags.command, workers, checkup.ranks_here)
+    chosen = recommendation.recommend(found, flags.command, workers, checkup.context.ranks_here)
     checkup.report.advice = recommendation.plain(found, chosen)
     return lambda: recommendation.show(printer, found, chosen)
 
@@ -108,7 +108,7 @@ def _show(flags: CheckFlags, report: CheckReport, printer: Printer) -> None:
     if flags.as_json:
         print(json.dumps(report.plain(), indent=1), flush=True)
         return
-    if not printer.begun:
+    if not printer.begun:  # this process was to be silent, and rank 0 did not hear it
         for finding in report.findings:
             printer.show(finding)
     printer.summary(report)

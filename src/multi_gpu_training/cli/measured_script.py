@@ -70,6 +70,7 @@ def runner_for(name: str, flags: MeasuringFlags, console: Console) -> Iterator[S
     from multi_gpu_training.distributed.identity import from_environment
     from multi_gpu_training.measure.script_runner import ScriptRunner
 
+    # Under a launcher every rank would start a measurement of its own.
     if from_environment() is not None:
         raise ConfigError(f"mgt {name} starts ranks itself; start it without torchrun or srun")
     with tempfile.TemporaryDirectory(prefix=f"mgt-{name}-") as scratch:

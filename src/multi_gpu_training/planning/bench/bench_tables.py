@@ -154,6 +154,7 @@ def compare_batch_sizes(
     too_large: int | None = None
     for size in sorted(set(sizes)):
         case = Case(f"batch {size}", mode, ranks, {"batch_size": size})
+        # What is larger needs more memory still: a try would only cost minutes.
         if too_large is None:
             part = together(interleaved(measure, [case], repeats)[case.name])
         else:
@@ -239,6 +240,7 @@ def compare_precisions(
     measure: Measure, mode: TrainingMode, ranks: int, repeats: int = 1, unit: str = "GPU"
 ) -> ResultTable:
     """All cases take the same global batch; with accumulation it is taken in parts."""
+    # The first case shows how large the batch is, before it can be cut into parts.
     probe = measure(Case("FP32", mode, ranks, FP32))
     cases = [Case("FP32", mode, ranks, FP32), Case("mixed precision", mode, ranks, MIXED)]
     parts = 1

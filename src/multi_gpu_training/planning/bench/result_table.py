@@ -141,7 +141,7 @@ class ResultTable:
 
 
 def machine() -> dict[str, Any]:
-    import torch
+    import torch  # not at the top: it takes seconds, and a table needs none of it
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {

@@ -104,7 +104,7 @@ def _from_summary(name: str, value: Mapping[str, Any]) -> Row:
     gigabytes = _first(value, GIGABYTES)
     peak = value.get("peak_bytes")
     if peak is None and gigabytes is not None:
-        peak = float(gigabytes) * 2**30
+        peak = float(gigabytes) * 2**30  # some summaries count in GB
     metrics = value.get("metrics")
     if metrics is None:
         metrics = {k: value[k] for k in ("loss", "accuracy", "f1") if _is_number(value.get(k))}
@@ -146,6 +146,7 @@ def _from_folder(name: str | None, folder: Path) -> Row:
     return {
         "case": name or f"{folder.parent.name}/{folder.name}",
         "mode": config.get("training_mode"),
+        # The last line: an elastic run may have changed its size.
         "ranks": lines[-1].get("world_size") if lines else None,
         "per_rank_batch": config.get("batch_size"),
         "samples_per_s": median(rates) if rates else None,

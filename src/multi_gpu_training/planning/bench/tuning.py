@@ -16,7 +16,7 @@ DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 DEFAULT, AGAIN, COMBINED = "as configured", "as configured, again", "winners together"
 # If its best steps are slower than this in the first round, it is not measured again.
 HOPELESS = 1.2
-LEAST_GAIN = 0.01
+LEAST_GAIN = 0.01  # a change of settings must be worth the reader's time
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ def tune(
     measurements, and does so again when it is measured once more.
     """
     default, again = TuningTrial(Candidate(DEFAULT, {})), TuningTrial(Candidate(AGAIN, {}))
+    # The config is measured under two names: by how much the two differ is noise.
     run_round(measure, ranks, [default, again])
     if not (default.ok and again.ok):
         reason = next(part.error for part in [*default.parts, *again.parts] if not part.ok)
@@ -122,6 +123,7 @@ def hopeful(trials: Sequence[TuningTrial], default: TuningTrial) -> list[TuningT
         if not trial.ok:
             continue
         first = trial.parts[0]
+        # Its best steps, so that a neighbour who slowed the others down does not end it.
         best = percentile(first.step_times_s, 10) / first.samples_per_step
         if best < HOPELESS * default.times[0]:
             kept.append(trial)
@@ -167,6 +169,7 @@ def confirm(
     """Measure the best winner, and all of them together, against the config once more: what was
     measured, the settings to choose, and why."""
     best = min(winners, key=lambda trial: median(trial.times))
+    # All anew: the winners were picked for being fast, so their old times flatter them.
     base = TuningTrial(Candidate(DEFAULT, {}))
     second = TuningTrial(replace(best.candidate, name=f"{best.candidate.name}, once more"))
     finalists = [second]
@@ -192,6 +195,7 @@ def confirm(
 def combine(winners: Sequence[TuningTrial]) -> dict[str, Any]:
     """Every winner's settings; of two that set the same, the faster one's."""
     settings: dict[str, Any] = {}
+    # The fastest comes last and so has the last word.
     for trial in sorted(winners, key=lambda trial: median(trial.times), reverse=True):
         settings |= trial.candidate.settings
     return settings

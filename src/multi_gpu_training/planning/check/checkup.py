@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.planning.check import machine, software
 from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Level
-from multi_gpu_training.planning.check.devices import Gpu, VisibleGpus, used_gpus
-from multi_gpu_training.planning.check.links import Port, Ports
+from multi_gpu_training.planning.check.devices import used_gpus
 from multi_gpu_training.planning.check.network_check import network_gbps
-from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.nvml import Gpu, Nvml, Port
 from multi_gpu_training.planning.check.rank_trial import (
     GROUP,
     MEETING,
@@ -70,14 +69,6 @@ class Checkup:
         heard = bool(self.members) and bool(self.members[0].told("all_came"))
         return self.main or (self.topology.looks and not heard)
 
-    @property
-    def ranks_here(self) -> int:
-        return self.context.ranks_here
-
-    @property
-    def gpus(self) -> Sequence[Gpu]:
-        return (self.context.get(VisibleGpus) or VisibleGpus()).gpus
-
     def run(self) -> None:
         context = self.context
         if self.topology.looks:
@@ -87,10 +78,10 @@ class Checkup:
                 self.report.add([machine.free_memory(here, 1, 0)])
                 return
         found = software.look(context.nvml, self.env)
-        context.give(found)
         if self.options.device != "cpu":
             context.gpu_count = found.visible
         if self.topology.looks:  # one process of each machine does
+            self.report.add(software.judge(found, self.options.device))
             for one in all_checks():
                 self.report.add(one(context))
         self.report.add(self._together(found))
@@ -111,7 +102,7 @@ class Checkup:
             os.environ.pop(name, None)  # the ranks that start now have their own
         gpus = used_gpus(self.context)
         here = machine.look(self.env)
-        count = min(self.ranks_here, len(gpus)) if gpus else self.ranks_here
+        count = min(self.context.ranks_here, len(gpus)) if gpus else self.context.ranks_here
         # CPU ranks share the machine's memory; a GPU is one rank's.
         share = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes // count)
         with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
@@ -160,12 +151,12 @@ class Checkup:
     @property
     def hardware(self) -> str:
         """What the ranks ran on, for the head of a curve."""
-        if not self.gpus:
+        if not self.context.gpus:
             return "CPU"
         names = " + ".join(sorted({gpu.name for gpu in used_gpus(self.context)}))
         if self.team is not None and self.team.backend == "gloo":
             return f"{names} shared, through host memory"
-        return f"{names}, {self._port(self.gpus[0]).describe()}"
+        return f"{names}, {self._port(self.context.gpus[0]).describe()}"
 
     def _together(self, found: software.Software) -> Iterator[Finding]:
         """Real ranks: those of this process, with those of the others."""
@@ -182,7 +173,7 @@ class Checkup:
         for finding in judge(team, self.members, link):
             self.report.curve = finding.facts.get("curve", self.report.curve)
             yield finding
-        if len(self.gpus) == 1 and not together:
+        if len(self.context.gpus) == 1 and not together:
             text = "two ranks shared it over gloo: right, and no measure of speed"
             yield GROUP.passed("one GPU", text)
             yield self._nccl_alone(team)
@@ -206,7 +197,7 @@ class Checkup:
             "findings": [replace(one, facts={}).plain() for one in self.report.findings],
             "torch": found.torch,
             "nccl": found.nccl,
-            "gpus": [gpu.name for gpu in self.gpus],
+            "gpus": [gpu.name for gpu in self.context.gpus],
         }
 
     def _others(self, first: Watched, mine: software.Software) -> Iterator[Finding]:
@@ -226,12 +217,11 @@ class Checkup:
             yield GROUP.passed(host, f"{len(found) - len(bad)} lines pass there; {there}")
 
     def _port(self, gpu: Gpu) -> Port:
-        ports = self.context.get(Ports)
-        return Port() if ports is None else ports.by_gpu.get(gpu.index, Port())
+        return self.context.ports.get(gpu.index, Port())
 
     def _link_gbps(self, team: Team) -> float | None:
         """What the slowest link of a ring should give; None where nobody knows."""
-        if team.backend != "nccl" or team.ranks == 1 or not self.gpus:
+        if team.backend != "nccl" or team.ranks == 1 or not self.context.gpus:
             return None
         ports = [self._port(gpu) for gpu in used_gpus(self.context)]
         speeds = [port.nvlink_gbps for port in ports]

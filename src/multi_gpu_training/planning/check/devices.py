@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 from multi_gpu_training.distributed.trial import Voice
 from multi_gpu_training.planning.check.check_report import Finding, Group, Topic
-from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.nvml import Gpu, Nvml
 from multi_gpu_training.planning.check.registry import Context, check
 from multi_gpu_training.planning.check.watched_process import Watched, be_program, run_program
 
@@ -22,39 +22,7 @@ SLOWED_BY = {
     0x40: "heat, by hardware",
     0x80: "external power brake",
 }
-EXCLUSIVE, PROHIBITED = 3, 2
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One visible GPU; None where the driver does not say."""
-
-    index: int
-    name: str
-    uuid: str
-    total_bytes: int
-    free_bytes: int
-    bf16: bool
-    clock_mhz: int | None = None
-    max_clock_mhz: int | None = None
-    temperature_c: int | None = None
-    slowed: int | None = None
-    compute_mode: int | None = None
-    uncorrected_errors: int | None = None
-    mig: bool = False
-    others: Sequence[str] = field(default_factory=list)
-    unsupported: Sequence[str] = field(default_factory=list)
-
-    @property
-    def topic(self) -> Topic:
-        return GROUP.about(f"GPU {self.index}")
-
-
-@dataclass(frozen=True)
-class VisibleGpus:
-    """The GPUs that torch sees, for later checks."""
-
-    gpus: Sequence[Gpu] = ()
+EXCLUSIVE, PROHIBITED = 3, 2  # NVML's numbers of compute modes
 
 
 @check(order=20)
@@ -64,16 +32,15 @@ def check_gpus(context: Context) -> Iterator[Finding]:
     limit = context.options.timeout_s
     program = measure(limit)
     gpus = [Gpu(**line["gpu"]) for line in program.told("gpu")]
-    context.gpu_count = len(gpus)
-    context.give(VisibleGpus(gpus))
+    context.gpu_count = len(gpus)  # those that answered: the ranks can use no others
+    context.gpus = gpus
     yield from trouble(program, limit)
     yield from judge(gpus, context.options.num_gpus)
 
 
 def used_gpus(context: Context) -> Sequence[Gpu]:
     """Those that the ranks of this machine will train on."""
-    gpus = (context.get(VisibleGpus) or VisibleGpus()).gpus
-    return gpus[: context.ranks_here] if context.ranks_here < len(gpus) else gpus
+    return context.gpus[: context.ranks_here]
 
 
 def measure(limit_s: float) -> Watched:
@@ -142,6 +109,7 @@ def _others(nvml: Nvml, handle: Any) -> list[str]:
         if pid is None:
             continue
         used = getattr(process, "usedGpuMemory", None)
+        # NVML says "not available" with a huge number.
         size = f", {used / 2**30:.1f} GB" if isinstance(used, int) and used < 2**50 else ""
         names.append(f"{pid} ({_name_of(pid)}{size})")
     return names
@@ -155,6 +123,10 @@ def _name_of(pid: int) -> str:
         return f"{process.username()}: {process.name()}"
     except (psutil.Error, KeyError, OSError):
         return "of another container or user"
+
+
+def _topic(gpu: Gpu) -> Topic:
+    return GROUP.about(f"GPU {gpu.index}")
 
 
 def judge(gpus: Sequence[Gpu], asked: int = -1) -> Iterator[Finding]:
@@ -192,14 +164,14 @@ def _whole(gpu: Gpu) -> Finding:
         text += f" (not said by the driver: {', '.join(gpu.unsupported)})"
     facts = {"uuid": gpu.uuid, "free_bytes": gpu.free_bytes, "total_bytes": gpu.total_bytes}
     if gpu.free_bytes >= FREE_SHARE * gpu.total_bytes:
-        return gpu.topic.passed(text, **facts)
+        return _topic(gpu).passed(text, **facts)
     who = f"; used by process {', '.join(gpu.others)}" if gpu.others else ""
     remedy = "end what uses it (`nvidia-smi` lists processes), or leave it out with --gpu-ids"
-    return gpu.topic.warn(text + who, remedy, **facts)
+    return _topic(gpu).warn(text + who, remedy, **facts)
 
 
 def _state(gpu: Gpu) -> Iterator[Finding]:
-    topic = gpu.topic
+    topic = _topic(gpu)
     slowed = [name for bit, name in SLOWED_BY.items() if (gpu.slowed or 0) & bit]
     if slowed:
         remedy = "look at cooling and power supply: nvidia-smi -q -d PERFORMANCE"

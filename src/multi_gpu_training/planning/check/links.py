@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from typing import Any
 
 from multi_gpu_training.distributed.trial import Voice
 from multi_gpu_training.planning.check.check_report import Finding, Group, Topic
-from multi_gpu_training.planning.check.devices import Gpu, VisibleGpus, used_gpus
-from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.devices import used_gpus
+from multi_gpu_training.planning.check.nvml import Gpu, Nvml, Port
 from multi_gpu_training.planning.check.registry import Context, check
 from multi_gpu_training.planning.check.watched_process import Watched, be_program, run_program
 
 GROUP = Group("Links")
-# GB/s in one direction: of an NVLink by its version, of a PCIe lane by its generation.
-NVLINK_GBPS = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
-PCIE_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-MOST_NVLINKS = 18
+MOST_NVLINKS = 18  # of any GPU so far; the driver says which of them exist
 # Real copies get 75 to 90 % of these figures; less than this share needs a reason.
 ENOUGH = 0.5
 COPIED_BYTES = 256 * 2**20
@@ -36,54 +32,13 @@ NO_P2P = (
 )
 
 
-@dataclass(frozen=True)
-class Port:
-    """How one GPU is connected; None or 0 where the driver does not say."""
-
-    pcie_generation: int | None = None
-    pcie_width: int | None = None
-    pcie_width_now: int | None = None
-    nvlinks: int = 0
-    nvlink_version: int | None = None
-
-    @property
-    def nvlink_gbps(self) -> float | None:
-        per_link = NVLINK_GBPS.get(self.nvlink_version or 0)
-        return self.nvlinks * per_link if self.nvlinks and per_link else None
-
-    @property
-    def pcie_gbps(self) -> float | None:
-        lane = PCIE_LANE_GBPS.get(self.pcie_generation or 0)
-        width = self.pcie_width_now or self.pcie_width
-        return lane * width if lane and width else None
-
-    @property
-    def pcie_name(self) -> str:
-        return f"PCIe {self.pcie_generation}.0 x{self.pcie_width_now or self.pcie_width}"
-
-    def describe(self) -> str:
-        if self.nvlink_gbps:
-            return f"{self.nvlinks} NVLinks of version {self.nvlink_version}"
-        if self.pcie_gbps:
-            return self.pcie_name
-        return "a link that the driver does not name"
-
-
-@dataclass(frozen=True)
-class Ports:
-    """How each GPU is connected, by its index; for later checks."""
-
-    by_gpu: Mapping[int, Port]
-
-
 @check(order=60)
 def check_links(context: Context) -> Iterator[Finding]:
-    gpus = (context.get(VisibleGpus) or VisibleGpus()).gpus
-    if not gpus:
+    if not context.gpus:
         return
-    ports, limit = look(context.nvml, gpus), context.options.timeout_s
-    context.give(Ports(ports))
-    yield from judge(measure(used_gpus(context), limit), ports, limit)
+    limit = context.options.timeout_s
+    context.ports = look(context.nvml, context.gpus)
+    yield from judge(measure(used_gpus(context), limit), context.ports, limit)
 
 
 def look(nvml: Nvml, gpus: Sequence[Gpu]) -> dict[int, Port]:
@@ -227,7 +182,7 @@ def copy_all(request: dict[str, Any], voice: Voice) -> None:
             from_gbps=request["bytes"] / home / 1e9,
             right=bool((back == sent).all()),
         )
-        back.zero_()
+        back.zero_()  # or the next GPU would be found right with this one's bytes
         del there
     for one, other in permutations(gpus, 2):
         voice.say(stage="copy", at=f"GPU {one} - GPU {other}")

@@ -92,6 +92,7 @@ def resolve(name: str, limit_s: float = RESOLVE_S) -> list[str] | str:
         except (OSError, UnicodeError) as error:
             found.append(getattr(error, "strerror", None) or str(error))
 
+    # getaddrinfo knows no time limit; a thread that never returns may be left behind.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -198,6 +199,7 @@ def _free_port() -> Finding:
 def own_port(port: int) -> Finding:
     """Whether rank 0 can open this port here."""
     with closing(socket.socket()) as probe:
+        # As torch opens it: a port that a run has just left is free again.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

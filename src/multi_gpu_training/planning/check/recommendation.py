@@ -42,7 +42,7 @@ def recommend(
     speed = fit.chosen
     reasons = [*_why(fit, speed, ranks_at_hand)]
     if fit.counted.get("in_memory"):
-        workers = 0
+        workers = 0  # a worker would copy from memory what the rank itself can read
         reasons.append("the data is in memory: loader workers would only carry it about")
     elif workers:
         reasons.append(f"{workers} loader workers for each rank's cores")
@@ -123,7 +123,7 @@ def _others(words: Sequence[str], replaced: Collection[str]) -> list[str]:
         field = name.lstrip("-").replace("-", "_")
         if ALIASES.get(field, field) in replaced:
             if word.startswith("--") and not equals and rest and not rest[0].startswith("--"):
-                rest.pop(0)
+                rest.pop(0)  # the value of `--flag value`
             continue
         kept.append(word)
     return kept
@@ -155,6 +155,7 @@ def time_rows(fit: TrainingFit) -> list[tuple[str, ...]]:
                 speed.name,
                 "-" if speed.step_s is None else f"{speed.step_s * 1e3:.3g} ms",
                 f"{speed.samples_per_s:,.0f}",
+                # A figure that cannot be true is not shown.
                 "?" if fit.too_busy and speed.ranks > 1 else f"{speed.samples_per_s / base:.2f}x",
                 "-" if epoch is None else duration(epoch),
                 "-" if whole is None else duration(whole),
@@ -175,7 +176,7 @@ def training_s(fit: TrainingFit, speed: MeasuredSpeed) -> float | None:
     by_epochs = None if epoch is None or epochs is None else epoch * epochs
     by_steps = None if not steps or speed.step_s is None else steps * speed.step_s
     found = [value for value in (by_epochs, by_steps) if value is not None]
-    return min(found) if found else None
+    return min(found) if found else None  # whichever limit ends the training first
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from multi_gpu_training.planning.check.check_report import Finding, Group
 from multi_gpu_training.planning.check.nvml import Nvml
-from multi_gpu_training.planning.check.registry import Context, check
 
 GROUP = Group("Software")
 INSTALL = "install a torch with CUDA (https://pytorch.org/get-started)"
@@ -82,14 +81,8 @@ def nvidia_devices(folder: Path) -> int:
             kind = (device / "class").read_text().strip()
         except OSError:
             continue
-        found += vendor == NVIDIA and kind.startswith("0x03")
+        found += vendor == NVIDIA and kind.startswith("0x03")  # display controllers
     return found
-
-
-@check(order=10)
-def check_software(context: Context) -> Iterator[Finding]:
-    found = context.get(Software) or look(context.nvml, context.env)
-    return judge(found, context.options.device)
 
 
 def judge(found: Software, device: str = "auto") -> Iterator[Finding]:
@@ -146,6 +139,7 @@ def _driver(found: Software, device: str) -> Finding:
     known = found.driver_cuda
     if known is not None:
         text += f" (up to CUDA {known[0]}.{known[1]})"
+        # Within a major version, any driver runs any CUDA (minor version compatibility).
         if known[0] < int(found.cuda.split(".")[0]):
             remedy = f"update the driver, or install a torch for CUDA {known[0]}"
             return topic.fail(f"{text}: the driver is too old for this torch", remedy)

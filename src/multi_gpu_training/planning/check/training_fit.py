@@ -22,7 +22,7 @@ from multi_gpu_training.measure.memory_model import (
 )
 from multi_gpu_training.measure.script_runner import ScriptRunner
 from multi_gpu_training.planning.check.check_report import Finding, Group
-from multi_gpu_training.planning.check.devices import Gpu
+from multi_gpu_training.planning.check.nvml import Gpu
 
 GROUP = Group("Fit")
 MEMORY = GROUP.about("memory")

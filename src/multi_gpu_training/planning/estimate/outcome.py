@@ -56,7 +56,7 @@ class Outcome:
             "fits": taken.fits(batch, room) if taken is not None and room else None,
         }
         if found["fits"] is False:
-            found["limit"] = DOES_NOT_FIT
+            found["limit"] = DOES_NOT_FIT  # whatever limits its speed, it will not run
         return found
 
     # As a table

@@ -64,7 +64,7 @@ def _first_that_fits(runner: ScriptRunner) -> tuple[CaseResult, list[str]]:
         found = runner(Case(name, DDP, 1, settings, kind="profiler"))
         if found.ok and found.facts.get("profiled"):
             break
-        if not found.out_of_memory:
+        if not found.out_of_memory:  # a smaller batch would fail in the same way
             raise MeasureError(why_not_profiled(found, runner))
         if size is None:
             size = asked = found.sizes.get("per_rank") or found.asked.get("per_rank_batch")
@@ -135,6 +135,7 @@ def _alone(runner: ScriptRunner, size: int, facts: Mapping[str, Any]) -> MemoryP
     """The peak of the same training with another batch, in a process of its own."""
     if facts["own_batches"]:
         return None
+    # The accumulation is kept: gradients that wait for the step take memory too.
     settings = {"batch_size": size, "gradient_accumulation_steps": facts["accumulation"]}
     case = Case(f"batch {size}, for its memory", DDP, 1, settings, steps=MEMORY_STEPS)
     found = runner(case)

@@ -27,7 +27,7 @@ from multi_gpu_training.planning.forecast import (
 from multi_gpu_training.planning.forecast.result import Scaling
 
 GUIDE_GPUS = (1, 2, 4, 8)
-PROFILES = Path("runs/estimate")
+PROFILES = Path("runs/estimate")  # where `mgt estimate` writes by default
 ONE_GPU = Interconnect("one GPU", "nothing is exchanged", ())
 
 
@@ -115,6 +115,7 @@ def _whole(name: str, value: object) -> int:
 
 
 def _amount(name: str, value: object) -> float:
+    # True is a Real too, and would be read as a price of 1.
     amount = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
     if not 0 < amount < math.inf:
         raise ConfigError(f"{name}={value!r}: give a number above 0")

@@ -79,7 +79,8 @@ def prices_from_catalog(
         )
     cheapest: dict[int, tuple[float, int, dict[str, str]]] = {}
     for offer in sorted(offers, key=lambda each: each[0]):
-        cheapest.setdefault(offer[1], offer)
+        cheapest.setdefault(offer[1], offer)  # the first of each size is its cheapest
+    # The file does not say of which day its prices are.
     date = datetime.date.fromtimestamp(path.stat().st_mtime).isoformat()
     label = f"{path.name}: spot," if spot else f"{path.name}:"
     return tuple(

@@ -104,6 +104,7 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
     straggler = straggler_s(profile.step_times_s, gpus) * slowness
     explained = compute + sent.exposed_s + straggler
     usual, small_batch = _usual_s(question, gpus, batch, accumulation, compute)
+    # Published trainings lose to communication too: only what they lose beyond it is added.
     unexplained = max(0.0, usual - explained)
     # A global batch that does not divide is shared unevenly: the largest share sets the pace.
     global_batch = (
@@ -111,9 +112,10 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
     )
     busy = explained + unexplained
     loading = question.input_s(batch * accumulation, gpus)
-    step = max(busy, loading)
+    step = max(busy, loading)  # the loader works beside the GPU
     fastest, slowest = (max(each, loading) for each in _band(question, gpus, compute, busy))
     alone = question.alone_per_s * gpus
+    # Time for samples that a rounded-up share has room for, and does not get.
     unshared = compute - global_batch / gpus * question.computing_s
     losses: dict[Limit, float] = {
         "communication": sent.exposed_s,

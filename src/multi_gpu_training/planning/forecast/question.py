@@ -108,6 +108,7 @@ class Question:
         profile = self.profile
         if self.scaling == "weak":
             return profile.per_rank_batch, profile.accumulation
+        # Accumulation shrinks first, which costs nothing, then the micro-batch.
         each = math.ceil(self.global_batch / gpus)
         accumulation = math.ceil(each / profile.per_rank_batch)
         return math.ceil(each / accumulation), accumulation
@@ -128,6 +129,7 @@ class Question:
         if self.loader_rate is not None:
             rates.append(self.loader_rate)
         if self.node_loader_rate is not None:
+            # The ranks of a node share its disk and cores.
             rates.append(self.node_loader_rate / min(gpus, self.gpus_per_node))
         return samples / min(rates) if rates else 0.0
 

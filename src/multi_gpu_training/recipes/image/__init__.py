@@ -54,7 +54,7 @@ recipe = Recipe(
         "epochs": 20,
         "batch_size": 32,
         "learning_rate": 1e-3,
-        "base_batch_size": 32,
+        "base_batch_size": 32,  # the learning rate is for this many samples per step
         "schedule": "cosine",
         "warmup_epochs": 1,
         "weight_decay": 0.05,

@@ -91,6 +91,7 @@ def _common(path: str, series: dict[str, dict[str, tuple[float, float, float]]])
                 f"{path}: {symbol} lacks {len(absent)} days that others have, {absent[0]} first; "
                 f"fill the gap, or leave it out with symbols="
             )
+    # A step over a gap would look like one day's return.
     for before, after in pairwise(period):
         step = (date.fromisoformat(after) - date.fromisoformat(before)).days
         if step > LONGEST_STEP_DAYS:

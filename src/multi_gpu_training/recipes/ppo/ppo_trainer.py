@@ -100,11 +100,12 @@ class DistributedCLSTMPPOTrainer:
                 "environments, or fewer ranks"
             )
         self.held = range(*cut(total, ranks, placement.dp_rank))
+        # In verification every rank makes the same rollout, so that only the update can differ.
         self.stepped = range(total) if self.verifying else self.held
         seed = derive_seed(self.config.seed, _ENVIRONMENTS)
         self.world = build_world(options, self.stepped, self.config.seed, seed, placement.device)
         environments = self.world.environments
-        torch.manual_seed(self.config.seed)
+        torch.manual_seed(self.config.seed)  # the same policy on every rank
         policy = CLSTMPolicy(
             environments.observation_size,
             environments.actions,
@@ -132,7 +133,7 @@ class DistributedCLSTMPPOTrainer:
         )
         self._copies = StateCopies(self.manager.trainer.state)
         self.collector = Collector(environments, model, options.normalises, options.gamma)
-        if self.progress.environments is not None:
+        if self.progress.environments is not None:  # resumed
             self.collector.load(take_environments(self.progress.environments, self.stepped))
             self.collector.reward_scale = self.progress.apply_measures(model)
         self.manager.console.line(self._describe())
@@ -235,6 +236,7 @@ class DistributedCLSTMPPOTrainer:
             "update_s": now - collected,
         }
         step = manager.trainer.step
+        # To the rest of the package an iteration is an epoch without validation.
         better = manager.progress.finish_epoch(metrics, None)
         counts = {"env_steps": progress.env_steps, "episodes": progress.episodes}
         shown = {**metrics, **counts}

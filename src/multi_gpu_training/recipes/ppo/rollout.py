@@ -99,7 +99,7 @@ class Collector:
         """`steps` of every environment. `noise` (steps, N, ...) makes the choices; without it
         the likeliest action is taken."""
         policy, actions = self.policy, self.policy.actions
-        stepper = Stepper(policy)
+        stepper = Stepper(policy)  # made anew: the weights have moved since the last rollout
         if noise is not None:
             noise = noise.to(self.device, self.dtype)
         rows: defaultdict[str, list[Tensor]] = defaultdict(list)
@@ -109,7 +109,7 @@ class Collector:
         for t in range(steps):
             before_step()
             whole = whole and not ended
-            if t == 0 or ended:
+            if t == 0 or ended:  # `ended` is known on the host: most steps launch nothing here
                 self._forget()
             observations = self._scaled(self.raw)
             windows = torch.cat([self.recent, observations.unsqueeze(1)], 1)

@@ -115,6 +115,7 @@ def load_speech(options: SpeechOptions, timing: Timing) -> SpeechData:
 
 def datasets(data: SpeechData, options: SpeechOptions, timing: Timing) -> tuple[Speech, Speech]:
     """Training and test part, padded to the same few lengths."""
+    # At their slowest: a bucket must hold what any epoch may draw.
     lengths = [longest(clip.samples, options.augment) for clip in data.train]
     labels = [len(clip.labels) for clip in data.train]
     buckets = Buckets(lengths, labels, options.buckets, 10 * timing.hop)

@@ -17,7 +17,7 @@ def plain(text: str) -> str:
     text = unicodedata.normalize("NFC", text).lower().replace("\u2019", "'")
     kept = (
         " " if c.isspace() or c == "-" else "" if unicodedata.category(c)[0] in "PS" else c
-        for c in text.replace("'", "\0")
+        for c in text.replace("'", "\0")  # an apostrophe is punctuation that stays
     )
     return " ".join("".join(kept).replace("\0", "'").split())
 
@@ -37,6 +37,7 @@ class Alphabet:
         return [self.numbers[c] for c in text]
 
     def decode(self, numbers: Iterable[int]) -> str:
+        # A recogniser may write several spaces; as words they are one.
         return " ".join("".join(self.characters[n - 1] for n in numbers).split())
 
 

@@ -100,6 +100,7 @@ def from_folder(
     headers = read_headers(entries)
     chosen = choose_alphabet(alphabet, [(str(entry.path), entry.text) for entry in entries])
     seconds = sum(header.samples / header.rate for header in headers)
+    # What is small is read once; the rest by the loader's workers, epoch after epoch.
     sounds: list[Tensor | None] = [None] * len(entries)
     if seconds <= IN_MEMORY_S:
         with ThreadPoolExecutor(READERS) as pool:

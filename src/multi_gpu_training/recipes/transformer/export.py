@@ -32,6 +32,7 @@ class Export(Callback):
         folder = run.folder / FOLDER
         best = run.folder / "checkpoints" / "best" / "model.safetensors"
         weights, which = None, "the last"
+        # Without fault tolerance nothing is saved: a file there would be an older run's.
         if run.config.enable_fault_tolerance and best.is_file():
             weights, which = load_file(best), "the best"
         save(run.model, self.tokens, folder, weights)

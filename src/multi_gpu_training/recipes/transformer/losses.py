@@ -40,6 +40,7 @@ class CausalLoss:
             given.pop("attention_mask", None)
         if not self.direct:
             return token_cross_entropy(exact(model(**given, use_cache=False).logits), labels)
+        # Past the model's own head, whose scores would be the largest tensor of the step.
         hidden = model.base_model(**given, use_cache=False).last_hidden_state
         head = model.get_output_embeddings()
         return linear_cross_entropy(hidden, head.weight, head.bias, labels, self.budget_bytes)
@@ -86,7 +87,7 @@ def is_direct(model: Any) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or model.base_model is model:
         return False
-    ids = torch.arange(8)[None] % head.out_features
+    ids = torch.arange(8)[None] % head.out_features  # any tokens of the vocabulary
     try:
         with evaluating(model):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state

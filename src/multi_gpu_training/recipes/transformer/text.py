@@ -51,7 +51,7 @@ def topics() -> dict[str, str]:
             "this Python comes without pydoc_data, the built-in text; set data_dir to a folder "
             "with your own"
         ) from None
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items()))  # in the same order whatever Python's version
 
 
 # Running text

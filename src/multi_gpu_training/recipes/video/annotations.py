@@ -71,6 +71,7 @@ class Annotation:
 def read_annotation(path: Path) -> Annotation:
     """The rows of a CSV; everything wrong with it in one DataError."""
     try:
+        # Excel begins its CSV files with a byte-order mark.
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as CSV ({error}); write it as text") from None

@@ -71,6 +71,7 @@ def split_by_video(data: VideoData, val_share: float, seed: int) -> Parts:
     random = np.random.default_rng(seed)
     best: tuple[float, ...] | None = None
     chosen = np.arange(val_count)
+    # Trying many shuffles is simpler than an exact split, and good enough for rare classes.
     for _ in range(SHUFFLES):
         picked = random.permutation(len(videos))[:val_count]
         val = counts[picked].sum(0)

@@ -30,6 +30,7 @@ def load_folder(
     pairs = find_pairs(folder)
     annotations = {video: note for video, note in zip(pairs, _read(pairs), strict=True)}
     classes = class_names(folder, list(annotations.values()))
+    # Heads first: they take milliseconds, decoding takes hours.
     invalid = _check_heads(annotations, size, resize)
     usable = [video for video in pairs if video not in invalid]
     decoded = load_frames(usable, size, cache or folder / "FrameCache", threads)

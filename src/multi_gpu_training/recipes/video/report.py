@@ -45,6 +45,7 @@ class ClassReport(Callback):
             run.say(line)
 
     def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        # Every rank takes part in summing it, also where the epoch is not the best.
         matrix = run.evaluated.confusion_matrix(run.placement, len(self.names))
         best = run.progress.best_epoch == epoch
         if best and matrix is not None and run.placement.is_main:
