@@ -75,8 +75,7 @@ def others(ctx: typer.Context, *named: str) -> dict[str, Any]:
 def train(
     ctx: typer.Context,
     target: Annotated[
-        str,
-        Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them", callback=no_flag),
+        str, Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them", callback=no_flag)
     ],
     multi_gpu: Annotated[str | None, Place(help="ddp, dp or single")] = None,
     num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from multi_gpu_training.cli.measured_script import (
-    MeasuringFlags,
-    numbers,
-    runner_for,
-    too_small,
-)
+from multi_gpu_training.cli.measured_script import MeasuringFlags, numbers, runner_for, too_small
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +52,7 @@ class EstimateFlags(MeasuringFlags):
 
 def estimate(flags: EstimateFlags) -> int:
     """0 once the forecast is written."""
-    from multi_gpu_training.planning.estimate.estimate_files import save
+    from multi_gpu_training.planning.estimate.outcome import save
     from multi_gpu_training.planning.estimate.profiling import Profiled, profile_training
     from multi_gpu_training.planning.estimate.speedup import load_profile
 

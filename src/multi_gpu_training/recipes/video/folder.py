@@ -19,12 +19,7 @@ ENDINGS = (".mp4", ".avi", ".mov", ".mkv", ".m4v", ".mpg", ".mpeg", ".webm")
 
 
 def load_folder(
-    folder: Path,
-    size: int,
-    resize: bool,
-    strict: bool,
-    cache: Path | None = None,
-    threads: int = 1,
+    folder: Path, size: int, resize: bool, strict: bool, cache: Path | None = None, threads: int = 1
 ) -> VideoData:
     """The videos of `folder` that can be used; the others are named, or with `strict` an error."""
     pairs = find_pairs(folder)
