@@ -48,8 +48,8 @@ class Recorder(Callback):
         self._share: Share | None = None  # of the micro-batch under way
         _switch_off_dropout(run.model)
         self.start = copy.deepcopy((run.model, run.optimizer)) if self.alone else None
-        run.trainer.noise_stream = request.noise
-        run.trainer.transform = self.transform
+        run.trainer.state.noise_stream = request.noise
+        run.trainer.state.transform = self.transform
 
     def transform(self, batch: Any) -> Any:
         """Note a training batch as the loss gets it; any batch comes back in the precision that

@@ -21,7 +21,7 @@ from multi_gpu_training.data.batch import attach, head, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.measure.request import MeasuredRun
-from multi_gpu_training.measure.trainer_access import leave_compiled, run_eagerly, watch_buckets
+from multi_gpu_training.measure.trainer_access import leave_compiled
 from multi_gpu_training.torch_internals import gpu_sleep
 from multi_gpu_training.training.callbacks import Callback, Run
 
@@ -57,8 +57,8 @@ class Anatomy(Callback):
         self.device = run.placement.device
         self.trace = Trace()
         self.backward_peak = 0  # bytes, until the weights moved
-        run_eagerly(run.trainer)
-        watch_buckets(run.trainer, self._bucket)
+        run.trainer.give_up_recording("its steps are taken apart")
+        run.trainer.strategy.watch_buckets(self._bucket)
         run.callbacks.add(self)
 
     def on_forward(self, run: Run, share: Share) -> None:

@@ -150,6 +150,13 @@ class StepState:
         self.schedule.after_step(self.step)
         return StepResult(loss, self.step, True, norm, shared)
 
+    def steps_left(self) -> int | None:
+        """Optimizer steps until the run ends; None where nobody knows."""
+        total = None if self.loader is None else self.loader.steps
+        ends = [] if total is None else [total * self.config.epochs]
+        ends += [] if self.config.max_steps is None else [self.config.max_steps]
+        return min(ends) - self.step if ends else None
+
     def drop_gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None

@@ -146,11 +146,6 @@ class Strategy(ABC):
         state: dict[str, Tensor] = self.step_module.model.state_dict()
         return state
 
-    def shard_state(self) -> dict[str, Tensor]:
-        """The part of `full_state` that this rank writes to a checkpoint. Copies are equal, so
-        the first rank writes all of it."""
-        return self.full_state() if self.placement.is_main else {}
-
     def check_replicas(self, step: int) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""
         check_replicas(self.step_module.model, self.placement, step)
