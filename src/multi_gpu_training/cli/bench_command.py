@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.measure.script_runner import ScriptRunner
     from multi_gpu_training.planning.bench.result_table import ResultTable
 
-CPU_RANKS = 2
+CPU_RANKS = 2  # without GPUs, enough to have an exchange
 MODES = {
     "single": TrainingMode.SINGLE,
     "dp": TrainingMode.DATA_PARALLEL,

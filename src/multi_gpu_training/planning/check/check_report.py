@@ -100,7 +100,7 @@ class CheckReport:
 
     @property
     def exit_code(self) -> int:
-        return 1 if self.count(Level.FAIL) else 0
+        return 1 if self.count(Level.FAIL) else 0  # warnings do not stop a script
 
     def plain(self) -> dict[str, Any]:
         """What `--json` prints."""

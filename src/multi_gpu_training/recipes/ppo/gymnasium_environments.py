@@ -151,7 +151,7 @@ def make(name: str) -> Any:
     """The environment of that id, or an error that says what is there."""
     gymnasium = library("gymnasium", f"env={name} needs Gymnasium", "ppo", ", or use env=trading")
     try:
-        return gymnasium.make(name, disable_env_checker=True)
+        return gymnasium.make(name, disable_env_checker=True)  # it would check every step
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(f"env={name} cannot be made: {error}") from None
     except (gymnasium.error.Error, ModuleNotFoundError) as error:

@@ -177,6 +177,7 @@ class TradingEnvironments:
         drawn = torch.randint(first, last + 1, (self.total,), generator=generator)
         self.day = drawn[self.numbers.start : self.numbers.stop].to(self.device)
         count, assets = len(self.numbers), self.tables.assets
+        # In float64: a reward is a small difference between two large sums.
         self.balance = torch.full(
             (count,), self.rules.balance, dtype=torch.float64, device=self.device
         )

@@ -104,7 +104,7 @@ def resample(sound: Tensor, found: int, wanted: int) -> Tensor:
 @lru_cache(maxsize=16)
 def _resampling_kernels(up: int, down: int, zeros: int = 12) -> tuple[Tensor, int]:
     """A windowed sinc for each of the `up` places that an output sample can have."""
-    cutoff = 0.97 * min(1.0, up / down)
+    cutoff = 0.97 * min(1.0, up / down)  # below the limit: no filter is infinitely steep
     reach = math.ceil(zeros / cutoff)
     at = torch.arange(-reach, reach + down + 1, dtype=torch.float64)
     phase = torch.arange(up, dtype=torch.float64)[:, None] * down / up

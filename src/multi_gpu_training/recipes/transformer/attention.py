@@ -35,6 +35,7 @@ def use_causal_attention(model: Any, length: int) -> bool:
     model.set_attn_implementation(NAME)
     if attention_implementation(config) != NAME:
         return False
+    # Another kernel rounds differently; a model that attends otherwise is far off.
     if not torch.allclose(try_out(model, length), expected, rtol=1e-3, atol=1e-4):
         model.set_attn_implementation(before)
         return False

@@ -130,6 +130,7 @@ class Masking:
         hidden = chosen < self.share
         for number in self.special:
             hidden &= ids != number
+        # The largest draw times a large vocabulary can round up to its size.
         random = (word * self.words).to(ids.dtype).clamp(max=self.words - 1)
         shown = torch.where(way < 0.8, torch.full_like(ids, self.mask), ids)
         shown = torch.where((way >= 0.8) & (way < 0.9), random, shown)

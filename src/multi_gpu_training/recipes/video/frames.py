@@ -96,7 +96,7 @@ def decode(path: Path, size: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]
 
     with open_video(path) as container:
         stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
+        stream.thread_type = "AUTO"  # decode on several cores
         count = 0
         try:
             for frame in container.decode(stream):
@@ -187,7 +187,7 @@ class CachedVideo:
                     file.write(np.ascontiguousarray(frame).tobytes())
                     count += 1
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # before the rename: a crash leaves all of it or none
             partial.replace(self.frames)
         except InvalidVideo as error:
             problem = str(error)

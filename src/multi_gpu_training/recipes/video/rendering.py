@@ -41,6 +41,7 @@ def render(videos: int, size: int, seed: int = 0) -> list[tuple[Tensor, list[Tri
     The same on every rank and machine but for the last bit of a pixel.
     """
     random = torch.Generator().manual_seed(seed)
+    # Dealt over all videos at once, so that rare behaviours occur in a fixed number.
     classes = deal_classes(round(TRIALS_A_VIDEO * videos), random)
     noise = 6.0 * torch.randn(NOISES, size, size, generator=random)
     made = []
