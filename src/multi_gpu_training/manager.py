@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes, Data, Loader
+from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.progress_slot import Phase, note_hang_limit, note_phase
@@ -130,6 +131,7 @@ class MultiGPUTrainingManager:
         loggers: Sequence[Logger] = (),
         states: dict[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
+        batch_size_fn: BatchSizeFn | None = None,
     ) -> tuple[nn.Module, Loader, Loader | None]:
         """Place the model, share out the data, and continue from a checkpoint where asked to.
 
@@ -138,8 +140,9 @@ class MultiGPUTrainingManager:
         on the device; `random` gives numbers that belong to each sample (SampleRandom). Returns
         the model on its device and the loaders of this rank; without `val_dataset` the third is
         None. `states` are further objects with `state_dict`, saved and restored with the run;
-        (object, "per_rank") for one that differs between ranks. `hooks` is the old name of
-        `callbacks`.
+        (object, "per_rank") for one that differs between ranks. `batch_size_fn(batch)` counts the
+        samples of batches that you make yourself, where their shapes do not say it. `hooks` is the
+        old name of `callbacks`.
         """
         if hasattr(self, "_training"):
             raise ConfigError(
@@ -167,6 +170,7 @@ class MultiGPUTrainingManager:
                     [*callbacks, *hooks],
                     loggers,
                     states or {},
+                    batch_size_fn,
                 )
             )
             self.model, self.loss_fn, self.loop = made.model, made.loss_fn, made.loop

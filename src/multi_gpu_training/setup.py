@@ -20,10 +20,16 @@ from torch import nn
 from multi_gpu_training.checkpoint.integrity import read_manifest
 from multi_gpu_training.checkpoint.saver import Save
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.feeding import Data, Loader, training_loader, validation_loader
+from multi_gpu_training.data.feeding import (
+    Data,
+    Loader,
+    place_after_resume,
+    training_loader,
+    validation_loader,
+)
 from multi_gpu_training.data.loader import wait_for_no_worker
-from multi_gpu_training.data.order import FormsBatches
 from multi_gpu_training.data.resident import ResidentLoader
+from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError, ModelError
@@ -106,6 +112,7 @@ class Given:
     callbacks: Sequence[Callback | Hook]
     loggers: Sequence[Logger]
     states: Mapping[str, Any]
+    batch_size_fn: BatchSizeFn | None = None
 
 
 class Training:
@@ -240,10 +247,13 @@ class Training:
         except CheckpointError as error:
             changed = _changed_options(self.options, checkpoint)
             raise CheckpointError(f"{error}{changed}") from None
-        saved = read_manifest(checkpoint).get("global_batch_size")
-        if saved is not None and saved != size:
+        manifest = read_manifest(checkpoint)
+        saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
+        if saved is not None and (saved != size or (steps or loader.steps) != loader.steps):
             epoch_is_over = self.progress.epochs_done > state.epoch
-            state.position = _place(state.position, loader, saved, size, epoch_is_over)
+            state.position = place_after_resume(
+                loader, state.position, saved, size, epoch_is_over, steps
+            )
         loader.seek(state.epoch, state.position)
 
     # Data and model
@@ -256,14 +266,19 @@ class Training:
             dataset = self.measurement.shorten(dataset, batch)
             val_dataset = self.measurement.shorten(val_dataset, batch)
         self.loss_fn = choose_loss(given.loss_fn)
-        if isinstance(self.loss_fn, SupervisedLoss):
-            self.loss_fn.look_at(dataset)
+        if isinstance(self.loss_fn, SupervisedLoss) and given.augment is None:
+            self.loss_fn.look_at(dataset)  # labels that `augment` changes are looked at per batch
         _check_metric(config, self.loss_fn, given.eval_fn)
         replicas = self.trainer.strategy.replicas
-        self.train_loader, self.sizes = training_loader(dataset, config, self.placement, replicas)
+        count = self.state.batch_size_fn = given.batch_size_fn
+        self.train_loader, self.sizes = training_loader(
+            dataset, config, self.placement, replicas, count
+        )
         self.val_loader: Loader | None = None
         if val_dataset is not None:
-            self.val_loader = validation_loader(val_dataset, config, self.placement, self.sizes)
+            self.val_loader = validation_loader(
+                val_dataset, config, self.placement, self.sizes, self.train_loader, count
+            )
         elif config.validate_every is not None:
             raise ConfigError(
                 f"validate_every={config.validate_every}, but there is no val_dataset; give one, "
@@ -337,7 +352,11 @@ class Training:
             loss_fn=self.loss_fn,
             eval_fn=given.eval_fn,
             epoch_metrics=self.epoch_metrics,
-            facts={"global_batch_size": self.sizes.global_batch, "options": self.options},
+            facts={
+                "global_batch_size": self.sizes.global_batch,
+                "steps_per_epoch": self.train_loader.steps,
+                "options": self.options,
+            },
             renew_shares=self.balance.renew,
             record=self.logger.record,
             folder=self.folder,
@@ -412,27 +431,3 @@ def _changed_options(have: dict[str, Any], checkpoint: Path) -> str:
     then = ", ".join(f"{name}={had[name]}" for name in changed)
     now = ", ".join(f"{name}={have.get(name)}" for name in changed)
     return f"\nThat run had {then}; this one has {now}"
-
-
-def _place(position: int, loader: Loader, saved: int, size: int, epoch_is_over: bool) -> int:
-    """With another global batch than the checkpoint's: the step right behind what it has seen."""
-    if isinstance(getattr(loader, "dataset", None), FormsBatches):
-        # Batches of another size are other batches: only the end of an epoch is in both.
-        if not epoch_is_over:
-            raise ConfigError(
-                f"the checkpoint stands at step {position} of an epoch of batches of "
-                f"{saved}; with global_batch_size={size} this dataset forms other batches: "
-                f"continue with global_batch_size={saved}, or from the end of an epoch"
-            )
-        return loader.steps or 0
-    seen = position * saved
-    samples = getattr(getattr(loader, "source", None), "samples", None)
-    if samples is not None and loader.steps is not None and seen >= samples:
-        return loader.steps  # the epoch was done
-    if seen % size:
-        raise ConfigError(
-            f"the checkpoint stands {seen} samples into an epoch, which "
-            f"global_batch_size={size} does not divide; continue with "
-            f"global_batch_size={saved}, as it was, or from the end of an epoch"
-        )
-    return seen // size

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from multi_gpu_training.data.batch import batch_count, map_tensors, share_of
+from multi_gpu_training.data.batch import map_tensors, share_of, tensors_of
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.measure.memory_model import LARGEST_BATCH, MemoryModel, with_margin
@@ -49,7 +49,8 @@ class Probe:
         self.batch = batch
         self.size = share.count
         self.micro = share.window_count
-        self.cuttable = batch_count(batch) == self.size
+        firsts = {tensor.shape[:1] for tensor in tensors_of(batch) if tensor.ndim}
+        self.cuttable = firsts == {(self.size,)}
         self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
     def measure(self, count: int) -> RankSpeed:

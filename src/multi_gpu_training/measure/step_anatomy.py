@@ -20,6 +20,7 @@ from torch import Tensor
 from multi_gpu_training.data.batch import attach, head, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.data.sample_count import sample_count
 from multi_gpu_training.measure.request import MeasuredRun
 from multi_gpu_training.measure.trainer_access import leave_compiled
 from multi_gpu_training.torch_internals import gpu_sleep
@@ -155,9 +156,9 @@ def first_samples(batch: Any, count: int) -> Any:
     """The first `count` samples, as a batch of our loader if it was one."""
     share = share_of(batch)
     if share is None:
-        return head(batch, count)
+        return head(batch, count, sample_count(batch))
     size = min(count, share.count)
     smaller = replace(share, indices=share.indices[:size], count=size)
     if isinstance(batch, ResidentBatch):
         return ResidentBatch(batch.index[:size], batch.tensors, smaller)
-    return attach(head(batch, count), smaller)
+    return attach(head(batch, count, share.count), smaller)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import share_of
+from multi_gpu_training.data.batch import came_from_a_loader, share_of
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.resident import ResidentLoader
@@ -168,6 +168,13 @@ class TrainingLoop:
                 return metrics
             except Exception as error:
                 self._recover(error, step)  # raises it, unless a checkpoint is back
+            if isinstance(loader, Iterator):
+                raise CheckpointError(
+                    f"step {step} failed and the checkpoint of step {trainer.step} is back, but "
+                    "the batches since then are gone: train_epoch was given an iterator. Give it "
+                    "the loader that setup_training returns, or anything that `for` can begin "
+                    "again"
+                )
             if self.progress.epochs_done != epoch:
                 return None
             if self.train_loader.epoch != epoch:
@@ -180,7 +187,21 @@ class TrainingLoop:
         self.progress.unfinished = None
         # Data on the GPU are gathered inside the step.
         batches = loader.batches() if isinstance(loader, ResidentLoader) else loader
+        if loader is not self.train_loader and self.epoch_metrics.names:
+            batches = self._from_the_middle(loader)  # the run stands inside this epoch
         return training_batches(batches, self.control, self.trainer.state)
+
+    def _from_the_middle(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Batches of something around the run's own loader, which knows where to go on."""
+        for batch in loader:
+            if not came_from_a_loader(batch):
+                raise CheckpointError(
+                    f"the checkpoint of step {self.trainer.step} lies inside an epoch whose "
+                    "batches come from your own loader, which would begin it again. Give its "
+                    "data to setup_training and train_epoch the loader that it returns, or set "
+                    "checkpoint_frequency above the steps of an epoch: its end is saved anyway"
+                )
+            yield batch
 
     def _after_step(self) -> bool:
         """Between two steps; True to end the epoch here."""
@@ -199,6 +220,8 @@ class TrainingLoop:
         trainer = self.trainer
         ours = loader is self.train_loader
         self._whole = not self.reached_max_steps or (ours and self._at_end_of_epoch)
+        if self.reached_max_steps:  # an epoch that max_steps cut short is not broken off
+            self.train_loader.seek(trainer.state.epoch, trainer.state.position)
         # In this order: steps that were recorded wrongly are taken back first, then what is still
         # on its way from the device is logged, then the rest belongs to the epoch's metrics.
         trainer.execution.verify()
@@ -285,6 +308,7 @@ class TrainingLoop:
             self.eval_fn,
             state.precision,
             placement.device,
+            state.batch_size_fn,
         )
         return self.evaluated.compute(placement)
 

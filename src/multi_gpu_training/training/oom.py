@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multi_gpu_training.data.batch import batch_count, share_of
+from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.parts import in_parts, step_batches, versions
 from multi_gpu_training.distributed.placement import Placement
@@ -207,7 +207,7 @@ class OomRecovery:
 
     def _check_can_halve(self, batch: Any) -> None:
         share = share_of(batch)
-        count = batch_count(batch) if share is None else share.count
+        count = self.state.count_samples(batch) if share is None else share.count
         # BatchNorm cannot normalise a single sample.
         least = 2 if normalises_batches(self.state.model) else 1
         if count < 2 * self.parts * least if least == 2 else count <= self.parts:
@@ -232,7 +232,7 @@ class OomRecovery:
         share, loader = share_of(batch), self.state.loader
         if given == 0:
             return []
-        if share is not None and loader is not None:
+        if share is not None and not share.changed and loader is not None:
             return list(islice(step_batches(loader, share.epoch, share.position), given))
         kept = self._earlier[:given]
         if any(versions(earlier) != written for earlier, written in kept):

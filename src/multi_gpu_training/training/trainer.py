@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import share_of, to_device
+from multi_gpu_training.data.batch import carry, share_of, to_device
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import synchronise_batchnorm
 from multi_gpu_training.distributed.control import Boundary
@@ -43,7 +43,7 @@ from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.selection import StepExecution
 from multi_gpu_training.training.state_rollback import StepStart
 from multi_gpu_training.training.step import StepModule, StepResult
-from multi_gpu_training.training.step_state import StepState, materialize
+from multi_gpu_training.training.step_state import StepState
 from multi_gpu_training.training.strategy import SingleDevice, Strategy
 from multi_gpu_training.training.strategy.data_parallel_strategy import DataParallelStrategy
 from multi_gpu_training.training.strategy.ddp_strategy import DDPStrategy
@@ -168,12 +168,17 @@ class MultiGPUTrainer(ABC):
     def train_step(self, batch: Any) -> StepResult:
         """Train on one micro-batch; the last one of a global batch moves the weights.
 
-        Batches of the manager's loader know their place. For any other batch, the samples on
-        all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
+        Batches of the manager's loader know their place, also unpacked, moved or changed. For any
+        other batch, the samples on all ranks are counted, and every
+        `gradient_accumulation_steps` calls form a step.
         """
         state, oom, execution = self.state, self.oom, self.execution
         note_step(state.step + 1, begun=True)
         share = share_of(batch)
+        if share is None and state.loader is not None:
+            place = state.epoch, state.position
+            share = state.loader.recognise(batch, place, state.count_samples)
+            batch = batch if share is None else carry(batch, share)
         if state.given == 0 if share is None else share.first:
             self._boundary.passed += 1
             if self._boundary.held:
@@ -187,16 +192,20 @@ class MultiGPUTrainer(ABC):
         short: bool | None  # whether it was this rank's memory that ended an attempt
         try:
             given = batch
-            if share is None:
+            if share is None or share.changed:
                 given = to_device(batch, self.placement.device)
-                share = state.own_share(given)
+                share = state.own_share(given) if share is None else share
+                given = carry(given, share) if share.changed else given
+                state.expect_any_label()
                 if not share.last:
                     oom.remember(given)
             if not self.strategy.settled:
-                self.strategy.settle(materialize(given), share, state.loader)
+                self.strategy.settle(partial(state.settling_batch, given, share))
             samples = None if state.augment is None else state.sample_numbers(given, share)
             runner: Runner = execution if execution.active else oom if oom.parts > 1 else self.eager
             result = runner.run(given, samples, share)
+            if state.loader is not None and (share.window_count or share.changed):
+                state.loader.trained = share
             state.given = 0 if share.last else state.given + 1
             short = None
         except RuntimeError as error:
@@ -266,10 +275,13 @@ class MultiGPUTrainer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state
+        epoch, position = state.epoch, state.position
+        if state.loader is not None:  # it knows of an epoch that the user's loop broke off
+            epoch, position = state.loader.place_after(epoch, position)
         return {
             "step": state.step,
-            "epoch": state.epoch,
-            "position": state.position,
+            "epoch": epoch,
+            "position": position,
             "scaler": state.precision.scaler.state_dict(),
             "schedule": state.schedule.state_dict(),
             "memory": self.oom.state_dict(),
