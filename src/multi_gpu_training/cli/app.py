@@ -97,6 +97,12 @@ def train(
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
+    cluster_token: Annotated[
+        str | None, Machines(help="file of `mgt cluster token`, the same everywhere")
+    ] = None,
+    insecure_network: Annotated[
+        bool, Machines("--insecure-network", help="no token: trust the network")
+    ] = False,
     # torch.distributed.launch adds it; the environment says the same.
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
@@ -105,8 +111,11 @@ def train(
     Every setting of `mgt config-schema` can be given as --flag VALUE or key=value.
     """
     from multi_gpu_training.cli.train_command import TrainFlags, train
+    from multi_gpu_training.distributed.cluster_token import remember
 
-    settings = others(ctx, "target", "num_gpus", "local_rank")
+    remember(cluster_token, insecure_network)
+    elsewhere = ("target", "num_gpus", "local_rank", "cluster_token", "insecure_network")
+    settings = others(ctx, *elsewhere)
     train(TrainFlags(target, num_gpus, settings, machines(ctx), list(ctx.args)))
 
 
@@ -130,10 +139,18 @@ def run(
     node_rank: int = 0,
     master_addr: str | None = None,
     master_port: int | None = None,
+    cluster_token: Annotated[
+        str | None, Option(help="file of `mgt cluster token`, the same on every machine")
+    ] = None,
+    insecure_network: Annotated[
+        bool, Option("--insecure-network", help="no token: trust the network")
+    ] = False,
 ) -> None:
     """Run a script once per rank. Everything after SCRIPT.py is passed to it."""
     from multi_gpu_training.cli.run_command import run_script
+    from multi_gpu_training.distributed.cluster_token import remember
 
+    remember(cluster_token, insecure_network)
     again = {"max_restarts": max_restarts, "recovery_timeout": recovery_timeout}
     raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, again, machines(ctx)))
 
@@ -340,3 +357,17 @@ def config_schema() -> None:
     from multi_gpu_training.config_file import schema
 
     print(json.dumps(schema(), indent=2))
+
+
+cluster = typer.Typer(no_args_is_help=True, help="Several machines: the token that they share.")
+app.add_typer(cluster, name="cluster")
+
+
+@cluster.command()
+def token(
+    file: Annotated[str, Argument(help="where to write it")] = "cluster.token",
+) -> None:
+    """Write a new token for the machines of a run. Only you can read it; copy it to each."""
+    from multi_gpu_training.cli.cluster_command import new_token
+
+    raise typer.Exit(new_token(file))
