@@ -891,9 +891,10 @@ def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatc
         return Diagnosis(
             [
                 f"a sample looks otherwise on {who} than on one rank: its augmentation or noise "
-                "depends on the rank or on its place in the process (a generator per process, "
-                "seeded by the rank, or drawn from in the order of loading). Draw from torch, "
-                "numpy or random without seeding them: they are seeded per sample"
+                "depends on the rank, on its place in the process or on the others of its part (a "
+                "generator per process, seeded by the rank or drawn from in the order of loading; "
+                "statistics, random numbers or mixing in collate_fn). Draw from torch, numpy or "
+                "random in __getitem__ without seeding them: they are seeded per sample"
             ]
         )
     return Diagnosis(

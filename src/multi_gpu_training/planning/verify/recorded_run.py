@@ -19,6 +19,7 @@ from multi_gpu_training.measure.case import Case, Failure
 from multi_gpu_training.planning.verify.rank_server import RankServers, ServedRunner
 
 TIMEOUT_S = 1800.0  # of one training; a script may take minutes to read its data
+IDLE_S = 20.0  # after which ranks that do nothing wait for each other; at least
 
 
 @dataclass
@@ -133,7 +134,7 @@ class VerifyRunner:
             settings["sync_bn"] = conditions.sync_bn
         if ranks > 1:
             # Ranks that wait for one that has left must not wait for long.
-            settings["hang_timeout_s"] = max(20.0, 4 * self.alone_s)
+            settings["hang_timeout_s"] = max(IDLE_S, 4 * self.alone_s)
         more = {
             "double": conditions.double,
             "as_is": conditions.as_is,
