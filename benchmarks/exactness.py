@@ -6,9 +6,9 @@
 
 Each case of exactness_*.py is a training in two forms: a plain PyTorch loop on one process, and the
 same with this package on 1, 2, 3 and 4 CPU ranks. Compared are all tensors of the model on every
-rank, by ||a - b|| / ||b||, and the mean loss of each epoch. The limit is 1e-12 in float64 and 1e-5 in
-float32. A case ends with the largest difference, "refused" with the package's error, "crash" with
-any other error, or "hang" where a rank is silent for too long.
+rank, by ||a - b|| / ||b||, and the mean loss of each epoch. The limit is 1e-12 in float64 and 1e-5
+in float32. A case ends with the largest difference, "refused" with the package's error, "crash"
+with any other error, or "hang" where a rank is silent for too long.
 
 The ranks of one number stay up for all cases; after an error they are started anew.
 """
@@ -35,7 +35,6 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 LIMIT = {"float64": 1e-12, "float32": 1e-5}
 HAND = 0  # in place of a number of ranks: the plain loop
-PATIENCE_S = 45.0
 MODULES = ("exactness_models", "exactness_losses", "exactness_data", "exactness_loops")
 
 
@@ -48,6 +47,9 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="float32 only, for every case")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--errors", action="store_true", help="print whole tracebacks")
+    parser.add_argument(
+        "--patience-s", type=float, default=60.0, help="a rank that is silent for longer hangs"
+    )
     parser.add_argument("--out", type=Path, help="write the table there, as Markdown")
     given = parser.parse_args()
     cases = load_cases()
@@ -62,7 +64,7 @@ def main() -> None:
         jobs += [(n, "float32") for n in names if cases[n].float32]
     worlds = [int(word) for word in given.ranks.split(",")]
     begun = time.monotonic()
-    rows = Comparison(cases, worlds).run(jobs, given.errors)
+    rows = Comparison(cases, worlds, given.patience_s).run(jobs, given.errors)
     table = markdown(rows, worlds, time.monotonic() - begun)
     print(table)
     if given.out:
@@ -99,8 +101,9 @@ class Answer:
 class Ranks:
     """As many processes as ranks, one gloo group; one rank and the plain loop have none."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, patience_s: float) -> None:
         self.world = world
+        self.patience_s = patience_s
         self.lock = threading.Lock()
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -139,13 +142,14 @@ class Ranks:
 
     def _collect(self) -> list[Answer]:
         found: dict[int, Answer] = {}
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self.patience_s
         while len(found) < len(self.pipes):
             silent = [r for r in range(len(self.pipes)) if r not in found]
             ready = wait([self.pipes[r] for r in silent], max(0.0, deadline - time.monotonic()))
             if not ready:
                 for r in silent:
-                    found[r] = Answer(kind="hang", text=f"rank {r} silent for {PATIENCE_S:g} s")
+                    text = f"rank {r} silent for {self.patience_s:g} s"
+                    found[r] = Answer(kind="hang", text=text)
             for pipe in ready:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
                 try:
@@ -229,12 +233,13 @@ class Row:
 class Comparison:
     """All cases: each number of ranks goes through them at its own pace."""
 
-    def __init__(self, cases: dict[str, Any], worlds: list[int]) -> None:
+    def __init__(self, cases: dict[str, Any], worlds: list[int], patience_s: float) -> None:
         self.cases = cases
         needs = {1} if any(case.against_one for case in cases.values()) else set()
         after = {following(world) for world in worlds}
         self.worlds = worlds
-        self.ranks = {world: Ranks(world) for world in {HAND, *worlds, *needs, *after}}
+        every = {HAND, *worlds, *needs, *after}
+        self.ranks = {world: Ranks(world, patience_s) for world in every}
 
     def run(self, jobs: list[tuple[str, str]], errors: bool) -> list[Row]:
         answers: dict[tuple[str, str, int], list[Answer]] = {}
@@ -248,7 +253,11 @@ class Comparison:
                         if any(a.kind for a in begun):
                             answers[name, dtype, world] = begun
                             continue
-                    answers[name, dtype, world] = self.ranks[world].run(name, dtype, Path(folder))
+                    found = self.ranks[world].run(name, dtype, Path(folder))
+                answers[name, dtype, world] = found
+                ended = ", ".join(dict.fromkeys(a.kind or "done" for a in found))
+                who = f"{world} ranks" if world else "by hand"
+                print(f"{who}: {name}, {dtype}: {ended}", file=sys.stderr, flush=True)
 
         try:
             with ThreadPoolExecutor() as threads:
@@ -348,17 +357,18 @@ def markdown(rows: list[Row], worlds: list[int], seconds: float) -> str:
     import torch
 
     good = sum(row.well for row in rows)
-    refused = sum(row.case.refusal for row in rows)
+    names = {row.case.name for row in rows}
+    refused = {row.case.name for row in rows if row.case.refusal}
     lines = [
         "# The same result, case by case",
         "",
-        f"{len(rows)} trainings ({len({row.case.name for row in rows})} cases), of which {good} end as "
-        f"they should ({refused} of them are to be refused), in {seconds:.0f} s on {machine()}, "
-        f"torch {torch.__version__}, Python {platform.python_version()}.",
+        f"{len(names)} cases, {len(refused)} of them to be refused, in {len(rows)} trainings per "
+        f"number of ranks: {good} end as they should. {seconds:.0f} s on {machine()}, torch "
+        f"{torch.__version__}, Python {platform.python_version()}.",
         "",
-        "Largest `||a-b|| / ||b||` over all tensors of the model, on all ranks, and the losses of the "
-        "epochs, against a plain PyTorch loop on one process (marked *: against one rank of the "
-        "package). Limits: 1e-12 in float64, 1e-5 in float32. Made by `python "
+        "Largest `||a-b|| / ||b||` over all tensors of the model on all ranks and the losses of "
+        "the epochs, against a plain PyTorch loop on one process (marked *: against one rank of "
+        "the package). Limits: 1e-12 in float64, 1e-5 in float32. Made by `python "
         "benchmarks/exactness.py --out benchmarks/exactness.md`.",
     ]
     head = ["case", "", *(f"{w} rank{'s' * (w > 1)}" for w in worlds), ""]
@@ -396,5 +406,12 @@ def machine() -> str:
 
 
 if __name__ == "__main__":
-    CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "multi_gpu_training.manager"])
+    # What every rank needs is imported once, in the process that they are forked from.
+    folder = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    kinds = ("gpt2", "bert", "t5", "llama")
+    models = [f"transformers.models.{kind}.modeling_{kind}" for kind in kinds]
+    CONTEXT.set_forkserver_preload(
+        ["torch", "torch._dynamo", "multi_gpu_training.manager", *models, *MODULES]
+    )
     main()

@@ -38,6 +38,7 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -731,3 +732,54 @@ def levels(t: Trial) -> Outcome:
         manager.train_epoch(loader, epoch)
     manager.finish()
     return outcome(model)
+
+
+@case(GROUP, "DataLoader(shuffle=True)")
+def shuffling_loader(t: Trial) -> Outcome:
+    data = classes(t.dtype, 25)
+    return t.train(mlp(t.dtype), data, nn.CrossEntropyLoss(), sgd, shuffle=True, loader={})
+
+
+@case(GROUP, "RandomSampler of 11 samples per epoch, without replacement")
+def few_of_many(t: Trial) -> Outcome:
+    data, generator = classes(t.dtype), torch.Generator()
+    sampler = RandomSampler(data, num_samples=11, generator=generator)
+    loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    return through(t, loader, drawn(sampler, data, generator=generator))
+
+
+@case(GROUP, "DistributedSampler, as in a script for DDP")
+def distributed_sampler(t: Trial) -> Outcome:
+    data = classes(t.dtype, 25)
+    if t.by_hand:
+        return t.train(mlp(t.dtype), data, nn.CrossEntropyLoss(), sgd)
+    sampler = DistributedSampler(data, num_replicas=t.world, rank=t.rank, shuffle=False)
+    loader = DataLoader(data, batch_size=BATCH, sampler=sampler)
+    return through(t, loader, None)
+
+
+@case(GROUP, "no optimizer given, no sizes but global_batch_size, three epochs")
+def defaults(t: Trial) -> Outcome:
+    data, model = classes(t.dtype, 25), mlp(t.dtype)
+    if t.by_hand:
+        return t.train(
+            model, data, nn.CrossEntropyLoss(),
+            lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1), epochs=3, shuffle=True,
+        )  # fmt: skip
+    manager = t.manager(global_batch_size=BATCH, shuffle=True, learning_rate=3e-3, weight_decay=0.1)
+    return outcome(model, **history(manager.fit(model, data, epochs=3)))
+
+
+@case(GROUP, "validation and training by two DataLoaders with workers that stay")
+def lasting_workers(t: Trial) -> Outcome:
+    data, model = Levels(t.dtype), mlp(t.dtype)
+    if t.by_hand:
+        found = t.train(model, data, cross_entropy, sgd, epochs=3)
+        with torch.no_grad():
+            found.numbers["validation"] = float(cross_entropy(model, data.data.tensors))
+        return found
+    how: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3}
+    manager = t.manager(global_batch_size=BATCH, epochs=3)
+    loaders = [DataLoader(data, batch_size=BATCH, **how) for _ in range(2)]
+    result = manager.fit(model, *loaders, loss_fn=cross_entropy, optimizer=sgd)
+    return outcome(model, **history(result), validation=result.metrics["loss"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -842,8 +843,9 @@ def early(t: Trial) -> Outcome:
         return optim.SGD(parameters, lr=2.5)
 
     if t.by_hand:
-        optimizer, best, bad = wild(model.parameters()), math.inf, 0
-        for epoch in range(30):
+        optimizer, best, bad, done = wild(model.parameters()), math.inf, 0, 0
+        while done < 30 and bad < 2:
+            done += 1
             for batch in DataLoader(data, batch_size=BATCH):
                 optimizer.zero_grad()
                 cross_entropy(model, batch).backward()
@@ -851,9 +853,7 @@ def early(t: Trial) -> Outcome:
             with torch.no_grad():
                 loss = float(cross_entropy(model, held.tensors))
             best, bad = (loss, 0) if loss < best else (best, bad + 1)
-            if bad >= 2:
-                break
-        return outcome(model, epochs=epoch + 1, validation=loss)
+        return outcome(model, epochs=done, validation=loss)
     manager = t.manager(global_batch_size=BATCH, epochs=30, early_stopping_patience=2)
     result = manager.fit(model, data, held, loss_fn=nn.CrossEntropyLoss(), optimizer=wild)
     return outcome(model, epochs=len(result.history), validation=result.metrics["loss"])
@@ -1012,6 +1012,138 @@ def annealed_by_callback(t: Trial) -> Outcome:
 
     more = {} if t.by_hand else {"fit": {"callbacks": [Anneal(weight)]}}
     return t.train(mlp(t.dtype), classes(t.dtype, 25), loss, optimizer, **more)
+
+
+def chosen_steps(
+    t: Trial, take: Callable[[list[Any]], list[Any]], train: Any, **how: Any
+) -> Outcome:
+    """An own loop that trains on some batches of each epoch; `take` says which, by hand."""
+    model, data = mlp(t.dtype), classes(t.dtype, 25)
+    if t.by_hand:
+        made = sgd(model.parameters())
+        found = plain_loop(
+            model, lambda e: take(list(shuffled(data, e))), cross_entropy, made, epochs=3
+        )
+        return Outcome(found.tensors)
+    return own_loop(t, train, model=model, data=data, **how)
+
+
+@case(LOOPS, "own loop: itertools.islice(loader, 2)", point=8)
+def sliced(t: Trial) -> Outcome:
+    def train(manager: Any, loader: Any) -> None:
+        for batch in itertools.islice(loader, 2):
+            manager.trainer.train_step(batch)
+
+    return chosen_steps(t, lambda batches: batches[:2], train)
+
+
+@case(LOOPS, "own loop: break with two loader workers", point=8)
+def broken_off_workers(t: Trial) -> Outcome:
+    model = mlp(t.dtype)
+    data = classes(t.dtype, 25)
+
+    class Plain(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 25
+
+        def __getitem__(self, index: int) -> Any:
+            return data[index]
+
+    if t.by_hand:
+        return chosen_steps(t, lambda batches: batches[:2], None)
+    manager = t.manager(global_batch_size=BATCH, epochs=3)
+    loader = DataLoader(Plain(), batch_size=BATCH, shuffle=True, num_workers=2)
+    _, batches, _ = manager.setup_training(model, loader, loss_fn=cross_entropy, optimizer=sgd)
+    for _ in range(3):
+        for number, batch in enumerate(batches):
+            if number == 2:
+                break
+            manager.trainer.train_step(batch)
+    manager.finish()
+    return outcome(model)
+
+
+@case(LOOPS, "own loop: every second batch left out")
+def left_out_batches(t: Trial) -> Outcome:
+    def train(manager: Any, loader: Any) -> None:
+        for number, batch in enumerate(loader):
+            if number % 2 == 0:
+                manager.trainer.train_step(batch)
+
+    return chosen_steps(t, lambda batches: batches[::2], train)
+
+
+@case(LOOPS, "own loop: two steps on each batch")
+def twice(t: Trial) -> Outcome:
+    def train(manager: Any, loader: Any) -> None:
+        for batch in loader:
+            manager.trainer.train_step(batch)
+            manager.trainer.train_step(batch)
+
+    return chosen_steps(t, lambda batches: [b for b in batches for _ in range(2)], train)
+
+
+@case(LOOPS, "own loop: batches kept in a list and trained in reverse")
+def reversed_steps(t: Trial) -> Outcome:
+    def train(manager: Any, loader: Any) -> None:
+        for batch in reversed(list(loader)):
+            manager.trainer.train_step(batch)
+
+    return chosen_steps(t, lambda batches: batches[::-1], train)
+
+
+@case(LOOPS, "own loop: norm of the gradient before clipping, evaluate() after each epoch")
+def reported_norm(t: Trial) -> Outcome:
+    model, data, held = mlp(t.dtype), classes(t.dtype, 25), classes(t.dtype, 11)
+    found: dict[str, float] = {}
+    if t.by_hand:
+        optimizer = sgd(model.parameters())
+        for epoch in range(2):
+            for batch in shuffled(data, epoch):
+                optimizer.zero_grad()
+                cross_entropy(model, batch).backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            with torch.no_grad():
+                found[f"held {epoch}"] = float(cross_entropy(model, held.tensors))
+            found[f"norm {epoch}"] = float(norm)
+        return outcome(model, **found)
+    manager = t.manager(global_batch_size=BATCH, shuffle=True, max_grad_norm=0.1)
+    _, loader, val_loader = manager.setup_training(
+        model, data, held, loss_fn=cross_entropy, optimizer=sgd
+    )
+    for epoch in range(2):
+        for batch in loader:
+            result = manager.trainer.train_step(batch)
+        found[f"held {epoch}"] = manager.evaluate(val_loader)["loss"]
+        found[f"norm {epoch}"] = float(result.grad_norm)
+    manager.finish()
+    return outcome(model, **found)
+
+
+class KeepSmall(Callback):
+    def on_step_end(self, run: Any, result: Any) -> None:
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.clamp_(-0.3, 0.3)
+
+
+@case(LOOPS, "weights clamped by a callback after each step (WGAN)")
+def clamped_weights(t: Trial) -> Outcome:
+    def optimizer(parameters: Any) -> Any:
+        made = sgd(parameters)
+
+        def clamp(o: Any, *_: Any) -> None:
+            with torch.no_grad():
+                for p in o.param_groups[0]["params"]:
+                    p.clamp_(-0.3, 0.3)
+
+        if t.by_hand:
+            made.register_step_post_hook(clamp)
+        return made
+
+    more = {} if t.by_hand else {"fit": {"callbacks": [KeepSmall()]}}
+    return t.train(mlp(t.dtype), classes(t.dtype), nn.CrossEntropyLoss(), optimizer, **more)
 
 
 # Resuming on another number of ranks

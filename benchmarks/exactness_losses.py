@@ -358,3 +358,55 @@ def two_heads(t: Trial) -> Outcome:
         return F.cross_entropy(found["kind"], kind) + 0.3 * F.l1_loss(found["value"], value)
 
     return t.train(seeded(Heads, t.dtype), data, loss, adamw, clip=0.5, shuffle=True)
+
+
+@case(GROUP, "a whole step in which nothing counts, mean over clamp(count, 1), AdamW")
+def masked_step(t: Trial) -> Outcome:
+    x, y = values(t.dtype, 32).tensors
+    valid = (torch.arange(32) % 3 > 0).to(t.dtype)
+    valid[8:16] = 0
+    data = TensorDataset(x, valid, y)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, valid, y = batch
+        return ((model(x) - y)[:, 0] ** 2 * valid).sum() / valid.sum().clamp(min=1), valid.sum()
+
+    return t.train(mlp(t.dtype, out=1), data, loss, adamw)
+
+
+@case(GROUP, "(mean, weight) as Python numbers, clipping, accumulation")
+def python_weight(t: Trial) -> Outcome:
+    x, y = classes(t.dtype, 25).tensors
+    data = TensorDataset(x, torch.arange(25) % 4 + 1, y)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, times, y = batch
+        each = F.cross_entropy(model(x), y, reduction="none")
+        count = int(times.sum())
+        return (each * times).sum() / count, count
+
+    return t.train(mlp(t.dtype), data, loss, sgd, clip=0.1, accumulate=2)
+
+
+@case(GROUP, "a step with an infinite loss left out: on_nonfinite=skip")
+def skipped(t: Trial) -> Outcome:
+    x, y = values(t.dtype, 32).tensors
+    x = x.clone()
+    x[9, 0] = float("inf")
+    data = TensorDataset(x, y)
+    model = mlp(t.dtype, out=1)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0] * 1.0), batch[1] * (1 + 0 * batch[0][:, :1]))
+
+    if t.by_hand:
+        optimizer = adamw(model.parameters())
+        for start in (0, 8, 16, 24) * 2:
+            value = loss(model, data[start : start + 8])
+            if bool(value.isfinite()):
+                optimizer.zero_grad()
+                value.backward()
+                optimizer.step()
+        return Outcome({name: p.detach().clone() for name, p in model.state_dict().items()})
+    found = t.train(model, data, loss, adamw, on_nonfinite="skip")
+    return Outcome(found.tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -32,6 +33,7 @@ from exactness_trial import (
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback
@@ -1076,3 +1078,111 @@ def distillation(t: Trial) -> Outcome:
         return 0.5 * F.cross_entropy(model(x), y) + 0.5 * kl
 
     return t.train(mlp(t.dtype), classes(t.dtype, 25), loss, adamw)
+
+
+class Recomputed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(FEATURES, 8), normalised_block()
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.block, self.first(x), use_reentrant=False)
+        return self.head(hidden)
+
+
+def normalised_block() -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+
+
+@case(GROUP, "torch.utils.checkpoint by the user around BatchNorm, sync_bn")
+def user_checkpoint(t: Trial) -> Outcome:
+    model = seeded(Recomputed, t.dtype)
+    return t.train(model, classes(t.dtype), nn.CrossEntropyLoss(), sgd, sync_bn=True)
+
+
+@case(GROUP, "activation checkpointing of the config with BatchNorm, sync_bn")
+def config_checkpoint(t: Trial) -> Outcome:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(FEATURES, 8), normalised_block(), normalised_block(), nn.Linear(8, CLASSES)
+        )
+
+    more = {} if t.by_hand else {"use_gradient_checkpointing": True}
+    return t.train(
+        seeded(build, t.dtype), classes(t.dtype), nn.CrossEntropyLoss(), sgd, sync_bn=True, **more
+    )
+
+
+@case(GROUP, "pruned weights (masks as buffers, hooks before forward)")
+def pruned(t: Trial) -> Outcome:
+    from torch.nn.utils import prune
+
+    model = mlp(t.dtype)
+    prune.l1_unstructured(model[0], "weight", 0.4)
+    return t.train(model, classes(t.dtype, 25), nn.CrossEntropyLoss(), adamw)
+
+
+@case(GROUP, "MAML: each sample is a task, an inner step through functional_call")
+def maml(t: Trial) -> Outcome:
+    from torch.func import functional_call
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        total = torch.zeros((), dtype=t.dtype)
+        for shot, query in zip(*batch, strict=True):
+            named = dict(model.named_parameters())
+            inner = F.mse_loss(model(shot[:, :-1]), shot[:, -1:])
+            slopes = torch.autograd.grad(inner, list(named.values()), create_graph=True)
+            moved = {n: p - 0.1 * g for (n, p), g in zip(named.items(), slopes, strict=True)}
+            found = functional_call(model, moved, (query[:, :-1],))
+            total = total + F.mse_loss(found, query[:, -1:])
+        return total / len(batch[0])
+
+    data = TensorDataset(
+        numbers(25, 4, FEATURES + 1, dtype=t.dtype),
+        numbers(25, 4, FEATURES + 1, seed=2, dtype=t.dtype),
+    )
+    return t.train(mlp(t.dtype, out=1), data, loss, adamw)
+
+
+class MomentumTeacher(nn.Module):
+    """BYOL: a slow copy of the encoder, both with BatchNorm in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8))
+        self.predict = nn.Linear(8, 8)
+        self.slow = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.slow(b)
+        return F.mse_loss(self.predict(self.online(a)), wanted)
+
+
+class Follow(Callback):
+    def on_step_end(self, run: Any, result: Any) -> None:
+        follow(run.model)
+
+
+@torch.no_grad()
+def follow(model: Any) -> None:
+    for slow, fast in zip(model.slow.parameters(), model.online.parameters(), strict=True):
+        slow.lerp_(fast, 0.1)
+
+
+@case(GROUP, "momentum teacher (BYOL) with BatchNorm, moved by a callback, sync_bn")
+def byol(t: Trial) -> Outcome:
+    model = seeded(MomentumTeacher, t.dtype)
+    data = TensorDataset(
+        numbers(SAMPLES, FEATURES, dtype=t.dtype), numbers(SAMPLES, FEATURES, seed=3, dtype=t.dtype)
+    )
+
+    def optimizer(_: Any) -> Any:
+        made = sgd([p for p in model.parameters() if p.requires_grad])
+        if t.by_hand:
+            made.register_step_post_hook(lambda *_: follow(model))
+        return made
+
+    more = {} if t.by_hand else {"fit": {"callbacks": [Follow()]}}
+    return t.train(model, data, lambda m, b: m(*b), optimizer, sync_bn=True, **more)
