@@ -783,3 +783,26 @@ def lasting_workers(t: Trial) -> Outcome:
     loaders = [DataLoader(data, batch_size=BATCH, **how) for _ in range(2)]
     result = manager.fit(model, *loaders, loss_fn=cross_entropy, optimizer=sgd)
     return outcome(model, **history(result), validation=result.metrics["loss"])
+
+
+class Shards(IterableDataset[Any]):
+    """Whole batches, as WebDataset gives them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.data = classes(dtype)
+
+    def __iter__(self) -> Iterator[Any]:
+        for begin, end in [(0, 7), (7, 8), (8, 17), (17, 26)]:
+            yield self.data[begin:end]
+
+
+@case(GROUP, "batch_size=None: a stream of whole batches")
+def stream_of_batches(t: Trial) -> Outcome:
+    loader = DataLoader(Shards(t.dtype), batch_size=None)
+    return through(t, loader, lambda _: loader, global_batch_size=None)
+
+
+@case(GROUP, "stream in a DataLoader with drop_last")
+def stream_drops(t: Trial) -> Outcome:
+    loader = DataLoader(Stream(25, t.dtype), batch_size=BATCH, drop_last=True)
+    return through(t, loader, lambda _: loader)

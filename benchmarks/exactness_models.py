@@ -1186,3 +1186,63 @@ def byol(t: Trial) -> Outcome:
 
     more = {} if t.by_hand else {"fit": {"callbacks": [Follow()]}}
     return t.train(model, data, lambda m, b: m(*b), optimizer, sync_bn=True, **more)
+
+
+class Transfer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+
+def transfer(t: Trial) -> nn.Module:
+    """A pretrained backbone that is to stay as it is: frozen, its statistics too."""
+    model = seeded(Transfer, t.dtype)
+    model.backbone.requires_grad_(False).eval()
+    return model
+
+
+@case(GROUP, "backbone in eval mode and frozen before fit")
+def frozen_backbone(t: Trial) -> Outcome:
+    return t.train(transfer(t), classes(t.dtype), nn.CrossEntropyLoss(), adamw)
+
+
+@case(GROUP, "backbone in eval mode and frozen, own loop with evaluate() after each epoch")
+def frozen_backbone_steps(t: Trial) -> Outcome:
+    model, data = transfer(t), classes(t.dtype)
+    if t.by_hand:
+        return plain(t, model, data, cross_entropy, adamw)
+    manager = t.manager(global_batch_size=BATCH)
+    _, loader, val_loader = manager.setup_training(
+        model, data, data, loss_fn=cross_entropy, optimizer=adamw
+    )
+    for _ in range(2):
+        for batch in loader:
+            manager.trainer.train_step(batch)
+        manager.evaluate(val_loader)
+    manager.finish()
+    return outcome(model)
+
+
+class OwnTrain(Transfer):
+    """The usual way: train() itself keeps the backbone in eval mode."""
+
+    def train(self, mode: bool = True) -> OwnTrain:
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+
+@case(GROUP, "backbone kept in eval mode by its own train(), sync_bn")
+def own_train(t: Trial) -> Outcome:
+    model = seeded(OwnTrain, t.dtype)
+    model.backbone.requires_grad_(False).eval()
+    return t.train(model, classes(t.dtype, 25), nn.CrossEntropyLoss(), adamw, sync_bn=True)
+
+
+@case(GROUP, "experts without work, clipping by norm", point=11)
+def experts_clipped(t: Trial) -> Outcome:
+    return routed(t, 25, clip=0.1)
