@@ -634,8 +634,6 @@ class Drawing(IterableDataset[Any]):
 
 @case(GROUP, "stream that draws its samples", against_one=True)
 def stream_draws(t: Trial) -> Outcome:
-    if t.by_hand:
-        return Outcome({})
     return through(t, Drawing(t.dtype), None)
 
 
