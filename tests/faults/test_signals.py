@@ -278,7 +278,7 @@ class Sleep(Callback):
     def on_step_end(self, manager: Any, result: Any) -> None:
         step = result.step
         if step == 5:
-            manager.fault_tolerance.saver.wait()
+            manager.fault_tolerance.wait()
             Path(manager.config.save_dir, "sleeps").touch()
             time.sleep(3600)
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.batch import attach, batch_count, head, map_tensors, share_of
+from multi_gpu_training.data.batch import attach, head, map_tensors, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.measure.request import MeasuredRun, Measurement, MeasureRequest
 from multi_gpu_training.measure.trainer_access import BATCH_NORMS, DROPOUTS
@@ -48,8 +48,8 @@ class Recorder(Callback):
         self._share: Share | None = None  # of the micro-batch under way
         _switch_off_dropout(run.model)
         self.start = copy.deepcopy((run.model, run.optimizer)) if self.alone else None
-        run.trainer.noise_stream = request.noise
-        run.trainer.transform = self.transform
+        run.trainer.state.noise_stream = request.noise
+        run.trainer.state.transform = self.transform
 
     def transform(self, batch: Any) -> Any:
         """Note a training batch as the loss gets it; any batch comes back in the precision that
@@ -171,9 +171,10 @@ def _switch_off_dropout(model: nn.Module) -> None:
 
 def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
     """The part of a dataset whose epoch ends, with a short batch, within `steps`."""
-    if isinstance(dataset, DataLoader) and type(dataset.sampler) in (
-        RandomSampler,
-        SequentialSampler,
+    if (
+        isinstance(dataset, DataLoader)
+        and dataset.batch_size is not None  # else it has its own batches, or items for batches
+        and type(dataset.sampler) in (RandomSampler, SequentialSampler)
     ):
         return DataLoader(
             shorten(dataset.dataset, steps, global_batch),
@@ -238,7 +239,8 @@ def loss_depends_on_the_batch(model: nn.Module, loss_fn: LossFn, batch: Any) -> 
     True for means over tokens or class weights that return no weight, and for losses over
     pairs of samples.
     """
-    count = batch_count(batch)
+    share = share_of(batch)
+    count = 0 if share is None else share.count
     if count < 2:
         return False
     was_training = model.training
@@ -247,7 +249,7 @@ def loss_depends_on_the_batch(model: nn.Module, loss_fn: LossFn, batch: Any) -> 
         with torch.no_grad():
             half = count // 2
             device = next(model.parameters()).device
-            parts = [(head(batch, half), half), (_tail(batch, half, count), count - half)]
+            parts = [(head(batch, half, count), half), (_tail(batch, half, count), count - half)]
             whole = read_loss(loss_fn(model, batch), device)
             total, weight = 0.0, 0.0
             for part, size in parts:

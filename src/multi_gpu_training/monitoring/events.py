@@ -9,12 +9,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from multi_gpu_training.monitoring.console import Console
-from multi_gpu_training.training.callbacks import Callback, Run
 
 SCHEMA = 1
 
@@ -137,17 +135,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value)
-
-
-class EpochEvents(Callback):
-    """Records every epoch: what the report and a resumed run read."""
-
-    watches_only = True
-
-    def __init__(self, logger: StructuredLogger) -> None:
-        self._logger = logger
-
-    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
-        last = run.progress.last
-        val = last["val"] or None
-        self._logger.record("epoch", epoch=epoch, step=run.step, train=last["train"], val=val)

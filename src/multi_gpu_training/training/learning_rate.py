@@ -162,6 +162,12 @@ class BroughtScheduler:
 
     def after_epoch(self, metrics: dict[str, float]) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
+            if "loss" not in metrics:
+                raise ConfigError(
+                    "ReduceLROnPlateau follows the metric `loss`, and the validation gave only "
+                    f"{', '.join(sorted(metrics))}; let eval_fn add a `loss` (what you name so is "
+                    "what the scheduler follows), or use another scheduler"
+                )
             self.scheduler.step(metrics["loss"])
         elif self.by_epoch:
             self.scheduler.step()

@@ -57,7 +57,9 @@ class NanGuard:
     (action, text, facts) for a step that was skipped.
     """
 
-    def __init__(self, state: StepState, start: StepStart) -> None:
+    def __init__(
+        self, state: StepState, start: StepStart, told: Callable[[str, str, dict[str, Any]], None]
+    ) -> None:
         device = state.placement.device
         self.state = state
         self.policy = state.config.on_nonfinite
@@ -65,7 +67,7 @@ class NanGuard:
         self.skipped = False
         self.recorded = False
         self.losses: list[tuple[Tensor, Share]] = []
-        self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
+        self._told = told
         self.found = torch.zeros((), device=device)
         self._step_start = start
         self._one = torch.ones((), device=device)
@@ -187,7 +189,7 @@ class NanGuard:
         if self.policy != "skip":
             raise error
         self.skipped = True
-        self.told("skip", str(error), {"step": state.step + 1})
+        self._told("skip", str(error), {"step": state.step + 1})
 
     # Skipping without a trace
 
@@ -322,7 +324,7 @@ class NanGuard:
         if self.policy == "skip":
             self._closed.sub_(closed)
             text = f"{closed} steps up to step {step} were skipped: their gradient was not finite"
-            self.told("skip", text, {"step": step, "count": closed})
+            self._told("skip", text, {"step": step, "count": closed})
             return
         first = step - closed + 1
         position = state.position - 1 - (state.step - first)

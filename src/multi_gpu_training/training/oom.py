@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multi_gpu_training.data.batch import batch_count, share_of
+from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.parts import in_parts, step_batches, versions
 from multi_gpu_training.distributed.placement import Placement
@@ -51,15 +51,21 @@ class OomRecovery:
     give_up_recording: called with a reason; frees what recordings hold.
     """
 
-    def __init__(self, state: StepState, eager: EagerRunner) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        eager: EagerRunner,
+        told: Callable[[str, str, dict[str, Any]], None],
+        give_up_recording: Callable[[str], None],
+    ) -> None:
         self.state = state
         self.eager = eager
         self.parts = 1
         self.whole = 0
         self.busy = False
         self.retrying = False
-        self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
-        self.give_up_recording: Callable[[str], None] = lambda _: None
+        self._told = told
+        self._give_up_recording = give_up_recording
         self._earlier: list[tuple[Any, list[int]]] = []
         self._freed_at: int | None = None
 
@@ -177,7 +183,7 @@ class OomRecovery:
             return self.eager.finish_step()
         self.eager.start.put_back()
         self.eager.guard.losses.clear()
-        self.give_up_recording("memory was short")
+        self._give_up_recording("memory was short")
         self._free()  # what recordings held
         return None
 
@@ -201,7 +207,7 @@ class OomRecovery:
 
     def _check_can_halve(self, batch: Any) -> None:
         share = share_of(batch)
-        count = batch_count(batch) if share is None else share.count
+        count = self.state.count_samples(batch) if share is None else share.count
         # BatchNorm cannot normalise a single sample.
         least = 2 if normalises_batches(self.state.model) else 1
         if count < 2 * self.parts * least if least == 2 else count <= self.parts:
@@ -226,7 +232,7 @@ class OomRecovery:
         share, loader = share_of(batch), self.state.loader
         if given == 0:
             return []
-        if share is not None and loader is not None:
+        if share is not None and not share.changed and loader is not None:
             return list(islice(step_batches(loader, share.epoch, share.position), given))
         kept = self._earlier[:given]
         if any(versions(earlier) != written for earlier, written in kept):
@@ -252,7 +258,7 @@ class OomRecovery:
         else:
             action = "free_memory"
             text += "memory was freed, and the step is computed again"
-        self.told(action, text, {"step": step, "ranks": short, "parts": self.parts})
+        self._told(action, text, {"step": step, "ranks": short, "parts": self.parts})
 
     def describe(self) -> str:
         size = f", {-(-self.whole // self.parts)} samples at a time" if self.whole else ""
@@ -290,6 +296,12 @@ def take_oom_hint(folder: Path, recovery: OomRecovery, placement: Placement) -> 
         if recovery.parts < before["parts"]:
             recovery.load_state_dict(before)
         before = recovery.state_dict()
+
+
+def drop_oom_hint(folder: Path) -> None:
+    """The run ended well: the next one in this folder starts without the hint."""
+    with suppress(OSError):
+        (folder / _HINT).unlink()
 
 
 def normalises_batches(model: nn.Module) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.step import StepResult
-from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 
 class ReplicaCheck(Callback):
@@ -12,10 +13,10 @@ class ReplicaCheck(Callback):
 
     watches_only = True
 
-    def __init__(self, trainer: MultiGPUTrainer, every: int) -> None:
-        self._trainer = trainer
+    def __init__(self, check: Callable[[], None], every: int) -> None:
+        self._check = check
         self._every = every
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if result.step % self._every == 0:
-            self._trainer.check_replicas()
+            self._check()

@@ -3,7 +3,6 @@
 StepStart       what a step changes before its weights move; kept at the start of every step
 StateCopies     model and optimizer, in host memory, under names
 Counters        where a training stands, apart from its tensors
-Window          the steps since the last verified one, with the batches they were computed from
 """
 
 from __future__ import annotations

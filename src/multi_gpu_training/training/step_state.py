@@ -14,16 +14,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import batch_count
+from multi_gpu_training.data.batch import tensors_of
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
 from multi_gpu_training.distributed.batchnorm import Attendance
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import OWN_CODE, note_phase
+from multi_gpu_training.errors import DataError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.learning_rate import Rates, Schedule
+from multi_gpu_training.training.loss import SupervisedLoss
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.step import MicroResult, StepModule, StepResult
@@ -66,6 +69,7 @@ class StepState:
         self.schedule: Schedule
         self.loader: Loader | None = None
         self.augment: Augment | None = None
+        self.batch_size_fn: BatchSizeFn | None = None
         self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
         self.noise_stream = 0  # another number draws other noise for the same steps
         self._noise_base: int | None = None
@@ -95,12 +99,41 @@ class StepState:
             epoch=self.epoch,
             position=self.position,
             indices=(),
-            count=batch_count(batch),
+            count=self.count_samples(batch),
             window_count=0,  # unknown here: the ranks learn it with the gradients
             first=self.given == 0,
             last=self.given + 1 >= self.config.gradient_accumulation_steps,
             key=self.step,
         )
+
+    def count_samples(self, batch: Any) -> int:
+        """Samples in a batch that the user made."""
+        try:
+            return sample_count(batch, self.batch_size_fn)
+        except DataError:
+            # A step that is one micro-batch of one rank weighs nothing against anything else.
+            if self.placement.dp_size > 1 or self.config.gradient_accumulation_steps > 1:
+                raise
+            return next((t.shape[0] for t in tensors_of(batch) if t.ndim), 1)
+
+    def stand_in(self, share: Share) -> Any:
+        """A sample as the loss gets it, for an empty share whose model must run all the same."""
+        assert self.loader is not None
+        batch = self.loader.stand_in(share)
+        self._epoch_key.set(share.sample_seed)
+        return self.prepare(batch, torch.zeros(1, dtype=torch.int64, device=self.placement.device))
+
+    def settling_batch(self, batch: Any, share: Share) -> Any:
+        """A batch as the loss gets it, to settle the strategy with."""
+        if share.count == 0 and self.loader is not None:
+            return self.stand_in(share)
+        return self.prepare(batch, self.sample_numbers(batch, share))
+
+    def expect_any_label(self) -> None:
+        """The user's own batches may have other labels than the dataset that was looked at."""
+        loss_fn = self.step_module.loss_fn
+        if isinstance(loss_fn, SupervisedLoss):
+            loss_fn.every_label_counts = False
 
     def sample_numbers(self, batch: Any, share: Share) -> Tensor | None:
         """The numbers of a batch's samples, which key the randomness of `augment`."""
@@ -149,6 +182,13 @@ class StepState:
         self.epoch, self.position = share.epoch, share.position + 1
         self.schedule.after_step(self.step)
         return StepResult(loss, self.step, True, norm, shared)
+
+    def steps_left(self) -> int | None:
+        """Optimizer steps until the run ends; None where nobody knows."""
+        total = None if self.loader is None else self.loader.steps
+        ends = [] if total is None else [total * self.config.epochs]
+        ends += [] if self.config.max_steps is None else [self.config.max_steps]
+        return min(ends) - self.step if ends else None
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters:

@@ -64,7 +64,8 @@ class EagerRunner:
                 for call in callbacks.on_forward:
                     call(share)
                 if share.count == 0:
-                    result = strategy.absent(share, state.loader)
+                    stand_in = None if state.loader is None else state.stand_in
+                    result = strategy.absent(share, stand_in)
                 else:
                     batch = state.prepare(batch, samples)
                     ranks = state.placement.dp_size

@@ -54,25 +54,25 @@ class StepExecution:
     active: whether steps must come through `run`; else the eager runner takes them.
     """
 
-    def __init__(self, state: StepState, eager: EagerRunner, guard: NanGuard) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        eager: EagerRunner,
+        guard: NanGuard,
+        say: Callable[[str], None],
+        snapshot_more: Callable[[], Callable[[], None] | None],
+    ) -> None:
         self.state = state
         self.eager = eager
         self.guard = guard
         self.active = False
         self.mode = "eager"
         self.reason = "not started"
-        self.say: Callable[[str], None] = lambda _: None
-        # Given by the manager: how many steps are left, what else to take back.
-        self.steps_left: Callable[[], int | None] = lambda: None
-        self.snapshot_more: Callable[[], Callable[[], None]] | None = None
-        # Around the eager step of a comparison, which shows the phases that a graph hides.
-        self.check_begins: Callable[[], None] = lambda: None
-        self.check_ends: Callable[[], None] = lambda: None
+        self.say = say
         self._cache = GraphCache(state, eager, guard)
-        self._verified = VerifiedGraph(state, eager, guard, self._cache, self.give_up)
-        self._verified.snapshot_more = lambda: self.snapshot_more() if self.snapshot_more else None
-        self._verified.check_begins = lambda: self.check_begins()
-        self._verified.check_ends = lambda: self.check_ends()
+        self._verified = VerifiedGraph(
+            state, eager, guard, self._cache, self.give_up, snapshot_more
+        )
         self._comparison = self._verified.comparison
         self._copies = self._comparison.copies
         self._watch = StepWatch(state.placement.device)
@@ -218,7 +218,7 @@ class StepExecution:
 
     def _gpu_bound(self, recorded: float, eager: float) -> None:
         """The GPU is the limit, not Python: a graph gains little, compiled kernels may."""
-        left = self.steps_left()
+        left = self.state.steps_left()
         enough = left is None or left * eager >= COMPILE_PAYS_AFTER_S
         if enough and not self.state.config.deterministic:
             self._verified.stop()

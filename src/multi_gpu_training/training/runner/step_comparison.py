@@ -66,13 +66,15 @@ class StepComparison:
         self.copies.restore("before")
         return again, self._replayed_difference(losses)
 
-    def again(self, begins: Callable[[], None], ends: Callable[[], None]) -> float:
-        """How far the replayed step is from the eager one; `begins` and `ends` are called around
-        the eager one. Leaves the state where it was, and a copy of it as "before"."""
+    def again(self) -> float:
+        """How far the replayed step is from the eager one. Leaves the state where it was, and a
+        copy of it as "before"."""
         self.copies.keep("before")
-        begins()
+        for call in self._state.callbacks.on_compare_begin:
+            call()
         losses = self.eager_step()
-        ends()
+        for call in self._state.callbacks.on_compare_end:
+            call()
         self.copies.keep("eager")
         self.copies.restore("before")
         return self._replayed_difference(losses)

@@ -51,8 +51,6 @@ class VerifiedGraph:
 
     active: whether it takes steps. give_up: called with the reason when it stops doing so.
     snapshot_more: keeps what else a rollback must restore; returns what restores it.
-    check_begins, check_ends: called around the eager step of a comparison, which shows the phases
-    that a graph hides.
     """
 
     def __init__(
@@ -62,6 +60,7 @@ class VerifiedGraph:
         guard: NanGuard,
         cache: GraphCache,
         give_up: Callable[[str], None],
+        snapshot_more: Callable[[], Callable[[], None] | None],
     ) -> None:
         self.state = state
         self.eager = eager
@@ -69,9 +68,7 @@ class VerifiedGraph:
         self.cache = cache
         self.give_up = give_up
         self.active = False
-        self.snapshot_more: Callable[[], Callable[[], None] | None] = lambda: None
-        self.check_begins: Callable[[], None] = lambda: None
-        self.check_ends: Callable[[], None] = lambda: None
+        self.snapshot_more = snapshot_more
         self.graph = GraphRunner(state, cache)
         self.comparison = StepComparison(state, eager, cache, self.graph)
         self._guards: Guards | None = None
@@ -284,7 +281,7 @@ class VerifiedGraph:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
         self.cache.collect(self.state.metrics)
         self.guard.ask_about_weights()
-        return self.comparison.again(self.check_begins, self.check_ends)
+        return self.comparison.again()
 
     def _leave(self, problem: str, current: int) -> None:
         """A value that steps read has changed just now: what was replayed before stands, if a

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
@@ -26,6 +25,8 @@ from multi_gpu_training.training.step import MicroResult, StepModule, zero_loss
 
 # (batch, count, window_count, ranks) -> what this rank's part of the step gives
 Forward = Callable[[Any, int, int, int], MicroResult]
+# A sample as the loss gets it, for a share that has none
+StandIn = Callable[[Share], Any]
 
 
 class Strategy(ABC):
@@ -73,8 +74,9 @@ class Strategy(ABC):
                 buffer.copy_(before)
         self.settled = False
 
-    def settle(self, batch: Any, share: Share, loader: Loader | None) -> None:
-        """Bring the wrapper into the form it keeps. Called once, before the first step."""
+    def settle(self, batch: Callable[[], Any]) -> None:
+        """Bring the wrapper into the form it keeps. Called once, before the first step. `batch`
+        gives one as the loss gets it."""
         self.settled = True
 
     @property
@@ -100,14 +102,14 @@ class Strategy(ABC):
         earlier exchanges would be wasted."""
         return nullcontext()
 
-    def absent(self, share: Share, loader: Loader | None) -> MicroResult:
+    def absent(self, share: Share, stand_in: StandIn | None) -> MicroResult:
         """Take part in a micro-batch of which this rank has no sample: the others wait for it."""
         needs_forward = self.config.find_unused_parameters or self.forward_exchanges
-        if not needs_forward or loader is None:
+        if not needs_forward or stand_in is None:
             return self.forward(None, 0, share.window_count, 1)
         model = self.step_module.model
         buffers = [buffer.clone() for buffer in model.buffers()]
-        result = self.forward(loader.stand_in(share), 0, share.window_count, 1)
+        result = self.forward(stand_in(share), 0, share.window_count, 1)
         if not self.config.sync_bn:
             for buffer, before in zip(model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
@@ -145,11 +147,6 @@ class Strategy(ABC):
         """The state_dict of the whole model, on every rank. Every rank must call it."""
         state: dict[str, Tensor] = self.step_module.model.state_dict()
         return state
-
-    def shard_state(self) -> dict[str, Tensor]:
-        """The part of `full_state` that this rank writes to a checkpoint. Copies are equal, so
-        the first rank writes all of it."""
-        return self.full_state() if self.placement.is_main else {}
 
     def check_replicas(self, step: int) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""
