@@ -1121,6 +1121,37 @@ def reported_norm(t: Trial) -> Outcome:
     return outcome(model, **found)
 
 
+@case(LOOPS, "own loop: for x, y in loader, both time-major", point=13)
+def unpacked_time_major(t: Trial) -> Outcome:
+    return time_major(t)
+
+
+@case(LOOPS, "own loop: time-major batches of the user, batch_size_fn", point=13)
+def own_time_major(t: Trial) -> Outcome:
+    return time_major(t, batch_size_fn=lambda batch: batch[0].shape[1])
+
+
+def time_major(t: Trial, **given: Any) -> Outcome:
+    """Tensors of shape (time, samples, features), of which 25 samples make an epoch."""
+    x, y = numbers(25, 5, FEATURES, dtype=t.dtype), numbers(25, 5, 1, seed=4, dtype=t.dtype)
+    model = mlp(t.dtype, out=1)
+
+    def collate(samples: list[Any]) -> Any:
+        return tuple(torch.stack(parts, 1) for parts in zip(*samples, strict=True))
+
+    loader = DataLoader(TensorDataset(x, y), batch_size=BATCH, collate_fn=collate)
+    if t.by_hand:
+        made = sgd(model.parameters())
+        return Outcome(plain_loop(model, lambda _: loader, squares, made).tensors)
+    manager = t.manager(global_batch_size=BATCH)
+    _, batches, _ = manager.setup_training(model, loader, loss_fn=squares, optimizer=sgd, **given)
+    for _ in range(2):
+        for a, b in batches:
+            manager.trainer.train_step((a.clone(), b.clone()) if given else (a, b))
+    manager.finish()
+    return outcome(model)
+
+
 class KeepSmall(Callback):
     def on_step_end(self, run: Any, result: Any) -> None:
         with torch.no_grad():
