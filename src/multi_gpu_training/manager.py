@@ -6,7 +6,6 @@ A thin facade: `setup.py` builds the parts, `training/loop.py` is the loop.
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.progress_slot import Phase, note_hang_limit, note_phase
-from multi_gpu_training.distributed.signal_thread import end_on_signals
+from multi_gpu_training.distributed.signal_thread import SILENT_ENDS, end_on_signals
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.launch.launcher import start_ranks_if_needed
@@ -84,7 +83,7 @@ class MultiGPUTrainingManager:
         if self._measurement is not None:
             self.config = self._measurement.adapt(self.config)
         start_ranks_if_needed(self.config)
-        end_on_signals(signal.SIGUSR1)
+        end_on_signals(*SILENT_ENDS)
         reproducible = self._measurement is not None and self._measurement.reproducible
         set_arithmetic(self.config, reproducible)
         self.placement = place(self.config)
@@ -246,6 +245,8 @@ class MultiGPUTrainingManager:
             if self._failure() is None:
                 self.trainer.execution.verify()  # the weights of your own loop, too
                 self.trainer.nan_guard.look(now=True)
+                if self.config.consistency_check_every:
+                    self.trainer.check_replicas()
                 self.loop.log.flush()
                 self.fault_tolerance.settle()
             else:  # the other ranks may be anywhere

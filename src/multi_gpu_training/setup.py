@@ -51,7 +51,11 @@ from multi_gpu_training.monitoring.step_log import IntervalLog
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
 from multi_gpu_training.training.evaluation import EvalFn
-from multi_gpu_training.training.learning_rate import choose_schedule, scale_rate
+from multi_gpu_training.training.learning_rate import (
+    base_batch_size,
+    choose_schedule,
+    scale_rate,
+)
 from multi_gpu_training.training.loop import TrainingLoop
 from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
@@ -297,7 +301,8 @@ class Training:
         note = trainer.take_optimizer(choose_optimizer(given.optimizer, self.model, config, say))
         if note:
             say(note)
-        scaling = scale_rate(state.optimizer, config, self.sizes.global_batch)
+        base = base_batch_size(config, given.dataset)
+        scaling = scale_rate(state.optimizer, config, self.sizes.global_batch, base)
         state.schedule = choose_schedule(
             given.scheduler, state.optimizer, config, scaling, self.train_loader.steps
         )
@@ -390,7 +395,8 @@ class Training:
         self.callbacks.extend(given.callbacks)
         # What a callback of the user did to the weights is looked at in the same step.
         if config.consistency_check_every:
-            add(ReplicaCheck(trainer.check_replicas, config.consistency_check_every))
+            every = config.consistency_check_every
+            add(ReplicaCheck(trainer.check_replicas, every, self.state))
         add(self.records.loggers)
         if config.monitor:
             step_s = lambda: log.step_s  # noqa: E731

@@ -95,6 +95,14 @@ def train(
     master_port: Annotated[
         int | None, Option(help="default: a free one", rich_help_panel=HOSTS)
     ] = None,
+    cluster_token: Annotated[
+        str | None,
+        Option(help="file of `mgt cluster token`, the same everywhere", rich_help_panel=HOSTS),
+    ] = None,
+    insecure_network: Annotated[
+        bool,
+        Option("--insecure-network", help="no token: trust the network", rich_help_panel=HOSTS),
+    ] = False,
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
     """Train a recipe, or what a YAML config says, on all GPUs.
@@ -102,6 +110,7 @@ def train(
     Every setting of `mgt config-schema` can be given as --flag VALUE or key=value.
     """
     from multi_gpu_training.cli.train_command import TrainFlags, train
+    from multi_gpu_training.distributed.cluster_token import remember
 
     settings = {
         "multi_gpu": multi_gpu,
@@ -126,6 +135,7 @@ def train(
         "master_addr": master_addr,
         "master_port": master_port,
     }
+    remember(cluster_token, insecure_network)
     train(TrainFlags(target, num_gpus, settings, hosts, list(ctx.args)))
 
 
@@ -162,9 +172,21 @@ def run(
     node_rank: Annotated[int, Option("--node-rank", "--node_rank")] = 0,
     master_addr: Annotated[str | None, Option("--master-addr", "--master_addr")] = None,
     master_port: Annotated[int | None, Option("--master-port", "--master_port")] = None,
+    cluster_token: Annotated[
+        str | None,
+        Option(
+            "--cluster-token",
+            "--cluster_token",
+            help="file of `mgt cluster token`, the same on every machine",
+        ),
+    ] = None,
+    insecure_network: Annotated[
+        bool, Option("--insecure-network", help="no token: trust the network")
+    ] = False,
 ) -> None:
     """Run a script once per rank. Everything after SCRIPT.py is passed to it."""
     from multi_gpu_training.cli.run_command import run_script
+    from multi_gpu_training.distributed.cluster_token import remember
 
     hosts = {
         "nodes": nnodes,
@@ -172,6 +194,7 @@ def run(
         "master_addr": master_addr,
         "master_port": master_port,
     }
+    remember(cluster_token, insecure_network)
     again = {"max_restarts": max_restarts, "recovery_timeout": recovery_timeout}
     raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, again, hosts))
 
@@ -449,3 +472,17 @@ def config_schema() -> None:
     from multi_gpu_training.config_file import schema
 
     print(json.dumps(schema(), indent=2))
+
+
+cluster = typer.Typer(no_args_is_help=True, help="Several machines: the token that they share.")
+app.add_typer(cluster, name="cluster")
+
+
+@cluster.command()
+def token(
+    file: Annotated[str, Argument(help="where to write it")] = "cluster.token",
+) -> None:
+    """Write a new token for the machines of a run. Only you can read it; copy it to each."""
+    from multi_gpu_training.cli.cluster_command import new_token
+
+    raise typer.Exit(new_token(file))

@@ -98,6 +98,7 @@ def cut(count: int, parts: int, part: int, weights: Sequence[int] | None = None)
 def proportional(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of parts that follow `weights`: rounded down, and what is left goes to the largest
     remainders, the first of equal ones. Whole numbers only, so that every machine says the same.
+    The first part is never empty: where buffers are broadcast, its rank's are the model's.
     """
     total = sum(weights)
     sizes = [count * weight // total for weight in weights]
@@ -105,6 +106,9 @@ def proportional(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     order = sorted(range(len(weights)), key=lambda part: (-remainders[part], part))
     for part in order[: count - sum(sizes)]:
         sizes[part] += 1
+    if count and not sizes[0]:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[0] = 1
     return tuple(sizes)
 
 

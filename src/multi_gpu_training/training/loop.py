@@ -321,7 +321,11 @@ class TrainingLoop:
         if is_out_of_memory(error) and not hasattr(error, "__notes__"):  # in a validation
             error.add_note(advice(self.trainer.state))
         identity = self.trainer.placement.identity
-        error.add_note(f"(rank {identity.rank} on {identity.host}, step {step}, run {self.folder})")
+        who = f"rank {identity.rank} on {identity.host}"
+        blamed = error.ranks if isinstance(error, NonFiniteLossError) else []
+        if blamed and identity.rank not in blamed:  # every rank raises it; any may tell it first
+            who = f"rank {', '.join(map(str, blamed))}, told by {who}"
+        error.add_note(f"({who}, step {step}, run {self.folder})")
         self.checkpoints.recover(error)
         state = self.trainer.state
         self.train_loader.seek(state.epoch, state.position)

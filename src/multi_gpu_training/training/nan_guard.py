@@ -68,10 +68,13 @@ class NanGuard:
         self.recorded = False
         self.losses: list[tuple[Tensor, Share]] = []
         self._told = told
-        self.found = torch.zeros((), device=device)
+        # In float32 whatever the default is: torch's check takes nothing else.
+        kind = torch.float32
+        self.found = torch.zeros((), dtype=kind, device=device)
         self._step_start = start
-        self._one = torch.ones((), device=device)
-        self._closed = torch.zeros((), device=device)  # steps that the gate was closed for
+        self._one = torch.ones((), dtype=kind, device=device)
+        # Steps that the gate was closed for.
+        self._closed = torch.zeros((), dtype=kind, device=device)
         self._readback = Readback(device, 2)
         self._pending: int | None = None  # the step after which the gate was asked for
         self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own
@@ -82,7 +85,7 @@ class NanGuard:
         self._newer: list[Tensor] = []  # the buffers at the last look
         self._good: list[Tensor] = []  # the buffers when all was well for sure
         self._weights_asked = False
-        self._spoilt = torch.zeros((), device=device)
+        self._spoilt = torch.zeros((), dtype=kind, device=device)
         self._weights_readback = Readback(device, 2)
 
     # Choosing how
@@ -171,6 +174,10 @@ class NanGuard:
             self._alike = dense and len(kinds) == 1 and kinds <= set(LOOKED_AT)
             self._large = sum(grad.numel() for grad in found) >= LARGE * len(found)
         flag_nonfinite(found, self.found, self._one)
+
+    def take_new_parameters(self) -> None:
+        """Other parameters are trained from now on: their gradients may be of other types."""
+        self._alike = None
 
     def refuse(self, share: Share) -> None:
         """Mode `read`: the step's gradient is bad, on every rank. Raises, or skips the step."""

@@ -137,7 +137,7 @@ class MultiGPUTrainer(ABC):
             lay_out_channels_last(model)
         state.precision = Precision(self.config, device, self.fast_defaults.mixed_precision)
         state.model = model
-        state.parameters = [p for p in model.parameters() if p.requires_grad]
+        state.find_parameters()
         state.step_module = StepModule(model, loss_fn, state.precision)
         self.strategy.wrap(state.step_module)
         if self.placement.breakable is not None:
@@ -149,8 +149,9 @@ class MultiGPUTrainer(ABC):
         NaN costs with it, if anything."""
         self.state.optimizer = optimizer
         if self.fast_defaults.fused_optimizer:
-            fuse(optimizer)
+            fuse(optimizer, sparse=bool(self.state.step_module.sparse))
         optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self.state.find_parameters()
         self.state.rates = Rates(optimizer, self.placement.device)
         return self.nan_guard.attach(optimizer)
 
@@ -186,6 +187,8 @@ class MultiGPUTrainer(ABC):
             if not oom.retrying:  # a step that is computed again has begun before
                 for call in state.callbacks.on_step_begin:
                     call(state.step + 1)
+            if state.parameters_changed():
+                execution.take_new_parameters()
         else:
             note_count(state.micro)
         oom.busy = True  # an exchange that breaks is the step's to mend

@@ -42,6 +42,7 @@ class StepComparison:
             self._state.rates.send()
             result, _ = self._eager.compute(resolve_kept(batch), samples, share)
             losses.append(result.mean.detach())
+        self._state.give_back_generators()
         return torch.stack(losses)
 
     def replayed_step(self) -> Tensor:
@@ -50,9 +51,10 @@ class StepComparison:
         micros = self._cache.steps[keys[0]].micros
         self._graph.keep_result()
         for micro, (batch, samples, _) in zip(micros, step, strict=True):
-            self._state.seed_noise()
+            self._state.seed_noise(on_host=False)
             self._state.rates.send()
             micro.replay(resolve_kept(batch), samples)
+        self._state.give_back_generators()
         return torch.stack([micro.mean for micro in micros])
 
     def first(self) -> tuple[float, float]:

@@ -69,10 +69,10 @@ class DDPStrategy(Strategy):
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
-    def weigh(self, window_count: int, weighted: bool | None) -> None:
+    def weigh(self, window_count: int, weighted: bool, unweighted: int) -> None:
         grad = self.step_module.tally.grad
         if not self.config.compress_gradients or grad is None:
-            super().weigh(window_count, weighted)
+            super().weigh(window_count, weighted, unweighted)
             return
         # The weight is too large for the 16 bits that gradients are sent in: it goes by itself.
         # On every rank, also on one that knows of no weights: it is a collective.
