@@ -12,12 +12,13 @@ from ranks import run_ranks
 FOLDER = str(Path(__file__).parents[2] / "benchmarks")
 
 SAMPLE = [
-    "siamese net: BatchNorm called twice a step, cosine embedding loss, sync_bn",
-    "(mean, weight) with importance per sample, accumulation",
+    "experts without work, accumulation",
+    "gradient penalty through BatchNorm, sync_bn",
+    "a loss that is a tuple only where something is masked",
     "own batch sampler of varying sizes",
-    "SequentialLR made before fit",
-    "own loop: labelled batches zipped with unlabelled ones",
-    "made by the user before fit, of some parameters, the others not frozen",
+    "SequentialLR made before fit, lr_scaling=linear",
+    "own loop: break after two steps of every epoch",
+    "GAN with two managers",
 ]
 
 
