@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
+from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 BATCH_NORMS = (
@@ -22,6 +25,12 @@ DROPOUTS = (
 def leave_compiled(trainer: MultiGPUTrainer) -> None:
     """Run the loss as the user wrote it: every other shape would be compiled anew."""
     trainer.state.step_module.compiled = trainer.state.step_module.loss_fn
+
+
+def watch_loss(trainer: MultiGPUTrainer, compute: Callable[[LossFn, nn.Module, Any], Any]) -> None:
+    """Let `compute(loss_fn, model, batch)` run in place of the loss function, which it is given."""
+    step_module = trainer.state.step_module
+    step_module.compiled = functools.partial(compute, step_module.loss_fn)
 
 
 def execution_facts(trainer: MultiGPUTrainer) -> dict[str, Any]:

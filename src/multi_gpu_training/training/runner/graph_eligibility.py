@@ -70,7 +70,9 @@ class StepWatch:
             text = str(warning.message)
             if "synchronizing CUDA operation" in text:
                 where = f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}"
-                self.finding = f"it waits for the GPU ({where}: .item(), .cpu() or a mask)"
+                wait = f"it waits for the GPU ({where}: .item(), .cpu() or a mask)"
+                # What was drawn on the CPU is then copied: that wait is only its consequence.
+                self.finding = self.finding or wait
             elif "Synchronization debug mode" not in text:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
