@@ -216,7 +216,6 @@ class Subject:
     def litter(self) -> list[str]:
         """Temporary files and folders it left, in its folder for them and among its checkpoints."""
         found = [path.name for path in self.temporary.iterdir()]
-        found = [name for name in found if not name.startswith("torchinductor_")]  # torch's cache
         return found + [path.name for path in self.checkpoints.glob(".*")]
 
     def remove(self) -> None:

@@ -39,6 +39,7 @@ from multi_gpu_training.monitoring.monitor import Monitor
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
+from multi_gpu_training.training.compile_cache import keep_compile_cache
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loop import TrainingLoop
@@ -89,6 +90,7 @@ class MultiGPUTrainingManager:
             self.config = self._measurement.adapt(self.config)
         start_ranks_if_needed(self.config)
         end_on_signals(signal.SIGUSR1)
+        keep_compile_cache()
         reproducible = self._measurement is not None and self._measurement.reproducible
         set_arithmetic(self.config, reproducible)
         self.placement = place(self.config)
@@ -214,6 +216,9 @@ class MultiGPUTrainingManager:
         batch, epoch_steps = self.sizes.global_batch, self.train_loader.steps
         self.scaling = setup.build_optimization(
             trainer, optimizer, scheduler, config, batch, epoch_steps, self.say
+        )
+        setup.describe_run(
+            self.fault_tolerance, config, self.recipe_options, trainer, self.train_loader, batch
         )
         facts = (self.sizes, self.train_loader, self.scaling, self.folder)
         announce(self.say, config, trainer, *facts)

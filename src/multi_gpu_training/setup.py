@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_file import storable
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import (
     BatchSizes,
@@ -83,6 +85,7 @@ def open_records(
     identity = placement.identity
     events = EventFile(
         folder.events(identity.rank),
+        folder.make_again,
         run=folder.path.name,
         attempt=identity.attempt,
         rank=identity.rank,
@@ -155,6 +158,20 @@ def build_optimization(
     return scaling
 
 
+def describe_run(
+    fault_tolerance: FaultToleranceManager,
+    config: MultiGPUConfig,
+    options: Mapping[str, Any],
+    trainer: MultiGPUTrainer,
+    loader: Loader,
+    global_batch: int,
+) -> None:
+    """Let checkpoints record what the run is made of, and a resume compare it."""
+    fault_tolerance.state.description = RunDescription(
+        config, plain_options(options), trainer.optimizer, trainer.schedule, loader, global_batch
+    )
+
+
 def check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: EvalFn | None) -> None:
     """A metric that the built-in evaluation never gives is an error before training."""
     known = {"loss", "accuracy", "f1"}
@@ -208,7 +225,7 @@ def resume(
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe's own options, as a checkpoint keeps them."""
-    plain: dict[str, Any] = json.loads(json.dumps(dict(options), default=str))
+    plain: dict[str, Any] = json.loads(json.dumps(storable(options), default=str))
     return plain
 
 
@@ -227,13 +244,16 @@ def _place(
     trainer: MultiGPUTrainer, loader: Loader, saved: int, size: int, epochs_done: int
 ) -> int:
     """With another global batch than the checkpoint's: the step right behind what it has seen."""
+    if may_resume_anyway(trainer.config):  # samples may come twice, or not at all
+        return min(trainer.position * saved // size, loader.steps or trainer.position)
     if isinstance(getattr(loader, "dataset", None), FormsBatches):
         # Batches of another size are other batches: only the end of an epoch is in both.
         if epochs_done <= trainer.epoch:
             raise ConfigError(
                 f"the checkpoint stands at step {trainer.position} of an epoch of batches of "
                 f"{saved}; with global_batch_size={size} this dataset forms other batches: "
-                f"continue with global_batch_size={saved}, or from the end of an epoch"
+                f"continue with global_batch_size={saved}, from the end of an epoch, or with "
+                "--resume-anyway"
             )
         return loader.steps or 0
     seen = trainer.position * saved
@@ -244,7 +264,8 @@ def _place(
         raise ConfigError(
             f"the checkpoint stands {seen} samples into an epoch, which "
             f"global_batch_size={size} does not divide; continue with "
-            f"global_batch_size={saved}, as it was, or from the end of an epoch"
+            f"global_batch_size={saved}, as it was, from the end of an epoch, or with "
+            "--resume-anyway"
         )
     return seen // size
 
@@ -292,6 +313,7 @@ def build_log(
     resident = isinstance(loader, ResidentLoader)
     wait = InputWait(trainer.placement.device, resident, records.logger.info)
     spikes = LossSpikes(config.on_loss_spike, fault_tolerance.record_fault)
+    fault_tolerance.register("loss_spikes", spikes)
     log = IntervalLog(
         config, trainer, trainer.callbacks, epoch_metrics, global_batch, wait, spikes, check_finite
     )

@@ -186,7 +186,7 @@ def test_a_read_only_disk_is_named(tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         newer = store.save(state(2))
         assert store.newest_intact() == (newer, [])
-        assert json.loads((store.folder / "lineage.json").read_text()) == [
+        assert json.loads((store.folder / "lineage.json").read_text())["entries"] == [
             {"attempt": 1, "from_step": 1}
         ]
 

@@ -85,6 +85,14 @@ def train(
     resume: Annotated[
         str | None, Option(help="auto, or a checkpoint folder", rich_help_panel=TRAINING)
     ] = None,
+    resume_anyway: Annotated[
+        bool | None,
+        Option(
+            "--resume-anyway",
+            help="although seed or data changed",
+            rich_help_panel=TRAINING,
+        ),
+    ] = None,
     seed: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
     deterministic: Annotated[bool | None, Option(rich_help_panel=TRAINING)] = None,
     nnodes: Annotated[
@@ -117,6 +125,7 @@ def train(
         "data_dir": data_dir,
         "save_dir": save_dir,
         "resume": resume,
+        "resume_anyway": resume_anyway,
         "seed": seed,
         "deterministic": deterministic,
     }
