@@ -123,7 +123,7 @@ class Lineage:
             problem = "is missing"
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            problem = f"is damaged: {reason}".replace(f"{LINEAGE} ", "")
+            problem = f"is damaged ({str(reason).removeprefix(f'{LINEAGE} ')})"
         found, source = self._other_sources()
         if found or problem != "is missing":  # a run that was never resumed has none
             self.problem = f"{LINEAGE} {problem}; the history of the run was taken from {source}"
