@@ -63,12 +63,16 @@ def read_lines(path: Path, with_steps: bool) -> EventLines:
     found.torn = bool(last.strip()) and parsed(last) is None
     whole = len(raw) - len(last) if found.torn else len(raw)
     lists = {kind.encode(): places for kind, places in found.frequent.items()}
+    seen: set[bytes] = set()
     for head in (EVERY if with_steps else WITHOUT_STEPS).finditer(raw, 0, whole):
         kind, step = head.groups()
         places = lists.get(kind)
         if places is None:
-            event = parsed(found.text(head.start()))
-            if event is not None:
+            text = found.text(head.start())
+            event = parsed(text)
+            # Every line has its own time: one that comes twice was copied, not written.
+            if event is not None and text not in seen:
+                seen.add(text)
                 found.rare.append((head.start(), event))
         else:
             number = int(step[:16]) if step is not None else _step(found.text(head.start()))
