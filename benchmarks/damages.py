@@ -3,9 +3,9 @@
     python benchmarks/damages.py --trials 1000
     python benchmarks/damages.py --trials 50 --seed 7
 
-A run that was resumed twice, and once went back, lies in a folder. Each trial copies it, damages one
-of its files (every kind of file in turn: those of checkpoints, manifests, lineage, lock, config,
-environment, forecast, events, report, curves), and then does what a user does: `mgt checkpoints`,
+A run that was resumed twice, and once went back, lies in a folder. Each trial copies it, damages
+one of its files (every kind of file in turn: those of checkpoints, manifests, lineage, lock,
+config, environment, forecast, events, report, curves), and then does what a user does: `mgt checkpoints`,
 `mgt report`, and training to the end with `--resume auto`. Looked at are raw errors, the weights at
 the end against those of the undisturbed run, and whether the damaged file was named.
 
@@ -35,15 +35,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.cli.checkpoints_command import show_checkpoints
-from multi_gpu_training.cli.report_command import report
+from multi_gpu_training.cli.report_command import report, summary
 from multi_gpu_training.errors import MultiGPUError
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.run_record import read_runs
+from multi_gpu_training.monitoring.report.terminal import show
 
 STEPS = 24
 
@@ -78,7 +80,8 @@ def train(folder: Path, steps: int, resume: str | None = "auto") -> bytes:
     config = MultiGPUConfig(
         training_mode="single", device="cpu", batch_size=4, epochs=3, max_steps=steps,
         checkpoint_frequency=3, keep_last=4, log_every=1, progress="lines", monitor=False,
-        tensorboard=resume != "auto", loggers=["csv"], save_dir=str(folder), run_name="it", resume=resume, report=False,
+        tensorboard=resume != "auto", loggers=["csv"], save_dir=str(folder), run_name="it",
+        resume=resume, report=False,
         forecast=str(folder.parent / "forecast.json"), warmup_steps=5,
     )  # fmt: skip
     manager = MultiGPUTrainingManager(config)
@@ -191,7 +194,7 @@ class Campaign:
         run = copy / "runs" / "custom" / "it"
         how = self._damage(run, file)
         # Drawing the picture takes longer than all the rest.
-        full = number % 10 == 0 or file.name in ("report.html", "metrics.png")
+        full = number % 20 == 0 or file.name in ("report.html", "metrics.png")
         verdict, why = self._judge(run, file, full)
         {"found": self.found, "harmless": self.harmless}.get(verdict, Counter())[kind] += 1
         self.by_damage[how, verdict == "found"] += 1
@@ -243,8 +246,8 @@ class Campaign:
 
         try:
             attempt(lambda: show_checkpoints(str(run), as_json=False))
-            attempt(lambda: report([str(run)], None, False, full))
-            attempt(lambda: page(read_runs([run])))
+            if full:
+                attempt(lambda: report([str(run)], None, False, True))
             shown = attempt(lambda: figures(run))
             weights = attempt(lambda: train(run.parent.parent, STEPS))
         except BaseException:
@@ -276,12 +279,12 @@ class Campaign:
         good = total - len(self.bad)
         lines = [
             f"{os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, Python "
-            f"{platform.python_version()}: `python benchmarks/damages.py {' '.join(sys.argv[1:])}`, "
-            f"{seconds:.0f} s.",
+            f"{platform.python_version()}: `python benchmarks/damages.py "
+            f"{' '.join(sys.argv[1:])}`, {seconds:.0f} s.",
             "",
             f"**{good} of {total} damages were found or harmless.** After each: `mgt checkpoints`, "
-            "`mgt report`, and training to the end with `--resume auto`; wherever a run went on, it "
-            "ended with every bit of the undisturbed weights.",
+            "`mgt report`, and training to the end with `--resume auto`; wherever a run went on, "
+            "it ended with every bit of the undisturbed weights.",
             "",
             "| file | damages | found and named | harmless |",
             "|---|---|---|---|",
@@ -312,10 +315,12 @@ def kind_of(path: Path, run: Path) -> str:
 
 
 def figures(run: Path) -> Any:
-    """What the report computes, without what depends on the moment of looking."""
-    with quiet() as out:
-        report([str(run)], None, True, False)
-    [found] = json.loads(out.getvalue())
+    """Show the report in all its forms, as `mgt report` does, but for the picture. Returns what it
+    computes, without what depends on the moment of looking."""
+    runs = read_runs([run])
+    show(runs, Console(highlight=False, width=160))
+    page(runs)
+    found = summary(runs[0])
     return {k: v for k, v in found.items() if k not in ("run", "notes", "headline", "causes")}
 
 

@@ -164,6 +164,8 @@ class Lineage:
             staged = self.folder / f"{STAGED_LINEAGE}{own_name()}"
             try:
                 write_text(staged, text)
+                if (self.folder / name).is_dir():  # nothing of ours: it must not stop every save
+                    (self.folder / name).rename(self.folder / f"{name}-moved-{own_name()}")
                 staged.replace(self.folder / name)
             except OSError:
                 with contextlib.suppress(OSError):
