@@ -5,9 +5,10 @@
 
 A run that was resumed twice, and once went back, lies in a folder. Each trial copies it, damages
 one of its files (every kind of file in turn: those of checkpoints, manifests, lineage, lock,
-config, environment, forecast, events, report, curves), and then does what a user does: `mgt checkpoints`,
-`mgt report`, and training to the end with `--resume auto`. Looked at are raw errors, the weights at
-the end against those of the undisturbed run, and whether the damaged file was named.
+config, environment, forecast, events, report, curves), and then does what a user does:
+`mgt checkpoints`, `mgt report`, and training to the end with `--resume auto`. Looked at are raw
+errors, the weights at the end against those of the undisturbed run, and whether the damaged file
+was named.
 
     found      a command named the file (or its checkpoint), and the weights are right or the resume
                was refused

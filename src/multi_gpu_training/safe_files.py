@@ -15,9 +15,10 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Hashable
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -108,7 +109,8 @@ def parse_json(text: str | bytes, schema: type[T], name: str) -> T:
     """JSON as an object of the `schema`, a pydantic model or any annotation; strictly."""
     try:
         # Twice: json reads NaN and has no opinion on types, pydantic the other way round.
-        found: T = _adapter(schema).validate_python(json.loads(text), strict=True)
+        adapter = _adapter(cast(Hashable, schema))
+        found: T = adapter.validate_python(json.loads(text), strict=True)
         return found
     except RecursionError:
         problem = "it is nested too deeply"
@@ -142,7 +144,7 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
 
 
 @cache
-def _adapter(schema: Any) -> TypeAdapter[Any]:
+def _adapter(schema: Hashable) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
 
 

@@ -40,6 +40,7 @@ class EventFile:
         self.identity = {"v": SCHEMA, **identity, "host": socket.gethostname()}
         self.lost = 0
         self._path = path
+        self._missed = False  # the file is gone and could not be made again
         self._on_deleted = on_deleted
         self._file: BinaryIO | None = None
         self._torn = False  # the last line may have been cut short
@@ -99,8 +100,16 @@ class EventFile:
         try:
             self._on_deleted()
             self._open(self._path)
-        except (OSError, ConfigError):
-            return  # tried again with the next event; until then the old file takes them
+        except (OSError, ConfigError) as error:
+            if not self._missed:  # tried again with the next event
+                self._missed = True
+                print(
+                    f"warning: {self._path} was deleted or moved and cannot be made again "
+                    f"({error}); events go to where nobody finds them; training goes on",
+                    file=sys.stderr,
+                )
+            return
+        self._missed = False
         old.close()
         text = (
             f"{self._path} was deleted or moved while the run goes on, and was made again; what "
