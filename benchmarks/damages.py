@@ -259,8 +259,9 @@ class Campaign:
             names |= {"rank 0: a damaged line", "rank 0: the last line", "damaged lines"}
             names |= {"no event in them", "events/rank-*.jsonl"}
         # Of a checkpoint, the line that says so; its name alone is in every listing.
-        hints = ("damaged", "missing", "cannot be", "changed", "unreadable", "not a ", "no event",
-                 "refused", "torn", "are recorded", "symbolic", "FIFO", "aliases")  # fmt: skip
+        hints = ("damaged", "missing", "cannot be", "cannot write", "changed", "unreadable",
+                 "not a ", "no event", "refused", "torn", "are recorded", "symbolic",
+                 "FIFO", "aliases")  # fmt: skip
         lines = [line for line in text.splitlines() if any(hint in line for hint in hints)]
         named = any(name in line for name in names for line in lines)
         if weights is None:

@@ -145,7 +145,7 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
 
 @cache
 def _adapter(schema: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter(schema)
+    return TypeAdapter(cast(Any, schema))
 
 
 # Writing

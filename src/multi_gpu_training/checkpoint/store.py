@@ -139,8 +139,7 @@ class CheckpointStore:
                 os.close(descriptor)
         manifest = {**captured.manifest, "attempt": self.attempt, "files": files}
         manifest["history"] = [[e["attempt"], e["from_step"]] for e in self.lineage.entries()]
-        text = integrity.manifest_text(signed(manifest))
-        durable.write_text(staged / integrity.MANIFEST, text)
+        durable.write_text(staged / integrity.MANIFEST, integrity.manifest_text(signed(manifest)))
         durable.flush(staged)
 
     def _move_into_place(self, staged: Path, final: Path) -> None:
