@@ -132,8 +132,7 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
     """The mapping in a YAML file without aliases: a few lines of them stand for gigabytes."""
     text = read_text(path, limit)
     try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise UnreadableFile(f"{path.name} has aliases, which we never write")
+        _check_yaml(text, path.name)
         found = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, OverflowError) as error:
         problem = str(error).partition("\n")[0] or type(error).__name__
@@ -141,6 +140,18 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UnreadableFile(f"{path.name} is not a list of settings")
     return found
+
+
+def _check_yaml(text: str, name: str) -> None:
+    """Refuse what takes PyYAML minutes or gigabytes, before it has read far into it."""
+    depth = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            raise UnreadableFile(f"{name} is unreadable (it has aliases, which we never write)")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > 50:
+            raise UnreadableFile(f"{name} is unreadable (it is nested too deeply)")
 
 
 @cache
