@@ -260,7 +260,7 @@ class Campaign:
             names |= {"no event in them", "events/rank-*.jsonl"}
         # Of a checkpoint, the line that says so; its name alone is in every listing.
         hints = ("damaged", "missing", "cannot be", "cannot write", "changed", "unreadable",
-                 "not a ", "no event", "refused", "torn", "are recorded", "symbolic",
+                 "not a ", "not text", "no event", "refused", "torn", "are recorded", "symbolic",
                  "FIFO", "aliases")  # fmt: skip
         lines = [line for line in text.splitlines() if any(hint in line for hint in hints)]
         named = any(name in line for name in names for line in lines)
@@ -300,8 +300,8 @@ class Campaign:
         lines += [
             "",
             "Harmless are damages of what nobody reads back (`.lock`, the report and its picture, "
-            "curves, `metrics.csv`), of the second copy of the lineage, and of bytes between two "
-            "events. A checkpoint that is older than the one resumed from is named by "
+            "curves, `metrics.csv`), of the second copy of the lineage, and of the newline at the "
+            "end of the events. A checkpoint that is older than the one resumed from is named by "
             "`mgt checkpoints` alone.",
         ]
         return "\n".join([*lines, *(f"- BAD: {line[:300]}" for line in self.bad)])
@@ -320,6 +320,7 @@ def figures(run: Path) -> Any:
     """Show the report in all its forms, as `mgt report` does, but for the picture. Returns what it
     computes, without what depends on the moment of looking."""
     runs = read_runs([run])
+    print(*runs[0].problems, sep="\n")  # the panel below breaks lines
     show(runs, Console(highlight=False, width=160))
     page(runs)
     found = summary(runs[0])

@@ -39,7 +39,7 @@ from subject import EVERY, Reference, Subject, ended_at_last, shared_memory, und
 
 PATIENCE_S = 180.0
 KINDS = {"tree": 9, "rank": 9, "launcher": 2}  # and how often
-MODES = {"ddp": {}, "single": {"training_mode": "single", "world_size": 1}}
+MODES = {"ddp": {}, "single": {"training_mode": "single", "world_size": 1, "batch_size": 8}}
 RESTARTS = 3  # of one launch, the default of max_restarts
 
 
