@@ -118,11 +118,11 @@ class Ours:
             self.manager.trainer.train_step(batch)
         self.optimizer = self.manager.trainer.optimizer
         self.weight = next(self.model.parameters()).detach()
-        self.saver = self.manager.fault_tolerance.saver
+        self.saver = self.manager.fault_tolerance
         self.nbytes = 0
 
     def once(self) -> dict[str, float]:
-        self.manager.trainer.step += 1
+        self.manager.trainer.state.step += 1
         synchronize(self.device)
         begun = time.perf_counter()
         path = self.manager.save_checkpoint(wait=False)

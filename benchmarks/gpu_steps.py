@@ -163,7 +163,7 @@ def peer(options: argparse.Namespace, name: str) -> Found:
 
 
 def fashion(options: argparse.Namespace, name: str) -> Found:
-    """`mgt train image` in this process; an epoch is `train_epoch`, without validation."""
+    """`mgt train image` in this process; an epoch is without its validation."""
     if options.fashion is None:
         raise FileNotFoundError("no data: give --fashion FOLDER (the IDX files of Fashion-MNIST)")
     epochs = 2 if options.quick else 10
@@ -208,25 +208,30 @@ class Watch:
         from multi_gpu_training.cli import main as mgt
         from multi_gpu_training.training.loop import TrainingLoop
 
-        train_epoch = TrainingLoop.train_epoch
-        validate_epoch = TrainingLoop.validate_epoch
+        parts = {
+            name: getattr(TrainingLoop, name)
+            for name in ("_train", "_end_of_training", "_validate")
+        }
 
-        def timed(loop: Any, loader: Any, epoch: int) -> Any:
-            begun = self.now()
-            metrics = train_epoch(loop, loader, epoch)
-            self.epochs_s.append(self.now() - begun)
+        def begun(loop: Any, *given: Any, **more: Any) -> Any:
+            self.begun_s = self.now()
+            return parts["_train"](loop, *given, **more)
+
+        def ended(loop: Any, loader: Any, epoch: int) -> Any:
+            metrics = parts["_end_of_training"](loop, loader, epoch)
+            self.epochs_s.append(self.now() - self.begun_s)
             found = loop.trainer.execution
             share = found.replayed / max(1, found.steps)
             self.execution = {"mode": found.mode, "share": share, "reason": found.reason}
             return metrics
 
-        def noted(loop: Any, loader: Any = None) -> Any:
-            metrics = validate_epoch(loop, loader)
+        def noted(loop: Any, loader: Any) -> Any:
+            metrics = parts["_validate"](loop, loader)
             self.accuracies.append(metrics["accuracy"])
             return metrics
 
-        TrainingLoop.train_epoch = timed  # type: ignore[method-assign]
-        TrainingLoop.validate_epoch = noted  # type: ignore[method-assign]
+        for name, instead in zip(parts, (begun, ended, noted), strict=True):
+            setattr(TrainingLoop, name, instead)
         sys.argv = ["mgt", *words]
         try:
             mgt()
@@ -234,8 +239,8 @@ class Watch:
             if stop.code not in (0, None):
                 raise
         finally:
-            TrainingLoop.train_epoch = train_epoch  # type: ignore[method-assign]
-            TrainingLoop.validate_epoch = validate_epoch  # type: ignore[method-assign]
+            for name, part in parts.items():
+                setattr(TrainingLoop, name, part)
 
 
 # The graph computes what the eager step computes

@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from node_run import PATIENCE_S, TRAIN, Run
+from node_run import PATIENCE_S, TOKEN, TRAIN, Run
 from nodes import Machine, Network, why_not
 
 
@@ -158,7 +158,8 @@ def power_cut_of_leader(run: Run) -> float:
     hosts = ["--nnodes", "1:2", "--node-rank", 0, "--master-addr", second.address]
     source = str(Path(__file__).parent.parent / "src")
     command = ("-m", "multi_gpu_training", "run", *hosts, "--num-gpus", run.ranks)
-    second.start(*command, "train.py", run.settings, env={"PYTHONPATH": source})
+    env = {"PYTHONPATH": source, "MGT_CLUSTER_TOKEN": TOKEN}
+    second.start(*command, "train.py", run.settings, env=env)
     return run.reach(far + 1) - since
 
 

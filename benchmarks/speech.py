@@ -30,9 +30,8 @@ from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.speech import SpeechOptions, build
-from multi_gpu_training.recipes.speech.buckets import Buckets
 from multi_gpu_training.recipes.speech.corpora import read_corpus
-from multi_gpu_training.recipes.speech.dataset import Batch, Clip, Speech
+from multi_gpu_training.recipes.speech.dataset import Batch, Buckets, Clip, Speech
 from multi_gpu_training.recipes.speech.objective import MASKS, Objective, evaluate
 from multi_gpu_training.recipes.speech.speech_model import SIZES, Recogniser
 

@@ -10,6 +10,7 @@ from typing import Any
 from nodes import Machine, Network
 
 PATIENCE_S = 180.0
+TOKEN = "the token of the nodes in these tests"
 
 TRAIN = """
 import json, os, socket, sys, time
@@ -76,7 +77,7 @@ class Run:
         source = str(Path(__file__).parent.parent / "src")
         node.start(
             *("-m", "multi_gpu_training", "run", *hosts, *flags, "train.py", self.settings),
-            env={"PYTHONPATH": source},
+            env={"PYTHONPATH": source, "MGT_CLUSTER_TOKEN": TOKEN},
         )
 
     @property

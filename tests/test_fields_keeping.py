@@ -189,7 +189,7 @@ def train_on_a_bad_disk(folder: Path, policy: str) -> tuple[list[int], str]:
     class Spoil(Callback):
         def on_step_end(self, manager: Any, result: Any) -> None:
             step = result.step
-            manager.fault_tolerance.saver.wait()  # so that it is known which saves fail
+            manager.fault_tolerance.wait()  # so that it is known which saves fail
             if step == 1:
                 place.write_text("")
             if step == 5:

@@ -117,7 +117,7 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Any:
         return {**asked, "device": str(chosen)}
 
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(placement, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
+    monkeypatch.setattr(placement.meeting_place, "join_store", lambda *_, **__: store)
     monkeypatch.setattr(placement.dist, "init_process_group", init)
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
@@ -166,9 +166,14 @@ def test_rank_on_another_machine_does_not_listen_on_loopback(
     tmp_path: Path, joined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name)
+    with pytest.raises(ConfigError, match="mgt cluster token"):
+        placement.place(quiet(tmp_path, rank=8, local_rank=0, world_size=16))
+    monkeypatch.setenv("MGT_CLUSTER_TOKEN", "t" * 40)
     joined(tmp_path, rank=8, local_rank=0, world_size=16)
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert os.environ.get("GLOO_SOCKET_IFNAME") != "lo"
 
 
 def free_port() -> int:

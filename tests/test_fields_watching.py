@@ -13,7 +13,7 @@ import torch
 from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training import Callback
-from multi_gpu_training.monitoring import monitor
+from multi_gpu_training.monitoring import run_events
 
 
 class Pause(Callback):
@@ -53,7 +53,7 @@ def test_report_is_written_at_the_end_of_a_run(
 ) -> None:
     short, _ = recorded(tmp_path)
     assert not (short / "report.html").exists()  # not worth it
-    monkeypatch.setattr(monitor, "WORTH_A_REPORT_S", 0.0)
+    monkeypatch.setattr(run_events, "WORTH_A_REPORT_S", 0.0)
     path, _ = recorded(tmp_path)
     assert "</html>" in (path / "report.html").read_text() and (path / "metrics.png").exists()
     without, _ = recorded(tmp_path, report=False)

@@ -163,7 +163,7 @@ def precision(folder: Path, dtype: str) -> list[Any]:
         )
     )
     result = manager.fit(cnn(True), data(), loss_fn=loss_fn)
-    return [seen[0], manager.trainer.precision.describe(), result.metrics["loss"]]
+    return [seen[0], manager.trainer.state.precision.describe(), result.metrics["loss"]]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def probed(folder: Path) -> Any:
     manager.setup_training(cnn(batchnorm=True), data(), optimizer=adamw)
     before = {name: value.clone() for name, value in manager.model.state_dict().items()}
     generator = torch.cuda.get_rng_state()
-    probe = Probe(manager.trainer, first_batch(manager.train_loader))
+    probe = Probe(manager.trainer.state, first_batch(manager.train_loader))
     small, large = probe.measure(8), probe.measure(64)
     after = manager.model.state_dict()
     same = all(torch.equal(after[name], value) for name, value in before.items())

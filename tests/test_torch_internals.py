@@ -19,6 +19,7 @@ import torch
 from ranks import run_ranks
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ChainedScheduler, LinearLR, SequentialLR
 from torch.utils.data import RandomSampler
 from torch.utils.flop_counter import flop_registry
 
@@ -221,19 +222,20 @@ def test_base_classes_cover_their_families() -> None:
     assert all(issubclass(kind, torch_internals.CriterionBase) for kind in criteria)
 
 
-def test_input_check_refuses_the_wrong_number_of_dimensions() -> None:
-    check = torch_internals.input_check(nn.BatchNorm2d(3))
-    check(torch.zeros(2, 3, 4, 4))
+def test_check_dimensions_refuses_the_wrong_number_of_dimensions() -> None:
+    norm = nn.BatchNorm2d(3)
+    torch_internals.check_dimensions(norm, torch.zeros(2, 3, 4, 4))
     with pytest.raises(ValueError, match="4D"):
-        check(torch.zeros(2, 3))
+        torch_internals.check_dimensions(norm, torch.zeros(2, 3))
 
 
-def test_batch_norm_with_check_asks_check_input() -> None:
-    norm = torch_internals.BatchNormWithCheck(3)
-    norm.check_input = torch_internals.input_check(nn.BatchNorm1d(3))
-    norm(torch.randn(4, 3))
-    with pytest.raises(ValueError, match="2D or 3D"):
-        norm(torch.randn(4, 3, 2, 2))
+def test_inner_schedulers_finds_those_that_are_combined() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0)
+    first, second, third = (LinearLR(optimizer) for _ in range(3))
+    chained = ChainedScheduler([second, third], optimizer)
+    combined = SequentialLR(optimizer, [first, chained], [2])
+    found = torch_internals.inner_schedulers(combined)
+    assert found == [combined, first, chained, second, third]
 
 
 def test_asked_samples_tells_a_default_from_a_wish() -> None:

@@ -84,6 +84,11 @@ class NonFiniteLossError(MultiGPUError):
         self.step, self.epoch, self.position = step, epoch, position
         self.findings: list[Any] = []
 
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks whose micro-batches were bad; every rank raises the error alike."""
+        return sorted({rank for rank, _ in self.findings})
+
     def describe(self, findings: Sequence[Any], names: Sequence[str], trainer: Any) -> None:
         """Add the diagnosis: (rank, (loss, samples, parameters)) of each bad micro-batch."""
         self.findings = list(findings)

@@ -6,7 +6,6 @@ A thin facade: `setup.py` builds the parts, `training/loop.py` is the loop.
 from __future__ import annotations
 
 import math
-import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -17,35 +16,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from multi_gpu_training import setup
-from multi_gpu_training.checkpoint.saver import Save
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes, Data, Loader
-from multi_gpu_training.data.loader import wait_for_no_worker
+from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.progress_slot import Phase, note_hang_limit, note_phase
-from multi_gpu_training.distributed.signal_thread import end_on_signals
+from multi_gpu_training.distributed.signal_thread import SILENT_ENDS, end_on_signals
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.launch.launcher import start_ranks_if_needed
 from multi_gpu_training.measure.balance import Balance
 from multi_gpu_training.measure.request import requested
-from multi_gpu_training.monitoring.announce import announce, summary
+from multi_gpu_training.monitoring.announce import summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.loggers import Logger, check_loggers
-from multi_gpu_training.monitoring.monitor import Monitor
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.safe_output import protect_output
+from multi_gpu_training.setup import Given, Records, Training
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
 from multi_gpu_training.training.compile_cache import keep_compile_cache
 from multi_gpu_training.training.evaluation import EvalFn
-from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loop import TrainingLoop
-from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
-from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
-from multi_gpu_training.training.oom import take_oom_hint
+from multi_gpu_training.training.loss import LossFn
+from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.step_state import Augment
@@ -89,30 +84,36 @@ class MultiGPUTrainingManager:
         if self._measurement is not None:
             self.config = self._measurement.adapt(self.config)
         start_ranks_if_needed(self.config)
-        end_on_signals(signal.SIGUSR1)
+        end_on_signals(*SILENT_ENDS)
         keep_compile_cache()
         reproducible = self._measurement is not None and self._measurement.reproducible
         set_arithmetic(self.config, reproducible)
         self.placement = place(self.config)
         self.console = Console(self.placement.is_main, self.config.progress)
         self.logger = StructuredLogger(self.console, EventFile(None))
-        self.trainer = TRAINERS[self.config.training_mode](self.config, self.placement)
-        self.callbacks: CallbackList = CallbackList(self)
-        self.trainer.callbacks = self.callbacks
+        self.callbacks = CallbackList(self)
+        self.trainer = TRAINERS[self.config.training_mode](
+            self.config,
+            self.placement,
+            callbacks=self.callbacks,
+            say=self.say,
+            told=lambda *fault: self._training.fault_tolerance.record_fault(*fault),
+            snapshot_more=lambda: self._training.snapshot(),
+        )
         self.progress = Progress(self.config)
         self.balance = Balance(self.config, self.placement)
         self.recipe_options: dict[str, Any] = {}
-        self.records: setup.Records
+        # What `setup_training` makes.
+        self._training: Training
+        self.records: Records
         self.fault_tolerance: FaultToleranceManager
         self.model: nn.Module
         self.loss_fn: LossFn
-        self.scaling: Scaling
         self.train_loader: Loader
         self.val_loader: Loader | None = None
         self.sizes: BatchSizes
-        self.loop: TrainingLoop
         self.control: Control
-        self._monitor: Monitor
+        self.loop: TrainingLoop
 
     # Setting up
 
@@ -131,6 +132,7 @@ class MultiGPUTrainingManager:
         loggers: Sequence[Logger] = (),
         states: dict[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
+        batch_size_fn: BatchSizeFn | None = None,
     ) -> tuple[nn.Module, Loader, Loader | None]:
         """Place the model, share out the data, and continue from a checkpoint where asked to.
 
@@ -139,223 +141,50 @@ class MultiGPUTrainingManager:
         on the device; `random` gives numbers that belong to each sample (SampleRandom). Returns
         the model on its device and the loaders of this rank; without `val_dataset` the third is
         None. `states` are further objects with `state_dict`, saved and restored with the run;
-        (object, "per_rank") for one that differs between ranks. `hooks` is the old name of
-        `callbacks`.
+        (object, "per_rank") for one that differs between ranks. `batch_size_fn(batch)` counts the
+        samples of batches that you make yourself, where their shapes do not say it. `hooks` is the
+        old name of `callbacks`.
         """
-        if hasattr(self, "records"):
+        if hasattr(self, "_training"):
             raise ConfigError(
                 "this manager has set up a training already; make another MultiGPUTrainingManager "
                 "for another training"
             )
         check_loggers(self.config.loggers)
-        self.records = setup.open_records(
-            self.config, self.placement, self.console, self.recipe_options
+        self._handled = sys.exception()  # somebody may train while handling an error
+        options = self.recipe_options
+        made = self._training = Training(
+            self.trainer, self.console, self.progress, self.balance, self._measurement, options
         )
-        self.logger = self.records.logger
         try:
-            epoch_metrics = self._register(states or {})
-            checkpoint = setup.find_checkpoint(self.config, self.fault_tolerance, self.say)
-            self._build(
-                model, dataset, val_dataset, loss_fn, optimizer, scheduler, augment, eval_fn
+            self.logger, self.records = made.logger, made.records
+            made.build(
+                Given(
+                    model,
+                    dataset,
+                    val_dataset,
+                    loss_fn,
+                    optimizer,
+                    scheduler,
+                    eval_fn,
+                    augment,
+                    [*callbacks, *hooks],
+                    loggers,
+                    states or {},
+                    batch_size_fn,
+                )
             )
-            if checkpoint is not None:
-                self._resume(checkpoint)
-            self._settle_shares()
-            setup.start_loggers(self.records, self.config, self.trainer, loggers)
-            self.control = self._start_control()
-            listeners = [*callbacks, *hooks]
-            self.loop = self._build_loop(epoch_metrics, eval_fn, listeners, loss_fn is None)
-            self.loop.saved_step = self.step if checkpoint is not None else None
-            self._start(epoch_metrics)
+            self.model, self.loss_fn, self.loop = made.model, made.loss_fn, made.loop
+            self.train_loader, self.val_loader = made.train_loader, made.val_loader
+            self.sizes, self.control = made.sizes, made.control
+            self.fault_tolerance = made.fault_tolerance
+            weakref.finalize(self, made.control.close)  # where nobody calls finish
+            made.start(self)
         except BaseException:
-            self._abandon()
+            made.close()
+            del self._training
             raise
         return self.model, self.train_loader, self.val_loader
-
-    def _register(self, states: dict[str, Any]) -> MetricsCollector:
-        """Decide what is saved with the run; the sums of the epoch under way, which are part of
-        it."""
-        self.fault_tolerance = self._open_checkpoints()
-        epoch_metrics = MetricsCollector()
-        sums = EpochSums(epoch_metrics, self.trainer.metrics), "per_rank"
-        own = {"progress": self.progress, "shares": self.balance, "epoch_metrics": sums}
-        setup.register_states(self.fault_tolerance, states, **own)
-        return epoch_metrics
-
-    def _build(
-        self,
-        model: nn.Module | Callable[[], nn.Module],
-        dataset: Data,
-        val_dataset: Data | None,
-        loss_fn: Any,
-        optimizer: Any,
-        scheduler: Any,
-        augment: Augment | None,
-        eval_fn: EvalFn | None,
-    ) -> None:
-        """Loaders, model, optimizer and schedule."""
-        config, trainer = self.config, self.trainer
-        trainer.augment = augment
-        if self._measurement is not None:
-            batch = config.global_batch_size or config.batch_size
-            dataset = self._measurement.shorten(dataset, batch)
-            val_dataset = self._measurement.shorten(val_dataset, batch)
-        self.loss_fn = choose_loss(loss_fn)
-        if isinstance(self.loss_fn, SupervisedLoss):
-            self.loss_fn.look_at(dataset)
-        setup.check_metric(config, self.loss_fn, eval_fn)
-        self.train_loader, self.val_loader, self.sizes = setup.build_loaders(
-            dataset, val_dataset, config, trainer
-        )
-        built = setup.build_model(model, config)
-        if self._measurement is not None:
-            self._measurement.prepare(built)
-        trainer.loader = self.train_loader
-        trainer.oom.whole = self.sizes.per_rank
-        self.model = trainer.build(built, self.loss_fn)
-        batch, epoch_steps = self.sizes.global_batch, self.train_loader.steps
-        self.scaling = setup.build_optimization(
-            trainer, optimizer, scheduler, config, batch, epoch_steps, self.say
-        )
-        setup.describe_run(
-            self.fault_tolerance, config, self.recipe_options, trainer, self.train_loader, batch
-        )
-        facts = (self.sizes, self.train_loader, self.scaling, self.folder)
-        announce(self.say, config, trainer, *facts)
-
-    def _resume(self, checkpoint: Path) -> None:
-        setup.resume(
-            checkpoint,
-            self.fault_tolerance,
-            self.trainer,
-            self.train_loader,
-            self.sizes.global_batch,
-            lambda: self.progress.epochs_done,
-            setup.plain_options(self.recipe_options),
-        )
-
-    def _settle_shares(self) -> None:
-        """How much each rank computes, and in how small parts. Collective."""
-        trainer = self.trainer
-        take_oom_hint(self.folder, trainer.oom, self.placement)
-        if trainer.oom.parts > 1:
-            self.say(trainer.oom.describe())
-        loaders = self.train_loader, self.val_loader
-        self.balance.settle(trainer, *loaders, self.logger, self.console.line)
-
-    def _start(self, epoch_metrics: MetricsCollector) -> None:
-        if self._measurement is not None:
-            self.callbacks.extend(self._measurement.callbacks(self))
-        self._start_execution(epoch_metrics)
-        self._monitor = Monitor(
-            self.config, self.trainer, self.sizes, self.train_loader, self.logger
-        )
-        self.callbacks.add(self._monitor)
-        for call in self.callbacks.on_setup:
-            call()
-
-    def _abandon(self) -> None:
-        """Setting up failed: let go of the folder, threads and signals."""
-        if hasattr(self, "_monitor"):
-            self._monitor.stop()
-        if hasattr(self, "control"):
-            self.control.close()
-        if hasattr(self, "fault_tolerance"):
-            self.fault_tolerance.saver.close()
-        self.records.close()
-        self.trainer.execution.leave_stream()
-        del self.records
-
-    def _open_checkpoints(self) -> FaultToleranceManager:
-        folder = self.records.folder
-        kept = FaultToleranceManager(
-            self.config,
-            self.placement,
-            self.trainer,
-            self.logger,
-            folder.checkpoints,
-            folder.hosts,
-            lambda: setup.rolling_back(self.trainer),
-        )
-        kept.saver.on_saved = self._checkpoint_is_safe
-        setup.tell_faults(self.trainer, kept, folder.path, self.callbacks)
-        return kept
-
-    def _start_control(self) -> Control:
-        """Listen for signals; before every step of the trainer is a boundary. Collective."""
-        control = Control(self.placement, self.config.grace_s)
-        alive = weakref.ref(self)
-
-        def on_stop() -> None:
-            found = alive()
-            assert found is not None
-            found.loop.stop()
-
-        control.on_stop = on_stop
-        control.on_leave = wait_for_no_worker
-        self.trainer.boundary = control
-        control.listen()
-        weakref.finalize(self, control.close)  # where nobody calls finish
-        return control
-
-    def _build_loop(
-        self,
-        epoch_metrics: MetricsCollector,
-        eval_fn: EvalFn | None,
-        callbacks: Sequence[Callback | Hook],
-        loss_was_chosen: bool,
-    ) -> TrainingLoop:
-        config, trainer, loader = self.config, self.trainer, self.train_loader
-        log, wait = setup.build_log(
-            config,
-            trainer,
-            loader,
-            self.records,
-            epoch_metrics,
-            self.sizes.global_batch,
-            self.fault_tolerance,
-            lambda metrics: self.loop.check_finite(metrics),
-        )
-        chosen = self.loss_fn if loss_was_chosen else None
-        setup.add_callbacks(
-            self.callbacks,
-            callbacks,
-            log,
-            wait,
-            self.records,
-            config,
-            trainer,
-            self.console,
-            loader,
-            chosen if isinstance(chosen, SupervisedLoss) else None,
-        )
-        return TrainingLoop(
-            config=config,
-            trainer=trainer,
-            callbacks=self.callbacks,
-            progress=self.progress,
-            checkpoints=setup.RunCheckpoints(self.fault_tolerance),
-            log=log,
-            control=self.control,
-            train_loader=loader,
-            val_loader=self.val_loader,
-            loss_fn=self.loss_fn,
-            eval_fn=eval_fn,
-            epoch_metrics=epoch_metrics,
-            facts=self._checkpoint_facts,
-            renew_shares=self.balance.renew,
-            record=self.logger.record,
-            folder=self.folder,
-        )
-
-    def _start_execution(self, epoch_metrics: MetricsCollector) -> None:
-        """Let steps be recorded where they can be, and say how to take recorded ones back."""
-        execution = self.trainer.execution
-        execution.say = self.say
-        execution.steps_left = self.loop.steps_left
-        execution.snapshot_more = setup.state_keeper(self.fault_tolerance, epoch_metrics)
-        execution.start()
-        self.trainer.nan_guard.start()
 
     # Training
 
@@ -408,32 +237,38 @@ class MultiGPUTrainingManager:
     def finish(self) -> None:
         """End the run: its last checkpoint, summary, log, callbacks. `fit` calls it; after your
         own loop, call it on every rank. A signal that came too late to stop the run ends the
-        process here."""
+        process here.
+
+        While an error of this run is being handled (in `except` or `finally`), the run counts as
+        failed, and no rank waits for another.
+        """
         note_phase(Phase.ENDING)
-        saver = self.fault_tolerance.saver
         try:
-            if sys.exception() is None:
+            if self._failure() is None:
                 self.trainer.execution.verify()  # the weights of your own loop, too
                 self.trainer.nan_guard.look(now=True)
+                if self.config.consistency_check_every:
+                    self.trainer.check_replicas()
                 self.loop.log.flush()
-                saver.settle()
+                self.fault_tolerance.settle()
             else:  # the other ranks may be anywhere
-                saver.drain()
+                self.fault_tolerance.drain()
         finally:
             try:
                 for call in self.callbacks.on_end:
                     call()
                 summary(self.console, self.progress, self.config, self.step, self.records.folder)
-                self._monitor.end(self.folder, self.say)
+                self._training.run_events.end(self.folder, self.say, self._failure())
             finally:
-                self._close()
+                self._training.close(well=self._failure() is None)
                 note_hang_limit(math.nan)  # what the user does now may take any time
-                end_control(self.control)
+                end_control(self.control, self._failure())
 
-    def _close(self) -> None:
-        self.fault_tolerance.saver.close()
-        self.records.close()
-        self.trainer.execution.leave_stream()
+    def _failure(self) -> BaseException | None:
+        """The error that is ending this run, if any; not one that somebody was handling already
+        when it began."""
+        error = sys.exception()
+        return None if error is self._handled else error
 
     def result(self) -> FitResult:
         return FitResult(
@@ -485,18 +320,3 @@ class MultiGPUTrainingManager:
     def show_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Show a table, on the main rank."""
         self.console.table(title, columns, rows)
-
-    # Parts
-
-    def _checkpoint_facts(self) -> dict[str, Any]:
-        options = setup.plain_options(self.recipe_options)
-        return {"global_batch_size": self.sizes.global_batch, "options": options}
-
-    def _checkpoint_is_safe(self, save: Save) -> None:
-        """On rank 0, between steps: the files of an earlier `save_checkpoint` are on the disk."""
-        score = save.captured.manifest.get("score")
-        if save.best and score is not None:
-            value = f"{score['metric']} {score['value']:.4f}"
-            self.say(f"  saved best model: {save.path} ({value})")
-        for call in self.callbacks.on_checkpoint:
-            call(save.path)

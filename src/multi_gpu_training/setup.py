@@ -1,16 +1,16 @@
-"""Builds what the training loop needs: records, data, model, resumed state, callbacks.
+"""Builds one training: records, checkpoints, data, model, resumed state, callbacks, loop.
 
-`MultiGPUTrainingManager.setup_training` calls these in order. Everything gets its parts as
-arguments; nothing gets the manager.
+`MultiGPUTrainingManager.setup_training` hands over what the user gives; `Training.build` reads from
+top to bottom in the order in which things come to be.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +19,54 @@ from torch import nn
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
+from multi_gpu_training.checkpoint.saver import Save
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import storable
-from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.feeding import (
-    BatchSizes,
     Data,
     Loader,
+    place_after_resume,
     training_loader,
     validation_loader,
 )
-from multi_gpu_training.data.order import FormsBatches
+from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.resident import ResidentLoader
+from multi_gpu_training.data.sample_count import BatchSizeFn
+from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError, ModelError
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.faults.policies import RESTART
-from multi_gpu_training.monitoring.announce import LossAnnouncement
+from multi_gpu_training.measure.balance import Balance
+from multi_gpu_training.measure.request import MeasuredRun, Measurement
+from multi_gpu_training.monitoring.announce import LossAnnouncement, announce
 from multi_gpu_training.monitoring.console import Console
-from multi_gpu_training.monitoring.events import EpochEvents, EventFile, StructuredLogger
+from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.input_wait import InputWait
 from multi_gpu_training.monitoring.loggers import LoggedRun, Logger, LoggerList, open_loggers
 from multi_gpu_training.monitoring.progress_bar import ProgressBar, ProgressLines
+from multi_gpu_training.monitoring.run_events import RunEvents
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
-from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook, TrainingFault
+from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
 from multi_gpu_training.training.evaluation import EvalFn
-from multi_gpu_training.training.learning_rate import Scaling, choose_schedule, scale_rate
-from multi_gpu_training.training.loss import LossFn, SupervisedLoss
-from multi_gpu_training.training.metrics import MetricsCollector
-from multi_gpu_training.training.oom import leave_oom_hint
+from multi_gpu_training.training.learning_rate import (
+    base_batch_size,
+    choose_schedule,
+    scale_rate,
+)
+from multi_gpu_training.training.loop import TrainingLoop
+from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
+from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
+from multi_gpu_training.training.oom import drop_oom_hint, leave_oom_hint, take_oom_hint
 from multi_gpu_training.training.optimizer import choose_optimizer
+from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.replica_check import ReplicaCheck
+from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.trainer import MultiGPUTrainer
-
-# Records
 
 
 @dataclass
@@ -94,38 +104,322 @@ def open_records(
     return Records(folder, events, StructuredLogger(console, events), LoggerList())
 
 
-def start_loggers(
-    records: Records, config: MultiGPUConfig, trainer: MultiGPUTrainer, given: Sequence[Logger]
-) -> None:
-    """Open the loggers that the config names, and take those that the user gives. Call it once
-    the run is resumed: a logger may drop what will be logged again."""
-    main = trainer.placement.is_main
-    run = LoggedRun(records.folder.path, config, main, trainer.step, records.events)
-    names = ["jsonl", *(["tensorboard"] if config.tensorboard else []), *config.loggers]
-    records.loggers.loggers += [*open_loggers(names, run), *(given if main else ())]
+@dataclass(frozen=True)
+class Given:
+    """What the user gives to `setup_training`, which explains it."""
+
+    model: Any
+    dataset: Data
+    val_dataset: Data | None
+    loss_fn: Any
+    optimizer: Any
+    scheduler: Any
+    eval_fn: EvalFn | None
+    augment: Augment | None
+    callbacks: Sequence[Callback | Hook]
+    loggers: Sequence[Logger]
+    states: Mapping[str, Any]
+    batch_size_fn: BatchSizeFn | None = None
 
 
-# Data and model
+class Training:
+    """The parts of one training. `build` makes them and `start` begins the run, both collective;
+    `close` lets go of folder, threads and signals, as far as they were taken."""
 
+    def __init__(
+        self,
+        trainer: MultiGPUTrainer,
+        console: Console,
+        progress: Progress,
+        balance: Balance,
+        measurement: Measurement | None,
+        recipe_options: Mapping[str, Any],
+    ) -> None:
+        self.trainer = trainer
+        self.console = console
+        self.progress = progress
+        self.balance = balance
+        self.measurement = measurement
+        self.options: dict[str, Any] = json.loads(json.dumps(storable(recipe_options), default=str))
+        self.config, self.placement, self.state = trainer.config, trainer.placement, trainer.state
+        self.callbacks = trainer.state.callbacks
+        self.epoch_metrics = MetricsCollector()
+        self._taken = ExitStack()
+        self.control = self._build_control()  # first: signals are given back last
+        self.records = open_records(self.config, self.placement, console, recipe_options)
+        self._taken.callback(trainer.execution.leave_stream)
+        self._taken.callback(self.records.close)
+        self.logger, self.folder = self.records.logger, self.records.folder.path
 
-def build_loaders(
-    dataset: Data,
-    val_dataset: Data | None,
-    config: MultiGPUConfig,
-    trainer: MultiGPUTrainer,
-) -> tuple[Loader, Loader | None, BatchSizes]:
-    """This rank's loaders, and how a global batch is made up."""
-    placement = trainer.placement
-    loader, sizes = training_loader(dataset, config, placement, trainer.replicas)
-    validation = None
-    if val_dataset is not None:
-        validation = validation_loader(val_dataset, config, placement, sizes)
-    if config.validate_every is not None and validation is None:
-        raise ConfigError(
-            f"validate_every={config.validate_every}, but there is no val_dataset; give one, or "
-            "drop validate_every"
+    def build(self, given: Given) -> None:
+        """Everything up to the loop, with the state of a checkpoint where there is one."""
+        self.fault_tolerance = self._open_checkpoints(given.states)
+        checkpoint = self._find_checkpoint()
+        self._build_data(given)  # loss_fn, train_loader, val_loader, sizes
+        self._build_model(given)  # model, optimizer, schedule
+        if checkpoint is not None:
+            self._resume(checkpoint)
+        self._settle_shares()
+        self._open_loggers(given.loggers)
+        self.control.listen()
+        self.loop = self._build_loop(given)
+
+    def start(self, run: MeasuredRun) -> None:
+        """Nothing is missing any more: let steps be recorded, and tell the callbacks."""
+        if self.measurement is not None:
+            self.callbacks.extend(self.measurement.callbacks(run))
+        self.trainer.execution.start()
+        self.trainer.nan_guard.start()
+        for call in self.callbacks.on_setup:
+            call()
+
+    def close(self, well: bool = False) -> None:
+        """well: the run has ended without an error."""
+        if well:
+            drop_oom_hint(self.folder)
+        self._taken.close()
+
+    # Checkpoints and faults
+
+    def _open_checkpoints(self, states: Mapping[str, Any]) -> FaultToleranceManager:
+        """What is saved with the run; (object, "per_rank") is a state that differs by rank."""
+        folder = self.records.folder
+        kept = FaultToleranceManager(
+            self.config,
+            self.placement,
+            self.trainer,
+            self.logger,
+            folder.checkpoints,
+            folder.hosts,
+            self.trainer.rolling_back,
+            self._checkpoint_is_safe,
         )
-    return loader, validation, sizes
+        self._taken.callback(kept.close)
+        kept.on_fault.append(self._tell_fault)
+        sums = EpochSums(self.epoch_metrics, self.state.metrics), "per_rank"
+        own = {"progress": self.progress, "shares": self.balance, "epoch_metrics": sums}
+        reserved = sorted(states.keys() & own.keys())
+        if reserved:
+            raise ConfigError(f"states={reserved}: the run itself uses these names; choose others")
+        for name, item in {**own, **states}.items():
+            kept.register(name, *(item if isinstance(item, tuple) else (item,)))
+        return kept
+
+    def _checkpoint_is_safe(self, save: Save) -> None:
+        """On rank 0, between steps: the files of an earlier `save_checkpoint` are on the disk."""
+        score = save.captured.manifest.get("score")
+        if save.best and score is not None:
+            value = f"{score['metric']} {score['value']:.4f}"
+            self.console.line(f"  saved best model: {save.path} ({value})")
+        for call in self.callbacks.on_checkpoint:
+            call(save.path)
+
+    def _tell_fault(self, fault: TrainingFault) -> None:
+        if fault.kind == "out_of_memory" and fault.action == RESTART:
+            leave_oom_hint(self.folder, self.trainer.oom)  # for the ranks that are started again
+        for call in self.callbacks.on_fault:
+            call(fault)
+
+    def snapshot(self) -> Callable[[], None]:
+        """For recorded steps that may be taken back: copy what steps change beside the trainer's
+        own state. Calling the result puts it back."""
+        metrics, states = self.epoch_metrics.kept(), self.fault_tolerance.run_state.kept()
+
+        def put_back() -> None:
+            self.epoch_metrics.put_back(metrics)
+            states()
+
+        return put_back
+
+    def _find_checkpoint(self) -> Path | None:
+        """Where to continue from, if anywhere. Its global batch is kept: on another number of ranks
+        a batch_size per rank would give another one, and another order of samples."""
+        config = self.config
+        path = self.fault_tolerance.find(config.resume)
+        if path is None:
+            if config.resume is None:
+                self.fault_tolerance.refuse_to_overwrite()
+            return None
+        saved = read_manifest(path).get("global_batch_size")
+        if saved is not None and config.global_batch_size is None:
+            config.global_batch_size = int(saved)
+            self.console.line(f"continuing with the run's global batch of {saved} samples per step")
+        return path
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Bring back the state of a checkpoint, and its place in the data."""
+        state, loader, size = self.state, self.train_loader, self.sizes.global_batch
+        try:
+            self.fault_tolerance.resume(checkpoint)
+        except CheckpointError as error:
+            changed = _changed_options(self.options, checkpoint)
+            raise CheckpointError(f"{error}{changed}") from None
+        manifest = read_manifest(checkpoint)
+        saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
+        if saved is not None and (saved != size or (steps or loader.steps) != loader.steps):
+            epoch_is_over = self.progress.epochs_done > state.epoch
+            if may_resume_anyway(self.config):  # samples may come twice, or not at all
+                place = state.position * saved // size
+                state.position = min(place, loader.steps or place)
+            else:
+                state.position = place_after_resume(
+                    loader, state.position, saved, size, epoch_is_over, steps
+                )
+        loader.seek(state.epoch, state.position)
+
+    # Data and model
+
+    def _build_data(self, given: Given) -> None:
+        """This rank's loaders, how a global batch is made up, and the loss."""
+        config, dataset, val_dataset = self.config, given.dataset, given.val_dataset
+        if self.measurement is not None:
+            batch = config.global_batch_size or config.batch_size
+            dataset = self.measurement.shorten(dataset, batch)
+            val_dataset = self.measurement.shorten(val_dataset, batch)
+        self.loss_fn = choose_loss(given.loss_fn)
+        if isinstance(self.loss_fn, SupervisedLoss) and given.augment is None:
+            self.loss_fn.look_at(dataset)  # labels that `augment` changes are looked at per batch
+        _check_metric(config, self.loss_fn, given.eval_fn)
+        replicas = self.trainer.strategy.replicas
+        count = self.state.batch_size_fn = given.batch_size_fn
+        self.train_loader, self.sizes = training_loader(
+            dataset, config, self.placement, replicas, count
+        )
+        self.val_loader: Loader | None = None
+        if val_dataset is not None:
+            self.val_loader = validation_loader(
+                val_dataset, config, self.placement, self.sizes, self.train_loader, count
+            )
+        elif config.validate_every is not None:
+            raise ConfigError(
+                f"validate_every={config.validate_every}, but there is no val_dataset; give one, "
+                "or drop validate_every"
+            )
+        self.state.loader, self.state.augment = self.train_loader, given.augment
+        self.trainer.oom.whole = self.sizes.per_rank
+
+    def _build_model(self, given: Given) -> None:
+        """The model on its device, its optimizer and its schedule."""
+        config, trainer, state, say = self.config, self.trainer, self.state, self.console.line
+        model = build_model(given.model, config)
+        if self.measurement is not None:
+            self.measurement.prepare(model)
+        self.model = trainer.build(model, self.loss_fn, self.control)
+        note = trainer.take_optimizer(choose_optimizer(given.optimizer, self.model, config, say))
+        if note:
+            say(note)
+        base = base_batch_size(config, given.dataset)
+        scaling = scale_rate(state.optimizer, config, self.sizes.global_batch, base)
+        state.schedule = choose_schedule(
+            given.scheduler, state.optimizer, config, scaling, self.train_loader.steps
+        )
+        self.fault_tolerance.run_state.description = RunDescription(
+            config,
+            self.options,
+            state.optimizer,
+            state.schedule,
+            self.train_loader,
+            self.sizes.global_batch,
+        )
+        announce(say, config, state, self.sizes, self.train_loader, scaling, self.folder)
+
+    def _settle_shares(self) -> None:
+        """How much each rank computes, and in how small parts."""
+        oom = self.trainer.oom
+        take_oom_hint(self.folder, oom, self.placement)
+        if oom.parts > 1:
+            self.console.line(oom.describe())
+        loaders = self.train_loader, self.val_loader
+        self.balance.settle(self.state, *loaders, self.logger, self.console.line)
+
+    # The loop and what watches it
+
+    def _build_control(self) -> Control:
+        """What listens for signals, once it is started; before every step is a boundary."""
+        control = Control(self.placement, self.config.grace_s)
+        self._taken.callback(control.close)
+        alive = weakref.ref(self)  # a manager that nobody finishes must be free to go
+
+        def on_stop() -> None:
+            found = alive()
+            assert found is not None
+            found.loop.stop()
+
+        control.on_stop = on_stop
+        control.on_leave = wait_for_no_worker
+        return control
+
+    def _open_loggers(self, given: Sequence[Logger]) -> None:
+        """Those that the config names, and the user's. Only once the run is resumed: a logger may
+        drop what will be logged again."""
+        main, config = self.placement.is_main, self.config
+        run = LoggedRun(self.folder, config, main, self.state.step, self.records.events)
+        names = ["jsonl", *(["tensorboard"] if config.tensorboard else []), *config.loggers]
+        self.records.loggers.loggers += [*open_loggers(names, run), *(given if main else ())]
+
+    def _build_loop(self, given: Given) -> TrainingLoop:
+        log = self._add_callbacks(given)
+        return TrainingLoop(
+            config=self.config,
+            trainer=self.trainer,
+            callbacks=self.callbacks,
+            progress=self.progress,
+            checkpoints=self.fault_tolerance,
+            log=log,
+            control=self.control,
+            train_loader=self.train_loader,
+            val_loader=self.val_loader,
+            loss_fn=self.loss_fn,
+            eval_fn=given.eval_fn,
+            epoch_metrics=self.epoch_metrics,
+            facts={
+                "global_batch_size": self.sizes.global_batch,
+                "steps_per_epoch": self.train_loader.steps,
+                "options": self.options,
+            },
+            renew_shares=self.balance.renew,
+            record=self.logger.record,
+            folder=self.folder,
+        )
+
+    def _add_callbacks(self, given: Given) -> IntervalLog:
+        """All callbacks of the run, in the order in which events reach them."""
+        config, trainer, state, loader = self.config, self.trainer, self.state, self.train_loader
+        console, logger, add = self.console, self.logger, self.callbacks.add
+        resident = isinstance(loader, ResidentLoader)
+        wait = InputWait(self.placement.device, resident, logger.info)
+        spikes = LossSpikes(config.on_loss_spike, self.fault_tolerance.record_fault)
+        self.fault_tolerance.register("loss_spikes", spikes)
+        log = IntervalLog(
+            config,
+            state,
+            trainer.read_metrics,
+            self.epoch_metrics,
+            self.sizes.global_batch,
+            wait,
+            spikes,
+            lambda metrics: self.loop.check_finite(metrics),
+        )
+        if not resident:  # data on the device are never waited for
+            add(wait)
+        shown = ProgressBar if console.style == "bar" and console.main else ProgressLines
+        add(shown(console, lambda: state.position, lambda: loader.steps))
+        self.run_events = RunEvents(config, state, trainer.execution, self.sizes, loader, logger)
+        self._taken.callback(self.run_events.stop)
+        add(self.run_events)
+        if given.loss_fn is None and isinstance(self.loss_fn, SupervisedLoss):
+            add(LossAnnouncement(self.loss_fn, self.callbacks))
+        self.callbacks.extend(given.callbacks)
+        # What a callback of the user did to the weights is looked at in the same step.
+        if config.consistency_check_every:
+            every = config.consistency_check_every
+            add(ReplicaCheck(trainer.check_replicas, every, self.state))
+        add(self.records.loggers)
+        if config.monitor:
+            step_s = lambda: log.step_s  # noqa: E731
+            add(StepSampler(state, trainer.execution, logger.record, wait, step_s))
+        add(log)
+        return log
 
 
 def build_model(model: Any, config: MultiGPUConfig) -> nn.Module:
@@ -140,39 +434,7 @@ def build_model(model: Any, config: MultiGPUConfig) -> nn.Module:
     return model
 
 
-def build_optimization(
-    trainer: MultiGPUTrainer,
-    optimizer: Any,
-    scheduler: Any,
-    config: MultiGPUConfig,
-    global_batch: int,
-    epoch_steps: int | None,
-    say: Callable[[str], None],
-) -> Scaling:
-    """Give the trainer its optimizer and schedule; how the learning rate was scaled."""
-    trainer.take_optimizer(choose_optimizer(optimizer, trainer.model, config, say))
-    if trainer.gate_note:
-        say(trainer.gate_note)
-    scaling = scale_rate(trainer.optimizer, config, global_batch)
-    trainer.schedule = choose_schedule(scheduler, trainer.optimizer, config, scaling, epoch_steps)
-    return scaling
-
-
-def describe_run(
-    fault_tolerance: FaultToleranceManager,
-    config: MultiGPUConfig,
-    options: Mapping[str, Any],
-    trainer: MultiGPUTrainer,
-    loader: Loader,
-    global_batch: int,
-) -> None:
-    """Let checkpoints record what the run is made of, and a resume compare it."""
-    fault_tolerance.state.description = RunDescription(
-        config, plain_options(options), trainer.optimizer, trainer.schedule, loader, global_batch
-    )
-
-
-def check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: EvalFn | None) -> None:
+def _check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: EvalFn | None) -> None:
     """A metric that the built-in evaluation never gives is an error before training."""
     known = {"loss", "accuracy", "f1"}
     asked = config.best_metric
@@ -181,52 +443,6 @@ def check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: EvalFn | None
             f"best_metric={asked!r} is unknown; without an eval_fn there are "
             f"{', '.join(sorted(known))}"
         )
-
-
-# Resuming
-
-
-def find_checkpoint(
-    config: MultiGPUConfig, fault_tolerance: FaultToleranceManager, say: Callable[[str], None]
-) -> Path | None:
-    """Where to continue from, if anywhere. Its global batch is kept: on another number of ranks a
-    batch_size per rank would give another one, and another order of samples."""
-    path = fault_tolerance.find(config.resume)
-    if path is None:
-        if config.resume is None:
-            fault_tolerance.refuse_to_overwrite()
-        return None
-    saved = read_manifest(path).get("global_batch_size")
-    if saved is not None and config.global_batch_size is None:
-        config.global_batch_size = int(saved)
-        say(f"continuing with the run's global batch of {saved} samples per step")
-    return path
-
-
-def resume(
-    checkpoint: Path,
-    fault_tolerance: FaultToleranceManager,
-    trainer: MultiGPUTrainer,
-    loader: Loader,
-    global_batch: int,
-    epochs_done: Callable[[], int],
-    options: dict[str, Any],
-) -> None:
-    """Bring back the state of a checkpoint, and its place in the data. Collective."""
-    try:
-        fault_tolerance.resume(checkpoint)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{_changed_options(options, checkpoint)}") from None
-    saved = read_manifest(checkpoint).get("global_batch_size")
-    if saved is not None and saved != global_batch:
-        trainer.position = _place(trainer, loader, saved, global_batch, epochs_done())
-    loader.seek(trainer.epoch, trainer.position)
-
-
-def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe's own options, as a checkpoint keeps them."""
-    plain: dict[str, Any] = json.loads(json.dumps(storable(options), default=str))
-    return plain
 
 
 def _changed_options(have: dict[str, Any], checkpoint: Path) -> str:
@@ -238,173 +454,3 @@ def _changed_options(have: dict[str, Any], checkpoint: Path) -> str:
     then = ", ".join(f"{name}={had[name]}" for name in changed)
     now = ", ".join(f"{name}={have.get(name)}" for name in changed)
     return f"\nThat run had {then}; this one has {now}"
-
-
-def _place(
-    trainer: MultiGPUTrainer, loader: Loader, saved: int, size: int, epochs_done: int
-) -> int:
-    """With another global batch than the checkpoint's: the step right behind what it has seen."""
-    if may_resume_anyway(trainer.config):  # samples may come twice, or not at all
-        return min(trainer.position * saved // size, loader.steps or trainer.position)
-    if isinstance(getattr(loader, "dataset", None), FormsBatches):
-        # Batches of another size are other batches: only the end of an epoch is in both.
-        if epochs_done <= trainer.epoch:
-            raise ConfigError(
-                f"the checkpoint stands at step {trainer.position} of an epoch of batches of "
-                f"{saved}; with global_batch_size={size} this dataset forms other batches: "
-                f"continue with global_batch_size={saved}, from the end of an epoch, or with "
-                "--resume-anyway"
-            )
-        return loader.steps or 0
-    seen = trainer.position * saved
-    samples = getattr(getattr(loader, "source", None), "samples", None)
-    if samples is not None and loader.steps is not None and seen >= samples:
-        return loader.steps  # the epoch was done
-    if seen % size:
-        raise ConfigError(
-            f"the checkpoint stands {seen} samples into an epoch, which "
-            f"global_batch_size={size} does not divide; continue with "
-            f"global_batch_size={saved}, as it was, from the end of an epoch, or with "
-            "--resume-anyway"
-        )
-    return seen // size
-
-
-# Callbacks
-
-
-class RunCheckpoints:
-    """The checkpoints of a run, as the loop knows them."""
-
-    def __init__(self, fault_tolerance: FaultToleranceManager) -> None:
-        self._kept = fault_tolerance
-
-    def due(self, step: int) -> bool:
-        return self._kept.due(step)
-
-    def poll(self) -> None:
-        self._kept.saver.poll()
-
-    def save(self, facts: dict[str, Any], best: bool, wait: bool) -> Path:
-        return self._kept.save(facts, best, wait)
-
-    def settle(self) -> None:
-        self._kept.saver.settle()
-
-    def recover(self, error: Exception) -> None:
-        self._kept.handle_error(error, aloud=False)
-
-    def skips(self, batch: Any) -> bool:
-        skipped = self._kept.skipped_batches
-        return bool(skipped.places) and skipped.holds(share_of(batch))
-
-
-def build_log(
-    config: MultiGPUConfig,
-    trainer: MultiGPUTrainer,
-    loader: Loader,
-    records: Records,
-    epoch_metrics: MetricsCollector,
-    global_batch: int,
-    fault_tolerance: FaultToleranceManager,
-    check_finite: Callable[[dict[str, float]], None],
-) -> tuple[IntervalLog, InputWait]:
-    """The log of the steps, and the watch on how long they wait for data."""
-    resident = isinstance(loader, ResidentLoader)
-    wait = InputWait(trainer.placement.device, resident, records.logger.info)
-    spikes = LossSpikes(config.on_loss_spike, fault_tolerance.record_fault)
-    fault_tolerance.register("loss_spikes", spikes)
-    log = IntervalLog(
-        config, trainer, trainer.callbacks, epoch_metrics, global_batch, wait, spikes, check_finite
-    )
-    return log, wait
-
-
-def add_callbacks(
-    callbacks: CallbackList,
-    given: Sequence[Callback | Hook],
-    log: IntervalLog,
-    wait: InputWait,
-    records: Records,
-    config: MultiGPUConfig,
-    trainer: MultiGPUTrainer,
-    console: Console,
-    loader: Loader,
-    loss: SupervisedLoss | None,
-) -> None:
-    """All callbacks of a run, in the order in which events reach them."""
-    if not isinstance(loader, ResidentLoader):  # data on the device are never waited for
-        callbacks.add(wait)
-    shown = ProgressBar if console.style == "bar" and console.main else ProgressLines
-    callbacks.add(shown(console, lambda: trainer.position, lambda: loader.steps))
-    callbacks.add(EpochEvents(records.logger))
-    if loss is not None:
-        callbacks.add(LossAnnouncement(loss, callbacks))
-    callbacks.extend(given)
-    # What a callback of the user did to the weights is looked at in the same step.
-    if config.consistency_check_every:
-        callbacks.add(ReplicaCheck(trainer, config.consistency_check_every))
-    callbacks.add(records.loggers)
-    if config.monitor:
-        callbacks.add(StepSampler(trainer, records.logger.record, wait, lambda: log.step_s))
-    callbacks.add(log)
-
-
-def state_keeper(
-    fault_tolerance: FaultToleranceManager, epoch_metrics: MetricsCollector
-) -> Callable[[], Callable[[], None]]:
-    """For recorded steps that may be taken back: what a step changes beside the trainer's own
-    state. Returns a function that takes a copy, and returns a function that restores it."""
-
-    def keep() -> Callable[[], None]:
-        metrics, states = epoch_metrics.kept(), fault_tolerance.kept()
-
-        def put_back() -> None:
-            epoch_metrics.put_back(metrics)
-            states()
-
-        return put_back
-
-    return keep
-
-
-def register_states(
-    fault_tolerance: FaultToleranceManager, states: Mapping[str, Any], **own: Any
-) -> None:
-    """Save and restore these with the run; (object, "per_rank") where ranks differ."""
-    taken = sorted(states.keys() & own.keys())
-    if taken:
-        raise ConfigError(f"states={taken}: the run itself uses these names; choose others")
-    for name, item in {**own, **states}.items():
-        fault_tolerance.register(name, *(item if isinstance(item, tuple) else (item,)))
-
-
-def tell_faults(
-    trainer: MultiGPUTrainer,
-    fault_tolerance: FaultToleranceManager,
-    folder: Path,
-    callbacks: CallbackList,
-) -> None:
-    """Let what the step mends by itself be recorded like every other fault, and let callbacks
-    know of all of them."""
-    trainer.oom.told = partial(fault_tolerance.record_fault, "out_of_memory")
-    trainer.nan_guard.told = partial(fault_tolerance.record_fault, "nonfinite")
-
-    def tell(fault: TrainingFault) -> None:
-        if fault.kind == "out_of_memory" and fault.action == RESTART:
-            leave_oom_hint(folder, trainer.oom)  # for the ranks that will be started again
-        for call in callbacks.on_fault:
-            call(fault)
-
-    fault_tolerance.on_fault.append(tell)
-
-
-@contextmanager
-def rolling_back(trainer: MultiGPUTrainer) -> Iterator[None]:
-    """Drop the step under way before a checkpoint is loaded, and start afresh after it."""
-    memory = trainer.oom.state_dict()
-    trainer.forget_step()
-    yield
-    trainer.oom.load_state_dict(memory)  # what was learned since the checkpoint stays
-    trainer.execution.went_back()
-    trainer.nan_guard.start()

@@ -138,6 +138,11 @@ def _portable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 # Models, optimizers, generators
 
 
+def plain_name(name: str) -> str:
+    """The name of a tensor in the model as it was before `torch.compile`, which wraps it."""
+    return name.replace("_orig_mod.", "")
+
+
 def model_state(
     state: Mapping[str, Any],
 ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
@@ -169,7 +174,9 @@ def load_model_state(
     """Copy saved state into the model; the error names everything that does not fit."""
     saved: dict[str, Any] = {**tensors, **extra}
     saved |= {name: tensors[owner] for name, owner in aliases.items()}
-    own = model.state_dict()
+    saved = {plain_name(name): value for name, value in saved.items()}
+    real_names = {plain_name(name): name for name in model.state_dict()}
+    own = {plain_name(name): value for name, value in model.state_dict().items()}
     problems = [f"{name} is missing" for name in own.keys() - saved.keys()]
     problems += [f"{name} is not in this model" for name in saved.keys() - own.keys()]
     for name in own.keys() & saved.keys():
@@ -191,12 +198,12 @@ def load_model_state(
             + more
             + "\nResume with the model that wrote it, or start a new run with another --run-name"
         )
-    model.load_state_dict(saved)
+    model.load_state_dict({real_names[name]: value for name, value in saved.items()})
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
     """Name every parameter of the optimizer, also those that are not in the model."""
-    names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+    names: dict[Tensor, str] = {p: plain_name(name) for name, p in model.named_parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             names.setdefault(parameter, f"group{g}.{i}")
@@ -222,6 +229,13 @@ def load_optimizer_state(
     """Give a freshly built optimizer the saved state; `where` names its origin in errors."""
     names = parameter_names(model, optimizer)
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+    saved = {
+        "state": {plain_name(name): values for name, values in saved["state"].items()},
+        "groups": [
+            {**group, "params": [plain_name(name) for name in group["params"]]}
+            for group in saved["groups"]
+        ],
+    }
     theirs = [group["params"] for group in saved["groups"]]
     if mine != theirs:
         raise CheckpointError(

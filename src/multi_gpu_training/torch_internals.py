@@ -35,20 +35,18 @@ disable_dynamo = _disable_dynamo
 DispatchMode = TorchDispatchMode
 
 
-class BatchNormWithCheck(BatchNormBase):
-    """A BatchNorm whose check of the input's dimensions is `check_input`; torch's own hides it
-    in a method of each subclass."""
+def check_dimensions(norm: BatchNormBase, input: Tensor) -> None:
+    """Raise if an input has the wrong number of dimensions for this BatchNorm: each of torch's
+    classes hides its check in a method."""
+    norm._check_input_dim(input)
 
-    check_input: Callable[[Tensor], None]
+
+class BatchNormOfAnyDimensions(BatchNormBase):
+    """What torch's SyncBatchNorm accepts."""
 
     def _check_input_dim(self, input: Tensor) -> None:
-        self.check_input(input)
-
-
-def input_check(norm: BatchNormBase) -> Callable[[Tensor], None]:
-    """What raises if an input has the wrong number of dimensions for this BatchNorm."""
-    check: Callable[[Tensor], None] = norm._check_input_dim
-    return check
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
 # The NaN gate of fused optimizers
@@ -180,6 +178,18 @@ def ddp_logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
     """What DDP's logger knows: bucket sizes as they are now, times of the last steps."""
     data: dict[str, Any] = ddp._get_ddp_logging_data()
     return data
+
+
+# Learning-rate schedulers
+
+
+def inner_schedulers(scheduler: Any) -> list[Any]:
+    """The scheduler and all that it combines: SequentialLR and ChainedScheduler keep theirs to
+    themselves."""
+    found = [scheduler]
+    for inner in getattr(scheduler, "_schedulers", ()):
+        found += inner_schedulers(inner)
+    return found
 
 
 # Data

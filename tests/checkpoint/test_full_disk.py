@@ -122,7 +122,7 @@ class Fill(Callback):
     def on_step_end(self, manager: Any, result: Any) -> None:
         step = result.step
         self.steps.append(step)
-        save = manager.fault_tolerance.saver.current
+        save = manager.fault_tolerance.current
         if save is not None:
             save.wait()  # so that it is known which saves meet a full disk
         if step == self.full:

@@ -32,7 +32,7 @@ class Loaded(Callback):
     def on_setup(self, manager: Any) -> None:
         trainer = manager.trainer
         names = {p: name for name, p in manager.model.named_parameters()}
-        self.place = (trainer.step, trainer.epoch, trainer.position)
+        self.place = (trainer.step, trainer.epoch, trainer.state.position)
         self.model = {k: v.clone() for k, v in manager.model.state_dict().items()}
         self.optimizer = {
             f"state.{names[p]}.{key}": value.clone()

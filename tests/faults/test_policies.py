@@ -337,7 +337,7 @@ class Damaged(Astray):
     def on_step_end(self, manager: Any, result: Any) -> None:
         step = result.step
         if step == self.at and not self.done and manager.placement.is_main:
-            manager.fault_tolerance.saver.wait()
+            manager.fault_tolerance.wait()
             for path in manager.run.checkpoints.glob("step-*/model.safetensors"):
                 if int(path.parent.name.removeprefix("step-")) >= 4:
                     path.write_bytes(path.read_bytes()[:-1])

@@ -265,12 +265,14 @@ def test_ranks_that_are_started_again_begin_with_smaller_parts(tmp_path: Path) -
     manager.save_checkpoint()
     error = torch.OutOfMemoryError("as over NCCL, where a group cannot be made anew")
     with pytest.raises(torch.OutOfMemoryError):
-        manager.fault_tolerance.handle_error(error)
-    manager._close()
+        try:
+            manager.fault_tolerance.handle_error(error)
+        finally:
+            manager.finish()
     again = tiny.manager_for(tmp_path, **settings, resume="auto")
     again.setup_training(Net(None, lambda: False, False), data())
     assert again.trainer.oom.parts == 2
-    again._close()
+    again.finish()
 
 
 def test_the_parts_are_kept_over_a_resume(tmp_path: Path) -> None:
@@ -281,11 +283,11 @@ def test_the_parts_are_kept_over_a_resume(tmp_path: Path) -> None:
     resumed = tiny.manager_for(tmp_path, **settings, resume="auto")
     resumed.setup_training(Net(None, lambda: False, False), data())
     assert resumed.trainer.oom.parts == 2
-    resumed._close()
+    resumed.finish()
     smaller = tiny.manager_for(tmp_path, **{**settings, "batch_size": 2, "resume": "auto"})
     smaller.setup_training(Net(None, lambda: False, False), data())
     assert smaller.trainer.oom.parts == 1  # as few samples at a time as before
-    smaller._close()
+    smaller.finish()
 
 
 def share(count: int) -> Share:
@@ -321,7 +323,7 @@ def test_a_batch_that_cannot_be_cut_is_collated_anew(tmp_path: Path) -> None:
     parts = list(in_parts(batch, None, batch._mgt_share, 2, train_loader))
     given = sorted(value for part, _, _ in parts for value in part[0].tolist())
     assert given == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
-    manager._close()
+    manager.finish()
     with pytest.raises(DataError, match="cannot be cut in two"):
         list(in_parts(attach(flat([(1, 1)]), share(3)), None, share(3), 2, None))
 

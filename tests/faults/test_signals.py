@@ -1,4 +1,4 @@
-"""A run that gets SIGTERM, SIGUSR1 or Ctrl-C saves, exits, and goes on to the same bits.
+"""A run that is asked to end by a signal saves, exits, and goes on to the same bits.
 
 Runs are stopped as real processes; whole ones and the rest of stopped ones train in warm ranks.
 """
@@ -153,8 +153,10 @@ class SignalSelf(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def own_loop(folder: Path, name: str, stop: bool) -> tuple[Any, int, list[Any]]:
-    """Ten steps of three micro-batches; the last rank gets SIGTERM within the fourth."""
+def own_loop(
+    folder: Path, name: str, stop: bool, number: signal.Signals = signal.SIGTERM
+) -> tuple[Any, int, list[Any]]:
+    """Ten steps of three micro-batches; the last rank gets a signal within the fourth."""
     config = MultiGPUConfig(
         device="cpu",
         save_dir=str(folder),
@@ -174,7 +176,7 @@ def own_loop(folder: Path, name: str, stop: bool) -> tuple[Any, int, list[Any]]:
             step, rank = manager.trainer.step, manager.placement.dp_rank
             for micro in range(3):
                 if stop and step == 3 and micro == 1 and rank == manager.placement.dp_size - 1:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    os.kill(os.getpid(), number)
                 inputs = torch.full((2, 4), 1.0 + step + micro / 3 + rank / 5)
                 manager.trainer.train_step([inputs, inputs.sum(1, keepdim=True)])
                 time.sleep(0.05 if stop else 0)
@@ -195,6 +197,29 @@ def test_a_loop_of_ones_own_stops_between_steps_and_goes_on(tmp_path: Path, worl
     assert 4 <= step < 10
     resumed = run_ranks(world, own_loop, tmp_path, "stopped", False)
     assert resumed == run_ranks(world, own_loop, tmp_path, "whole", False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT])
+def test_a_lost_terminal_and_sigquit_save_too(tmp_path: Path, number: signal.Signals) -> None:
+    stopped = run_ranks(1, own_loop, tmp_path, "stopped", True, number)
+    assert stopped[0][0] == 143
+    assert list(tmp_path.glob("custom/stopped/checkpoints/step-*")), "nothing was saved"
+    resumed = run_ranks(1, own_loop, tmp_path, "stopped", False)
+    assert resumed == run_ranks(1, own_loop, tmp_path, "whole", False)
+
+
+def stays_ignored(folder: Path) -> tuple[int | None, int]:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        code, step, _ = own_loop(folder, "nohup", True, signal.SIGHUP)
+        return code, step
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_sighup_stays_ignored_under_nohup(tmp_path: Path) -> None:
+    (code, _) = run_ranks(1, stays_ignored, tmp_path)[0]
+    assert code is None
 
 
 # Real processes
@@ -278,7 +303,7 @@ class Sleep(Callback):
     def on_step_end(self, manager: Any, result: Any) -> None:
         step = result.step
         if step == 5:
-            manager.fault_tolerance.saver.wait()
+            manager.fault_tolerance.wait()
             Path(manager.config.save_dir, "sleeps").touch()
             time.sleep(3600)
 

@@ -56,7 +56,7 @@ def test_a_footprint_counts_one_step_and_then_leaves_the_trainer_alone(tmp_path:
     assert counted["batch"] == 8 * 4 * 5
     # The output of the line, its difference from the targets, or both.
     assert 8 * 4 <= counted["activations"] <= 2 * 8 * 4
-    assert manager.trainer.transform is None
+    assert manager.trainer.state.transform is None
 
 
 def test_a_loss_that_fails_while_it_is_counted_ends_the_counting(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_loss_that_fails_while_it_is_counted_ends_the_counting(tmp_path: Path)
     before = counting.found["activations"]
     weight = torch.ones(100, requires_grad=True)
     (weight * torch.ones(100).exp()).sum().backward()
-    assert counting.found["activations"] == before and manager.trainer.transform is None
+    assert counting.found["activations"] == before and manager.trainer.state.transform is None
 
 
 class Replayed(Callback):

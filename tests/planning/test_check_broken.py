@@ -120,7 +120,7 @@ def test_a_read_only_run_folder_is_named(tmp_path: Path) -> None:
         {sys.executable} - <<'END'
 from pathlib import Path
 from multi_gpu_training.planning.check import disk
-(found,) = disk.judge(disk.measure(Path("fixed/runs"), 30), Path("fixed/runs"), 30)
+found = disk.judge(disk.measure(Path("fixed/runs"), 30), Path("fixed/runs"), 30)
 print(found.level, found.text, found.remedy)
 END
     """
@@ -132,10 +132,10 @@ END
 def test_a_file_where_the_run_folder_should_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("no folder")
     place = tmp_path / "runs" / "mine"
-    found = fails(list(disk.judge(disk.measure(place, GRACE_S), place, GRACE_S)))
+    found = fails([disk.judge(disk.measure(place, GRACE_S), place, GRACE_S)])
     assert "Not a directory" in found["disk"].text
     good = tmp_path / "other" / "runs"
-    (line,) = disk.judge(disk.measure(good, GRACE_S), good, GRACE_S)
+    line = disk.judge(disk.measure(good, GRACE_S), good, GRACE_S)
     assert line.facts["bytes_per_s"] > 0
     assert not good.parent.exists()  # no trace is left
 

@@ -31,10 +31,9 @@ from multi_gpu_training.planning.check import (
     training_fit,
 )
 from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Level, Printer
-from multi_gpu_training.planning.check.devices import Gpu
-from multi_gpu_training.planning.check.links import Port, expected_gbps
+from multi_gpu_training.planning.check.links import expected_gbps
 from multi_gpu_training.planning.check.network_check import network_gbps
-from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.nvml import Gpu, Nvml, Port
 from multi_gpu_training.planning.check.software import (
     Software,
     nvidia_devices,

@@ -15,7 +15,7 @@ from processes import Program, Said, mgt_here
 import multi_gpu_training
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.measure.memory_model import MemoryPoint
-from multi_gpu_training.planning.estimate import estimate_files
+from multi_gpu_training.planning.estimate import outcome as outcomes
 from multi_gpu_training.planning.estimate.outcome import duration, money
 from multi_gpu_training.planning.forecast.profile import GradientBucket, StepProfile
 
@@ -72,7 +72,7 @@ def mgt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 
     def call(*words: object) -> Said:
         if "--price" not in words:  # one picture is enough to see that it is drawn
-            monkeypatch.setattr(estimate_files, "draw", no_picture)
+            monkeypatch.setattr(outcomes, "draw", no_picture)
         given = [*words, *([] if "--profile" in words else ["--profile", "profile.json"])]
         return mgt_here(monkeypatch, capsys, "estimate", *given, "--out", "out")
 

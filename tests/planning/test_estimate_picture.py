@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multi_gpu_training.planning.estimate.estimate_files import _cost, _efficiency, _parts, _speed
-from multi_gpu_training.planning.estimate.outcome import Outcome
+from multi_gpu_training.planning.estimate.outcome import Outcome, _cost, _efficiency, _parts, _speed
 from multi_gpu_training.planning.forecast import (
     GradientBucket,
     Interconnect,

@@ -21,8 +21,8 @@ from multi_gpu_training.planning.forecast import (
     price_per_gpu,
     price_per_node,
 )
-from multi_gpu_training.planning.forecast.question import Phases
 from multi_gpu_training.planning.forecast.timeline import (
+    Phases,
     exchange,
     expected_slowest_s,
     straggler_s,

@@ -15,7 +15,7 @@ from multi_gpu_training.planning.forecast import (
     price_per_node,
     prices_from_catalog,
 )
-from multi_gpu_training.planning.forecast.bill import cheapest
+from multi_gpu_training.planning.forecast.cost import cheapest
 
 # The columns of SkyPilot's catalogs, e.g. its catalogs/v6/lambda/vms.csv.
 CATALOG = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from multi_gpu_training.planning.forecast.bill import Rising
+from multi_gpu_training.planning.forecast.cost import Rising
 
 
 @pytest.mark.parametrize(

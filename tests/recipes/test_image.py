@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.errors import ConfigError, DataError
-from multi_gpu_training.recipes.image.augment import Moved
 from multi_gpu_training.recipes.image.image_data import (
-    as_dataset,
+    SHIFT,
+    Moved,
     load_digits,
     load_images,
 )
@@ -164,7 +164,7 @@ def test_digits_are_split_the_same_way_always_and_each_class_alike() -> None:
 
 def test_training_images_have_mean_0_and_spread_1(fashion: Path) -> None:
     data = load_images("auto", str(fashion))
-    dataset = as_dataset(data.train)
+    dataset = data.train.as_dataset()
     assert isinstance(dataset, TensorDataset)  # gathered without a Python loop, on the GPU if any
     images, labels = dataset.tensors
     assert images.dtype == torch.uint8  # a byte a pixel goes over the bus
@@ -277,7 +277,7 @@ def test_dataset_and_folder_that_contradict_each_other(fashion: Path) -> None:
 def moved(data: Any, samples: list[int], epoch: int) -> Tensor:
     batch = [data.train.images[samples], data.train.labels[samples]]
     random = SampleRandom(torch.tensor(samples), derive_seed(0, epoch))
-    return Moved(data.shift, flip=True)(batch, random)[0]
+    return Moved(SHIFT, flip=True)(batch, random)[0]
 
 
 def test_augmentation_is_the_samples_own_in_any_batch(fashion: Path) -> None:
@@ -304,4 +304,4 @@ def test_augmented_image_is_a_shifted_and_mirrored_one() -> None:
 
 def test_validation_sees_images_as_they_are(fashion: Path) -> None:
     data = load_images("auto", str(fashion))
-    assert torch.equal(as_dataset(data.test).tensors[0], data.test.images)
+    assert torch.equal(data.test.as_dataset().tensors[0], data.test.images)

@@ -9,8 +9,7 @@ import torch
 
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.recipes.ppo import DistributedCLSTMPPOTrainer, PPOOptions
-from multi_gpu_training.recipes.ppo.actions import Actions
-from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy, Stepper
+from multi_gpu_training.recipes.ppo.policy import Actions, CLSTMPolicy, Stepper
 
 pytestmark = pytest.mark.gpu
 

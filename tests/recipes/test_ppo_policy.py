@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.recipes.ppo.actions import Actions
-from multi_gpu_training.recipes.ppo.minibatches import minibatches, shares
-from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy, Stepper
-from multi_gpu_training.recipes.ppo.ppo_loss import (
+from multi_gpu_training.recipes.ppo.policy import Actions, CLSTMPolicy, Stepper
+from multi_gpu_training.recipes.ppo.rollout import Rollout, advantages
+from multi_gpu_training.recipes.ppo.update import (
     PPOLoss,
     explained_variance,
+    minibatches,
     moments,
     normalise,
+    shares,
 )
-from multi_gpu_training.recipes.ppo.rollout import Rollout, advantages
 
 N, T, SIZE = 3, 9, 2
 DISCRETE = Actions("discrete", 3)

@@ -17,8 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.recipes.speech.ctc import ctc_loss, frames_needed, possible
-from multi_gpu_training.recipes.speech.decode import beam, collapse, greedy, prefix_beam
-from multi_gpu_training.recipes.speech.error_rates import add_error_rates, edits
+from multi_gpu_training.recipes.speech.objective import (
+    add_error_rates,
+    beam,
+    collapse,
+    edits,
+    greedy,
+    prefix_beam,
+)
 from multi_gpu_training.training.metrics import MetricsCollector
 
 BATCH, TIME, CLASSES, LABELS = 6, 30, 5, 8

@@ -20,9 +20,8 @@ from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.speech import SpeechOptions, choose_size, load_speech
 from multi_gpu_training.recipes.speech.alphabet import Alphabet, plain
 from multi_gpu_training.recipes.speech.audio import read_header, read_sound, resample
-from multi_gpu_training.recipes.speech.buckets import BucketedBatches, Buckets
 from multi_gpu_training.recipes.speech.corpora import DIGITS
-from multi_gpu_training.recipes.speech.dataset import Speech, longest
+from multi_gpu_training.recipes.speech.dataset import BucketedBatches, Buckets, Speech, longest
 from multi_gpu_training.recipes.speech.speech_data import SpeechData, Timing
 from multi_gpu_training.recipes.speech.voice import speak, speak_all
 

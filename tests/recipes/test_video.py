@@ -17,13 +17,14 @@ from multi_gpu_training import Callback
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.recipe import Job, find_recipe
 from multi_gpu_training.recipes.video import VideoOptions, augmentation, build
-from multi_gpu_training.recipes.video.augmentation import shift, turn
 from multi_gpu_training.recipes.video.clips import (
     Clips,
     Video,
     VideoData,
     class_weights,
+    shift,
     split_by_video,
+    turn,
 )
 from multi_gpu_training.recipes.video.rendering import BEHAVIOURS, NAMES, act, draw, render
 from multi_gpu_training.recipes.video.report import ClassReport, class_scores

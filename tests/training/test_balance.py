@@ -253,7 +253,7 @@ def train_and_resume(
     try:
         manager.fit(model, points(60), loss_fn=loss_fn, optimizer=sgd, callbacks=hooks)
     except InterruptedError:
-        manager.fault_tolerance.saver.wait()
+        manager.fault_tolerance.wait()
         return None
     return manager.balance.weights, {n: v.clone() for n, v in model.state_dict().items()}
 

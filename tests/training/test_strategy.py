@@ -29,30 +29,27 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-def states(folder: Path, mode: str) -> tuple[list[str], list[str], list[str]]:
-    """Names in the model, in the whole state, and in what this rank writes."""
+def states(folder: Path, mode: str) -> tuple[list[str], list[str]]:
+    """Names in the model, and in the whole state."""
     manager = manager_for(folder, training_mode=mode)
     own, *_ = manager.setup_training(model(), points(), optimizer=sgd)
     strategy = manager.trainer.strategy
     whole: dict[str, Tensor] = strategy.full_state()
     for name, value in own.state_dict().items():
         assert torch.equal(whole[name], value)
-    mine = strategy.shard_state()
     manager.finish()
-    return list(own.state_dict()), list(whole), list(mine)
+    return list(own.state_dict()), list(whole)
 
 
 @pytest.mark.parametrize(
     ("world", "mode"),
     [(1, "single"), (1, "data_parallel"), (2, "distributed_data_parallel")],
 )
-def test_the_parts_that_ranks_write_are_the_whole_state_without_overlap(
+def test_the_whole_state_has_the_names_of_the_users_model_whatever_wraps_it(
     tmp_path: Path, world: int, mode: str
 ) -> None:
     ranks = run_ranks(world, states, tmp_path, mode)
-    for names, whole, _ in ranks:
-        assert whole == names  # as the user's model names them, whatever wraps it
-    assert [name for *_, mine in ranks for name in mine] == ranks[0][0]
+    assert all(whole == names for names, whole in ranks)
 
 
 def sum_of_squares(model: nn.Module, batch: Any) -> Any:
@@ -126,7 +123,8 @@ def test_no_other_code_asks_which_strategy_it_is() -> None:
 
 def local_gradients(folder: Path, local: bool) -> tuple[list[float], list[int], bool]:
     """Weights after a step, sizes of the exchanged pieces, and whether times were logged."""
-    manager = manager_for(folder, batch_size=4)
+    # Replicas that drift apart on purpose are not compared.
+    manager = manager_for(folder, batch_size=4, consistency_check_every=0)
     line = nn.Linear(4, 1)
     _, loader, _ = manager.setup_training(line, points(), optimizer=sgd)
     strategy = manager.trainer.strategy

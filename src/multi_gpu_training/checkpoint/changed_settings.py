@@ -42,6 +42,10 @@ TAKE_EFFECT = set(_TAKE_EFFECT.split())
 OF_THE_OPTIMIZER = ("learning_rate", "weight_decay")
 # All others say where a run trains, how fast, what is kept and shown: not what is trained.
 
+_SHAPE_THE_RATE = {"learning_rate", "learning rate", "lr_scaling", "base_batch_size", "epochs"}
+_SHAPE_THE_RATE |= {"max_steps", "schedule", "schedule_step_epochs", "schedule_gamma", "samples"}
+_SHAPE_THE_RATE |= {"warmup_epochs", "warmup_steps", "scheduler", "global batch"}
+
 # Of a parameter group: set by schedules, or a matter of speed.
 _NOT_HYPERPARAMETERS = {"params", "lr", "initial_lr", "lr_scale_factor"}
 _NOT_HYPERPARAMETERS |= {"fused", "foreach", "capturable", "differentiable"}
@@ -86,14 +90,16 @@ class RunDescription:
     ) -> None:
         self._config = config
         self._schedule = schedule
+        self._renew_rate = False
         state = copy.deepcopy(_plain_state(schedule.state_dict()))
+        brought = isinstance(schedule, BroughtScheduler)  # else the config says it all
         self.facts: dict[str, Any] = {
             "options": dict(options),
             "optimizer": type(optimizer).__name__,
             "groups": [_hyperparameters(group) for group in optimizer.param_groups],
             "rates": _rates(state, optimizer.param_groups),
             "schedule": _kind(schedule),
-            "schedule_state": state,
+            "schedule_state": state if brought else {},
             "data": describe_data(loader),
             "global_batch": global_batch,
         }
@@ -123,7 +129,10 @@ class RunDescription:
         elif len(saved["groups"]) == len(optimizer["groups"]) == len(self.facts["groups"]):
             groups = [self._group(i, group, saved) for i, group in enumerate(optimizer["groups"])]
             optimizer = {**optimizer, "groups": groups}
-        trainer["schedule"] = self._schedule_state(saved, trainer["schedule"])
+        self._renew_rate = not _SHAPE_THE_RATE.isdisjoint(change.name for change in changes)
+        brought = isinstance(self._schedule, BroughtScheduler)
+        if brought or self._renew_rate:  # else a rate that the user set in mid-run stays
+            trainer["schedule"] = self._schedule_state(saved, trainer["schedule"])
         shown = [replace(c, effect=APPLIED) if c.effect == REFUSED else c for c in changes]
         adapted = replace(
             snapshot, optimizer=optimizer, state={**snapshot.state, "trainer": trainer}
@@ -132,8 +141,8 @@ class RunDescription:
 
     def settle(self, step: int) -> None:
         """After a changed state was loaded: the rate of the next step, as the schedule has it."""
-        if not isinstance(self._schedule, BroughtScheduler):  # ours are functions of the step
-            self._schedule.after_step(step)
+        if self._renew_rate and not isinstance(self._schedule, BroughtScheduler):
+            self._schedule.after_step(step)  # ours are functions of the step
 
     # Comparing
 
@@ -179,7 +188,7 @@ class RunDescription:
         else:
             then = dict(_leaves(saved["schedule_state"]))
             for place, value in _leaves(mine["schedule_state"]):
-                if place[-1] not in {*_RATES, "peaks"} and then.get(place, value) != value:
+                if place[-1] not in _RATES and then.get(place, value) != value:
                     yield Change(_spelled(place), then[place], value, APPLIED)
         for name in sorted(TAKE_EFFECT):
             if name in config and config[name] != now[name]:
@@ -239,7 +248,14 @@ class RunDescription:
         if saved["schedule"] != self.facts["schedule"]:
             return copy.deepcopy(self._fresh_schedule)
         if "peaks" in state:
-            return {**state, "peaks": list(self.facts["rates"])}
+            # Without what the schedule has written so far: `settle` has it write anew. A peak that
+            # the user set in mid-run keeps its relation to the others.
+            now, then = self.facts["rates"], saved["rates"]
+            peaks = [
+                now[i] if i < len(now) and peak in then[i : i + 1] else peak * _ratio(now, then, i)
+                for i, peak in enumerate(state["peaks"])
+            ]
+            return {"peaks": peaks}
         found = copy.deepcopy(state)
         then = dict(_leaves(saved["schedule_state"]))
         for place, value in _leaves(self.facts["schedule_state"]):

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from multi_gpu_training.checkpoint.changed_settings import Change, RunDescription, table
 from multi_gpu_training.checkpoint.integrity import fingerprint
-from multi_gpu_training.checkpoint.saver import RunLog
 from multi_gpu_training.checkpoint.snapshot import Snapshot
 from multi_gpu_training.checkpoint.store import CheckpointStore, read_verified
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, agree_on_newest, bring_to_all
@@ -28,6 +27,7 @@ from multi_gpu_training.state_dicts import (
     set_random_state,
     to_text,
 )
+from multi_gpu_training.training.callbacks import RunLog
 
 Scope = Literal["replicated", "per_rank"]
 
@@ -50,10 +50,17 @@ class Divisible(Protocol):
 class TrainingState(Stateful, Protocol):
     """What trains: its place in the run, the model and the optimizer. Read when it is saved."""
 
-    step: int
-    epoch: int
-    model: nn.Module
-    optimizer: Optimizer
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> Optimizer: ...
 
     def full_state(self) -> dict[str, Any]:
         """The state_dict of the whole model. Collective."""

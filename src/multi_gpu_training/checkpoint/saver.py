@@ -1,4 +1,4 @@
-"""Writes one checkpoint at a time beside training, and tells all ranks how it went."""
+"""The checkpoints of a run: written one at a time beside training, found again, and loaded."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from multi_gpu_training.checkpoint.resume import (
+    RunState,
+    Scope,
+    Stateful,
+    TrainingState,
+    locate,
+    read_together,
+)
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, one_disk
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.errors import CheckpointError, ConfigError
+from multi_gpu_training.training.callbacks import RunLog
 
-
-class RunLog(Protocol):
-    """Where messages for people (`info`, `warning`, `error`) and events (`record`) go."""
-
-    def info(self, message: str, **fields: Any) -> None: ...
-
-    def warning(self, message: str, **fields: Any) -> None: ...
-
-    def error(self, message: str, **fields: Any) -> None: ...
-
-    def record(self, event: str, **fields: Any) -> None: ...
+_GOES_ON = "Training goes on; the next save tries again"
 
 
 class Save:
@@ -113,27 +112,38 @@ class Save:
 
 
 class Saver:
-    """Every rank has one; rank 0 copies and writes, and so does one rank on every further disk.
+    """The checkpoints of one run: when one is due, what it holds, and how it gets to the disk.
 
-    `on_saved` is called on rank 0, in the main thread, once the files are safe.
+    training: what is saved: step, epoch, model, optimizer, `state_dict`, `load_state_dict`.
+    hosts: which ranks write; by default all ranks share one disk and rank 0 writes.
+    on_saved: called on rank 0, in the main thread, once the files of a save are safe.
+
+    Every rank has one; rank 0 copies and writes, and so does one rank on every further disk.
     """
 
     def __init__(
         self,
         config: MultiGPUConfig,
         placement: Placement,
+        training: TrainingState,
         log: RunLog,
-        store: CheckpointStore,
+        folder: Path,
         hosts: CheckpointHosts | None = None,
+        on_saved: Callable[[Save], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.placement = placement
+        self.training = training
         self.log = log
-        self.store = store
         self.hosts = hosts or one_disk(placement)
-        self.on_saved: Callable[[Save], None] = lambda save: None
+        self.store = CheckpointStore(folder, config.keep_last, keep_best=config.keep_best)
+        self.run_state = RunState(training, placement, self.hosts, config.plain)
         self.buffer = HostBuffer(placement.device)
         self.current: Save | None = None  # the last one, on ranks that write
+        self._on_saved = on_saved
+        self._held: int | None = None  # the step of the newest checkpoint, written or on its way
+        # Step, facts, best and problem of the newest one where its state could not be copied.
+        self._missed: tuple[int, dict[str, Any], bool, str] | None = None
         self._stops = config.on_save_failure == "stop"
         self._unsettled = False  # equal on all ranks: they have not agreed yet on how it went
         self._interrupted = False
@@ -141,8 +151,23 @@ class Saver:
         self._at_exit = functools.partial(_drain, weakref.ref(self))
         atexit.register(self._at_exit)
 
-    def save(self, take: Callable[[], Snapshot], best: bool = False, wait: bool = True) -> Path:
-        """Save the state that `take` returns; return the path it has, or will have. Collective.
+    def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
+        """Save and restore `item` with the run; see `RunState`."""
+        self.run_state.register(name, item, scope)
+
+    # Saving
+
+    def due(self, step: int) -> bool:
+        return self.config.enable_fault_tolerance and step % self.config.checkpoint_frequency == 0
+
+    def holds(self, step: int) -> bool:
+        """Whether this step is the newest one that is saved or being written."""
+        return self._held == step
+
+    def save(
+        self, facts: dict[str, Any] | None = None, best: bool = False, wait: bool = True
+    ) -> Path:
+        """Save the state as it is now; return the path it has, or will have. Collective.
 
         With `wait` it is safe on the disk when this returns. Without, training may continue as
         soon as the state is copied to the host, and the next `save` or `settle` tells how it
@@ -155,21 +180,32 @@ class Saver:
             self._report(last)
             before = last.problem
         begun = time.perf_counter()
-        snapshot = take()
-        save, now = self._capture(snapshot, best)
-        before, now = self._agreed([before, now])
+        facts = facts or {}
+        snapshot = self.run_state.snapshot(facts)
+        save, now, never = self._capture(snapshot, best)
+        before, now, never = self._agreed([before, now, never])
         self._unsettled = False
         if before and self._stops:
             raise CheckpointError(before)
+        if never or (now and (self._stops or wait)):
+            raise CheckpointError(never or now)
+        path = self.store.path_of(snapshot.step)
+        self._missed = None
         if now:
-            raise CheckpointError(now)
+            self._missed = snapshot.step, facts, best, now
+            if self.hosts.writes and save is None:
+                failed = {"step": snapshot.step, "path": str(path), "problem": now}
+                self.log.record("checkpoint_failed", **failed)
+            self.log.warning(f"{now}. {_GOES_ON}")
+        else:
+            self._held = snapshot.step
         self._unsettled, self.current = True, save
         if save is not None:
             save.waited_s, save.host_s = waited_s, time.perf_counter() - begun
             save.start()
         if wait:
             self._settle()
-        return self.store.path_of(snapshot.step)
+        return path
 
     def poll(self) -> None:
         """Between steps: report the last save if it has ended. Never waits."""
@@ -187,6 +223,11 @@ class Saver:
         """
         if self._unsettled:
             self._settle(retry=True)
+        if self._missed is not None:
+            step, facts, best, problem = self._missed
+            if step != self.training.step:
+                raise CheckpointError(problem)
+            self.save(facts, best)
 
     def drain(self) -> None:
         """Finish a save that is being written, without the other ranks.
@@ -231,17 +272,20 @@ class Saver:
             self.log.warning(f"one copy is missing: {found[0]}")
         return found
 
-    def _capture(self, snapshot: Snapshot, best: bool) -> tuple[Save | None, str | None]:
-        """On ranks that write: copy the state to host memory, or say why that failed."""
+    def _capture(
+        self, snapshot: Snapshot, best: bool
+    ) -> tuple[Save | None, str | None, str | None]:
+        """On ranks that write: copy the state to host memory, or say why that failed now, or why
+        it will fail every time."""
         if not self.hosts.writes:
-            return None, None
+            return None, None, None
         try:
-            return Save(self.store, capture(snapshot, self.buffer), best), None
+            return Save(self.store, capture(snapshot, self.buffer), best), None, None
         except CheckpointError as error:
-            return None, str(error)
+            return None, None, str(error)
         except (MemoryError, OSError, RuntimeError) as error:
             where = f"could not copy step {snapshot.step} to the host to save it"
-            return None, f"{where}: {type(error).__name__}: {error}"
+            return None, f"{where}: {type(error).__name__}: {error}", None
 
     def _report(self, save: Save | None = None, aloud: bool = True) -> None:
         """Say once how a save went, in the main thread."""
@@ -252,8 +296,7 @@ class Saver:
         if save.problem is not None:
             self.log.record("checkpoint_failed", **save.facts, problem=save.problem)
             if aloud:
-                then = "Training goes on; the next save tries again"
-                then = "The run stops at its next checkpoint" if self._stops else then
+                then = "The run stops at its next checkpoint" if self._stops else _GOES_ON
                 self.log.warning(f"{save.problem}. {then}")
             return
         memory = {
@@ -271,7 +314,47 @@ class Saver:
                 f"{self.config.checkpoint_frequency} asks for"
             )
         if self.placement.is_main:
-            self.on_saved(save)
+            self._on_saved(save)
+
+    # Coming back
+
+    def find(self, where: str | None) -> Path | None:
+        """Find the checkpoint to resume from, if any. Collective.
+
+        `where` is a path, or "auto" for this run's newest intact one. Ranks that were restarted
+        take the newest, whatever was asked for first.
+        """
+        path = self._locate("auto") if self.placement.identity.attempt else None
+        if path is None and where is not None:
+            path = self._locate(where)
+            if path is None:
+                self.log.info("resume: no checkpoint yet, starting from the beginning")
+        return path
+
+    def refuse_to_overwrite(self) -> None:
+        """Raise an error if an earlier run of the same name has saved something. Collective."""
+        taken = self.hosts.writes and self.hosts.known and any(self.store.folder.glob("step-*"))
+        if any(self.placement.gather_json(taken)):
+            raise ConfigError(
+                f"the run {self.store.folder.parent} already has checkpoints; add --resume auto to "
+                "continue it, or choose another --run-name"
+            )
+
+    def resume(self, path: Path) -> None:
+        """Load a checkpoint into everything that was saved. Collective."""
+        snapshot = read_together(path, self.placement, self.store)
+        note = self.run_state.restore(snapshot, str(path))
+        if note is not None:
+            self.log.info(note)
+        if self.hosts.writes:
+            self.store.branch(snapshot.step)
+        self.placement.barrier()
+        self._held = snapshot.step
+        self.log.info(f"resumed from {path}", step=snapshot.step, epoch=snapshot.epoch)
+
+    def _locate(self, where: str) -> Path | None:
+        self.wait()  # what is being written may be the newest
+        return locate(where, self.placement, self.hosts, self.store, self.log)
 
 
 def _drain(saver: weakref.ref[Saver]) -> None:

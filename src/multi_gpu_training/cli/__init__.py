@@ -17,9 +17,13 @@ STARTS_A_RUN = ("train", "run")
 
 def main() -> None:
     protect_output()
-    from multi_gpu_training.distributed.signal_thread import end_no_more, end_on_signals
+    from multi_gpu_training.distributed.signal_thread import (
+        SILENT_ENDS,
+        end_no_more,
+        end_on_signals,
+    )
 
-    end_on_signals(signal.SIGTERM, signal.SIGUSR1)
+    end_on_signals(signal.SIGTERM, *SILENT_ENDS)
     from multi_gpu_training.cli.app import app
 
     words = sys.argv[1:]
@@ -43,7 +47,7 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     finally:
-        end_no_more(signal.SIGTERM, signal.SIGUSR1)
+        end_no_more(signal.SIGTERM, *SILENT_ENDS)
 
 
 def _told(error: MultiGPUError, words: list[str]) -> str:

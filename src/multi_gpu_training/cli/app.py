@@ -1,8 +1,13 @@
-"""The commands and their flags. Nothing heavy is imported before a command runs."""
+"""The commands and their flags. Nothing heavy is imported before a command runs.
+
+Typer makes a flag of each argument of a function here. A command with many flags hands them on
+from `ctx.params`, where they stand under their names, instead of naming each once more.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -39,70 +44,69 @@ def no_flag(ctx: typer.Context, word: str | None) -> str | None:
     return word
 
 
-PLACE = "Where it runs"
-HOSTS = "Several machines"
-TRAINING = "Training"
-PRICES = "What it costs"
+# The headings of `--help`: an option of each stands below it.
+Place = partial(Option, rich_help_panel="Where it runs")
+Machines = partial(Option, rich_help_panel="Several machines")
+Training = partial(Option, rich_help_panel="Training")
+Prices = partial(Option, rich_help_panel="What it costs")
+
+# Flags that several commands have.
+Target = Annotated[str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)]
+Device = Annotated[str, Option(help="auto, cpu or cuda")]
+Warmup = Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")]
+AsJson = Annotated[bool, Option("--json", help="for programs")]
+NodeRank = Annotated[int | None, Machines()]
+MasterAddr = Annotated[str | None, Machines()]
+MACHINES = ("nnodes", "node_rank", "master_addr", "master_port")
+
+
+def machines(ctx: typer.Context) -> dict[str, Any]:
+    """What the flags say about several machines, under the names that `Hosts` has for it."""
+    found = {name: ctx.params[name] for name in MACHINES}
+    return {"nodes": found.pop("nnodes"), **found}
+
+
+def others(ctx: typer.Context, *named: str) -> dict[str, Any]:
+    """The flags that are neither `named` nor about several machines."""
+    return {k: v for k, v in ctx.params.items() if k not in named and k not in MACHINES}
 
 
 @app.command(context_settings={**EXTRA, **NAMES})
 def train(
     ctx: typer.Context,
     target: Annotated[
-        str,
-        Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them", callback=no_flag),
+        str, Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them", callback=no_flag)
     ],
-    multi_gpu: Annotated[
-        str | None, Option(help="ddp, dp or single", rich_help_panel=PLACE)
-    ] = None,
-    num_gpus: Annotated[
-        int | None,
-        Option(help="-1: all; without GPUs, CPU ranks", rich_help_panel=PLACE),
-    ] = None,
-    gpu_ids: Annotated[
-        str | None, Option(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES", rich_help_panel=PLACE)
-    ] = None,
-    share_gpu: Annotated[
-        bool | None, Option(help="several ranks on one GPU, for tests", rich_help_panel=PLACE)
-    ] = None,
-    batch_size: Annotated[
-        int | None, Option(help="samples per GPU", rich_help_panel=TRAINING)
-    ] = None,
-    epochs: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
-    lr: Annotated[float | None, Option(help="learning rate", rich_help_panel=TRAINING)] = None,
-    lr_scaling: Annotated[
-        str | None, Option(help="linear, sqrt or none", rich_help_panel=TRAINING)
-    ] = None,
-    warmup_epochs: Annotated[float | None, Option(rich_help_panel=TRAINING)] = None,
-    grad_accum_steps: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
-    mode: Annotated[
-        str | None, Option(help="the recipe's variant", rich_help_panel=TRAINING)
-    ] = None,
-    data_dir: Annotated[str | None, Option(help="your data", rich_help_panel=TRAINING)] = None,
-    save_dir: Annotated[
-        str | None, Option(help="where runs are kept", rich_help_panel=TRAINING)
-    ] = None,
-    resume: Annotated[
-        str | None, Option(help="auto, or a checkpoint folder", rich_help_panel=TRAINING)
-    ] = None,
+    multi_gpu: Annotated[str | None, Place(help="ddp, dp or single")] = None,
+    num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
+    gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
+    share_gpu: Annotated[bool | None, Place(help="several ranks on one GPU, for tests")] = None,
+    batch_size: Annotated[int | None, Training(help="samples per GPU")] = None,
+    epochs: Annotated[int | None, Training()] = None,
+    lr: Annotated[float | None, Training(help="learning rate")] = None,
+    lr_scaling: Annotated[str | None, Training(help="linear, sqrt or none")] = None,
+    warmup_epochs: Annotated[float | None, Training()] = None,
+    grad_accum_steps: Annotated[int | None, Training()] = None,
+    mode: Annotated[str | None, Training(help="the recipe's variant")] = None,
+    data_dir: Annotated[str | None, Training(help="your data")] = None,
+    save_dir: Annotated[str | None, Training(help="where runs are kept")] = None,
+    resume: Annotated[str | None, Training(help="auto, or a checkpoint folder")] = None,
     resume_anyway: Annotated[
-        bool | None,
-        Option(
-            "--resume-anyway",
-            help="although seed or data changed",
-            rich_help_panel=TRAINING,
-        ),
+        bool | None, Training("--resume-anyway", help="although seed or data changed")
     ] = None,
-    seed: Annotated[int | None, Option(rich_help_panel=TRAINING)] = None,
-    deterministic: Annotated[bool | None, Option(rich_help_panel=TRAINING)] = None,
-    nnodes: Annotated[
-        str | None, Option(help="machines: 2, or LEAST:MOST like 1:2", rich_help_panel=HOSTS)
+    seed: Annotated[int | None, Training()] = None,
+    deterministic: Annotated[bool | None, Training()] = None,
+    nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
+    cluster_token: Annotated[
+        str | None, Machines(help="file of `mgt cluster token`, the same everywhere")
     ] = None,
-    node_rank: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
-    master_addr: Annotated[str | None, Option(rich_help_panel=HOSTS)] = None,
-    master_port: Annotated[
-        int | None, Option(help="default: a free one", rich_help_panel=HOSTS)
-    ] = None,
+    insecure_network: Annotated[
+        bool, Machines("--insecure-network", help="no token: trust the network")
+    ] = False,
+    # torch.distributed.launch adds it; the environment says the same.
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
     """Train a recipe, or what a YAML config says, on all GPUs.
@@ -110,79 +114,48 @@ def train(
     Every setting of `mgt config-schema` can be given as --flag VALUE or key=value.
     """
     from multi_gpu_training.cli.train_command import TrainFlags, train
+    from multi_gpu_training.distributed.cluster_token import remember
 
-    settings = {
-        "multi_gpu": multi_gpu,
-        "gpu_ids": gpu_ids,
-        "share_gpu": share_gpu,
-        "batch_size": batch_size,
-        "epochs": epochs,
-        "lr": lr,
-        "lr_scaling": lr_scaling,
-        "warmup_epochs": warmup_epochs,
-        "grad_accum_steps": grad_accum_steps,
-        "mode": mode,
-        "data_dir": data_dir,
-        "save_dir": save_dir,
-        "resume": resume,
-        "resume_anyway": resume_anyway,
-        "seed": seed,
-        "deterministic": deterministic,
-    }
-    hosts = {
-        "nodes": nnodes,
-        "node_rank": node_rank,
-        "master_addr": master_addr,
-        "master_port": master_port,
-    }
-    train(TrainFlags(target, num_gpus, settings, hosts, list(ctx.args)))
+    remember(cluster_token, insecure_network)
+    elsewhere = ("target", "num_gpus", "local_rank", "cluster_token", "insecure_network")
+    settings = others(ctx, *elsewhere)
+    train(TrainFlags(target, num_gpus, settings, machines(ctx), list(ctx.args)))
 
 
-@app.command(context_settings={**EXTRA, "allow_interspersed_args": False})
+@app.command(context_settings={**EXTRA, **NAMES, "allow_interspersed_args": False})
 def run(
     ctx: typer.Context,
     script: Annotated[
         str, Argument(metavar="SCRIPT.py", help="any training script", callback=no_flag)
     ],
-    num_gpus: Annotated[
-        int, Option("--num-gpus", "--num_gpus", help="-1: all; without GPUs, CPU ranks")
-    ] = -1,
-    share_gpu: Annotated[bool, Option("--share-gpu", "--share_gpu")] = False,
+    num_gpus: Annotated[int, Option(help="-1: all; without GPUs, CPU ranks")] = -1,
+    share_gpu: Annotated[bool, Option("--share-gpu")] = False,
     max_restarts: Annotated[
         int | None,
-        Option(
-            "--max-restarts",
-            "--max_restarts",
-            min=0,
-            help="default: what the config of the script allows",
-            show_default=False,
-        ),
+        Option(min=0, help="default: what the config of the script allows", show_default=False),
     ] = None,
     recovery_timeout: Annotated[
         float,
-        Option(
-            "--recovery-timeout",
-            "--recovery_timeout",
-            min=1.0,
-            help="seconds the machines have to find each other, also after a failure",
-        ),
+        Option(min=1.0, help="seconds the machines have to find each other, also after a failure"),
     ] = 300.0,
     nnodes: Annotated[str, Option(help="machines: 2, or LEAST:MOST like 1:2")] = "1",
-    node_rank: Annotated[int, Option("--node-rank", "--node_rank")] = 0,
-    master_addr: Annotated[str | None, Option("--master-addr", "--master_addr")] = None,
-    master_port: Annotated[int | None, Option("--master-port", "--master_port")] = None,
+    node_rank: int = 0,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    cluster_token: Annotated[
+        str | None, Option(help="file of `mgt cluster token`, the same on every machine")
+    ] = None,
+    insecure_network: Annotated[
+        bool, Option("--insecure-network", help="no token: trust the network")
+    ] = False,
 ) -> None:
     """Run a script once per rank. Everything after SCRIPT.py is passed to it."""
     from multi_gpu_training.cli.run_command import run_script
+    from multi_gpu_training.distributed.cluster_token import remember
 
-    hosts = {
-        "nodes": nnodes,
-        "node_rank": node_rank,
-        "master_addr": master_addr,
-        "master_port": master_port,
-    }
+    remember(cluster_token, insecure_network)
     again = {"max_restarts": max_restarts, "recovery_timeout": recovery_timeout}
-    raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, again, hosts))
+    raise typer.Exit(run_script([script, *ctx.args], num_gpus, share_gpu, again, machines(ctx)))
 
 
 @app.command(context_settings=NAMES)
@@ -202,7 +175,7 @@ def verify(
     target: Annotated[str, Argument(metavar="RECIPE|CONFIG|SCRIPT.py", callback=no_flag)],
     ranks: Annotated[str, Option(help="compared with one rank")] = "2,3",
     steps: Annotated[int, Option(help="optimizer steps")] = 8,
-    device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Prove that several ranks compute what one computes, or name why they do not."""
     from multi_gpu_training.cli.verify_command import verify_target
@@ -216,22 +189,18 @@ def check(
     target: Annotated[
         str | None, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)
     ] = None,
-    device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
-    num_gpus: Annotated[
-        int, Option(help="-1: all; without GPUs, CPU ranks", rich_help_panel=PLACE)
-    ] = -1,
+    device: Device = "auto",
+    num_gpus: Annotated[int, Place(help="-1: all; without GPUs, CPU ranks")] = -1,
     save_dir: Annotated[str, Option(help="where runs will be kept")] = "runs",
     timeout: Annotated[float, Option(help="seconds that anything may hang")] = 60.0,
-    as_json: Annotated[bool, Option("--json", help="for programs")] = False,
+    as_json: AsJson = False,
     save_curve: Annotated[
         str | None, Option(help="all-reduce times as CSV, for `mgt estimate --curve`")
     ] = None,
-    nnodes: Annotated[
-        str | None, Option(help="machines: 2, or of LEAST:MOST the most", rich_help_panel=HOSTS)
-    ] = None,
-    node_rank: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
-    master_addr: Annotated[str | None, Option(rich_help_panel=HOSTS)] = None,
-    master_port: Annotated[int | None, Option(rich_help_panel=HOSTS)] = None,
+    nnodes: Annotated[str | None, Machines(help="machines: 2, or of LEAST:MOST the most")] = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: Annotated[int | None, Machines()] = None,
 ) -> None:
     """Check this machine before training: software, GPUs, links, disk, network, real ranks.
 
@@ -240,27 +209,18 @@ def check(
     """
     from multi_gpu_training.cli.check_command import CheckFlags, check
 
-    hosts = {
-        "nodes": nnodes,
-        "node_rank": node_rank,
-        "master_addr": master_addr,
-        "master_port": master_port,
-    }
     command = [target, *ctx.args] if target is not None else []
-    flags = CheckFlags(command, device, num_gpus, save_dir, timeout, as_json, save_curve, hosts)
-    raise typer.Exit(check(flags))
+    raise typer.Exit(check(CheckFlags(command, **others(ctx, "target"), hosts=machines(ctx))))
 
 
 @app.command(context_settings={**EXTRA, **NAMES})
 def bench(
     ctx: typer.Context,
-    target: Annotated[
-        str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)
-    ] = "image",
+    target: Target = "image",
     ranks: Annotated[int | None, Option(help="default: every GPU; without GPUs, 2")] = None,
     steps: Annotated[int, Option(help="measured steps of a case")] = 50,
-    warmup: Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")] = None,
-    device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
+    warmup: Warmup = None,
+    device: Device = "auto",
     modes: Annotated[str, Option(help="which of these to compare")] = "single,dp,ddp",
     batch_sizes: Annotated[
         str | None, Option(help="like 128,256,512: speed and memory of each")
@@ -288,76 +248,46 @@ def bench(
     """
     from multi_gpu_training.cli.bench_command import BenchFlags, bench
 
-    flags = BenchFlags(
-        [target, *ctx.args],
-        ranks,
-        steps,
-        warmup,
-        device,
-        modes,
-        batch_sizes,
-        precision,
-        tune,
-        allow_compression,
-        repeats,
-        timeout,
-        out,
-    )
-    raise typer.Exit(bench(flags))
+    raise typer.Exit(bench(BenchFlags([target, *ctx.args], **others(ctx, "target"))))
 
 
 @app.command(context_settings={**EXTRA, **NAMES})
 def estimate(
     ctx: typer.Context,
-    target: Annotated[
-        str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)
-    ] = "image",
-    gpus: Annotated[
-        str | None, Option(help="like 1,2,8; default 1, 2, 4 ... 1024", rich_help_panel=PLACE)
-    ] = None,
+    target: Target = "image",
+    gpus: Annotated[str | None, Place(help="like 1,2,8; default 1, 2, 4 ... 1024")] = None,
     interconnect: Annotated[
-        str | None, Option(help="what connects them; without it: a list", rich_help_panel=PLACE)
+        str | None, Place(help="what connects them; without it: a list")
     ] = None,
-    curve: Annotated[
-        str | None, Option(help="CSV of all-reduce times of your own", rich_help_panel=PLACE)
-    ] = None,
-    gpus_per_node: Annotated[int, Option(rich_help_panel=PLACE)] = 8,
+    curve: Annotated[str | None, Place(help="CSV of all-reduce times of your own")] = None,
+    gpus_per_node: Annotated[int, Place()] = 8,
     scaling: Annotated[
-        str | None,
-        Option(help="weak: same batch per GPU; strong: same global batch", rich_help_panel=PLACE),
+        str | None, Place(help="weak: same batch per GPU; strong: same global batch")
     ] = None,
     epochs: Annotated[float | None, Option(help="length of the training")] = None,
     samples: Annotated[float | None, Option(help="the same, in samples")] = None,
-    price: Annotated[float | None, Option(help="of a GPU and hour", rich_help_panel=PRICES)] = None,
-    price_per: Annotated[str, Option(help="gpu or node", rich_help_panel=PRICES)] = "gpu",
+    price: Annotated[float | None, Prices(help="of a GPU and hour")] = None,
+    price_per: Annotated[str, Prices(help="gpu or node")] = "gpu",
     price_source: Annotated[
-        str | None, Option(help="where the price is from, to be printed", rich_help_panel=PRICES)
+        str | None, Prices(help="where the price is from, to be printed")
     ] = None,
-    price_date: Annotated[
-        str | None, Option(help="of which day it is; default today", rich_help_panel=PRICES)
-    ] = None,
-    catalog: Annotated[
-        str | None, Option(help="CSV in SkyPilot's format", rich_help_panel=PRICES)
-    ] = None,
-    accelerator: Annotated[
-        str | None, Option(help="its row, like H100", rich_help_panel=PRICES)
-    ] = None,
-    instance: Annotated[
-        str | None, Option(help="or its instance type", rich_help_panel=PRICES)
-    ] = None,
-    region: Annotated[str | None, Option(rich_help_panel=PRICES)] = None,
-    spot: Annotated[bool, Option("--spot", rich_help_panel=PRICES)] = False,
+    price_date: Annotated[str | None, Prices(help="of which day it is; default today")] = None,
+    catalog: Annotated[str | None, Prices(help="CSV in SkyPilot's format")] = None,
+    accelerator: Annotated[str | None, Prices(help="its row, like H100")] = None,
+    instance: Annotated[str | None, Prices(help="or its instance type")] = None,
+    region: Annotated[str | None, Prices()] = None,
+    spot: Annotated[bool, Prices("--spot")] = False,
     electricity: Annotated[
-        float | None, Option(help="price of a kWh, for GPUs of your own", rich_help_panel=PRICES)
+        float | None, Prices(help="price of a kWh, for GPUs of your own")
     ] = None,
     profile: Annotated[
         str | None, Option(help="profile.json of an earlier estimate: measure nothing")
     ] = None,
     steps: Annotated[int, Option(help="measured steps")] = 50,
-    warmup: Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")] = None,
-    device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
+    warmup: Warmup = None,
+    device: Device = "auto",
     timeout: Annotated[float, Option(help="seconds that measuring may take")] = 600.0,
-    as_json: Annotated[bool, Option("--json", help="for programs")] = False,
+    as_json: AsJson = False,
     out: Annotated[
         str | None, Option(help="folder for what is written; default runs/estimate/NAME-TIME")
     ] = None,
@@ -366,43 +296,15 @@ def estimate(
 
     Other flags and words are the recipe's or the script's, as for `mgt train`.
     """
-    from multi_gpu_training.cli.estimate_command import estimate
-    from multi_gpu_training.cli.estimate_flags import EstimateFlags
+    from multi_gpu_training.cli.estimate_command import EstimateFlags, estimate
 
-    flags = EstimateFlags(
-        [target, *ctx.args],
-        gpus,
-        interconnect,
-        curve,
-        gpus_per_node,
-        scaling,
-        epochs,
-        samples,
-        price,
-        price_per,
-        price_source,
-        price_date,
-        catalog,
-        accelerator,
-        instance,
-        region,
-        spot,
-        electricity,
-        profile,
-        steps,
-        warmup,
-        device,
-        timeout,
-        as_json,
-        out,
-    )
-    raise typer.Exit(estimate(flags))
+    raise typer.Exit(estimate(EstimateFlags([target, *ctx.args], **others(ctx, "target"))))
 
 
 @app.command()
 def checkpoints(
     run: Annotated[str, Argument(metavar="RUN", help="a run folder, or one checkpoint")],
-    as_json: Annotated[bool, Option("--json", help="for programs")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List what a run has saved, check every byte, and say which ones are intact.
 
@@ -458,3 +360,17 @@ def config_schema() -> None:
     from multi_gpu_training.config_file import schema
 
     print(json.dumps(schema(), indent=2))
+
+
+cluster = typer.Typer(no_args_is_help=True, help="Several machines: the token that they share.")
+app.add_typer(cluster, name="cluster")
+
+
+@cluster.command()
+def token(
+    file: Annotated[str, Argument(help="where to write it")] = "cluster.token",
+) -> None:
+    """Write a new token for the machines of a run. Only you can read it; copy it to each."""
+    from multi_gpu_training.cli.cluster_command import new_token
+
+    raise typer.Exit(new_token(file))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from multi_gpu_training.cli.measured_script import runner_for
+from multi_gpu_training.cli.measured_script import MeasuringFlags, numbers, runner_for, too_small
 from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.errors import ConfigError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.measure.script_runner import ScriptRunner
     from multi_gpu_training.planning.bench.result_table import ResultTable
 
-CPU_RANKS = 2
+CPU_RANKS = 2  # without GPUs, enough to have an exchange
 MODES = {
     "single": TrainingMode.SINGLE,
     "dp": TrainingMode.DATA_PARALLEL,
@@ -26,22 +26,15 @@ REPEATS_OF_TUNE = 3
 
 
 @dataclass(frozen=True)
-class BenchFlags:
-    """What the command line said."""
-
-    command: list[str]
-    ranks: int | None = None
-    steps: int = 50
-    warmup: int | None = None
-    device: str = "auto"
-    modes: str = "single,dp,ddp"
-    batch_sizes: str | None = None
-    precision: bool = False
-    tune: bool = False
-    allow_compression: bool = False
-    repeats: int | None = None
-    timeout_s: float = 300.0
-    out: str | None = None
+class BenchFlags(MeasuringFlags):
+    ranks: int | None
+    modes: str
+    batch_sizes: str | None
+    precision: bool
+    tune: bool
+    allow_compression: bool
+    repeats: int | None
+    out: str | None
 
 
 def bench(flags: BenchFlags) -> int:
@@ -64,11 +57,7 @@ def bench(flags: BenchFlags) -> int:
 
 def measure(flags: BenchFlags, runner: ScriptRunner) -> ResultTable:
     """The report that the flags ask for."""
-    from multi_gpu_training.planning.bench.bench_tables import (
-        compare_batch_sizes,
-        compare_modes,
-        compare_precisions,
-    )
+    from multi_gpu_training.planning.bench import bench_tables
     from multi_gpu_training.planning.bench.tuning import tune
 
     ranks, repeats = runner.ranks_at_hand, flags.repeats or 1
@@ -76,49 +65,36 @@ def measure(flags: BenchFlags, runner: ScriptRunner) -> ResultTable:
     mode = TrainingMode.SINGLE if ranks == 1 else TrainingMode.DISTRIBUTED_DATA_PARALLEL
     if flags.batch_sizes is not None:
         sizes = numbers("--batch-sizes", flags.batch_sizes)
-        return compare_batch_sizes(runner, mode, ranks, sizes, repeats, unit)
+        return bench_tables.compare_batch_sizes(runner, mode, ranks, sizes, repeats, unit)
     if flags.precision:
-        return compare_precisions(runner, mode, ranks, repeats, unit)
+        return bench_tables.compare_precisions(runner, mode, ranks, repeats, unit)
     if flags.tune:
         rounds = flags.repeats or REPEATS_OF_TUNE
         return tune(runner, ranks, rounds, flags.allow_compression, unit=unit)
-    return compare_modes(runner, ranks, modes_of(flags.modes), repeats, unit)
+    return bench_tables.compare_modes(runner, ranks, modes_of(flags.modes), repeats, unit)
 
 
 def check(flags: BenchFlags) -> None:
     """Raise one ConfigError with everything that is wrong with the flags."""
-    problems = []
-    asked = [
-        name
-        for name, given in (
-            ("--batch-sizes", flags.batch_sizes is not None),
-            ("--precision", flags.precision),
-            ("--tune", flags.tune),
-        )
-        if given
-    ]
+    problems = flags.problems()
+    problems += too_small(("--ranks", flags.ranks, 1), ("--repeats", flags.repeats, 1))
+    tables = {
+        "--batch-sizes": flags.batch_sizes is not None,
+        "--precision": flags.precision,
+        "--tune": flags.tune,
+    }
+    asked = [name for name, given in tables.items() if given]
     if len(asked) > 1:
         problems.append(f"{' and '.join(asked)} are tables of their own; ask for one at a time")
     if flags.allow_compression and not flags.tune:
         problems.append("--allow-compression is for --tune; add it, or drop this")
-    for name, value, least in (
-        ("--steps", flags.steps, 2),
-        ("--warmup", flags.warmup, 1),
-        ("--ranks", flags.ranks, 1),
-        ("--repeats", flags.repeats, 1),
-    ):
-        if value is not None and value < least:
-            problems.append(f"{name} {value}: use at least {least}")
-    if flags.timeout_s <= 0:
-        problems.append(f"--timeout {flags.timeout_s:g}: give seconds, more than 0")
-    if flags.device not in ("auto", "cpu", "cuda"):
-        problems.append(f"--device {flags.device}: use auto, cpu or cuda")
-    for read in (
-        lambda: modes_of(flags.modes),
-        lambda: numbers("--batch-sizes", flags.batch_sizes or "1"),
+    # One by one, so that what is wrong with both is said at once.
+    for read, text in (
+        (modes_of, flags.modes),
+        (lambda text: numbers("--batch-sizes", text), flags.batch_sizes or "1"),
     ):
         try:
-            read()
+            read(text)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -130,13 +106,3 @@ def modes_of(text: str) -> list[TrainingMode]:
     if unknown:
         raise ConfigError(f"--modes {text}: {unknown[0]!r} is unknown; use {', '.join(MODES)}")
     return [MODES[name] for name in text.split(",")]
-
-
-def numbers(flag: str, text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} {text}: give numbers like 128,256,512") from None
-    if min(found) < 1:
-        raise ConfigError(f"{flag} {text}: each must be at least 1")
-    return found

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from multi_gpu_training.cli.measured_script import command_of
+from multi_gpu_training.cli.measured_script import command_of, place_problems
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ class CheckFlags:
     """What the command line said; `command` is a recipe, config or script with its words."""
 
     command: list[str]
-    device: str = "auto"
-    num_gpus: int = -1
-    save_dir: str = "runs"
-    timeout_s: float = 60.0
-    as_json: bool = False
-    curve: str | None = None
-    hosts: Mapping[str, Any] = field(default_factory=dict)
+    device: str
+    num_gpus: int
+    save_dir: str
+    timeout: float
+    as_json: bool
+    save_curve: str | None
+    hosts: Mapping[str, Any]
 
 
 def check(flags: CheckFlags) -> int:
@@ -43,7 +43,7 @@ def check(flags: CheckFlags) -> int:
     printer = Printer(Console(highlight=False))
     report = CheckReport()
     options = CheckOptions(
-        flags.device, flags.num_gpus, Path(flags.save_dir), flags.timeout_s, flags.hosts
+        flags.device, flags.num_gpus, Path(flags.save_dir), flags.timeout, flags.hosts
     )
     checkup = Checkup(options, report, os.environ)
     if checkup.main and not flags.as_json:
@@ -58,7 +58,7 @@ def check(flags: CheckFlags) -> int:
         if tables is not None and not flags.as_json:
             tables()
         return checkup.finish()
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no rank is left waiting for this one
         checkup.abort()
         raise
 
@@ -67,73 +67,61 @@ def _fit(flags: CheckFlags, checkup: Checkup, printer: Printer) -> Callable[[], 
     """Measure the recipe or script; what then prints its tables, or nothing to print."""
     from multi_gpu_training.planning.check import recommendation, training_fit
 
+    def say(text: str) -> None:
+        if not flags.as_json:
+            printer.note(training_fit.GROUP.name, text)
+
     try:
-
-        def say(text: str) -> None:
-            if not flags.as_json:
-                printer.note(training_fit.GROUP.name, text)
-
         found = checkup.fit(command_of(flags.command, "check"), say)
     except OSError as error:
-        where = f"{error.strerror} ({error.filename})"
+        text = f"it cannot be tried: {error.strerror} ({error.filename})"
         remedy = "make room there, or set TMPDIR to a folder with room"
-        checkup.report.add(
-            [training_fit.GROUP.fail("training", f"it cannot be tried: {where}", remedy)]
-        )
+        checkup.report.add([training_fit.GROUP.fail("training", text, remedy)])
         return None
     if found is None:
         return None
     workers = checkup.workers(found.chosen.ranks)
-    chosen = recommendation.recommend(found, flags.command, workers, checkup.ranks_here)
+    chosen = recommendation.recommend(found, flags.command, workers, checkup.context.ranks_here)
     checkup.report.advice = recommendation.plain(found, chosen)
     return lambda: recommendation.show(printer, found, chosen)
 
 
 def _curve(flags: CheckFlags, checkup: Checkup) -> list[Finding]:
     """The measured all-reduce times as a file, where it was asked for."""
-    from multi_gpu_training.planning.check import rank_trial
+    from multi_gpu_training.planning.check.rank_trial import GROUP, save_curve
 
-    if flags.curve is None:
+    if flags.save_curve is None:
         return []
-    path = Path(flags.curve)
-    remedy = "fix the lines above, then run it again"
+    path = Path(flags.save_curve)
     if checkup.team is None or not checkup.report.curve or checkup.team.ranks == 1:
-        return [rank_trial.GROUP.fail("curve", f"{path} is not written: none was measured", remedy)]
+        text = f"{path} is not written: none was measured"
+        return [GROUP.fail("curve", text, "fix the lines above, then run it again")]
     try:
-        rank_trial.save_curve(path, checkup.report.curve, checkup.team, checkup.hardware)
+        save_curve(path, checkup.report.curve, checkup.team, checkup.hardware)
     except OSError as error:
         text = f"{path} cannot be written: {error.strerror}"
-        return [rank_trial.GROUP.fail("curve", text, "choose another --save-curve")]
-    return [rank_trial.GROUP.passed("curve", f"{path}: for `mgt estimate --curve`")]
+        return [GROUP.fail("curve", text, "choose another --save-curve")]
+    return [GROUP.passed("curve", f"{path}: for `mgt estimate --curve`")]
 
 
 def _show(flags: CheckFlags, report: CheckReport, printer: Printer) -> None:
     if flags.as_json:
         print(json.dumps(report.plain(), indent=1), flush=True)
         return
-    if not printer.begun:
+    if not printer.begun:  # this process was to be silent, and rank 0 did not hear it
         for finding in report.findings:
             printer.show(finding)
     printer.summary(report)
 
 
 def _validate(flags: CheckFlags) -> None:
-    problems = []
-    if flags.command:
-        _look_at(flags.command)
-    if flags.timeout_s <= 0:
-        problems.append(f"--timeout {flags.timeout_s:g}: give seconds, more than 0")
-    if flags.device not in ("auto", "cpu", "cuda"):
-        problems.append(f"--device {flags.device}: use auto, cpu or cuda")
+    if flags.command and command_of(flags.command, "check")[0] == "-m":
+        from multi_gpu_training.cli.train_command import TrainFlags, resolve
+
+        # A recipe or config that is not there, or words that it does not know: say so now.
+        resolve(TrainFlags(flags.command[0], None, {}, {}, flags.command[1:]))
+    problems = place_problems(flags.device, flags.timeout)
     if flags.num_gpus == 0 or flags.num_gpus < -1:
         problems.append(f"--num-gpus {flags.num_gpus}: use -1 for all, or a positive number")
     if problems:
         raise ConfigError(problems)
-
-
-def _look_at(command: list[str]) -> None:
-    """A recipe, config or script that is not there, or words that it does not know: say so now."""
-    from multi_gpu_training.cli.train_command import TrainFlags, resolve
-
-    if command_of(command, "check")[0] == "-m":
-        resolve(TrainFlags(command[0], None, {}, {}, command[1:]))

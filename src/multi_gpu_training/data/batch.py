@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -31,7 +34,15 @@ def attach(batch: Any, share: Share) -> Any:
     """The same batch, carrying `share`, so that `train_step(batch)` weighs it rightly.
 
     The user sees the batch as collated: a list stays a list, a dict a dict, a tensor a tensor.
+    Its tensors carry the share as well, for loops that unpack: `for x, y in loader`.
     """
+    for tensor in tensors_of(batch):
+        setattr(tensor, _ATTRIBUTE, share)
+    return carry(batch, share)
+
+
+def carry(batch: Any, share: Share) -> Any:
+    """The same batch, carrying `share` as a whole; its tensors may be the user's own."""
     if type(batch) is list:
         batch = _List(batch)
     elif type(batch) is dict:
@@ -39,13 +50,31 @@ def attach(batch: Any, share: Share) -> Any:
     elif isinstance(batch, tuple):
         kind = _with_attributes(type(batch))
         batch = kind(*batch) if hasattr(batch, "_fields") else kind(batch)
-    setattr(batch, _ATTRIBUTE, share)
+    with suppress(AttributeError, TypeError):  # the loader still knows which one it gave last
+        setattr(batch, _ATTRIBUTE, share)
     return batch
 
 
 def share_of(batch: Any) -> Share | None:
+    """The share of a batch as the loader gave it; None once it was unpacked or made anew."""
     share = getattr(batch, _ATTRIBUTE, None)
     return share if isinstance(share, Share) else None
+
+
+def came_from_a_loader(batch: Any) -> bool:
+    """Whether a batch, or a tensor in it, came from a loader of ours."""
+    return share_of(batch) is not None or any(
+        share_of(tensor) is not None for tensor in tensors_of(batch)
+    )
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Every tensor in a batch of tuples, lists and mappings."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (list, tuple, Mapping)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(part)
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -57,9 +86,18 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     if isinstance(batch, list):
         return [map_tensors(part, change) for part in batch]
-    if isinstance(batch, dict):
-        return {key: map_tensors(part, change) for key, part in batch.items()}
+    if isinstance(batch, Mapping):
+        return same_mapping(batch, {key: map_tensors(batch[key], change) for key in batch})
     return batch
+
+
+def same_mapping(batch: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    """`parts` in the form of `batch`: a tokenizer's BatchEncoding keeps its methods."""
+    if isinstance(batch, UserDict):
+        made = copy.copy(batch)
+        made.data = parts
+        return made
+    return parts
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -77,36 +115,48 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_tensors(batch, moved)
 
 
-def first_tensor(batch: Any) -> Tensor | None:
+def rows(batch: Any, size: int, begin: int, end: int) -> Any:
+    """Samples `begin` to `end` of a collated batch of `size`. A tensor or list without an entry
+    per sample stays whole; in a time-major tensor, the batch is the one axis of that length."""
     if isinstance(batch, Tensor):
-        return batch
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(parts, (list, tuple)) or isinstance(batch, Mapping):
-        for part in parts:
-            found = first_tensor(part)
-            if found is not None:
-                return found
-    return None
+        axes = [axis for axis, length in enumerate(batch.shape) if length == size]
+        if not axes or (len(axes) > 1 and axes[0] != 0):
+            return batch
+        return batch.narrow(axes[0], begin, end - begin)
+    if isinstance(batch, Mapping):
+        return same_mapping(batch, {key: _entries(batch[key], size, begin, end) for key in batch})
+    if isinstance(batch, (list, tuple)):
+        # A list of samples as a dataset gives them, and not of their collated parts.
+        if isinstance(batch, list) and len(batch) == size and _are_samples(batch):
+            return batch[begin:end]
+        parts = [_entries(part, size, begin, end) for part in batch]
+        if isinstance(batch, list):
+            return parts
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    return batch
 
 
-def batch_count(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor that has one."""
-    if (
-        isinstance(batch, (list, tuple))
-        and batch
-        and isinstance(batch[0], Tensor)
-        and batch[0].ndim
-    ):
-        return batch[0].shape[0]
-    tensor = first_tensor(batch)
-    return tensor.shape[0] if tensor is not None and tensor.ndim else 1
+def _entries(part: Any, size: int, begin: int, end: int) -> Any:
+    """The same of something inside a batch: names, file paths, boxes of a picture."""
+    if isinstance(part, list) and len(part) == size and not _are_columns(part, size):
+        return part[begin:end]
+    return rows(part, size, begin, end)
 
 
-def head(batch: Any, count: int) -> Any:
-    """The first `count` samples of a collated batch."""
-    size = batch_count(batch)
+def _are_samples(batch: list[Any]) -> bool:
+    return all(isinstance(part, (tuple, Mapping, str)) for part in batch)
 
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[:count] if tensor.ndim and tensor.shape[0] == size else tensor
 
-    return map_tensors(batch, cut)
+def _are_columns(part: list[Any], size: int) -> bool:
+    """Whether each entry is itself a collated column, as default_collate makes of a tuple."""
+    return all(isinstance(entry, Tensor) and entry.shape[:1] == (size,) for entry in part)
+
+
+def head(batch: Any, count: int, size: int) -> Any:
+    """The first `count` samples of a collated batch of `size`."""
+    return rows(batch, size, 0, min(count, size))
+
+
+def emptied(batch: Any) -> Any:
+    """The batch with no sample in it, for a rank that has none."""
+    return map_tensors(batch, lambda tensor: tensor[:0] if tensor.ndim else tensor)

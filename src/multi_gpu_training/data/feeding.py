@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +19,15 @@ from torch.utils.data import (
 from torch.utils.data import default_collate as torch_collate
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.items import ItemLoader
 from multi_gpu_training.data.loader import Feeding, ShareLoader
 from multi_gpu_training.data.order import FormsBatches, GlobalBatchSource, ShuffledBatches
 from multi_gpu_training.data.resident import ResidentLoader, fits_on_gpu
+from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
 from multi_gpu_training.data.stream import StreamLoader
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.errors import DataError
+from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.torch_internals import asked_samples
 
 Loader = ShareLoader | StreamLoader
@@ -46,20 +50,25 @@ class BatchSizes:
 
 
 def batch_sizes(
-    config: MultiGPUConfig, replicas: int, per_rank: int | None = None, full: int = 0
+    config: MultiGPUConfig,
+    replicas: int,
+    per_rank: int | None = None,
+    full: int = 0,
+    whole: int | None = None,
 ) -> BatchSizes:
     """Sizes for `replicas` model copies: ranks, or the GPUs of one DataParallel process.
 
     With `global_batch_size` the accumulation follows from what a GPU may hold (`batch_size`,
     where it was given), so that the step stays the same on any number of GPUs. So it does where
-    `full` ranks make up the run and some of them are away.
+    `full` ranks make up the run and some of them are away, and where a batch sampler gives
+    global batches of `whole` samples.
     """
     limit = per_rank or config.batch_size
     accumulation = config.gradient_accumulation_steps
-    if config.global_batch_size is None and full <= replicas:
+    if config.global_batch_size is None and whole is None and full <= replicas:
         return BatchSizes(limit, accumulation, replicas, limit * accumulation * replicas)
-    total = config.global_batch_size or limit * accumulation * full
-    if total < replicas:
+    total = whole or config.global_batch_size or limit * accumulation * full
+    if total < replicas and whole is None:
         raise DataError(
             f"global_batch_size={total} is smaller than world_size={replicas}; "
             f"use at least {replicas}, or fewer ranks"
@@ -71,18 +80,24 @@ def batch_sizes(
 
 
 def training_loader(
-    data: Data, config: MultiGPUConfig, placement: Placement, replicas: int
+    data: Data,
+    config: MultiGPUConfig,
+    placement: Placement,
+    replicas: int,
+    batch_size_fn: BatchSizeFn | None = None,
 ) -> tuple[Loader, BatchSizes]:
     brought = data if isinstance(data, DataLoader) else None
     dataset = _dataset(data)
     # A DataLoader's batch size is what its author runs on one GPU, like batch_size.
     given = "batch_size" in config.model_fields_set
     its_own = brought.batch_size if brought is not None and not given else None
-    sizes = batch_sizes(config, replicas, its_own, placement.identity.full_world_size)
-    feeding = _feeding(brought, dataset, config, placement, sizes.micro)
+    full = placement.identity.full_world_size
+    sizes = batch_sizes(config, replicas, its_own, full, _own_batch_size(brought, config))
+    feeding = _feeding(brought, dataset, config, placement, sizes, batch_size_fn)
     if isinstance(dataset, IterableDataset):
         steps = config.steps_per_epoch
-        return StreamLoader(dataset, sizes.global_batch, feeding, steps), sizes
+        size = 1 if feeding.items else sizes.global_batch
+        return StreamLoader(dataset, size, feeding, steps), sizes
     samples = _length(dataset, "training")
     if config.steps_per_epoch is not None:
         raise DataError(
@@ -90,21 +105,42 @@ def training_loader(
             f"{type(dataset).__name__} has {samples} samples, and an epoch is one pass over them: "
             "drop it, or set max_steps"
         )
-    source = _source(brought, dataset, samples, config, sizes)
+    source: GlobalBatchSource
+    if brought is not None:
+        source = _brought_source(brought, samples, sizes.global_batch, feeding)
+    elif isinstance(dataset, FormsBatches):
+        source = dataset.global_batches(sizes.global_batch)
+    else:
+        source = ShuffledBatches(samples, sizes.global_batch, config.shuffle)
+    if feeding.unit > 1 and len(source) == 0:
+        raise DataError(
+            f"drop_last=True leaves no step: the DataLoader gives fewer than {feeding.unit} "
+            "samples, one global batch; use a smaller batch, or drop_last=False"
+        )
     return _sized_loader(dataset, source, feeding, config, placement), sizes
 
 
 def validation_loader(
-    data: Data, config: MultiGPUConfig, placement: Placement, sizes: BatchSizes
+    data: Data,
+    config: MultiGPUConfig,
+    placement: Placement,
+    sizes: BatchSizes,
+    training: Loader | None = None,
+    batch_size_fn: BatchSizeFn | None = None,
 ) -> Loader:
-    """Each sample once, in order; a rank without a share of a batch just does not see it."""
+    """Each sample once, in order; a rank without a share of a batch just does not see it. Of a
+    DataLoader, the samples that its sampler gives. `training`: the loader beside this one."""
     brought = data if isinstance(data, DataLoader) else None
-    dataset = _dataset(data)
-    size = sizes.per_rank * sizes.ranks
-    feeding = _feeding(brought, dataset, config, placement, size, evaluating=True)
+    dataset: Any = _dataset(data)
+    feeding = _feeding(brought, dataset, config, placement, sizes, batch_size_fn, evaluating=True)
     if isinstance(dataset, IterableDataset):
-        return StreamLoader(dataset, size, feeding)
-    source = ShuffledBatches(_length(dataset, "validation"), size, shuffle=False)
+        if training is not None and training.dataset is dataset:
+            dataset = copy.copy(dataset)  # set_epoch must not reach a training pass half done
+        return StreamLoader(dataset, 1 if feeding.items else feeding.micro_size, feeding)
+    samples = _length(dataset, "validation")
+    source: GlobalBatchSource = ShuffledBatches(samples, feeding.micro_size, shuffle=False)
+    if brought is not None:
+        source = _brought_source(brought, samples, feeding.micro_size, feeding)
     return _sized_loader(dataset, source, feeding, config, placement)
 
 
@@ -115,6 +151,10 @@ def _sized_loader(
     config: MultiGPUConfig,
     placement: Placement,
 ) -> ShareLoader:
+    if isinstance(source, (SamplerBatches, BatchSamplerBatches)):
+        _check_same_order(source, feeding.seed, placement)
+    if feeding.items:
+        return ItemLoader(dataset, source, feeding)
     # On all ranks or on none: ranks with unequal GPUs must still agree on how steps are run.
     if placement.all_min(int(fits_on_gpu(dataset, feeding, config))):
         return ResidentLoader(dataset, source, feeding)  # type: ignore[arg-type]
@@ -126,32 +166,93 @@ def _sized_loader(
     return ShareLoader(dataset, source, feeding)
 
 
-def _source(
-    brought: DataLoader[Any] | None,
-    dataset: Any,
+# What a DataLoader brings
+
+
+def _own_batches(brought: DataLoader[Any] | None) -> Any:
+    """The batch sampler that the user gave; torch makes one itself out of a batch_size."""
+    return None if brought is None or brought.batch_size is not None else brought.batch_sampler
+
+
+def _own_batch_size(brought: DataLoader[Any] | None, config: MultiGPUConfig) -> int | None:
+    """The size of a batch sampler's batches, each of which is a global batch. A plain one is
+    only a size and an order: there `global_batch_size` wins."""
+    sampler = _own_batches(brought)
+    if type(sampler) is BatchSampler and config.global_batch_size is not None:
+        return None
+    size = getattr(sampler, "batch_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _brought_source(
+    brought: DataLoader[Any],
     samples: int,
-    config: MultiGPUConfig,
-    sizes: BatchSizes,
+    size: int,
+    feeding: Feeding,
 ) -> GlobalBatchSource:
-    total = sizes.global_batch
-    if brought is None and isinstance(dataset, FormsBatches):
-        return dataset.global_batches(total)
-    if brought is None:
-        return ShuffledBatches(samples, total, config.shuffle)
-    if brought.batch_sampler is not None and type(brought.batch_sampler) is not BatchSampler:
-        return BatchSamplerBatches(brought.batch_sampler)
-    sampler = brought.sampler
-    if type(sampler) is SequentialSampler:
-        return ShuffledBatches(samples, total, shuffle=False)
+    """The batches of a DataLoader, in global batches of `size`."""
+    own = _own_batches(brought)
+    if own is not None and type(own) is not BatchSampler:
+        _refuse_part_of_a_rank(own)
+        return BatchSamplerBatches(own)
+    sampler = brought.sampler if own is None else own.sampler
+    size = 1 if feeding.items else size
     if type(sampler) is DistributedSampler:
-        return ShuffledBatches(samples, total, sampler.shuffle)  # ours are exact shares of all
+        # Ours are exact shares of all.
+        return ShuffledBatches(samples, size, sampler.shuffle, feeding.unit)
+    _refuse_part_of_a_rank(sampler)
+    # Others than torch's own, and those over a part of the dataset, are asked for their order.
+    if type(sampler) is SequentialSampler and len(sampler) == samples:
+        return ShuffledBatches(samples, size, False, feeding.unit)
     if (
         type(sampler) is RandomSampler
         and not sampler.replacement
         and asked_samples(sampler) is None
+        and len(sampler) == samples
     ):
-        return ShuffledBatches(samples, total, shuffle=True)
-    return SamplerBatches(sampler, total)
+        return ShuffledBatches(samples, size, True, feeding.unit)
+    return SamplerBatches(sampler, size, feeding.unit)
+
+
+def _refuse_part_of_a_rank(sampler: Any) -> None:
+    """A sampler that gives each rank its own part, which the ranks would share out once more."""
+    inner = getattr(sampler, "sampler", None)
+    for one in (sampler, inner):
+        parts = getattr(one, "num_replicas", None)
+        if isinstance(parts, int) and parts > 1:
+            raise DataError(
+                f"{type(one).__name__} gives a rank only its part of the data (num_replicas="
+                f"{parts}), and the manager shares batches over the ranks itself: give the "
+                "sampler that one process would use, or num_replicas=1, rank=0"
+            )
+
+
+def _check_same_order(
+    source: SamplerBatches | BatchSamplerBatches, seed: int, placement: Placement
+) -> None:
+    """Refuse a sampler that draws another order on every rank: samples would be seen twice or
+    never. Collective."""
+    orders = placement.gather_json(source.rehearse(seed))
+    if len(set(orders)) > 1:
+        raise DataError(
+            f"{type(source.sampler).__name__} draws {len(set(orders))} different orders on "
+            f"{len(orders)} ranks, but the ranks share out one. Let it draw from a generator that "
+            "it keeps as an attribute, from the global ones, or by set_epoch(epoch), and leave "
+            "sharing over the ranks to the manager"
+        )
+
+
+def _drop_unit(brought: DataLoader[Any] | None, sizes: BatchSizes, evaluating: bool) -> int:
+    """With drop_last, the samples that must be there for a batch: of a step in training, of the
+    DataLoader's own batch in validation. Else 1."""
+    if brought is None:
+        return 1
+    own = _own_batches(brought)
+    if type(own) is BatchSampler:
+        return (own.batch_size if evaluating else sizes.global_batch) if own.drop_last else 1
+    if own is not None or not brought.drop_last:
+        return 1
+    return (brought.batch_size or 1) if evaluating else sizes.global_batch
 
 
 def _feeding(
@@ -159,7 +260,8 @@ def _feeding(
     dataset: Any,
     config: MultiGPUConfig,
     placement: Placement,
-    micro_size: int,
+    sizes: BatchSizes,
+    batch_size_fn: BatchSizeFn | None,
     evaluating: bool = False,
 ) -> Feeding:
     def setting(name: str) -> Any:
@@ -168,6 +270,12 @@ def _feeding(
         return getattr(config if given else brought, name)
 
     workers = setting("num_workers")
+    items = brought is not None and brought.batch_size is None and brought.batch_sampler is None
+    micro_size = sizes.per_rank * sizes.ranks if evaluating else sizes.micro
+    if "batch_size" not in config.model_fields_set and (
+        items or (_own_batches(brought) is not None and sizes.accumulation == 1 and not evaluating)
+    ):
+        micro_size = sys.maxsize  # nobody said how much a GPU may hold at a time
     return Feeding(
         micro_size=micro_size,
         seed=config.seed,
@@ -185,11 +293,21 @@ def _feeding(
         persistent_workers=setting("persistent_workers") and workers > 0,
         worker_init_fn=brought.worker_init_fn if brought is not None else None,
         evaluating=evaluating,
+        unit=_drop_unit(brought, sizes, evaluating),
+        items=sizes.accumulation if items else 0,
+        batch_size_fn=batch_size_fn,
     )
 
 
 def _dataset(data: Data) -> Dataset[Any]:
     if isinstance(data, DataLoader):
+        changed = type(data).__iter__ is not DataLoader.__iter__
+        if changed and not type(data).__module__.startswith("torchdata."):
+            raise DataError(
+                f"{type(data).__name__} has an __iter__ of its own, which the manager would pass "
+                "by: it reads the dataset itself, to share batches over the ranks. Do that work "
+                "in the dataset, in collate_fn or in augment, and give a plain DataLoader"
+            )
         return data.dataset
     if isinstance(data, IterableDataset) or hasattr(data, "__getitem__"):
         return data
@@ -213,3 +331,37 @@ def _length(dataset: Any, purpose: str) -> int:
             f"the {purpose} dataset {name} has 0 samples; check its path and its filters"
         )
     return samples
+
+
+def place_after_resume(
+    loader: Loader, position: int, saved: int, size: int, epoch_is_done: bool, steps: int | None
+) -> int:
+    """Where an epoch goes on whose checkpoint stands at `position`, in global batches of `saved`
+    samples and an epoch of `steps` of them (None: not known), with batches of `size` now."""
+    source = getattr(loader, "source", None)
+    if epoch_is_done:
+        return position if loader.steps is None else loader.steps
+    if isinstance(source, (SamplerBatches, ShuffledBatches)) or isinstance(loader, StreamLoader):
+        if loader.feeding.items or saved == size or position == 0:
+            return position
+        seen = position * saved
+        if seen % size == 0:
+            return seen // size
+        raise ConfigError(
+            f"the checkpoint stands {seen} samples into an epoch, which "
+            f"global_batch_size={size} does not divide; continue with "
+            f"global_batch_size={saved}, as it was, or from the end of an epoch"
+        )
+    # Batches that a batch sampler or the dataset itself forms: positions count those.
+    changed = loader.steps != steps if steps is not None else saved != size
+    if isinstance(source, BatchSamplerBatches) and steps is None:
+        changed = False  # an older checkpoint, which recorded a size that means nothing here
+    if changed and position:
+        was = f"{steps} batches" if steps is not None else f"batches of {saved}"
+        raise ConfigError(
+            f"the checkpoint stands at step {position} of an epoch of {was}; with "
+            f"global_batch_size={size} this {type(loader.dataset).__name__} forms other batches "
+            f"({loader.steps} an epoch): continue with global_batch_size={saved} and the batch "
+            "sampler as it was, or from the end of an epoch"
+        )
+    return position

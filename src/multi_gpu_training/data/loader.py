@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import atexit
-import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from torch.utils.data import _utils as worker_utils
 from torch.utils.data import default_collate as torch_collate
 
-from multi_gpu_training.data.batch import attach, head, to_device
+from multi_gpu_training.data.batch import attach, emptied, head, to_device
+from multi_gpu_training.data.generators import global_generators_kept, own_generators, seed_all
 from multi_gpu_training.data.order import (
     GlobalBatchSource,
     Share,
@@ -24,7 +23,10 @@ from multi_gpu_training.data.order import (
     seed_everything,
     shares,
 )
+from multi_gpu_training.data.passes import EpochLoader
 from multi_gpu_training.data.prefetch import on_device
+from multi_gpu_training.data.sample_count import BatchSizeFn
+from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
 from multi_gpu_training.distributed.cleanup import die_with_parent, end_workers, for_one_process
 
 Collate = Callable[[list[Any]], Any]
@@ -37,6 +39,9 @@ class Feeding:
 
     weights: relative share of the batch per rank, in whole numbers; None: equal.
     evaluating: empty shares are left out, and every pass is the same, whatever the epoch.
+    unit: a stream leaves out what does not fill a batch of this size at its end (`drop_last`).
+    items: each item of the dataset is a ready batch, cut into at least this many micro-batches.
+    batch_size_fn: the user's count of the samples in a batch.
     """
 
     micro_size: int
@@ -52,22 +57,24 @@ class Feeding:
     persistent_workers: bool = False
     worker_init_fn: Callable[[int], None] | None = None
     evaluating: bool = False
+    unit: int = 1
+    items: int = 0
+    batch_size_fn: BatchSizeFn | None = None
 
 
-class ShareLoader:
+class ShareLoader(EpochLoader):
     """Iterates over this rank's micro-batches of one epoch, then moves on to the next epoch.
 
     `seek(epoch, start)` says where the next iteration begins; nothing before it is loaded.
     """
 
     def __init__(self, dataset: Dataset[Any], source: GlobalBatchSource, feeding: Feeding) -> None:
+        super().__init__()
         self.dataset = dataset
         self.source = source
         self.feeding = feeding
-        self.epoch = 0
-        self.start = 0
-        self._template: Any = None
-        self._fetch = _Fetch(dataset, feeding.collate, feeding.num_workers == 0)
+        self._template: Any = None  # (samples in it, batch) on the host, for empty shares
+        self._fetch = self.make_fetch(feeding.num_workers == 0)
         if self._fetch.tensors is not None and feeding.device.type == "cpu":
             # One index gathers a batch of tensors; processes would only carry it about.
             feeding = replace(
@@ -82,15 +89,23 @@ class ShareLoader:
 
     def __len__(self) -> int:
         """Micro-batches in an epoch, for this rank."""
-        micro = self.feeding.micro_size
-        if isinstance(self.source, ShuffledBatches):
-            full, rest = divmod(self.source.samples, self.source.batch_size)
-            return full * -(-self.source.batch_size // micro) + -(-rest // micro)
-        batches = self.source.batches(self.feeding.seed, self.epoch)
-        return sum(max(1, -(-len(batch) // micro)) for batch in batches)
+        micro, source = self.feeding.micro_size, self.source
+        if isinstance(source, (ShuffledBatches, SamplerBatches)):
+            full, rest = divmod(source.drawn_samples, source.batch_size)
+            return full * -(-source.batch_size // micro) + -(-rest // micro)
+        if isinstance(source, BatchSamplerBatches):
+            lengths = source.batch_lengths(self.feeding.seed, self.epoch)
+        else:
+            lengths = [len(batch) for batch in source.batches(self.feeding.seed, self.epoch)]
+        return sum(max(1, -(-length // micro)) for length in lengths)
 
-    def seek(self, epoch: int, start: int = 0) -> None:
-        self.epoch, self.start = epoch, start
+    def make_fetch(self, in_main_process: bool) -> Fetch:
+        """What turns a share into a batch."""
+        return Fetch(self.dataset, self.feeding.collate, in_main_process)
+
+    @property
+    def evaluating(self) -> bool:
+        return self.feeding.evaluating
 
     def set_shares(self, **how: Any) -> None:
         """Cut batches otherwise from the next pass on: other `weights`, or another `rank`."""
@@ -110,19 +125,36 @@ class ShareLoader:
         )
         return (share for share in found if share.count) if feeding.evaluating else found
 
-    def __iter__(self) -> Iterator[Any]:
+    def one_pass(self) -> Iterator[Any]:
         for share, batch in on_device(self.host_batches(), self.feeding.device):
             yield attach(batch, share)
         if not self.feeding.evaluating:
             self.seek(self.epoch + 1)
 
-    def host_batches(self) -> Iterator[tuple[Share, Any]]:
-        for share, batch in self._loader:
+    def host_batches(
+        self, fetched: Iterable[tuple[Share, Any]] | None = None
+    ) -> Iterator[tuple[Share, Any]]:
+        """What was fetched, by default by the workers, with something of the right form for an
+        empty share."""
+        for share, batch in self._loader if fetched is None else fetched:
             if share.count:
-                self._template = (share, batch)
+                self._template = (share.count, batch)
                 yield share, batch
             else:
-                yield share, self.stand_in_on_host(share, 0)
+                yield share, emptied(self.stand_in_on_host(share))
+
+    def fetched_here(self) -> Iterator[Any]:
+        """The same micro-batches, without workers and without moving on to the next epoch."""
+        fetch = self.make_fetch(True)
+        for share, batch in self.host_batches(fetch[share] for share in self.plan()):
+            yield attach(to_device(batch, self.feeding.device), share)
+
+    refetches = True  # whether `fetch_again` can make any part of a share into a batch
+
+    def fetch_again(self, share: Share) -> Any:
+        """The samples of a share once more, collated in this process."""
+        fetch = Fetch(self.dataset, self.feeding.collate, True)
+        return to_device(fetch[share][1], self.feeding.device)
 
     @property
     def gathers(self) -> bool:
@@ -131,14 +163,15 @@ class ShareLoader:
 
     def stand_in(self, share: Share) -> Any:
         """A sample for a rank whose share is empty but whose model must run all the same."""
-        return to_device(self.stand_in_on_host(share, 1), self.feeding.device)
+        return to_device(self.stand_in_on_host(share), self.feeding.device)
 
-    def stand_in_on_host(self, share: Share, count: int) -> Any:
+    def stand_in_on_host(self, share: Share) -> Any:
         if self._template is None:
             first = next(iter(next(iter(self.source.batches(self.feeding.seed, share.epoch)))))
             sample = replace(share, indices=(first,), count=1)
-            self._template = (sample, self._fetch[sample][1])
-        return head(self._template[1], count)
+            self._template = (1, self._fetch[sample][1])
+        size, batch = self._template
+        return head(batch, 1, size)
 
 
 class _Plan(Sampler[Share]):
@@ -149,13 +182,14 @@ class _Plan(Sampler[Share]):
         return self.loader.plan()
 
 
-class _Fetch(Dataset[Any]):
+class Fetch(Dataset[Any]):
     """Turns a Share into a batch. Each sample's randomness is keyed by (seed, epoch, sample)."""
 
     def __init__(self, dataset: Dataset[Any], collate: Collate, in_main_process: bool) -> None:
         self.dataset = dataset
         self.collate = collate
         self.in_main_process = in_main_process
+        self._own: tuple[int, list[Any]] | None = None  # the dataset's generators, in an epoch
         # Plain tensors know no randomness: one gather gives what collating would.
         self.tensors = (
             dataset.tensors if type(dataset) is TensorDataset and collate is torch_collate else None
@@ -167,23 +201,25 @@ class _Fetch(Dataset[Any]):
         if self.tensors is not None:
             index = torch.tensor(share.indices)
             return share, [tensor[index] for tensor in self.tensors]
+        if self._own is None or self._own[0] != share.epoch:
+            # Once an epoch, and in the process that uses them: a worker may make its own.
+            self._own = (share.epoch, own_generators(self.dataset))
         if self.in_main_process:
-            states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-            try:
-                return share, self._collated(share)
-            finally:
-                torch.set_rng_state(states[0])
-                random.setstate(states[1])
-                np.random.set_state(states[2])
-        return share, self._collated(share)
+            with global_generators_kept(self._own[1]):
+                return share, self.collated(share)
+        return share, self.collated(share)
 
-    def _collated(self, share: Share) -> Any:
-        samples = []
-        for index in share.indices:
-            seed_everything(derive_seed(share.sample_seed, index))
-            samples.append(self.dataset[index])
+    def collated(self, share: Share) -> Any:
+        samples = [self.sample(share, index) for index in share.indices]
         seed_everything(share.key)
         return self.collate(samples)
+
+    def sample(self, share: Share, index: int) -> Any:
+        seed = derive_seed(share.sample_seed, index)
+        seed_everything(seed)
+        if self._own is not None:
+            seed_all(self._own[1], seed)
+        return self.dataset[index]
 
 
 class WorkerStart:
@@ -212,7 +248,7 @@ def as_is(item: Any) -> Any:
     return item
 
 
-def _data_loader(fetch: _Fetch, plan: _Plan, feeding: Feeding) -> DataLoader[Any]:
+def _data_loader(fetch: Fetch, plan: _Plan, feeding: Feeding) -> DataLoader[Any]:
     if feeding.num_workers:
         atexit.unregister(end_workers)
         atexit.register(end_workers)

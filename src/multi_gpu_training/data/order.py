@@ -52,6 +52,7 @@ class Share:
     count: samples that this rank holds; 0 where there are fewer samples than ranks.
     window_count: samples of the whole step, over all micro-batches and ranks.
     key, sample_seed: where this micro-batch's and its samples' randomness comes from.
+    changed: the user unpacked or changed the batch, so that fetching it again gives another one.
     """
 
     epoch: int
@@ -63,6 +64,7 @@ class Share:
     last: bool
     key: int
     sample_seed: int = 0
+    changed: bool = False
 
 
 def derive_seed(*parts: int) -> int:
@@ -96,6 +98,7 @@ def cut(count: int, parts: int, part: int, weights: Sequence[int] | None = None)
 def proportional(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes of parts that follow `weights`: rounded down, and what is left goes to the largest
     remainders, the first of equal ones. Whole numbers only, so that every machine says the same.
+    The first part is never empty: where buffers are broadcast, its rank's are the model's.
     """
     total = sum(weights)
     sizes = [count * weight // total for weight in weights]
@@ -103,19 +106,35 @@ def proportional(count: int, weights: tuple[int, ...]) -> tuple[int, ...]:
     order = sorted(range(len(weights)), key=lambda part: (-remainders[part], part))
     for part in order[: count - sum(sizes)]:
         sizes[part] += 1
+    if count and not sizes[0]:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[0] = 1
     return tuple(sizes)
 
 
-class ShuffledBatches:
-    """Every sample once an epoch, in batches of `batch_size`; the last one may be short."""
+def without_rest(samples: int, unit: int) -> int:
+    """How many of `samples` fill whole batches of `unit`: what `drop_last` keeps."""
+    return samples - samples % unit
 
-    def __init__(self, samples: int, batch_size: int, shuffle: bool = True) -> None:
-        self.samples = samples
+
+class ShuffledBatches:
+    """Every sample once an epoch, in batches of `batch_size`; the last one may be short.
+
+    unit: samples that do not fill a batch of this size are left out at the end (`drop_last`).
+    """
+
+    def __init__(self, samples: int, batch_size: int, shuffle: bool = True, unit: int = 1) -> None:
+        self.all_samples = samples
+        self.samples = without_rest(samples, unit)
         self.batch_size = batch_size
         self.shuffle = shuffle
 
     def __len__(self) -> int:
         return -(-self.samples // self.batch_size)
+
+    @property
+    def drawn_samples(self) -> int:
+        return self.samples
 
     def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
         order = self._order(seed, epoch)
@@ -126,7 +145,7 @@ class ShuffledBatches:
         if not self.shuffle:
             return torch.arange(self.samples)
         generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
-        return torch.randperm(self.samples, generator=generator)
+        return torch.randperm(self.all_samples, generator=generator)[: self.samples]
 
 
 def shares(

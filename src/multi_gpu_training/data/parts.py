@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from multi_gpu_training.data.batch import attach, head, map_tensors, share_of, to_device
-from multi_gpu_training.data.loader import ShareLoader, _Fetch
+from multi_gpu_training.data.batch import head, map_tensors, same_mapping, share_of
+from multi_gpu_training.data.loader import ShareLoader
 from multi_gpu_training.data.order import Share, cut
-from multi_gpu_training.data.resident import ResidentBatch, ResidentLoader
+from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.torch_internals import version
 
@@ -30,9 +30,13 @@ def in_parts(
     if parts == 1:
         yield batch, samples, share
         return
-    fetch = None
-    if not isinstance(batch, ResidentBatch) and not _can_be_cut(batch, share.count):
-        fetch = _fetch_of(loader, share)
+    refetch = not isinstance(batch, ResidentBatch) and not _can_be_cut(batch, share.count)
+    if refetch and (share.changed or not isinstance(loader, ShareLoader) or not loader.refetches):
+        raise DataError(
+            "a micro-batch is too large for the memory and cannot be cut in two: not every tensor "
+            f"in it has {share.count} rows, one a sample; lower batch_size, or yield tensors with "
+            "one row a sample"
+        )
     for part in range(parts):
         begin, end = cut(share.count, parts, part)
         smaller = replace(
@@ -46,12 +50,12 @@ def in_parts(
         if isinstance(batch, ResidentBatch):
             yield ResidentBatch(batch.index[begin:end], batch.tensors, smaller), mine, smaller
         elif begin == end:
-            yield head(batch, 1), mine, smaller
-        elif fetch is not None:
-            assert loader is not None
-            yield to_device(fetch[smaller][1], loader.feeding.device), mine, smaller
+            yield head(batch, 1, share.count), mine, smaller
+        elif refetch:
+            assert isinstance(loader, ShareLoader)
+            yield loader.fetch_again(smaller), mine, smaller
         else:
-            yield _between(batch, share.count, begin, end), mine, smaller
+            yield _between(batch, begin, end), mine, smaller
 
 
 def step_batches(loader: Loader, epoch: int, position: int) -> Iterator[Any]:
@@ -59,22 +63,7 @@ def step_batches(loader: Loader, epoch: int, position: int) -> Iterator[Any]:
     depends on (seed, epoch, sample) alone. Fetched in this process."""
     twin = copy.copy(loader)
     twin.seek(epoch, position)
-    if isinstance(twin, ResidentLoader):
-        found: Iterator[Any] = twin.batches()
-    elif isinstance(twin, ShareLoader):
-        fetch = _Fetch(twin.dataset, twin.feeding.collate, True)
-        device = twin.feeding.device
-        found = (
-            attach(
-                to_device(fetch[s][1] if s.count else twin.stand_in_on_host(s, 0), device),
-                s,
-            )
-            for s in twin.plan()
-        )
-    else:
-        twin.feeding = replace(twin.feeding, num_workers=0, prefetch_factor=None)
-        found = iter(twin)
-    for batch in found:
+    for batch in twin.fetched_here():
         yield batch
         share = share_of(batch)
         if share is None or share.last:
@@ -87,38 +76,28 @@ def _can_be_cut(batch: Any, count: int, inside: bool = False) -> bool:
         return batch.ndim == 0 or batch.shape[0] == count
     if inside and isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         return len(batch) == count
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         batch = list(batch.values())
     if isinstance(batch, (list, tuple)):
         return all(_can_be_cut(part, count, inside=True) for part in batch)
     return isinstance(batch, (int, float, str, bool, type(None)))
 
 
-def _between(batch: Any, count: int, begin: int, end: int, inside: bool = False) -> Any:
+def _between(batch: Any, begin: int, end: int, inside: bool = False) -> Any:
     """The samples from `begin` to `end` of a batch that can be cut."""
     if isinstance(batch, Tensor):
         return batch[begin:end] if batch.ndim else batch
     if inside and isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         return batch[begin:end]
-    if isinstance(batch, dict):
-        return {key: _between(part, count, begin, end, True) for key, part in batch.items()}
+    if isinstance(batch, Mapping):
+        parts = {key: _between(batch[key], begin, end, True) for key in batch}
+        return same_mapping(batch, parts)
     if isinstance(batch, tuple):
-        parts = [_between(part, count, begin, end, True) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+        found = [_between(part, begin, end, True) for part in batch]
+        return type(batch)(*found) if hasattr(batch, "_fields") else tuple(found)
     if isinstance(batch, list):
-        return [_between(part, count, begin, end, True) for part in batch]
+        return [_between(part, begin, end, True) for part in batch]
     return batch
-
-
-def _fetch_of(loader: Loader | None, share: Share) -> _Fetch:
-    """What collates the samples of a part anew, where a batch cannot be cut."""
-    if isinstance(loader, ShareLoader) and share.indices:
-        return _Fetch(loader.dataset, loader.feeding.collate, True)
-    raise DataError(
-        "a micro-batch is too large for the memory and cannot be cut in two: not every tensor in "
-        f"it has {share.count} rows, one a sample; lower batch_size, or yield tensors with one "
-        "row a sample"
-    )
 
 
 def versions(batch: Any) -> list[int]:

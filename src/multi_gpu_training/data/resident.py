@@ -45,19 +45,25 @@ class ResidentLoader(ShareLoader):
         super().__init__(dataset, source, feeding)
         self.tensors = tuple(tensor.to(feeding.device) for tensor in dataset.tensors)
 
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches():
+    def one_pass(self) -> Iterator[Any]:
+        # A loop of the user's own augments by these numbers; in a step they lie on the device.
+        for batch in self.batches(with_indices=True):
             yield attach(batch.gather(batch.index), batch.share)
 
-    def batches(self) -> Iterator[ResidentBatch]:
+    def fetched_here(self) -> Iterator[Any]:
+        return self.batches()
+
+    def batches(self, with_indices: bool = False) -> Iterator[ResidentBatch]:
         """The micro-batches of the epoch, gathered only where they are used."""
         feeding = self.feeding
-        micros, order = self._plan_epoch()
+        micros, mine = self._plan_epoch()
+        order = torch.tensor(mine, dtype=torch.int64).to(feeding.device, non_blocking=True)
         sample_seed = derive_seed(feeding.seed, self.epoch)
         epoch, tensors, place = self.epoch, self.tensors, 0
         for position, chunk, size, window, last in micros:
+            indices = tuple(mine[place : place + size]) if with_indices else ()
             share = Share(
-                epoch, position, (), size, window, chunk == 0, last, position, sample_seed
+                epoch, position, indices, size, window, chunk == 0, last, position, sample_seed
             )
             if size or not feeding.evaluating:
                 yield ResidentBatch(order[place : place + size], tensors, share)
@@ -65,7 +71,7 @@ class ResidentLoader(ShareLoader):
         if not feeding.evaluating:
             self.seek(self.epoch + 1)
 
-    def _plan_epoch(self) -> tuple[list[tuple[int, int, int, int, bool]], Tensor]:
+    def _plan_epoch(self) -> tuple[list[tuple[int, int, int, int, bool]], list[int]]:
         """Each micro-batch's (position, chunk, own samples, samples of the step, last), and the
         places of this rank's samples in the order in which they are used."""
         feeding = self.feeding
@@ -81,8 +87,7 @@ class ResidentLoader(ShareLoader):
                 begin, end = cut(count, feeding.ranks, feeding.rank, feeding.weights)
                 mine.extend(batch[first + begin : first + end])
                 micros.append((position, chunk, end - begin, len(batch), chunk == chunks - 1))
-        order = torch.tensor(mine, dtype=torch.int64)
-        return micros, order.to(feeding.device, non_blocking=True)
+        return micros, mine
 
 
 def fits_on_gpu(dataset: Dataset[Any], feeding: Feeding, config: MultiGPUConfig) -> bool:

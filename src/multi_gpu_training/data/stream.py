@@ -10,14 +10,25 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from multi_gpu_training.data.batch import attach, head, to_device
-from multi_gpu_training.data.generators import seed_own
+from multi_gpu_training.data.batch import attach, emptied, head, to_device
+from multi_gpu_training.data.generators import (
+    global_generators_kept,
+    own_generators,
+    seed_own,
+    set_states,
+    states_of,
+)
+from multi_gpu_training.data.items import item_parts, takes_item
 from multi_gpu_training.data.loader import Feeding, WorkerStart, as_is
 from multi_gpu_training.data.order import Share, cut, derive_seed, seed_everything
+from multi_gpu_training.data.passes import EpochLoader
 from multi_gpu_training.errors import DataError
 
+# A share, its batch, and the samples in that: of an empty share, a stand-in.
+Window = tuple[Share, Any, int]
 
-class StreamLoader:
+
+class StreamLoader(EpochLoader):
     """This rank's share of a dataset without length or random access.
 
     Every rank reads the one stream, with at most one worker, and keeps its own part of each
@@ -35,19 +46,22 @@ class StreamLoader:
         feeding: Feeding,
         steps_per_epoch: int | None = None,
     ) -> None:
+        super().__init__()
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         # Several workers would each read the whole stream.
         self.feeding = replace(feeding, num_workers=min(1, feeding.num_workers))
         self.steps = steps_per_epoch
-        self.epoch = 0
-        self.start = 0
-        self._template: Any = None
-        self._next: Iterator[tuple[Share, Any]] | None = None  # stands where an epoch ended
+        self._template: tuple[int, Any] | None = None  # (samples in it, batch)
+        self._next: Iterator[Window] | None = None  # stands where an epoch ended
+
+    @property
+    def evaluating(self) -> bool:
+        return self.feeding.evaluating
 
     def seek(self, epoch: int, start: int = 0) -> None:
         """Begin the next pass there: the stream is read anew, for it may stand anywhere."""
-        self.epoch, self.start = epoch, start
+        super().seek(epoch, start)
         self._next = None
 
     def set_shares(self, **how: Any) -> None:
@@ -56,35 +70,42 @@ class StreamLoader:
         self.feeding = replace(self.feeding, **how)
         self._next = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def one_pass(self) -> Iterator[Any]:
         # Taken, not shared: a pass that breaks off leaves nothing half read for the next one.
         windows, self._next = self._next, None
         if windows is None:
-            windows = iter(self._windows())
-        for share, batch in windows:
-            if share.count:
-                self._template = batch
-            if share.count or not self.feeding.evaluating:
-                kept = batch if share.count else head(batch, 0)
+            windows = self._windows()
+        for share, batch, size in windows:
+            # Also of an empty share: a stream may be shorter than there are ranks.
+            self._template = (size, batch)
+            if share.count or not self.evaluating:
+                kept = batch if share.count else emptied(batch)
                 yield attach(to_device(kept, self.feeding.device), share)
             if share.last and self.steps is not None and share.position == self.steps - 1:
                 self.seek(self.epoch + 1)
                 self._next = windows
                 return
-        if not self.feeding.evaluating:
+        if not self.evaluating:
             self.seek(self.epoch + 1)
+
+    def fetched_here(self) -> Iterator[Any]:
+        """The same micro-batches, read by this process."""
+        self.feeding = replace(self.feeding, num_workers=0, prefetch_factor=None)
+        return self.one_pass()
 
     def stand_in(self, share: Share) -> Any:
         """A sample for a rank whose share is empty but whose model must run all the same."""
-        return to_device(head(self._template, 1), self.feeding.device)
+        assert self._template is not None
+        size, batch = self._template
+        return to_device(head(batch, 1, size), self.feeding.device)
 
-    def _windows(self) -> Iterable[tuple[Share, Any]]:
+    def _windows(self) -> Iterator[Window]:
         windows = _Windows(
             self.dataset, self.global_batch_size, self.feeding, self.epoch, self.start, self.steps
         )
         if not self.feeding.num_workers:
-            return windows
-        return DataLoader(
+            return _read_here(windows)
+        loader = DataLoader(
             windows,
             batch_size=None,
             num_workers=1,
@@ -94,6 +115,24 @@ class StreamLoader:
             worker_init_fn=WorkerStart(self.feeding.worker_init_fn),
             generator=torch.Generator(),
         )
+        return iter(loader)
+
+
+def _read_here(windows: _Windows) -> Iterator[Window]:
+    """Read in this process, beside a training that draws numbers too, and perhaps beside another
+    pass over the same object, which may draw from the same generators."""
+    own = own_generators(windows.dataset)
+    iterator, inside = iter(windows), states_of(own)
+    while True:
+        outside = states_of(own)
+        set_states(own, inside)
+        with global_generators_kept():
+            window = next(iterator, None)
+        inside = states_of(own)
+        set_states(own, outside)
+        if window is None:
+            return
+        yield window
 
 
 class _Windows(IterableDataset[Any]):
@@ -115,7 +154,7 @@ class _Windows(IterableDataset[Any]):
         self.start = start
         self.steps = steps
 
-    def __iter__(self) -> Iterator[tuple[Share, Any]]:
+    def __iter__(self) -> Iterator[Window]:
         if self.steps is None:
             for position, window in enumerate(self._pass(self.epoch)):
                 if position >= self.start:
@@ -137,7 +176,8 @@ class _Windows(IterableDataset[Any]):
 
     def _pass(self, lap: int) -> Iterator[list[Any]]:
         window: list[Any] = []
-        for sample in _keyed_stream(self.dataset, self.feeding.seed, lap):
+        samples = _keyed_stream(self.dataset, self.feeding.seed, lap)
+        for sample in _without_rest(samples, self.feeding.unit):
             window.append(sample)
             if len(window) == self.global_batch_size:
                 yield window
@@ -145,8 +185,11 @@ class _Windows(IterableDataset[Any]):
         if window:
             yield window
 
-    def _parts(self, window: list[Any], epoch: int, position: int) -> Iterator[tuple[Share, Any]]:
+    def _parts(self, window: list[Any], epoch: int, position: int) -> Iterator[Window]:
         feeding = self.feeding
+        if feeding.items:
+            yield from self._item_parts(window[0], epoch, position)
+            return
         chunks = max(1, -(-len(window) // feeding.micro_size))
         offset = position * self.global_batch_size
         for chunk in range(chunks):
@@ -164,7 +207,31 @@ class _Windows(IterableDataset[Any]):
                 key=derive_seed(feeding.seed, epoch, position, chunk, feeding.rank),
             )
             seed_everything(share.key)
-            yield share, feeding.collate(part[begin:end] or part[:1])
+            yield share, feeding.collate(part[begin:end] or part[:1]), max(1, end - begin)
+
+    def _item_parts(self, sample: Any, epoch: int, position: int) -> Iterator[Window]:
+        feeding = self.feeding
+        if not takes_item(feeding, position):
+            return
+        key = derive_seed(feeding.seed, epoch, position)
+        seed_everything(key)
+        item = feeding.collate(sample)
+        seed = derive_seed(feeding.seed, epoch)
+        share = Share(epoch, position, (), 1, 1, True, True, key, seed)
+        yield from item_parts(item, feeding, share, position)
+
+
+def _without_rest(samples: Iterator[Any], unit: int) -> Iterator[Any]:
+    """The samples that fill whole batches of `unit`."""
+    if unit == 1:
+        yield from samples
+        return
+    batch: list[Any] = []
+    for sample in samples:
+        batch.append(sample)
+        if len(batch) == unit:
+            yield from batch
+            batch.clear()
 
 
 def _keyed_stream(dataset: Iterable[Any], seed: int, lap: int) -> Iterator[Any]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.torch_internals import BatchNormBase, BatchNormWithCheck, input_check
+from multi_gpu_training.errors import ModelError
+from multi_gpu_training.torch_internals import (
+    BatchNormBase,
+    BatchNormOfAnyDimensions,
+    check_dimensions,
+    disable_dynamo,
+)
 
 
 class Attendance:
@@ -17,33 +24,21 @@ class Attendance:
     present = True
 
 
-class SyncBatchNorm(BatchNormWithCheck):
+class SyncBatchNorm(BatchNormBase):
     """Normalises with the mean and variance of the whole micro-batch, over all ranks.
 
-    PyTorch's own refuses CPU tensors, and has no way to leave out a stand-in sample.
+    PyTorch's own refuses CPU tensors, and has no way to leave out a stand-in sample. A BatchNorm
+    becomes one in place, see `synchronise_batchnorm`.
     """
 
-    def __init__(self, source: BatchNormBase, placement: Placement, seen: Attendance) -> None:
-        super().__init__(
-            source.num_features,
-            source.eps,
-            source.momentum,
-            source.affine,
-            source.track_running_stats,
-        )
-        self.placement = placement
-        self.seen = seen
-        # The same tensors, so that an optimizer built before keeps training them.
-        self.weight, self.bias = source.weight, source.bias
-        self.running_mean, self.running_var = source.running_mean, source.running_var
-        self.num_batches_tracked = source.num_batches_tracked
-        self.training = source.training
-        self.check_input = input_check(source)  # a BatchNorm2d goes on asking for 4 dimensions
+    placement: Placement
+    seen: Attendance
 
+    @disable_dynamo  # ranks talk in here
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.track_running_stats:
-            return super().forward(input)
-        self.check_input(input)
+            return BatchNormBase.forward(self, input)
+        check_dimensions(self, input)
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.placement, self.seen.present
         )
@@ -53,9 +48,8 @@ class SyncBatchNorm(BatchNormWithCheck):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        if self.num_batches_tracked is None:
-            return  # the second forward of a batch, see training/activation_checkpointing.py
         assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
         if momentum is None:
@@ -63,6 +57,71 @@ class SyncBatchNorm(BatchNormWithCheck):
         unbiased = variance * (count / (count - 1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all ranks, stacked. Differentiable as often as one likes: what a rank's
+    tensor did to the losses of all ranks is added up.
+
+    present: off on a rank whose tensor counts for nothing. It takes part in all exchanges, and
+    gets no gradient: a zero would count as one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, placement: Placement, present: bool) -> Tensor:
+        ctx.placement, ctx.present = placement, present
+        return placement.gather(mine)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        total = _Summed.apply(grads[0], ctx.placement, ctx.present)  # type: ignore[no-untyped-call]
+        wanted = ctx.present or torch.is_grad_enabled()
+        return total[ctx.placement.dp_rank] if wanted else None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over all ranks, differentiable as often as one likes; `present` as above."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, placement: Placement, present: bool) -> Tensor:
+        ctx.placement, ctx.present = placement, present
+        return placement.sum(mine.clone())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        total = _Summed.apply(grads[0], ctx.placement, ctx.present)  # type: ignore[no-untyped-call]
+        return total if ctx.present or torch.is_grad_enabled() else None, None, None
+
+
+def _statistics(x: Tensor, placement: Placement, present: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and number of values per channel, over all ranks that are present."""
+    axes, shape = _axes(x)
+    # Mean and squared deviations of each rank, merged: as exact as two passes over all.
+    mean = x.mean(axes)
+    deviations = (x - mean.view(shape)).square().sum(axes)
+    count = x.new_full((1,), x.numel() / x.shape[1] if present else 0.0)
+    mine = torch.cat([mean, deviations, count])
+    parts = _Gathered.apply(mine, placement, present)  # type: ignore[no-untyped-call]
+    channels = x.shape[1]
+    counts = parts[:, -1:].detach()
+    total = counts.sum()
+    zeros = torch.zeros_like(parts[:, :channels])
+    means = torch.where(counts > 0, parts[:, :channels], zeros)
+    mean = (means * counts).sum(0) / total
+    spread = (counts * (means - mean).square()).sum(0)
+    kept = torch.where(counts > 0, parts[:, channels:-1], zeros)
+    return mean, (kept.sum(0) + spread) / total, total
+
+
+def _axes(x: Tensor) -> tuple[list[int], list[int]]:
+    """What to add up per channel, and the shape of numbers per channel beside `x`."""
+    return [0, *range(2, x.ndim)], [1, -1] + [1] * (x.ndim - 2)
+
+
+def _as_zeros(tensor: Tensor) -> Tensor:
+    """Zeros that still depend on `tensor`: a second backward of the other ranks finds this rank
+    at the same exchanges. Selected, not multiplied: a stand-in may be NaN."""
+    return torch.where(torch.zeros_like(tensor, dtype=torch.bool), tensor, 0.0)
 
 
 class _Normalise(torch.autograd.Function):
@@ -77,30 +136,17 @@ class _Normalise(torch.autograd.Function):
         present: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = input if input.dtype == torch.float64 else input.float()
-        axes = [0, *range(2, x.ndim)]
-        shape = [1, -1] + [1] * (x.ndim - 2)
-        # Mean and squared deviations of each rank, merged: as exact as two passes over all.
-        mean = x.mean(axes)
-        deviations = (x - mean.view(shape)).square().sum(axes)
-        count = x.new_full((1,), x.numel() / x.shape[1] if present else 0.0)
-        parts = placement.gather(torch.cat([mean, deviations, count]))
-        channels = x.shape[1]
-        counts = parts[:, -1:]
-        total = counts.sum()
+        _, shape = _axes(x)
+        mean, variance, total = _statistics(x, placement, present)
         if total.device.type == "cpu" and float(total) <= 1:  # on a GPU this would stall it
             raise ValueError(
                 "BatchNorm saw one value per channel over all ranks; use a larger batch"
             )
-        means = parts[:, :channels]
-        mean = (means * counts).sum(0) / total
-        spread = (counts * (means - mean).square()).sum(0)
-        kept = torch.where(counts > 0, parts[:, channels:-1], torch.zeros_like(means))
-        variance = (kept.sum(0) + spread) / total
-        scale = (variance + eps).rsqrt()
-        normal = (x - mean.view(shape)) * scale.view(shape)
-        ctx.save_for_backward(normal, scale, weight, total)
-        ctx.placement, ctx.present, ctx.axes, ctx.shape = placement, present, axes, shape
-        output = normal if weight is None else normal * weight.view(shape)
+        ctx.save_for_backward(input, weight, mean, variance, total)
+        ctx.eps, ctx.placement, ctx.present = eps, placement, present
+        output = (x - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
+        if weight is not None:
+            output = output * weight.view(shape)
         if bias is not None:
             output = output + bias.view(shape)
         ctx.mark_non_differentiable(mean, variance, total)
@@ -108,18 +154,31 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        normal, scale, weight, total = ctx.saved_tensors
+        input, weight, mean, variance, total = ctx.saved_tensors
+        placement, present = ctx.placement, ctx.present
         g = grad if grad.dtype == torch.float64 else grad.float()
-        grad_bias = g.sum(ctx.axes)
-        grad_weight = (g * normal).sum(ctx.axes)
-        if not ctx.present:
-            grad_bias, grad_weight = torch.zeros_like(grad_bias), torch.zeros_like(grad_weight)
-        sums = ctx.placement.sum(torch.stack([grad_bias, grad_weight]))
-        mean_grad, mean_product = (sums / total).view(2, *ctx.shape)
+        x = input if input.dtype == torch.float64 else input.float()
+        axes, shape = _axes(x)
+        if torch.is_grad_enabled():
+            # This backward will be differentiated itself (a gradient penalty), and the statistics
+            # depend on the input. All ranks come here: they run the same code.
+            mean, variance, total = _statistics(x, placement, present)
+        scale = (variance + ctx.eps).rsqrt()
+        normal = (x - mean.view(shape)) * scale.view(shape)
+        grad_bias = g.sum(axes)
+        grad_weight = (g * normal).sum(axes)
+        if not present:
+            grad_bias, grad_weight = _as_zeros(grad_bias), _as_zeros(grad_weight)
         inner = scale if weight is None else scale * weight
-        grad_input = (g - mean_grad - normal * mean_product) * inner.view(ctx.shape)
-        if not ctx.present:
-            grad_input = torch.zeros_like(grad_input)
+        mine = torch.stack([grad_bias, grad_weight])
+        sums = _Summed.apply(mine, placement, present)  # type: ignore[no-untyped-call]
+        if not present and not torch.is_grad_enabled():
+            # Nothing, not zero: what only a stand-in used must stay without a gradient.
+            return None, None, None, None, None, None
+        mean_grad, mean_product = (sums / total).view(2, *shape)
+        grad_input = (g - mean_grad - normal * mean_product) * inner.view(shape)
+        if not present:
+            grad_input = _as_zeros(grad_input)
         affine = weight is not None
         return (
             grad_input.to(grad.dtype),
@@ -131,10 +190,40 @@ class _Normalise(torch.autograd.Function):
         )
 
 
+_kinds: dict[type[BatchNormBase], type[SyncBatchNorm]] = {}
+
+
 def synchronise_batchnorm(model: nn.Module, placement: Placement, seen: Attendance) -> nn.Module:
-    """Replace every BatchNorm of `model` with one over all ranks; parameters stay the same."""
-    if isinstance(model, BatchNormBase):
-        return SyncBatchNorm(model, placement, seen)
-    for name, child in model.named_children():
-        model.add_module(name, synchronise_batchnorm(child, placement, seen))
+    """Let every BatchNorm of `model` normalise over all ranks. It stays the same object: under
+    every name it is registered by, with its parameters and hooks."""
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNormBase):
+            if not isinstance(module, SyncBatchNorm):
+                module.__class__ = _synchronised(type(module), name)
+            assert isinstance(module, SyncBatchNorm)
+            module.placement, module.seen = placement, seen
     return model
+
+
+def _synchronised(kind: type[BatchNormBase], name: str) -> type[SyncBatchNorm]:
+    """The class of a BatchNorm that is one over all ranks; the user's own forward stays."""
+    if kind not in _kinds:
+        # The class that computes: torch's own classes do nothing that ours does not.
+        owner = next(k for k in kind.__mro__ if "forward" in vars(k))
+        ours_first = owner.__module__.startswith("torch.")
+        if not ours_first and "super" not in _names_read(vars(owner)["forward"]):
+            raise ModelError(
+                f"sync_bn=true, but {name or 'the model'} is a {kind.__name__}, whose forward "
+                "normalises by itself; let it call super().forward(input), or set sync_bn=false"
+            )
+        bases: tuple[Any, ...]
+        bases = (SyncBatchNorm, kind) if ours_first else (kind, SyncBatchNorm)
+        if kind is nn.SyncBatchNorm:  # DDP accepts instances of it on GPUs alone
+            bases = (SyncBatchNorm, BatchNormOfAnyDimensions)
+        _kinds[kind] = type(f"Sync{kind.__name__}", bases, {})
+    return _kinds[kind]
+
+
+def _names_read(function: Any) -> tuple[str, ...]:
+    code = getattr(function, "__code__", None)
+    return code.co_names if isinstance(code, types.CodeType) else ()

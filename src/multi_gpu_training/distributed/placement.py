@@ -6,7 +6,7 @@ import atexit
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.distributed import meeting_place
 from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
 from multi_gpu_training.distributed.progress_slot import (
@@ -24,7 +24,12 @@ from multi_gpu_training.distributed.progress_slot import (
     note_hang_limit,
     note_limits,
 )
-from multi_gpu_training.distributed.recoverable_group import RecoverableGroup, recoverable_group
+from multi_gpu_training.distributed.recoverable_group import (
+    RecoverableGroup,
+    open_sockets,
+    recoverable_group,
+    shut_listeners,
+)
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 T = TypeVar("T")
@@ -282,16 +287,14 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
     if dist.is_initialized():
         # A second manager in this process: the group belongs to whoever made it.
         return _in_world(config, identity, device)
-    for name, value in _rendezvous_defaults().items():
-        os.environ.setdefault(name, value)
+    key = meeting_place.prepare(identity)
     note_limits(config.allowed_restarts, config.restart_window_s)
     note_hang_limit(config.hang_timeout_s or 0.0)
     patience = min(config.timeout, timedelta(seconds=config.recovery_timeout))
     try:
-        store, _, _ = next(
-            rendezvous("env://", identity.rank, identity.world_size, timeout=patience)
-        )
+        store = meeting_place.join_store(identity, patience, key)
         store.set_timeout(config.exchange_timeout)
+        before = open_sockets()
         dist.init_process_group(
             backend,
             store=PrefixStore("default_pg", store),
@@ -300,6 +303,8 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
             timeout=config.exchange_timeout,
             device_id=device if backend == "nccl" else None,
         )
+        if backend == "gloo":
+            shut_listeners(open_sockets() - before)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {identity.rank} on {identity.host} could not join {identity.world_size} ranks "
@@ -309,6 +314,12 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
     placement = _in_world(config, identity, device)
     placement.owns_group = True
     atexit.register(placement.close)
+    if key is not None:
+
+        def gather(tensor: Tensor) -> Tensor:
+            return placement.gather(tensor.to(placement.wire)).cpu()
+
+        meeting_place.prove_membership(identity.rank, key, gather, identity.host)
     placement.barrier()
     return placement
 
@@ -321,9 +332,3 @@ def _in_world(config: MultiGPUConfig, identity: Identity, device: torch.device) 
     placement = Placement(identity, device, breakable.group)
     placement.breakable = breakable
     return placement
-
-
-def _rendezvous_defaults() -> Mapping[str, str]:
-    if os.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost", "::1"):
-        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "lo"}
-    return {"MASTER_PORT": "29500"}

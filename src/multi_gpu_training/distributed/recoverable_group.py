@@ -8,6 +8,7 @@ the same. Then all ranks connect again, under a new number.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from contextlib import suppress
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from multi_gpu_training.distributed.store_relay import guard
 from multi_gpu_training.torch_internals import default_store
 
 _OPEN = Path("/proc/self/fd")
@@ -28,9 +30,10 @@ class RecoverableGroup:
         self.number = number
         self.timeout = timeout
         self.world = dist.group.WORLD
-        before = _sockets()
+        before = open_sockets()
         self.group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._sockets = _sockets() - before
+        self._sockets = open_sockets() - before
+        shut_listeners(self._sockets)
 
     def announce(self) -> None:
         """Say in the store that this group is about to be broken, and that all may go on."""
@@ -77,7 +80,21 @@ def recoverable_group(timeout: timedelta) -> RecoverableGroup:
     return found
 
 
-def _sockets() -> set[tuple[int, str]]:
+def shut_listeners(sockets: set[tuple[int, str]]) -> None:
+    """Let nobody connect any more to a group that is complete.
+
+    Gloo asks nobody who he is. Its listening socket is not needed again, but gloo aborts without
+    it: so the kernel drops whatever comes there. Where it cannot, the socket stays open.
+    """
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+        return  # ranks connect only when they first talk
+    for number, _ in sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                guard(found, secrets.token_bytes(32))
+
+
+def open_sockets() -> set[tuple[int, str]]:
     """The open sockets of this process: number, and a name that no later socket has."""
     found = set()
     for entry in list(_OPEN.iterdir()):

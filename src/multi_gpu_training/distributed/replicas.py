@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
@@ -96,6 +97,13 @@ def settle_buckets(ddp: DistributedDataParallel, zero_loss: Callable[[], Tensor]
 
 def check_same_model(model: nn.Module, placement: Placement) -> None:
     """Every rank must have built the same parameters and buffers."""
+    lazy = [name for name, tensor in model.named_parameters() if is_lazy(tensor)]
+    if lazy:
+        raise ModelError(
+            f"{', '.join(lazy[:5])}{' ...' if len(lazy) > 5 else ''} have no shape yet (lazy "
+            "modules); call the model once on a batch before training, or give a function that "
+            "builds it and does so"
+        )
     mine = [
         [name, list(tensor.shape), str(tensor.dtype)]
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
@@ -146,19 +154,36 @@ def check_replicas(model: nn.Module, placement: Placement, step: int) -> None:
         )
 
 
+_CHUNK = 2**22  # elements that are looked at at a time: each takes a few times 8 bytes
+
+
 def fingerprint(parameters: Iterable[Tensor]) -> Tensor:
     """One integer per tensor, which changes with any of its bits."""
     return torch.stack([_bits(p.detach()) for p in parameters])
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-        kind = torch.int64 if tensor.dtype == torch.float64 else torch.int32
-    whole = tensor.contiguous().view(kind).flatten().to(torch.int64)
-    place = torch.arange(1, whole.numel() + 1, device=whole.device)
-    return (whole * place).sum()
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    whole = tensor.contiguous().view(kind).flatten()
+    found = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, whole.numel(), _CHUNK):
+        value = whole[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(start, start + value.numel(), device=value.device)
+        # Mixed so that each bit reaches every other: in a plain sum, the top bits (signs) of two
+        # elements cancel. The constants are those of splitmix64.
+        value = value + place * -0x61C8864680B583EB
+        value = _folded(value, 30) * -0x40A7B892E31B1A47
+        value = _folded(value, 27) * -0x6B2FB644ECCEEE15
+        found += _folded(value, 31).sum()
+    return found
+
+
+def _folded(value: Tensor, by: int) -> Tensor:
+    """value xor (value >> by), where zeros come in from the left: no two values become one."""
+    folded: Tensor = value ^ ((value >> by) & (2 ** (64 - by) - 1))
+    return folded
 
 
 def watch_buckets(ddp: DistributedDataParallel, ready: Callable[[int], None]) -> None:

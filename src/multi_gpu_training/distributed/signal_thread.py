@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# All that ask a run to end. SIGHUP comes when a terminal is lost; nohup ignores it, and that stays.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+# Those that would end a process without the code 143 before it has anything to save.
+SILENT_ENDS = (signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 JOIN_S = 5.0
 _END = 0  # written to the pipe where signals are
 _active: SignalThread | None = None  # handlers belong to the process: one at a time has them

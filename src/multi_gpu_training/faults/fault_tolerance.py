@@ -7,20 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.checkpoint.resume import (
-    RunState,
-    Scope,
-    Stateful,
-    TrainingState,
-    locate,
-    read_together,
-)
-from multi_gpu_training.checkpoint.saver import RunLog, Saver
-from multi_gpu_training.checkpoint.store import CheckpointStore
-from multi_gpu_training.checkpoint.sync import CheckpointHosts, one_disk
+from multi_gpu_training.checkpoint.resume import TrainingState
+from multi_gpu_training.checkpoint.saver import Save, Saver
+from multi_gpu_training.checkpoint.sync import CheckpointHosts
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.errors import ConfigError, NonFiniteLossError
+from multi_gpu_training.errors import NonFiniteLossError
 from multi_gpu_training.faults.policies import (
     RESTART,
     ROLLBACK,
@@ -30,17 +23,15 @@ from multi_gpu_training.faults.policies import (
     judge,
 )
 from multi_gpu_training.state_dicts import keep_tensors
-from multi_gpu_training.training.callbacks import TrainingFault
+from multi_gpu_training.training.callbacks import RunLog, TrainingFault
 
 
-class FaultToleranceManager:
+class FaultToleranceManager(Saver):
     """The checkpoints of one run, and what happens when something goes wrong.
 
-    training: what is saved: step, epoch, model, optimizer, `state_dict`, `load_state_dict`.
-    hosts: which ranks write; by default all ranks share one disk and rank 0 writes.
-    rolling_back: entered around a rollback, to drop and rebuild what depends on the weights.
-
-    Each function in `on_fault` is called with every `TrainingFault`, on the rank that reports it.
+    rolling_back: entered around a rollback, to drop and rebuild what depends on the weights. Each
+    function in `on_fault` is called with every `TrainingFault`, on the rank that reports it. The
+    other arguments are those of `Saver`.
     """
 
     def __init__(
@@ -52,81 +43,22 @@ class FaultToleranceManager:
         folder: Path,
         hosts: CheckpointHosts | None = None,
         rolling_back: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        on_saved: Callable[[Save], None] = lambda _: None,
     ) -> None:
-        self.config = config
-        self.placement = placement
-        self.training = training
-        self.log = log
-        self.hosts = hosts or one_disk(placement)
-        self.store = CheckpointStore(folder, config.keep_last, keep_best=config.keep_best)
-        self.saver = Saver(config, placement, log, self.store, self.hosts)
-        self.state = RunState(training, placement, self.hosts, config.plain)
+        super().__init__(config, placement, training, log, folder, hosts, on_saved)
         self.on_fault: list[Callable[[TrainingFault], None]] = []
         self.rollbacks = 0
         self.skipped_batches = SkippedBatches()
         self._rolling_back = rolling_back
         self.register("passed_over", self.skipped_batches)  # as checkpoints on disks call it
 
-    # Checkpoints
+    def skips(self, batch: Any) -> bool:
+        """Whether a batch is left out because it spoilt the training before."""
+        return bool(self.skipped_batches.places) and self.skipped_batches.holds(share_of(batch))
 
-    def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
-        """Save and restore `item` with the run; see `RunState`."""
-        self.state.register(name, item, scope)
-
-    def kept(self) -> Callable[[], None]:
-        """Copy what is registered, in memory; calling the result puts it back."""
-        return self.state.kept()
-
-    def due(self, step: int) -> bool:
-        return self.config.enable_fault_tolerance and step % self.config.checkpoint_frequency == 0
-
-    def save(
-        self, facts: dict[str, Any] | None = None, best: bool = False, wait: bool = True
-    ) -> Path:
-        """Save the state as it is now; return the path it has, or will have. Collective.
-
-        With `wait` it is safe on the disk when this returns; see `Saver.save`.
-        """
-        return self.saver.save(lambda: self.state.snapshot(facts or {}), best, wait)
-
-    def find(self, where: str | None) -> Path | None:
-        """Find the checkpoint to resume from, if any. Collective.
-
-        `where` is a path, or "auto" for this run's newest intact one. Ranks that were restarted
-        take the newest, whatever was asked for first.
-        """
-        path = self._locate("auto") if self.placement.identity.attempt else None
-        if path is None and where is not None:
-            path = self._locate(where)
-            if path is None:
-                self.log.info("resume: no checkpoint yet, starting from the beginning")
-        return path
-
-    def refuse_to_overwrite(self) -> None:
-        """Raise an error if an earlier run of the same name has saved something. Collective."""
-        taken = self.hosts.writes and self.hosts.known and any(self.store.folder.glob("step-*"))
-        if any(self.placement.gather_json(taken)):
-            raise ConfigError(
-                f"the run {self.store.folder.parent} already has checkpoints; add --resume auto to "
-                "continue it, or choose another --run-name"
-            )
-
-    def resume(self, path: Path) -> None:
-        """Load a checkpoint into everything that was saved. Collective."""
-        snapshot = read_together(path, self.placement, self.store)
-        note = self.state.restore(snapshot, str(path))
-        if note is not None:
-            self.log.info(note)
-        if self.hosts.writes:
-            self.store.branch(snapshot.step)
-        self.placement.barrier()
-        self.log.info(f"resumed from {path}", step=snapshot.step, epoch=snapshot.epoch)
-
-    def _locate(self, where: str) -> Path | None:
-        self.saver.wait()  # what is being written may be the newest
-        return locate(where, self.placement, self.hosts, self.store, self.log)
-
-    # Errors
+    def recover(self, error: Exception) -> None:
+        """`handle_error` for the loop, which shows what is raised and repeats what is lost."""
+        self.handle_error(error, aloud=False)
 
     def handle_error(self, error: BaseException, aloud: bool = True) -> None:
         """Act on an error of a training step as the table in docs/faults.md says, and record it.

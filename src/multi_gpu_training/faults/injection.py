@@ -223,9 +223,9 @@ class Injection(Callback):
             return self.gradient_arrives(trainer.step + 1, gradient) if exchanged else None
 
         if self.phase == "input" and self.kind == "nan":
-            before = trainer.transform
-            trainer.transform = lambda batch: self._spoil(before(batch) if before else batch)
-            self._detach.append(lambda: setattr(trainer, "transform", before))
+            before = trainer.state.transform
+            trainer.state.transform = lambda batch: self._spoil(before(batch) if before else batch)
+            self._detach.append(lambda: setattr(trainer.state, "transform", before))
         if self.phase in ("forward", "validation"):
             for module in model.modules():  # a loss function may call a part of the model
                 self._detach.append(module.register_forward_pre_hook(before_forward).remove)

@@ -10,13 +10,15 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.cleanup import Scratch
 from multi_gpu_training.distributed.identity import Identity, from_environment
+from multi_gpu_training.distributed.sockets import LOOPBACK
 from multi_gpu_training.distributed.stacks import collect
 from multi_gpu_training.distributed.stall import Hang, ProgressWatch, diagnose, process_state
+from multi_gpu_training.distributed.store_relay import HostedStore
 from multi_gpu_training.errors import RankFailure
 from multi_gpu_training.launch.engine import Engine, Hosts, LaunchPlan, RankJob, RunOutcome
 from multi_gpu_training.launch.rank_errors import first_failure
@@ -28,10 +30,6 @@ from multi_gpu_training.launch.restart_policy import (
     RestartVerdict,
 )
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
-from multi_gpu_training.launch.sockets import LOOPBACK, host_store
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class LocalEngine(Engine):
         self._run_id = uuid.uuid4().hex
         self._attempt = -1
         self._begun = False  # whether any attempt has reached its first step
-        self._store: TCPStore | None = None
+        self._store: HostedStore | None = None
         self._scratch: Scratch | None = None
         self._ranks: RankProcesses | None = None
 
@@ -91,7 +89,7 @@ class LocalEngine(Engine):
         codes = ranks.codes()
         failed = {rank: code for rank, code in codes.items() if code}
         if failed:
-            return self._after_failure(failed)
+            return self._after_failure({rank: c for rank, c in codes.items() if c is not None})
         if codes and all(code == 0 for code in codes.values()):
             return self._after_success()
         self._stalls.look()
@@ -106,6 +104,11 @@ class LocalEngine(Engine):
             self._ranks.end(signal.SIGTERM)
         if self._scratch is not None:
             self._scratch.remove()
+        self._close_store()
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
         self._store = None
 
     # One attempt
@@ -118,9 +121,9 @@ class LocalEngine(Engine):
     def _meet(self) -> Meeting:
         """Open a place where the ranks of the next attempt meet."""
         self._attempt += 1
-        self._store = None  # closes the last attempt's, whose port may be the same
+        self._close_store()  # the last attempt's, whose port may be the same
         port = self.plan.hosts.master_port or 0
-        self._store = host_store(LOOPBACK, port, self.plan.recovery_timeout)
+        self._store = HostedStore(LOOPBACK, port, self.plan.recovery_timeout, None)
         return Meeting(
             LOOPBACK,
             self._store.port,
@@ -155,7 +158,7 @@ class LocalEngine(Engine):
         """End the other ranks, find out who failed first, and restart all or give up."""
         ranks = self._running
         ranks.end_after_failure()
-        own = {code for rank, code in codes.items() if rank not in ranks.bystanders}
+        own = {code for rank, code in codes.items() if code and rank not in ranks.bystanders}
         if own and own <= STOPPED.keys():
             return self._ranks_were_asked(min(STOPPED[code] for code in own))
         for found in ranks.progress.values():

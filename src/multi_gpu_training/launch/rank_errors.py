@@ -9,14 +9,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.distributed import progress_slot
+from multi_gpu_training.distributed.progress_slot import Phase
 from multi_gpu_training.errors import LaunchError, MultiGPUError, RankFailure
 from multi_gpu_training.launch.restart_policy import Fault
+
+_LEFT = "in the middle of training"
 
 # In the rank
 
@@ -57,6 +60,33 @@ def report(text: str, code: object, error: BaseException, friendly: bool = False
         draft.replace(file)
     except OSError:
         print(full, file=sys.stderr, flush=True)
+
+
+def report_exit(stop: SystemExit) -> None:
+    """Report a rank that leaves by sys.exit: with an error, or in the middle of training.
+
+    Code 0 after training is no fault. In the middle of it the others lose this rank, and would be
+    the only ones to say anything.
+    """
+    place = progress_slot.here()
+    step = "" if place.step is None else f", step {place.step}"
+    where = f"rank {os.environ.get('RANK', '0')} on {socket.gethostname()}{step}"
+    if stop.code not in (None, 0):
+        code = 1 if isinstance(stop.code, str) else stop.code
+        report(f"{where}: exited with {stop.code}", code, stop)
+    elif place.begun and (place.phase is not Phase.ENDING or _in_training(stop)):
+        report(f"{where}: exited with code 0 {_LEFT}", 1, stop)
+
+
+def _in_training(error: BaseException) -> bool:
+    """Whether it was raised inside a call of `fit`, `train_epoch` or `train_step`."""
+    package, trace = Path(__file__).parent.parent, error.__traceback__
+    ours = (str(package / "training"), str(package / "manager.py"))
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename.startswith(ours):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def own_traceback(entry: str) -> str:
@@ -106,22 +136,49 @@ def first_failure(
 ) -> tuple[Fault, RankFailure]:
     """The fault of the rank that failed first, and its error for people to read.
 
-    The other ranks failed because of it. `codes` are exit codes by rank, negative for signals.
+    The other ranks failed because of it. `codes` are exit codes by rank, negative for signals; 0
+    for ranks that ended by themselves.
     begun_before: an earlier attempt reached its first step.
     """
     reports = []
     for file in error_files.values():
         with suppress(OSError, ValueError, KeyError, TypeError):
             reports.append(json.loads(Path(file).read_text())["mgt"])
-    reported = {report["rank"] for report in reports}
-    silent = [rank for rank in codes if rank not in reported and rank not in bystanders]
+    failed = {rank: code for rank, code in codes.items() if code}
+    left = _left_early(codes, error_files, reports)
+    reports = [report for report in reports if codes.get(report["rank"]) != 0]
+    lost_contact = all(report["restart"] == "always" for report in reports)
+    silent = [
+        rank
+        for rank in failed
+        if rank not in {report["rank"] for report in reports} and rank not in bystanders
+    ]
+    if left and lost_contact and all(codes[rank] == -signal.SIGABRT for rank in silent):
+        rank = min(left)
+        return left[rank]
     # A killed rank could not report, and took the others with it. Gloo and NCCL abort where
     # another rank is gone: SIGABRT is not a first cause.
     killed = [rank for rank in silent if codes[rank] != -signal.SIGABRT]
     if killed or not reports:
-        rank = min(killed or silent or codes)
+        rank = min(killed or silent or failed)
         return _silent_failure(rank, codes[rank], error_files.get(rank, ""), begun_before)
     return _reported_failure(min(reports, key=lambda report: report["time"]), begun_before)
+
+
+def _left_early(
+    codes: Mapping[int, int], error_files: Mapping[int, str], reports: Sequence[Mapping[str, Any]]
+) -> dict[int, tuple[Fault, RankFailure]]:
+    """Ranks that exited with code 0 in the middle of training, by sys.exit or without a word."""
+    found = {}
+    told = {report["rank"]: report for report in reports}
+    for rank in (rank for rank, code in codes.items() if code == 0):
+        place = progress_slot.of_rank(error_files.get(rank, ""))
+        if rank in told or (place.begun and place.phase is not Phase.ENDING):
+            step = "" if place.step is None else f", step {place.step}"
+            text = f"rank {rank} on {socket.gethostname()}{step}: exited with code 0 {_LEFT}"
+            fault = Fault(rank, f"exit code 0 {_LEFT}", place.step, place.begun)
+            found[rank] = fault, RankFailure(f"[rank{rank}]: {text}")
+    return found
 
 
 def _reported_failure(report: Mapping[str, Any], begun_before: bool) -> tuple[Fault, RankFailure]:

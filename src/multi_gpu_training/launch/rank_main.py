@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 
 from multi_gpu_training.distributed import progress_slot, stacks
 from multi_gpu_training.distributed.cleanup import die_with_parent, end_workers, share_scratch
-from multi_gpu_training.distributed.signal_thread import end_on_signals
+from multi_gpu_training.distributed.signal_thread import SILENT_ENDS, end_on_signals
 from multi_gpu_training.errors import ConfigError, MultiGPUError
-from multi_gpu_training.launch.rank_errors import own_traceback, report
+from multi_gpu_training.launch.rank_errors import own_traceback, report, report_exit
 from multi_gpu_training.python_internals import run_exit_functions, wait_for_threads
 
 
@@ -49,7 +48,7 @@ def run_command(command: list[str]) -> None:
 def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     """Call `work`. An error goes to the launcher, which shows the first one last."""
     die_with_parent(launcher)
-    end_on_signals(signal.SIGUSR1)
+    end_on_signals(*SILENT_ENDS)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     progress_slot.keep(error_file)
     share_scratch(error_file)
@@ -57,9 +56,8 @@ def as_rank(work: Callable[[], Any], launcher: int | None = None) -> Any:
     try:
         return work()
     except SystemExit as stop:
-        if stop.code not in (None, 0) and error_file is not None:
-            code = 1 if isinstance(stop.code, str) else stop.code
-            report(f"exited with {stop.code}", code, stop)
+        if error_file is not None:
+            report_exit(stop)
         raise
     except KeyboardInterrupt:
         end_workers(all_children=True)

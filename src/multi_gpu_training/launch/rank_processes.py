@@ -26,6 +26,8 @@ STOPPED = {
     130: signal.SIGINT,
     -signal.SIGTERM: signal.SIGTERM,
     -signal.SIGUSR1: signal.SIGTERM,
+    -signal.SIGHUP: signal.SIGTERM,
+    -signal.SIGQUIT: signal.SIGTERM,
 }
 
 

@@ -7,11 +7,12 @@ case_launcher   launches the ranks of one case
 meter           kind: the time of each step (bench)
 footprint       kind: step times, and the memory of a step tensor by tensor (check)
 profiler        kind: step times, then one step taken apart (estimate)
-recorder        kind: batches, gradients and weights of a short training (verify)
+recorder        kind: samples, losses, gradients, weights and buffers of every step (verify)
 memory_model    what a batch needs, and whether it fits; one safety margin for everybody
 balance         shares of a batch by each rank's speed and memory
 
-step_anatomy, loader_rates and power are tools of the profiler; trainer_access holds everything
+step_anatomy, loader_rates and power are tools of the profiler; tensor_sketch, batch_rows,
+comparable_math and split_probe are tools of the recorder; trainer_access holds everything
 that a measurement does to a trainer.
 
 A kind is a module of this package that names its class in `MEASUREMENT`: a new one is one file.

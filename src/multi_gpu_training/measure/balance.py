@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,8 +23,9 @@ from multi_gpu_training.data.order import cut, proportional
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.measure.rank_speed import Probe, RankSpeed, first_batch
+from multi_gpu_training.training.callbacks import RunLog
 from multi_gpu_training.training.probe import untouched
-from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 
 UNEQUAL = 1.10  # slowest against fastest rank, from which on shares are looked for
 EVEN = 1.03
@@ -92,23 +93,15 @@ def search(
     return best, best_found
 
 
-class EventLog(Protocol):
-    """Where decisions are written down; the run's structured logger is one."""
-
-    def warning(self, message: str) -> None: ...
-
-    def record(self, event: str, **facts: Any) -> None: ...
-
-
 class Balance:
     """How the batches of a run are shared out over its ranks; `weights` None is equally.
 
     It is saved with the run from the start; `settle` gives it what it works with.
     """
 
-    trainer: MultiGPUTrainer
+    state: StepState
     loaders: list[Loader]  # of training, and of validation where there is one
-    log: EventLog
+    log: RunLog
     say: Callable[[str], None]
 
     def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
@@ -129,15 +122,15 @@ class Balance:
 
     def settle(
         self,
-        trainer: MultiGPUTrainer,
+        state: StepState,
         loader: Loader,
         val_loader: Loader | None,
-        log: EventLog,
+        log: RunLog,
         say: Callable[[str], None],
     ) -> None:
         """Decide before the first step of this process: what was asked for, what was saved with
         the checkpoint, or what is measured. Every rank must call it."""
-        self.trainer, self.log, self.say = trainer, log, say
+        self.state, self.log, self.say = state, log, say
         self.loaders = [loader] if val_loader is None else [loader, val_loader]
         ranks, config = self.placement.dp_size, self.config
         if config.share_weights is not None and len(config.share_weights) != ranks:
@@ -209,8 +202,8 @@ class Balance:
         )
 
     def _new_probe(self) -> Probe:
-        with untouched(self.trainer):
-            probe = Probe(self.trainer, first_batch(self.loaders[0]))
+        with untouched(self.state):
+            probe = Probe(self.state, first_batch(self.loaders[0]))
         if self.config.balance == "dynamic":
             self._probe = probe  # a stream would be read anew each time
         return probe
@@ -259,7 +252,7 @@ class Balance:
             self.say(f"shares: {shown} of {micro} samples per micro-batch, {why}")
         self.log.record(
             "shares",
-            step=self.trainer.step,
+            step=self.state.step,
             weights=None if weights is None else list(weights),
             samples=samples,
             why=why,

@@ -24,7 +24,7 @@ class Case:
     kind: what is measured: meter, footprint, profiler or recorder.
     steps: how many; None takes the runner's number.
     gpu: the GPU that a single rank trains on; None takes the first.
-    noise, double: see MeasureRequest.
+    more: further fields of its MeasureRequest.
     """
 
     name: str
@@ -35,8 +35,7 @@ class Case:
     kind: str = "meter"
     steps: int | None = None
     gpu: int | None = None
-    noise: int = 0
-    double: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:

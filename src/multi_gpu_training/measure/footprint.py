@@ -27,7 +27,7 @@ class Footprint(Callback):
     watches_only = True
 
     def __init__(self, run: MeasuredRun, folder: str) -> None:
-        self.trainer = run.trainer
+        self.state = run.trainer.state
         self.folder = folder
         self.found = _data_facts(run)
         self._known = {_place(t) for t in [*run.model.parameters(), *run.model.buffers()]}
@@ -36,7 +36,7 @@ class Footprint(Callback):
     def on_forward(self, run: Run, share: Share) -> None:
         if "activations" not in self.found and share.count:
             self.found["activations"] = 0
-            self.trainer.transform = self._see
+            self.state.transform = self._see
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _unchanged)
             self._hooks.__enter__()
 
@@ -54,7 +54,7 @@ class Footprint(Callback):
     def _leave(self) -> None:
         if self._hooks is not None:
             self._hooks.__exit__()
-            self._hooks = self.trainer.transform = None
+            self._hooks = self.state.transform = None
 
     def _see(self, batch: Any) -> Any:
         """The loss is about to get this batch: it is not an activation."""

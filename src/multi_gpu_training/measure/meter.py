@@ -15,11 +15,7 @@ import torch
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import Share, ShuffledBatches
 from multi_gpu_training.measure.request import MeasuredRun, Measurement, MeasureRequest
-from multi_gpu_training.measure.trainer_access import (
-    ddp_times,
-    execution_facts,
-    keep_gradients_local,
-)
+from multi_gpu_training.measure.trainer_access import execution_facts
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.step import StepResult
 
@@ -153,10 +149,10 @@ class Meter(Callback):
             "global_batch": sizes.global_batch,
             "device": str(self.device),
             "device_name": _device_name(self.device),
-            "precision": run.trainer.precision.describe(),
+            "precision": run.trainer.state.precision.describe(),
             "parameters": sum(p.numel() for p in run.model.parameters()),
             "execution": self._share_replayed(),
-            "ddp_logger": ddp_times(run.trainer),
+            "ddp_logger": run.trainer.strategy.logged_times(),
             **_memory(self.device, self.request.device_ids),
         }
 
@@ -195,7 +191,7 @@ class StepTimes(Measurement):
         if type(getattr(loader, "source", None)) is ShuffledBatches:
             loader.source = Repeated(loader.source, meter.warmup + meter.steps + 1)
         if self.request.silent:
-            keep_gradients_local(run.trainer)
+            run.trainer.strategy.keep_gradients_local()
         return [meter]
 
     def meter(self, run: MeasuredRun) -> Meter:

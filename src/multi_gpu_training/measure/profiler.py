@@ -48,7 +48,7 @@ class ProfileMeter(Meter):
         self.failed = False
         self.began = time.perf_counter()
         self._share: Share | None = None  # of the micro-batch under way
-        run.trainer.transform = self._keep
+        run.trainer.state.transform = self._keep
         atexit.register(self._at_exit)
 
     def on_forward(self, run: Run, share: Share) -> None:
@@ -110,7 +110,7 @@ class ProfileMeter(Meter):
         self._done = True
         # Steps from here on are repetitions, which this meter must not count.
         self.run.callbacks.remove(self)
-        self.run.trainer.transform = None
+        self.run.trainer.state.transform = None
         self.finished = self._step_of_loader() or self.finished
         if len(self.walls) < 1 + min(self.steps, LEAST_STEPS):
             self._repeat_for_times()

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from multi_gpu_training.data.batch import batch_count, map_tensors, share_of
+from multi_gpu_training.data.batch import map_tensors, share_of, tensors_of
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.measure.memory_model import LARGEST_BATCH, MemoryModel, with_margin
-from multi_gpu_training.measure.trainer_access import loss_of
 from multi_gpu_training.training.probe import untouched
-from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 
 PASSES = 6  # the fastest counts: whatever else runs on a machine only makes a pass longer
 LONG_ENOUGH_S = 0.5  # short passes are repeated, so that a busy moment does not cover them all
@@ -43,15 +42,16 @@ class Probe:
     Gradients are asked for past `backward()`: neither DDP nor `.grad` hears of them.
     """
 
-    def __init__(self, trainer: MultiGPUTrainer, batch: Any) -> None:
-        self.trainer = trainer
+    def __init__(self, state: StepState, batch: Any) -> None:
+        self.state = state
         share = share_of(batch)
         assert share is not None
         self.batch = batch
         self.size = share.count
         self.micro = share.window_count
-        self.cuttable = batch_count(batch) == self.size
-        self._parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+        firsts = {tensor.shape[:1] for tensor in tensors_of(batch) if tensor.ndim}
+        self.cuttable = firsts == {(self.size,)}
+        self._parameters = [p for p in state.model.parameters() if p.requires_grad]
 
     def measure(self, count: int) -> RankSpeed:
         """The fastest of a few passes over `count` samples, or over as many as fit."""
@@ -84,7 +84,7 @@ class Probe:
 
     def _fits(self, count: int) -> bool:
         try:
-            with untouched(self.trainer):
+            with untouched(self.state):
                 self._pass(*self._resized(count), count)
             return True
         except torch.OutOfMemoryError:
@@ -93,13 +93,13 @@ class Probe:
         return False
 
     def _measured(self, count: int) -> RankSpeed:
-        trainer, device = self.trainer, self.trainer.placement.device
+        device = self.state.placement.device
         # A batch that cannot be cut is taken whole: time follows the number of samples.
         factor = 1.0 if self.cuttable else count / self.size
         batch, samples = self._resized(count)
         limit = None
         cuda = device.type == "cuda"
-        with untouched(trainer):
+        with untouched(self.state):
             if cuda:
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
@@ -114,14 +114,15 @@ class Probe:
         """The batch with `count` samples, and numbers for the randomness of augmentations."""
         whole = count == self.size or not self.cuttable
         batch = self.batch if whole else resized(self.batch, self.size, count)
-        if self.trainer.augment is None:
+        if self.state.augment is None:
             return batch, None
         held = count if self.cuttable else self.size
-        return batch, torch.arange(held, device=self.trainer.placement.device)
+        return batch, torch.arange(held, device=self.state.placement.device)
 
     def _pass(self, batch: Any, samples: torch.Tensor | None, count: int) -> None:
-        loss = loss_of(self.trainer, batch, samples, count)
-        torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        prepared = self.state.prepare(batch, samples)
+        result = self.state.step_module.forward(prepared, count, count, 1)
+        torch.autograd.grad(result.scaled, self._parameters, allow_unused=True)
 
     def _fastest(self, batch: Any, samples: torch.Tensor | None, count: int) -> float:
         times: list[float] = []
@@ -132,18 +133,17 @@ class Probe:
     def _timed(self, batch: Any, samples: torch.Tensor | None, count: int) -> float:
         start = time.perf_counter()
         self._pass(batch, samples, count)
-        if self.trainer.placement.device.type == "cuda":
-            torch.cuda.synchronize(self.trainer.placement.device)
+        if self.state.placement.device.type == "cuda":
+            torch.cuda.synchronize(self.state.placement.device)
         return time.perf_counter() - start
 
     def _room(self, sample_bytes: float) -> int:
         """Samples that fit beside what is there now and the optimizer's state still to come."""
-        trainer = self.trainer
-        device = trainer.placement.device
+        device = self.state.placement.device
         held = torch.cuda.memory_allocated(device)
         unused = torch.cuda.mem_get_info(device)[0]
         available = unused + torch.cuda.memory_reserved(device)
-        if not trainer.optimizer.state:
+        if not self.state.optimizer.state:
             # Adam and its like keep two tensors for each weight.
             held += 2 * sum(p.numel() * p.element_size() for p in self._parameters)
         return share_limit(held, sample_bytes, available)
@@ -151,7 +151,7 @@ class Probe:
     def clean(self) -> None:
         """Give back the memory that passes took and nobody needs any more."""
         gc.collect()
-        if self.trainer.placement.device.type == "cuda":
+        if self.state.placement.device.type == "cuda":
             torch.cuda.empty_cache()
 
 

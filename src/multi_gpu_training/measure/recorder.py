@@ -1,19 +1,27 @@
-"""Record a short training for `mgt verify`: samples, rates, gradients, weights, metrics.
+"""Record a short training for `mgt verify`: samples, losses, rates, gradients, weights, buffers.
 
-`mgt verify` trains the same global batches on one rank and on several. Each rank writes down what
-it saw and what came out; planning/verify.py compares.
+`mgt verify` trains the same global batches on one rank and on several. Each rank writes one line
+per step as it goes, so that a run that fails or ends early can be compared up to there;
+planning/verify compares.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import itertools
 import json
+import math
+import random
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -24,112 +32,409 @@ from torch.utils.data import (
 )
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.batch import attach, batch_count, head, map_tensors, share_of
+from multi_gpu_training.data.batch import attach, map_tensors, share_of
 from multi_gpu_training.data.order import Share
+from multi_gpu_training.measure.batch_rows import row_hashes, row_leaves, shared_hash
+from multi_gpu_training.measure.comparable_math import DoubleMath, SampleNoise
 from multi_gpu_training.measure.request import MeasuredRun, Measurement, MeasureRequest
-from multi_gpu_training.measure.trainer_access import BATCH_NORMS, DROPOUTS
+from multi_gpu_training.measure.split_probe import SplitProbe
+from multi_gpu_training.measure.tensor_sketch import sketch, sketches
+from multi_gpu_training.measure.trainer_access import BATCH_NORMS, DROPOUTS, watch_loss
 from multi_gpu_training.training.callbacks import Callback, Run
-from multi_gpu_training.training.loss import LossFn, read_loss
+from multi_gpu_training.training.loss import read_loss
 from multi_gpu_training.training.step import StepResult
+
+KEPT_BYTES = 64 * 2**20  # of samples, per rank, for comparing them one by one
+REPLAYED_STEPS = 3
 
 
 class Recorder(Callback):
-    """Follows one training. After the requested steps it writes `rank-R.json`, on rank 0
-    `weights.safetensors`, and ends the process."""
+    """Follows one training on one rank, and ends the process after the requested steps.
+
+    Writes `steps-RANK-MANAGER.jsonl`: a header, a line per step, and a last line. Samples go to
+    `rows-RANK-MANAGER.pt`.
+    """
 
     def __init__(self, run: MeasuredRun, request: MeasureRequest) -> None:
         self.run = run
         self.request = request
-        self.alone = request.ranks == 1
-        self.batches: list[Any] = []
-        self.seen: list[dict[str, Any]] = []
-        self.largest: dict[str, float] = {}  # of each gradient, as a share of all of them
-        self.rates: list[float] = []
-        self._share: Share | None = None  # of the micro-batch under way
-        _switch_off_dropout(run.model)
-        self.start = copy.deepcopy((run.model, run.optimizer)) if self.alone else None
-        run.trainer.noise_stream = request.noise
-        run.trainer.transform = self.transform
+        rank, out = run.placement.identity.rank, Path(request.out)
+        number = len(list(out.glob(f"steps-{rank}-*.jsonl")))  # a script may have several managers
+        self.file = out / f"steps-{rank}-{number}.jsonl"
+        self.rows_file = out / f"rows-{rank}-{number}.pt"
+        self.rows: list[dict[str, Any]] = []
+        self.rows_bytes = 0
+        self.line: dict[str, Any] = {}
+        self.micros: list[dict[str, Any]] = []
+        self.share: Share | None = None  # of the micro-batch under way
+        self.before: dict[str, Tensor] = {}
+        self.replay = Replay(run, request) if request.ranks == 1 else None
+        self.done = False
+        self.off = _switch_off_dropout(run.model)
+        run.trainer.state.transform = self.transform
+        watch_loss(run.trainer, self.compute_loss)
+        run.optimizer.register_step_pre_hook(self.before_move)
+        run.optimizer.register_step_post_hook(self.after_move)
+        self._write(self._header())
 
-    def transform(self, batch: Any) -> Any:
-        """Note a training batch as the loss gets it; any batch comes back in the precision that
-        was asked for. The trainer calls this right before the loss."""
-        if self.request.double:
-            share = share_of(batch)
-            batch = map_tensors(batch, lambda t: t.double() if t.is_floating_point() else t)
-            batch = batch if share is None else attach(batch, share)
-        if self._share is not None and self.alone:
-            if self._share.window_count:
-                batch = attach(batch, self._share)
-            self.batches.append(batch)
-        return batch
+    def _header(self) -> dict[str, Any]:
+        run, model = self.run, self.run.model
+        config = run.config
+        return {
+            "kind": "header",
+            "parameters": sketches(model.named_parameters()),
+            "buffers": sketches(model.named_buffers()),
+            "batchnorm": [name for name, m in model.named_modules() if isinstance(m, BATCH_NORMS)],
+            "dropout": self.off,
+            "sync_bn": config.sync_bn,
+            "broadcast_buffers": config.broadcast_buffers,
+            "max_grad_norm": config.max_grad_norm,
+            "lr_scaling": config.lr_scaling,
+            "accumulation": run.sizes.accumulation,
+            "samples": getattr(getattr(run.train_loader, "source", None), "samples", None),
+            "steps_per_epoch": run.train_loader.steps,
+        }
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # The parts of a step
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        model = run.model
+        self.line = {
+            "kind": "step",
+            "step": step,
+            "begin": sketches(model.named_parameters()),
+            "buffers_begin": sketches(model.named_buffers()),
+        }
+        self.micros = []
+        if self.replay is not None:
+            self.replay.begin(step)
 
     def on_forward(self, run: Run, share: Share) -> None:
-        self._share = share
-        if share.window_count:  # else a batch that the user made, whose place nobody knows
-            self.seen.append(
-                {"epoch": share.epoch, "position": share.position, "indices": share.indices}
-            )
+        self.share = share
 
     def on_micro_batch_end(self, run: Run) -> None:
-        self._share = None
+        self.share = None
 
-    def on_optimizer(self, run: Run) -> None:
-        self.rates.append(float(run.optimizer.param_groups[0]["lr"]))
-        named = run.model.named_parameters()
-        norms = {n: float(p.grad.norm()) for n, p in named if p.grad is not None}
-        total = sum(norm**2 for norm in norms.values()) ** 0.5 or 1.0
-        for name, norm in norms.items():
-            self.largest[name] = max(self.largest.get(name, 0.0), norm / total)
+    def transform(self, batch: Any) -> Any:
+        """Note the samples of a training batch; any batch comes back in the precision that was
+        asked for. The trainer calls this right before the loss."""
+        if self.share is not None and self.share.count and not self.done:
+            self._note_samples(batch, self.share)
+        return self._precise(batch)
+
+    def _precise(self, batch: Any) -> Any:
+        if not self.request.double:
+            return batch
+        share = share_of(batch)
+        batch = map_tensors(batch, lambda t: t.double() if t.dtype is torch.float32 else t)
+        return batch if share is None else attach(batch, share)
+
+    def _note_samples(self, batch: Any, share: Share) -> None:
+        rows = row_leaves(batch, share.count)
+        self.micros.append(
+            {
+                "epoch": share.epoch,
+                "position": share.position,
+                "indices": list(share.indices),
+                "count": share.count,
+                "window": share.window_count,
+                "hashes": row_hashes(rows, share.count),
+                "shared": shared_hash(batch, share.count),
+                "kept": None,
+            }
+        )
+        size = sum(r.nbytes for leaf in rows.values() for r in leaf if isinstance(r, Tensor))
+        if self.rows_bytes + size <= KEPT_BYTES:
+            self.rows_bytes += size
+            self.micros[-1]["kept"] = len(self.rows)
+            kept = {
+                path: leaf
+                for path, leaf in rows.items()
+                if all(isinstance(r, (Tensor, str, int, float)) for r in leaf)
+            }
+            self.rows.append(kept)
+
+    def compute_loss(self, loss_fn: Any, model: nn.Module, batch: Any) -> Any:
+        """Run the user's loss function, and note what it gave and which random numbers it drew."""
+        batch = self._precise(batch)  # also a stand-in, which no transform has seen
+        share = self.share
+        if share is None or not share.count or self.done or not self.micros:
+            with self._math(0, []):
+                return loss_fn(model, batch)
+        micro = self.micros[-1]
+        keys = [int(text, 16) >> 1 for text in micro["hashes"]]
+        noise, buffers = torch.get_rng_state(), [b.clone() for b in model.buffers()]
+        before = _generator_states()
+        with self._math(self.line["step"], keys):
+            result = loss_fn(model, batch)
+        after = _generator_states()
+        found = read_loss(result, next(model.parameters()).device)
+        micro["drew"] = [name for name in before if before[name] != after[name]]
+        micro["loss"] = found.mean.item()
+        micro["weight"] = None if found.weight is None else float(found.weight)
+        micro["metrics"] = {
+            name: [float(total), float(weight)] for name, (total, weight) in found.metrics.items()
+        }
+        if self.replay is not None:
+            self.replay.note(self.line["step"], batch, share, noise, found.mean.item())
+        self._probe(loss_fn, model, batch, share, buffers, noise)
+        return result
+
+    def _math(self, step: int, keys: list[int]) -> ExitStack:
+        stack = ExitStack()
+        if self.request.sample_noise:
+            stack.enter_context(SampleNoise(step, keys))
+        if self.request.double:
+            stack.enter_context(DoubleMath())
+        return stack
+
+    def _probe(
+        self,
+        loss_fn: Any,
+        model: nn.Module,
+        batch: Any,
+        share: Share,
+        buffers: list[Tensor],
+        noise: Tensor,
+    ) -> None:
+        """Where this run was started to look at one micro-batch: do so, and end."""
+        asked = self.request.probe
+        if asked is None or (self.line["step"], len(self.micros) - 1) != (
+            asked["step"],
+            asked["micro"],
+        ):
+            return
+        self.done = True
+        tolerance = 1e-9 if self.request.double else 1e-4
+
+        def loss(model: nn.Module, part: Any) -> Any:
+            with self._math(0, []):
+                return loss_fn(model, part)
+
+        if self.run.config.sync_bn:
+            # Synchronised, BatchNorm does not mix more on several ranks: leave it out.
+            for module in model.modules():
+                if isinstance(module, BATCH_NORMS):
+                    module.eval()
+        probe = SplitProbe(model, loss, batch, share.count, buffers, noise, tolerance)
+        try:
+            found = probe.run(asked["parts"])
+        except Exception as error:  # what the user's code may raise on parts of a batch
+            found = {"error": f"{type(error).__name__}: {error}"}
+        self._write({**self.line, "micros": self.micros})
+        Path(self.request.out, "probe.json").write_text(json.dumps(found))
+        self._finish()
+
+    def before_move(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.done or self.share is None:  # or a step past the trainer
+            return
+        named = dict(self.run.model.named_parameters())
+        self.line["settings"] = [_settings(group) for group in optimizer.param_groups]
+        self.line["grads"] = sketches((n, p.grad) for n, p in named.items() if p.grad is not None)
+        self.line["before"] = sketches(named.items())
+        self.before = {name: p.detach().clone() for name, p in named.items()}
+
+    def after_move(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.done or self.share is None or not self.before:
+            return
+        named = dict(self.run.model.named_parameters())
+        moves = {n: p.detach() - self.before[n] for n, p in named.items() if n in self.before}
+        self.line["moves"] = sketches(moves.items())
+        self.line["moved"] = sketches(named.items())
+        if self.replay is not None:
+            self.replay.moved(self.line["step"], optimizer)
+        self.before = {}
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
+        if self.done:
+            return
+        norm = result.grad_norm
+        self.line |= {
+            "micros": self.micros,
+            "norm": None if norm is None else float(norm),
+            "after": sketches(run.model.named_parameters()),
+            "buffers": sketches(run.model.named_buffers()),
+            "state": _optimizer_state(run),
+        }
+        self._write(self.line)
         if result.step >= self.request.steps:
             self._conclude()
 
+    def on_validation(self, run: Run, metrics: Any) -> None:
+        if not self.done:
+            self._write({"kind": "validation", "step": run.step, "metrics": _numbers(metrics)})
+
+    def on_end(self, run: Run) -> None:
+        """The script is done with fewer steps than were asked for."""
+        if not self.done and sys.exception() is None:
+            self.done = True
+            self._last_line(None, None)
+
     def _conclude(self) -> None:
-        run, model = self.run, self.run.model
-        metrics = None if run.val_loader is None else run.evaluate(run.val_loader)
-        record = {
-            "seen": self.seen,
-            "metrics": metrics,
-            "largest": self.largest,
-            "batchnorm": [name for name, m in model.named_modules() if isinstance(m, BATCH_NORMS)],
-            "sync_bn": run.config.sync_bn,
-            "samples": getattr(getattr(run.train_loader, "source", None), "samples", None),
-            "steps_per_epoch": run.train_loader.steps,
-            "loss_depends_on_batch": False,
-        }
-        out, rank = Path(self.request.out), run.placement.identity.rank
-        if rank == 0:
-            save_file(_plain(model), out / "weights.safetensors")
-        if self.start is not None and all(share_of(b) is not None for b in self.batches):
-            loss_fn = run.loss_fn
-            record["loss_depends_on_batch"] = loss_depends_on_the_batch(
-                model, loss_fn, self.batches[0]
-            )
-            model, optimizer = self.start
-            limit = run.config.max_grad_norm
-            replay_by_hand(model, optimizer, self.batches, loss_fn, self.rates, limit)
-            save_file(_plain(model), out / "by_hand.safetensors")
-        (out / f"rank-{rank}.json").write_text(json.dumps(record))
+        run = self.run
+        self.done = True
+        metrics: Any = None
+        failed = None
+        if run.val_loader is not None:
+            try:
+                with self._math(0, []):
+                    metrics = _numbers(run.evaluate(run.val_loader))
+            except Exception as error:  # noted: it must not hide how the training compares
+                failed = f"{type(error).__name__}: {error}"
+        self._last_line(metrics, failed)
         run.placement.barrier()
         raise SystemExit(0)
 
+    def _last_line(self, metrics: Any, failed: str | None) -> None:
+        by_hand = None
+        if self.replay is not None:
+            try:
+                with self._math(0, []):
+                    by_hand = self.replay.compare()
+            except Exception as error:
+                by_hand = {"skipped": f"{type(error).__name__}: {error}"}
+        self._write(
+            {"kind": "last", "metrics": metrics, "metrics_failed": failed, "by_hand": by_hand}
+        )
+        self._finish(leave=False)
+
+    def _finish(self, leave: bool = True) -> None:
+        torch.save(self.rows, self.rows_file)
+        run = self.run
+        Path(self.request.out, f"rank-{run.placement.identity.rank}.json").write_text("{}")
+        if leave:
+            raise SystemExit(0)
+
+
+class Replay:
+    """Repeats the first steps of one rank in plain PyTorch: no trainer, no wrapper, no shares."""
+
+    def __init__(self, run: MeasuredRun, request: MeasureRequest) -> None:
+        self.run = run
+        self.tolerance = 1e-6 if request.double else 1e-2
+        self.state = copy.deepcopy(run.optimizer.state_dict())
+        size = sum(p.nbytes for p in run.model.parameters())
+        self.steps = REPLAYED_STEPS if size <= KEPT_BYTES else 1
+        self.starts: dict[int, list[Tensor]] = {}
+        self.parts: dict[int, list[tuple[Any, float, Tensor, float]]] = {}
+        self.ends: dict[int, tuple[list[dict[str, Any]], dict[str, Tensor]]] = {}
+
+    def _tensors(self) -> list[Tensor]:
+        model = self.run.model
+        return [t.detach() for t in itertools.chain(model.parameters(), model.buffers())]
+
+    def begin(self, step: int) -> None:
+        if step <= self.steps:
+            self.starts[step] = [t.clone() for t in self._tensors()]
+
+    def note(self, step: int, batch: Any, share: Share, noise: Tensor, loss: float) -> None:
+        if step <= self.steps:
+            self.parts.setdefault(step, []).append((batch, float(share.count), noise, loss))
+
+    def moved(self, step: int, optimizer: Optimizer) -> None:
+        if step <= self.steps:
+            settings = [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
+            named = self.run.model.named_parameters()
+            after = {name: p.detach().clone() for name, p in named}
+            self.ends[step] = copy.deepcopy(settings), after
+
+    def compare(self) -> dict[str, Any]:
+        """How far each step's result is from the plain one; or why that cannot be said."""
+        run = self.run
+        others = [
+            type(member).__name__
+            for member in run.callbacks.members
+            if not type(member).__module__.startswith("multi_gpu_training.")
+            and any(
+                getattr(type(member), event) is not getattr(Callback, event)
+                for event in ("on_optimizer", "on_exchange")
+            )
+        ]
+        if others:
+            return {"skipped": f"{', '.join(others)} takes part in the step"}
+        worst, name = 0.0, "-"
+        run.optimizer.load_state_dict(self.state)
+        for step in sorted(self.ends):
+            again = self._again(step)
+            if again is not None:
+                return {"skipped": again} if step == 1 else {"apart": worst, "name": name}
+            start = dict(zip(self._names(), self.starts[step], strict=True))
+            found = dict(run.model.named_parameters())
+            ends = self.ends[step][1]
+            moves = {key: float((end - start[key]).double().norm()) for key, end in ends.items()}
+            # A tensor that hardly moves is moved by rounding: it is measured against all of them.
+            least = 1e-3 * math.sqrt(sum(move**2 for move in moves.values()))
+            for key, end in ends.items():
+                apart = float((found[key].detach() - end).double().norm())
+                apart /= max(moves[key], least, 1e-300)
+                if not apart <= worst:
+                    worst, name = apart, key
+        return {"apart": worst, "name": name, "passed": worst <= self.tolerance}
+
+    def _names(self) -> list[str]:
+        model = self.run.model
+        return [n for n, _ in [*model.named_parameters(), *model.named_buffers()]]
+
+    def _again(self, step: int) -> str | None:
+        """Compute the step by hand; a reason where the recorded loss does not come out again."""
+        run, optimizer = self.run, self.run.optimizer
+        model, device = run.model, next(run.model.parameters()).device
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), self.starts[step], strict=True):
+                tensor.copy_(value)
+        model.train()
+        total: Any = 0.0
+        weights = torch.zeros((), dtype=torch.float64, device=device)
+        for batch, count, noise, recorded in self.parts[step]:
+            torch.set_rng_state(noise)
+            loss = read_loss(run.loss_fn(model, batch), device)
+            if abs(loss.mean.item() - recorded) > 1e-6 * max(abs(recorded), 1e-6):
+                return "the loss function gives another number when it is called again"
+            weight = torch.tensor(count) if loss.weight is None else loss.weight
+            total = total + loss.mean * weight.to(device)
+            weights = weights + weight.to(device)
+        optimizer.zero_grad()
+        (total / weights).backward()
+        limit = run.config.max_grad_norm
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        for group, settings in zip(optimizer.param_groups, self.ends[step][0], strict=True):
+            group.update(settings)
+        optimizer.step()
+        return None
+
 
 class Recording(Measurement):
-    """The user's training made comparable: same global batch, full precision, a short epoch."""
+    """The user's training made comparable: same global batch, full precision, a short epoch.
+
+    `as_is` keeps the script's own batch size, workers and dataset.
+    """
 
     reproducible = True
-    drops = ("batch_size",)  # the global batch is what stays the same on any number of ranks
+    brought = False
+
+    def adapt(self, config: MultiGPUConfig) -> MultiGPUConfig:
+        # A DataLoader brings its own batch size, which is known only once it is seen.
+        self.brought = not {"batch_size", "global_batch_size"} & config.model_fields_set
+        self.adapted = super().adapt(config)
+        return self.adapted
 
     def changes(self, config: MultiGPUConfig) -> dict[str, Any]:
         batch = config.batch_size * config.gradient_accumulation_steps
         weights = config.share_weights
         kept = weights is not None and len(weights) == self.request.ranks
-        return {
+        total = max(config.global_batch_size or batch, self.request.least_batch)
+        found = {
             "training_mode": TrainingMode.DISTRIBUTED_DATA_PARALLEL,
             "world_size": self.request.ranks,
-            "global_batch_size": config.global_batch_size or batch,
+            "global_batch_size": total,
             "balance": "auto" if kept else "equal",
             "use_mixed_precision": False,
             "mixed_precision_dtype": "auto",
@@ -141,12 +446,24 @@ class Recording(Measurement):
             "channels_last": False,
             "fused_optimizer": False,
             "data_on_gpu": False,
-            "num_workers": 0,
-            "prefetch_factor": None,
-            "persistent_workers": False,
+            # Replicas that drift apart are what this looks for: it must not end the run.
+            "consistency_check_every": 0,
         }
+        if not self.request.as_is:
+            found |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+            if not self.brought:
+                # As much as one rank can be given: the accumulation stays what the script says.
+                base = config.base_batch_size or config.batch_size
+                found |= {"batch_size": total, "base_batch_size": base}
+        return found
 
     def shorten(self, dataset: Any, global_batch: int) -> Any:
+        if self.brought and isinstance(dataset, DataLoader) and dataset.batch_size is not None:
+            batch = dataset.batch_size * self.adapted.gradient_accumulation_steps
+            self.adapted.global_batch_size = max(batch, self.request.least_batch)
+        self.brought = False  # the validation data come next, and do not count
+        if self.request.as_is:
+            return dataset
         return shorten(dataset, self.request.steps, global_batch)
 
     def prepare(self, model: nn.Module) -> None:
@@ -154,19 +471,44 @@ class Recording(Measurement):
             model.double()
 
     def callbacks(self, run: MeasuredRun) -> list[Callback]:
+        if self.request.double:
+            _double_forward(run.model)
         return [*super().callbacks(run), Recorder(run, self.request)]
 
 
 MEASUREMENT = Recording
 
 
-def _switch_off_dropout(model: nn.Module) -> None:
-    """Its noise depends on the rank, so that results would differ."""
-    for module in model.modules():
-        if isinstance(module, DROPOUTS):
+def _double_forward(model: nn.Module) -> None:
+    """Let the model's own code run in float64 wherever it is called, in validation too."""
+    stacks: list[ExitStack] = []
+
+    def enter(*_: Any) -> None:
+        stacks.append(ExitStack())
+        stacks[-1].enter_context(DoubleMath())
+
+    def leave(*_: Any) -> None:
+        if stacks:
+            stacks.pop().close()
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
+
+
+def _switch_off_dropout(model: nn.Module) -> list[str]:
+    """Its noise depends on the rank, so that results would differ. Returns the modules."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, DROPOUTS) and module.p:
             module.p = 0.0
-        if isinstance(module, nn.RNNBase):
+            found.append(name)
+        if isinstance(module, nn.RNNBase) and module.dropout:
             module.dropout = 0.0
+            found.append(name)
+        if isinstance(module, nn.MultiheadAttention) and module.dropout:
+            module.dropout = 0.0
+            found.append(name)
+    return found
 
 
 def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
@@ -175,11 +517,14 @@ def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
         RandomSampler,
         SequentialSampler,
     ):
+        if dataset.batch_size is None:
+            return dataset
         return DataLoader(
-            shorten(dataset.dataset, steps, global_batch),
+            shorten(dataset.dataset, steps, dataset.batch_size),
             batch_size=dataset.batch_size,
             shuffle=type(dataset.sampler) is RandomSampler,
             collate_fn=dataset.collate_fn,
+            drop_last=dataset.drop_last,
         )
     if not isinstance(dataset, Dataset) or isinstance(dataset, IterableDataset):
         return dataset
@@ -192,82 +537,43 @@ def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
     return subset(range(wanted)) if callable(subset) else Subset(dataset, range(wanted))
 
 
-def replay_by_hand(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[Any],
-    loss_fn: LossFn,
-    rates: list[float],
-    max_grad_norm: float | None,
-) -> None:
-    """Repeat the recorded training in plain PyTorch: no trainer, no wrapper, no shares."""
-    model.train()
-    window: list[Any] = []
-    step = 0
-    device = next(model.parameters()).device
-    for batch in batches:
-        window.append(batch)
-        share = share_of(batch)
-        assert share is not None
-        if not share.last:
-            continue
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        weight = torch.zeros((), dtype=torch.float64, device=device)
-        for part in window:
-            loss = read_loss(loss_fn(model, part), device)
-            share = share_of(part)
-            assert share is not None
-            counted = torch.tensor(float(share.count)) if loss.weight is None else loss.weight
-            total = total + loss.mean * counted.to(device)
-            weight = weight + counted.to(device)
-        optimizer.zero_grad()
-        (total / weight).backward()
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        first = optimizer.param_groups[0]["lr"]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * (rates[step] / first) if first else rates[step]
-        optimizer.step()
-        step += 1
-        window = []
+def _generator_states() -> dict[str, str]:
+    def digest(value: bytes) -> str:
+        return hashlib.blake2b(value, digest_size=8).hexdigest()
+
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "random": repr(random.getstate()).encode(),
+        "numpy": repr(np.random.get_state()).encode(),
+    }
+    if torch.cuda.is_initialized():
+        states["torch.cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return {name: digest(value) for name, value in states.items()}
 
 
-def loss_depends_on_the_batch(model: nn.Module, loss_fn: LossFn, batch: Any) -> bool:
-    """Whether the loss of a batch is not the weighted mean of the losses of its two parts.
-
-    True for means over tokens or class weights that return no weight, and for losses over
-    pairs of samples.
-    """
-    count = batch_count(batch)
-    if count < 2:
-        return False
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            half = count // 2
-            device = next(model.parameters()).device
-            parts = [(head(batch, half), half), (_tail(batch, half, count), count - half)]
-            whole = read_loss(loss_fn(model, batch), device)
-            total, weight = 0.0, 0.0
-            for part, size in parts:
-                loss = read_loss(loss_fn(model, part), device)
-                counted = float(size if loss.weight is None else loss.weight)
-                total += float(loss.mean) * counted if counted else 0.0
-                weight += counted
-            expected = total / weight if weight else 0.0
-            return abs(float(whole.mean) - expected) > 1e-4 * max(1e-6, abs(float(whole.mean)))
-    finally:
-        model.train(was_training)
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """What a parameter group is moved with, as plain numbers."""
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(value)
+        if isinstance(value, (tuple, list)) and key != "params":
+            value = [float(part) for part in value if isinstance(part, (int, float, Tensor))]
+        if isinstance(value, (int, float, list, bool)) and key != "params":
+            found[key] = value
+    found["parameters"] = len(group["params"])
+    return found
 
 
-def _tail(batch: Any, start: int, count: int) -> Any:
-    def cut(tensor: Tensor) -> Tensor:
-        return tensor[start:] if tensor.ndim and tensor.shape[0] == count else tensor
+def _optimizer_state(run: Run) -> dict[str, list[float]]:
+    """Momenta and the like, per parameter."""
+    found = {}
+    for name, parameter in run.model.named_parameters():
+        for key, value in run.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                found[f"{name} {key}"] = sketch(value)
+    return found
 
-    return map_tensors(batch, cut)
 
-
-def _plain(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
-    return {name: t.detach().cpu().contiguous().clone() for name, t in named}
+def _numbers(metrics: Any) -> dict[str, float]:
+    return {key: float(value) for key, value in metrics.items()}

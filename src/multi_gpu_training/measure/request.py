@@ -54,8 +54,11 @@ class MeasureRequest:
     settings: fields of MultiGPUConfig that replace the user's.
     silent: gradients stay on their rank, which shows what exchanging them costs.
     every: steps between two readings of the clock, for steps so short that a reading counts.
-    noise: another number draws other random numbers for the same steps.
     double: train in float64.
+    sample_noise: random numbers drawn in the loss belong to samples, not to ranks.
+    as_is: keep the script's own batch size, workers and dataset.
+    least_batch: the smallest global batch, so that every number of ranks can share it.
+    probe: the micro-batch to split as several ranks split it: step, micro, parts.
     """
 
     kind: str
@@ -70,8 +73,11 @@ class MeasureRequest:
     settings: dict[str, Any] = field(default_factory=dict)
     silent: bool = False
     every: int = 1
-    noise: int = 0
     double: bool = False
+    sample_noise: bool = False
+    as_is: bool = False
+    least_batch: int = 1
+    probe: dict[str, Any] | None = None
 
     def save(self) -> str:
         """Write the request to its folder; the result belongs into MGT_MEASURE."""

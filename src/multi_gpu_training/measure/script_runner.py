@@ -92,8 +92,7 @@ class ScriptRunner:
             share_gpu=case.mode is DDP and 0 < gpus < case.ranks,
             settings=dict(case.settings),
             silent=case.silent,
-            noise=case.noise,
-            double=case.double,
+            **case.more,
         )
 
     def start(self, request: MeasureRequest, log: Path) -> int:

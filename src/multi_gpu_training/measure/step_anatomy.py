@@ -20,8 +20,9 @@ from torch import Tensor
 from multi_gpu_training.data.batch import attach, head, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.data.sample_count import sample_count
 from multi_gpu_training.measure.request import MeasuredRun
-from multi_gpu_training.measure.trainer_access import leave_compiled, run_eagerly, watch_buckets
+from multi_gpu_training.measure.trainer_access import leave_compiled
 from multi_gpu_training.torch_internals import gpu_sleep
 from multi_gpu_training.training.callbacks import Callback, Run
 
@@ -57,8 +58,8 @@ class Anatomy(Callback):
         self.device = run.placement.device
         self.trace = Trace()
         self.backward_peak = 0  # bytes, until the weights moved
-        run_eagerly(run.trainer)
-        watch_buckets(run.trainer, self._bucket)
+        run.trainer.give_up_recording("its steps are taken apart")
+        run.trainer.strategy.watch_buckets(self._bucket)
         run.callbacks.add(self)
 
     def on_forward(self, run: Run, share: Share) -> None:
@@ -155,9 +156,9 @@ def first_samples(batch: Any, count: int) -> Any:
     """The first `count` samples, as a batch of our loader if it was one."""
     share = share_of(batch)
     if share is None:
-        return head(batch, count)
+        return head(batch, count, sample_count(batch))
     size = min(count, share.count)
     smaller = replace(share, indices=share.indices[:size], count=size)
     if isinstance(batch, ResidentBatch):
         return ResidentBatch(batch.index[:size], batch.tensors, smaller)
-    return attach(head(batch, count), smaller)
+    return attach(head(batch, count, share.count), smaller)

@@ -16,20 +16,20 @@ from multi_gpu_training.training.learning_rate import Scaling
 from multi_gpu_training.training.loss import SupervisedLoss
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.step import StepResult
-from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 
 
 def announce(
     say: Callable[[str], None],
     config: MultiGPUConfig,
-    trainer: MultiGPUTrainer,
+    state: StepState,
     sizes: BatchSizes,
     loader: Loader,
     scaling: Scaling,
     folder: Path,
 ) -> None:
     """What is about to run: hardware, mode, model, batch arithmetic, rate, schedule."""
-    placement = trainer.placement
+    placement = state.placement
     for gpu in get_gpu_info() if placement.device.type == "cuda" else []:
         say(f"GPU {gpu['index']}: {gpu['name']} ({gpu['uuid']})")
     if config.device_ids is not None and config.device != "cpu" and placement.device.type == "cpu":
@@ -37,12 +37,12 @@ def announce(
     ranks = placement.dp_size
     say(
         f"mode: {config.training_mode.value}, {ranks} rank{'s' if ranks > 1 else ''} "
-        f"({placement.backend}), device {placement.device}, {trainer.precision.describe()}"
+        f"({placement.backend}), device {placement.device}, {state.precision.describe()}"
     )
-    parameters = list(trainer.model.parameters())
+    parameters = list(state.model.parameters())
     count = sum(p.numel() for p in parameters)
     size = sum(p.numel() * p.element_size() for p in parameters)
-    say(f"model: {type(trainer.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
+    say(f"model: {type(state.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
     exact = sizes.per_rank * sizes.accumulation * sizes.ranks == sizes.global_batch
     one = "GPU" if placement.device.type == "cuda" else "rank"
     copies = f"{sizes.ranks} {one}{'s' if sizes.ranks > 1 else ''}"
@@ -56,26 +56,8 @@ def announce(
         )
         say(f"data: {loader.steps} steps per epoch, {batches * ranks} batches, {batches} per rank")
     say(scaling.describe())
-    say(trainer.schedule.describe())
+    say(state.schedule.describe())
     say(f"run: {folder}")
-
-
-def epoch_line(
-    epoch: int, epochs: int, train: dict[str, float], val: dict[str, float] | None
-) -> str:
-    """Epoch 3/10 - train loss 0.4521, acc 78.23% | val loss 0.5234, acc 74.56%, F1 0.6821"""
-    text = f"Epoch {epoch + 1}/{epochs} - train {_metrics(train)}"
-    return text + (f" | val {_metrics(val)}" if val else "")
-
-
-def _metrics(values: dict[str, float]) -> str:
-    shown = []
-    for name, value in values.items():
-        if name == "accuracy":
-            shown.append(f"acc {value:.2%}")
-        else:
-            shown.append(f"{'F1' if name == 'f1' else name} {value:.4f}")
-    return ", ".join(shown)
 
 
 def summary(

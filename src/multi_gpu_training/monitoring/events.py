@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +19,6 @@ from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.event_crc import with_crc
 from multi_gpu_training.redaction import redact
 from multi_gpu_training.safe_files import check_folder, open_regular
-from multi_gpu_training.training.callbacks import Callback, Run
 
 SCHEMA = 2  # lines end with a checksum
 
@@ -192,17 +191,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value)
-
-
-class EpochEvents(Callback):
-    """Records every epoch: what the report and a resumed run read."""
-
-    watches_only = True
-
-    def __init__(self, logger: StructuredLogger) -> None:
-        self._logger = logger
-
-    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
-        last = run.progress.last
-        val = last["val"] or None
-        self._logger.record("epoch", epoch=epoch, step=run.step, train=last["train"], val=val)

@@ -5,6 +5,8 @@ A mark says what the time from now on belongs to, so that the phases add up to t
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -14,10 +16,9 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.monitoring.phase_names import PHASES
-from multi_gpu_training.monitoring.run_queue import RunQueue
-from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
+from multi_gpu_training.training.callbacks import Callback, Run
+from multi_gpu_training.training.step_state import StepState
 
 ON_DEVICE = ("forward", "backward", "comm", "optimizer")
 
@@ -26,25 +27,16 @@ class PhaseClock(Callback):
     """Times one step: it is among the callbacks for as long as that takes.
 
     On a GPU the phases between forward and optimizer are timed by events of the device, which
-    nobody waits for; the rest by the clock of the host. `hook_s` says how long communication hooks
-    took so far.
+    nobody waits for; the rest by the clock of the host.
     """
 
     watches_only = True
 
-    def __init__(
-        self,
-        callbacks: CallbackList,
-        placement: Placement,
-        hook_s: Callable[[], float],
-        queue: RunQueue | None = None,
-    ) -> None:
-        self._callbacks = callbacks
-        self._placement = placement
-        self._hook_seconds = hook_s
+    def __init__(self, state: StepState, queue: RunQueue | None = None) -> None:
+        self._state = state
         self._queue = queue
         self._queued: list[tuple[str, float]] = []
-        self._cuda = placement.device.type == "cuda"
+        self._cuda = state.placement.device.type == "cuda"
         self._host: list[tuple[str, float]] = []
         self._events: list[tuple[str, torch.cuda.Event]] = []
         self._interrupted: list[str] = []  # phases in which a collective began
@@ -64,11 +56,11 @@ class PhaseClock(Callback):
         self._queue_mark(phase)
         self._micro_batches = 0
         self._cpu_started = time.thread_time()
-        self._hook_s = self._hook_seconds()
+        self._hook_s = self._state.strategy.hook_s
         self._device_mark(phase)
         self._interrupted = []
-        self._placement.watch = self
-        self._callbacks.add(self)
+        self._state.placement.watch = self
+        self._state.callbacks.add(self)
         self.running = True
 
     def stop(self, now: float | None = None) -> None:
@@ -78,13 +70,13 @@ class PhaseClock(Callback):
         self._queue_mark("")
         self._device_mark("")
         self.cpu_s = time.thread_time() - self._cpu_started
-        self._hook_s = self._hook_seconds() - self._hook_s
+        self._hook_s = self._state.strategy.hook_s - self._hook_s
         self.running = False
 
     def detach(self) -> None:
         """Training goes on without a clock."""
-        self._placement.watch = None
-        self._callbacks.remove(self)
+        self._state.placement.watch = None
+        self._state.callbacks.remove(self)
 
     # Marks
 
@@ -171,3 +163,31 @@ def _sums(marks: list[tuple[str, Any]], between: Callable[[Any, Any], float]) ->
     for (phase, begun), (_, ended) in pairwise(marks):
         found[phase] += max(0.0, between(begun, ended))
     return found
+
+
+class RunQueue:
+    """How long this thread was ready to run but had no core: other work on the machine, not its
+    own. Linux keeps the count; where it does not, there is None."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._file: int | None = None
+        try:
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self.waited_s()
+        except (OSError, ValueError, IndexError):
+            self.close()
+
+    def waited_s(self) -> float | None:
+        """Seconds so far that this thread stood in the queue."""
+        if self._file is None or threading.get_ident() != self._thread:
+            return None
+        return int(os.pread(self._file, 80, 0).split()[1]) / 1e9
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __del__(self) -> None:
+        self.close()

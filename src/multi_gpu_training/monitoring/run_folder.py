@@ -35,7 +35,6 @@ from multi_gpu_training.safe_files import (
     signed,
     write_atomically,
 )
-from multi_gpu_training.training.oom import OOM_HINT
 
 FORECAST = "forecast.json"
 
@@ -95,7 +94,7 @@ def open_run(
         try:
             path = _choose(config, placement.identity)
             _make(path)
-            lock = _locked(path, config, placement.identity)
+            lock = _locked(path)
             _keep_forecast(path, config.forecast)
             answer = {"name": path.name if path.parent == _base(config) else None}
         except ConfigError as error:
@@ -113,7 +112,7 @@ def open_run(
     try:
         hosts = find_checkpoint_hosts(placement, path)
         if hosts.writes and not placement.is_main:
-            lock = _locked(path, config, placement.identity)
+            lock = _locked(path)
         if hosts.writes:
             facts = _facts(path, {**config.plain(), **(options or {})}, placement.identity)
             for name, text in facts.items():
@@ -131,7 +130,7 @@ def _make(path: Path) -> None:
     make_private(path / "events")
 
 
-def _locked(path: Path, config: MultiGPUConfig, identity: Identity) -> RunLock:
+def _locked(path: Path) -> RunLock:
     """The folder's lock, and with it the right to tidy up after whoever was killed here."""
     lock = RunLock(path)
     if lock.held:
@@ -140,8 +139,6 @@ def _locked(path: Path, config: MultiGPUConfig, identity: Identity) -> RunLock:
             if (path / "checkpoints").is_dir():
                 check_folder(path / "checkpoints")
                 CheckpointStore(path / "checkpoints").clear_leftovers()
-            if identity.attempt == 0 and config.resume is None:
-                (path / OOM_HINT).unlink(missing_ok=True)  # of an earlier run of this name
         except BaseException:
             lock.release()
             raise

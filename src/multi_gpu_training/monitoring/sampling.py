@@ -11,14 +11,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from multi_gpu_training.data.order import Share
+from multi_gpu_training.monitoring.flops import WorkCounter, is_compiled
 from multi_gpu_training.monitoring.input_wait import InputWait
-from multi_gpu_training.monitoring.phases import PhaseClock
-from multi_gpu_training.monitoring.run_queue import RunQueue
-from multi_gpu_training.monitoring.work import WorkCount, is_compiled
-from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
+from multi_gpu_training.monitoring.phases import PhaseClock, RunQueue
+from multi_gpu_training.training.callbacks import Callback, Run
+from multi_gpu_training.training.runner.selection import StepExecution
 from multi_gpu_training.training.step import StepResult
-from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.step_state import StepState
 
 # Of a timed step, its line in the events included; on an H200 about 1.6 ms were measured.
 COST_S = {"cpu": 150e-6, "cuda": 2e-3}
@@ -39,12 +38,14 @@ class StepSampler(Callback):
 
     def __init__(
         self,
-        trainer: MultiGPUTrainer,
+        state: StepState,
+        execution: StepExecution,
         record: Callable[..., None],
         wait: InputWait,
         step_s: Callable[[], float | None],
     ) -> None:
-        self.trainer = trainer
+        self._state = state
+        self._execution = execution
         self._record = record
         self._wait = wait
         self._agreed_step_s = step_s  # as the ranks agreed on it, so that they time the same steps
@@ -53,21 +54,19 @@ class StepSampler(Callback):
         self._in_epoch = False
         self._checkpoint_s = 0.0
         self._save_begun = 0.0
-        self._kind = trainer.placement.device.type
+        self._kind = state.placement.device.type
         self._queue = RunQueue() if self._kind == "cpu" else None
-        self._clock = self._new_clock(self._queue)
+        self._clock = PhaseClock(state, self._queue)
         self._pending: tuple[str, int, dict[str, Any]] | None = None
         self._stride: int | None = None
         # The second step: before steps are compiled or recorded, which counting would disturb.
-        self._count_at: int | None = None if is_compiled(trainer) else trainer.step + 2
-        self._step = trainer.step
+        self._count_at: int | None = None if is_compiled(state) else state.step + 2
+        self._step = state.step
         self._at = time.perf_counter()
         self._input_s = 0.0
-        self._next_step = self._following(trainer.step + 1)
+        self._next_step = self._following(state.step + 1)
         self._check: PhaseClock | None = None
         self._listen(True)
-        trainer.execution.check_begins = self._check_begins
-        trainer.execution.check_ends = self._check_ends
 
     # When
 
@@ -78,7 +77,7 @@ class StepSampler(Callback):
             return
         self._stride = max(1, math.ceil(COST_S[self._kind] / (COST_SHARE * max(step_s, 1e-9))))
         if not self._clock.running:
-            at, upcoming = self.trainer.step, self._following(self.trainer.step)
+            at, upcoming = self._state.step, self._following(self._state.step)
             # A step that is due is not put off again, each time that the pace changes a little.
             due = self._next_step > at
             self._next_step = min(self._next_step, upcoming) if due else upcoming
@@ -121,7 +120,7 @@ class StepSampler(Callback):
         step."""
         if attentive != self._attentive:
             self._attentive = attentive
-            callbacks = self.trainer.callbacks
+            callbacks = self._state.callbacks
             (callbacks.add if attentive else callbacks.remove)(self._inputs)
 
     def on_save_begin(self, run: Run) -> None:
@@ -141,14 +140,14 @@ class StepSampler(Callback):
     def _asked(self, now: float, phase: str) -> None:
         """A step begins, or goes on with its next micro-batch. phase: what the time until then
         belongs to."""
-        boundary = self.trainer.at_step_boundary()
+        boundary = self._state.micro == 0
         if self._clock.running:
             if not boundary:
                 self._clock.mark(phase)
                 return
             self._finish(now)
         self._write_if_ready()
-        step = self.trainer.step + 1
+        step = self._state.step + 1
         if self._count_at is not None and step >= self._count_at:
             self._count()
         elif step >= self._next_step and boundary:
@@ -158,7 +157,7 @@ class StepSampler(Callback):
     def _end_epoch(self) -> None:
         """No step follows at once: what was timed is recorded."""
         if self._clock.running:
-            if self._clock.micro_batches and self.trainer.at_step_boundary():
+            if self._clock.micro_batches and self._state.micro == 0:
                 self._finish(time.perf_counter())
             else:
                 self._clock.detach()
@@ -168,8 +167,7 @@ class StepSampler(Callback):
         self._listen(False)
 
     def _begin(self, now: float, phase: str) -> None:
-        execution = self.trainer.execution
-        step = self.trainer.step + 1
+        execution, step = self._execution, self._state.step + 1
         if execution.active:  # warming up for a recording, or replaying one
             self._next_step = self._following(step) if execution.mode == "graph" else step + 1
             return
@@ -179,22 +177,17 @@ class StepSampler(Callback):
     def _finish(self, now: float) -> None:
         self._clock.stop(now)
         self._put("step", self._clock, now)
-        self._clock = self._new_clock(self._queue)
-
-    def _new_clock(self, queue: RunQueue | None = None) -> PhaseClock:
-        trainer = self.trainer
-        hook_s = lambda: trainer.strategy.hook_s  # noqa: E731
-        return PhaseClock(trainer.callbacks, trainer.placement, hook_s, queue)
+        self._clock = PhaseClock(self._state, self._queue)
 
     # Comparisons of a graph with the eager step
 
-    def _check_begins(self) -> None:
-        if self._clock.running or self._pending is not None or self.trainer.step == self._step:
+    def on_compare_begin(self, run: Run) -> None:
+        if self._clock.running or self._pending is not None or self._state.step == self._step:
             return
-        self._check = self._new_clock()
+        self._check = PhaseClock(self._state)
         self._check.start()
 
-    def _check_ends(self) -> None:
+    def on_compare_end(self, run: Run) -> None:
         check, self._check = self._check, None
         if check is not None:
             check.stop()
@@ -205,7 +198,7 @@ class StepSampler(Callback):
 
     def _put(self, source: str, clock: PhaseClock, now: float) -> None:
         """Note what belongs to the sample; its line is written once the device has got there."""
-        step = self.trainer.step
+        step = self._state.step
         interval = {
             "interval_steps": step - self._step,
             "interval_s": now - self._at,
@@ -238,7 +231,7 @@ class StepSampler(Callback):
     def _count(self) -> None:
         """Count the operations of the next step: once per run, and not in a timed step."""
         self._count_at = None
-        self.trainer.callbacks.add(WorkCounter(self.trainer.callbacks, self._record))
+        self._state.callbacks.add(WorkCounter(self._state.callbacks, self._record))
 
 
 class _InputEvents(Callback):
@@ -254,35 +247,6 @@ class _InputEvents(Callback):
 
     def on_batch(self, run: Run) -> None:
         self._sampler.input_arrived()
-
-
-class WorkCounter(Callback):
-    """Counts the operations of one step, records them, and leaves."""
-
-    watches_only = True
-
-    def __init__(self, callbacks: CallbackList, record: Callable[..., None]) -> None:
-        self._callbacks = callbacks
-        self._record = record
-        self._work = WorkCount()
-        self._counting = False  # another callback may fail between the events
-
-    def on_step_begin(self, run: Run, step: int) -> None:
-        self._work = WorkCount()  # a step that failed does not count
-
-    def on_forward(self, run: Run, share: Share) -> None:
-        self._work.__enter__()  # type: ignore[no-untyped-call]
-        self._counting = True
-
-    def on_micro_batch_end(self, run: Run) -> None:
-        if self._counting:
-            self._counting = False
-            self._work.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        self._callbacks.remove(self)
-        work = self._work
-        self._record("work", step=result.step, operations=work.operations, flops=work.flops)
 
 
 def out_of_step(stride: int) -> int:

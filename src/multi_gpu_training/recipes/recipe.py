@@ -29,7 +29,7 @@ class Options(BaseModel):
 
 @dataclass(frozen=True)
 class Job:
-    """What `MultiGPUTrainingManager.fit` needs: a recipe's model, data, loss and metrics."""
+    """A recipe's model, data, loss and metrics: the arguments of `MultiGPUTrainingManager.fit`."""
 
     model: nn.Module
     dataset: Any
@@ -93,24 +93,13 @@ class Recipe:
         """Run the recipe on all ranks."""
         manager = MultiGPUTrainingManager(config)
         manager.recipe_options = options.model_dump()
+        # Every rank builds the same model and data.
         seed_everything(config.seed)
         torch.manual_seed(config.seed)
         if self.run is not None:
             return self.run(manager, options)
         assert self.build is not None
-        job = self.build(config, options)
-        return manager.fit(
-            job.model,
-            job.dataset,
-            job.val_dataset,
-            loss_fn=job.loss_fn,
-            optimizer=job.optimizer,
-            scheduler=job.scheduler,
-            eval_fn=job.eval_fn,
-            augment=job.augment,
-            callbacks=job.callbacks,
-            states=dict(job.states),
-        )
+        return manager.fit(**vars(self.build(config, options)))
 
 
 def find_recipe(name: str) -> Recipe:

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from multi_gpu_training.errors import ModelError
-from multi_gpu_training.torch_internals import RunningStatsBase
 
 
 def use_activation_checkpointing(model: nn.Module) -> int:
@@ -42,14 +41,15 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(
-            functools.partial(kind.forward, self),
+            super(made, self).forward,
             *args,
             use_reentrant=False,
             context_fn=functools.partial(_contexts, self),
             **kwargs,
         )
 
-    _kinds[kind] = type(kind.__name__, (kind,), {"forward": forward})
+    made: Any = type(kind.__name__, (kind,), {"forward": forward})
+    _kinds[kind] = made
     return _kinds[kind]
 
 
@@ -65,26 +65,31 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
+# A buffer: the module that holds it, its name there, and the tensor.
+Buffers = list[tuple[nn.Module, str, Tensor]]
+
+
 def _contexts(
     block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _statistics_held(block)
+    """For the forward and the one in backward, which must begin with the same buffers."""
+    before: Buffers = [
+        (module, name, buffer.detach().clone())
+        for module in block.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
+    return nullcontext(), _buffers_as(before)
 
 
 @contextmanager
-def _statistics_held(block: nn.Module) -> Iterator[None]:
-    """The second forward must not count a batch twice in BatchNorm's running statistics."""
-    norms = [
-        m
-        for m in block.modules()
-        if isinstance(m, RunningStatsBase) and m.track_running_stats and m.training
-    ]
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        # Momentum 0 leaves the running mean and variance as they are.
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+def _buffers_as(before: Buffers) -> Iterator[None]:
+    """Compute with copies of the buffers as they were `before`: BatchNorm must not count a batch
+    twice, and spectral norm must divide by the same number as in the forward."""
+    live = [(module, name, getattr(module, name)) for module, name, _ in before]
+    for module, name, kept in before:
+        setattr(module, name, kept)
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, kept, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, count
+        for module, name, buffer in live:
+            setattr(module, name, buffer)

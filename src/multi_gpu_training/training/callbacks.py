@@ -57,6 +57,18 @@ class Run(Protocol):
         """Send your own metrics to every logger, under the current step."""
 
 
+class RunLog(Protocol):
+    """Where messages for people (`info`, `warning`, `error`) and events (`record`) go."""
+
+    def info(self, message: str, **fields: Any) -> None: ...
+
+    def warning(self, message: str, **fields: Any) -> None: ...
+
+    def error(self, message: str, **fields: Any) -> None: ...
+
+    def record(self, event: str, **fields: Any) -> None: ...
+
+
 @dataclass(frozen=True)
 class TrainingFault:
     """Something went wrong at `step`, and `action` was taken."""
@@ -95,6 +107,8 @@ class Callback:
         on_optimizer                    last micro-batch only: about to move the weights
         on_micro_batch_end              also after a failure
         on_save_begin, on_save_end      training stands still while its state is copied
+        on_compare_begin, on_compare_end
+                                        around the eager step that a CUDA graph is compared with
 
     Every rank gets every event, except on_checkpoint (rank 0) and on_fault (the rank that reports
     it). Your own loop around `train_step` gets the events of its steps, but none of epochs and
@@ -109,70 +123,55 @@ class Callback:
 
     watches_only = False
 
-    def on_setup(self, run: Run) -> None:
-        pass
+    def on_setup(self, run: Run) -> None: ...
 
-    def on_epoch_begin(self, run: Run, epoch: int) -> None:
-        pass
+    def on_epoch_begin(self, run: Run, epoch: int) -> None: ...
 
-    def on_step_begin(self, run: Run, step: int) -> None:
-        pass
+    def on_step_begin(self, run: Run, step: int) -> None: ...
 
-    def on_input(self, run: Run) -> None:
-        pass
+    def on_input(self, run: Run) -> None: ...
 
-    def on_batch(self, run: Run) -> None:
-        pass
+    def on_batch(self, run: Run) -> None: ...
 
-    def on_data_end(self, run: Run) -> None:
-        pass
+    def on_data_end(self, run: Run) -> None: ...
 
-    def on_forward(self, run: Run, share: Share) -> None:
-        pass
+    def on_forward(self, run: Run, share: Share) -> None: ...
 
-    def on_backward(self, run: Run, loss: Tensor) -> None:
-        pass
+    def on_backward(self, run: Run, loss: Tensor) -> None: ...
 
-    def on_exchange(self, run: Run) -> None:
-        pass
+    def on_exchange(self, run: Run) -> None: ...
 
-    def on_optimizer(self, run: Run) -> None:
-        pass
+    def on_optimizer(self, run: Run) -> None: ...
 
-    def on_micro_batch_end(self, run: Run) -> None:
-        pass
+    def on_micro_batch_end(self, run: Run) -> None: ...
 
-    def on_step_end(self, run: Run, result: StepResult) -> None:
-        pass
+    def on_step_end(self, run: Run, result: StepResult) -> None: ...
 
-    def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
-        pass
+    def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None: ...
 
-    def on_save_begin(self, run: Run) -> None:
-        pass
+    def on_save_begin(self, run: Run) -> None: ...
 
-    def on_save_end(self, run: Run) -> None:
-        pass
+    def on_save_end(self, run: Run) -> None: ...
 
-    def on_validation(self, run: Run, metrics: Mapping[str, float]) -> None:
-        pass
+    def on_compare_begin(self, run: Run) -> None: ...
 
-    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
-        pass
+    def on_compare_end(self, run: Run) -> None: ...
 
-    def on_checkpoint(self, run: Run, path: Path) -> None:
-        pass
+    def on_validation(self, run: Run, metrics: Mapping[str, float]) -> None: ...
 
-    def on_fault(self, run: Run, fault: TrainingFault) -> None:
-        pass
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None: ...
 
-    def on_end(self, run: Run) -> None:
-        pass
+    def on_checkpoint(self, run: Run, path: Path) -> None: ...
+
+    def on_fault(self, run: Run, fault: TrainingFault) -> None: ...
+
+    def on_end(self, run: Run) -> None: ...
 
 
 # Per event, the methods to call: those that somebody overrides.
 Listeners = tuple[Callable[..., None], ...]
-EVENTS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+_NOTHING = {name: does for name, does in vars(Callback).items() if name.startswith("on_")}
+EVENTS = tuple(_NOTHING)
 
 
 class CallbackList:
@@ -197,6 +196,8 @@ class CallbackList:
     on_log: Listeners
     on_save_begin: Listeners
     on_save_end: Listeners
+    on_compare_begin: Listeners
+    on_compare_end: Listeners
     on_validation: Listeners
     on_epoch_end: Listeners
     on_checkpoint: Listeners
@@ -205,41 +206,45 @@ class CallbackList:
 
     def __init__(self, run: Run | None = None, members: Iterable[Callback | Hook] = ()) -> None:
         self._run = run
-        self.members: list[Callback] = []
+        self._members: list[tuple[Callback, dict[str, Callable[..., None]]]] = []
         self.redo_step_end: Listeners = ()  # on_step_end, of a step that is computed again
-        self._sort()
+        self._sort(EVENTS)
         self.extend(members)
+
+    @property
+    def members(self) -> list[Callback]:
+        return [member for member, _ in self._members]
 
     def extend(self, members: Iterable[Callback | Hook]) -> None:
         """Add callbacks; events call them in this order."""
-        self.members += [_HookAdapter(m) if isinstance(m, Hook) else m for m in members]
-        self._sort()
+        for member in members:
+            self.add(_HookAdapter(member) if isinstance(member, Hook) else member)
 
     def add(self, callback: Callback) -> None:
-        self.extend([callback])
+        # Only the events that it listens to: timing adds and removes callbacks between steps.
+        heard: dict[str, Callable[..., None]] = {
+            event: functools.partial(getattr(callback, event), self._run)
+            for event in EVENTS
+            if getattr(type(callback), event) is not _NOTHING[event]
+            if not isinstance(callback, _HookAdapter) or callback.listens(event)
+        }
+        self._members.append((callback, heard))
+        self._sort(heard)
 
     def remove(self, callback: Callback) -> None:
         """Take a callback out, if it is in. An event that is under way is not affected."""
-        if callback in self.members:
-            self.members.remove(callback)
-            self._sort()
+        for place, (member, heard) in enumerate(self._members):
+            if member is callback:
+                del self._members[place]
+                self._sort(heard)
+                return
 
-    def _sort(self) -> None:
-        for event in EVENTS:
-            setattr(self, event, self._calls(event, self.members))
-        changing = [m for m in self.members if not m.watches_only]
-        self.redo_step_end = self._calls("on_step_end", changing)
-
-    def _calls(self, event: str, members: Iterable[Callback]) -> Listeners:
-        listening = [m for m in members if listens(m, event)]
-        return tuple(functools.partial(getattr(m, event), self._run) for m in listening)
-
-
-def listens(callback: Callback, event: str) -> bool:
-    """Whether the callback does anything at this event."""
-    if isinstance(callback, _HookAdapter):
-        return callback.listens(event)
-    return getattr(type(callback), event) is not getattr(Callback, event)
+    def _sort(self, events: Iterable[str]) -> None:
+        for event in events:
+            calls = [(m, heard[event]) for m, heard in self._members if event in heard]
+            setattr(self, event, tuple(call for _, call in calls))
+            if event == "on_step_end":
+                self.redo_step_end = tuple(call for m, call in calls if not m.watches_only)
 
 
 class Hook:
@@ -254,20 +259,15 @@ class Hook:
             stacklevel=2,
         )
 
-    def on_run_start(self, manager: Any) -> None:
-        pass
+    def on_run_start(self, manager: Any) -> None: ...
 
-    def on_step_end(self, manager: Any, step: int) -> None:
-        pass
+    def on_step_end(self, manager: Any, step: int) -> None: ...
 
-    def on_epoch_end(self, manager: Any, epoch: int, metrics: dict[str, float]) -> None:
-        pass
+    def on_epoch_end(self, manager: Any, epoch: int, metrics: dict[str, float]) -> None: ...
 
-    def on_checkpoint(self, manager: Any, path: Path) -> None:
-        pass
+    def on_checkpoint(self, manager: Any, path: Path) -> None: ...
 
-    def on_run_end(self, manager: Any) -> None:
-        pass
+    def on_run_end(self, manager: Any) -> None: ...
 
 
 class _HookAdapter(Callback):
@@ -285,8 +285,8 @@ class _HookAdapter(Callback):
         self.hook = hook
 
     def listens(self, event: str) -> bool:
-        name = self._NAMES.get(event)
-        return name is not None and getattr(type(self.hook), name) is not getattr(Hook, name)
+        name = self._NAMES[event]
+        return getattr(type(self.hook), name) is not getattr(Hook, name)
 
     def on_setup(self, run: Run) -> None:
         self.hook.on_run_start(run)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from multi_gpu_training.data.batch import batch_count, share_of, to_device
+from multi_gpu_training.data.batch import share_of, to_device
+from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
 from multi_gpu_training.training.loss import (
     LossFn,
+    Pairs,
     SupervisedLoss,
     criterion_weight,
     is_classification,
@@ -31,6 +33,7 @@ def evaluate(
     eval_fn: EvalFn | None,
     precision: Precision,
     device: torch.device,
+    batch_size_fn: BatchSizeFn | None = None,
 ) -> MetricsCollector:
     """Collect this rank's part. The model is put back into the mode it was in."""
     collected = MetricsCollector()
@@ -40,30 +43,37 @@ def evaluate(
         with torch.no_grad():
             for batch in batches:
                 share = share_of(batch)
-                count = share.count if share is not None else batch_count(batch)
                 if share is None:
                     batch = to_device(batch, device)
                 with precision.autocast():
                     if eval_fn is not None:
                         eval_fn(model, batch, collected)
-                    else:
-                        _add(model, batch, loss_fn, count, collected)
+                        continue
+                    mean, weight, pairs = _measure(model, batch, loss_fn, collected)
+                if weight is None:  # counted only where it matters: shapes may not say it
+                    count = sample_count(batch, batch_size_fn) if share is None else share.count
+                    collected.add_mean(mean, count, pairs)
+                    continue
+                # A batch in which nothing counts has a mean of 0/0, and 0 x NaN is NaN.
+                counts = (weight > 0).to(mean.device)
+                mean = torch.where(counts, mean, torch.zeros_like(mean))
+                collected.add_mean(mean, weight, pairs)
     finally:
         model.train(was_training)
     return collected
 
 
-def _add(
-    model: nn.Module, batch: Any, loss_fn: LossFn, count: int, collected: MetricsCollector
-) -> None:
-    if not isinstance(loss_fn, SupervisedLoss) or isinstance(batch, dict):
+def _measure(
+    model: nn.Module, batch: Any, loss_fn: LossFn, collected: MetricsCollector
+) -> tuple[Tensor, Tensor | None, Pairs]:
+    """Mean loss of a batch, its weight where that is not the sample count, and metrics."""
+    if not isinstance(loss_fn, SupervisedLoss) or isinstance(batch, Mapping):
         loss = read_loss(loss_fn(model, batch), torch.device("cpu"))
-        weight = count if loss.weight is None else loss.weight
-        collected.add_mean(loss.mean, weight, loss.metrics)
-        return
+        return loss.mean, loss.weight, loss.metrics
     output, target = predict(model, batch)
     criterion = loss_fn.criterion_for(output, target)
-    counted = criterion_weight(criterion, output, target)
-    collected.add_mean(criterion(output, target), count if counted is None else counted, {})
+    mean = criterion(output, target)
     if is_classification(output, target):
-        collected.add_predictions(output.argmax(1), target, output.shape[1])
+        valid = target != getattr(criterion, "ignore_index", -100)
+        collected.add_predictions(output.argmax(1)[valid], target[valid], output.shape[1])
+    return mean, criterion_weight(criterion, output, target), {}

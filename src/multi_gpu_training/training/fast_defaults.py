@@ -66,13 +66,18 @@ def lay_out_channels_last(model: nn.Module) -> None:
                 module.weight.data = laid_out
 
 
-def fuse(optimizer: Optimizer) -> None:
-    """Let Adam, AdamW or SGD update all parameters in one kernel, where the user left it open."""
-    if type(optimizer) not in (Adam, AdamW, SGD):
+def fuse(optimizer: Optimizer, sparse: bool = False) -> None:
+    """Let Adam, AdamW or SGD update all parameters in one kernel, where the user left it open.
+
+    sparse: some gradients are.
+    """
+    if type(optimizer) not in (Adam, AdamW, SGD) or sparse:  # the kernels take no sparse gradient
         return
     for group in optimizer.param_groups:
         open_to_it = group.get("foreach") is None and group.get("fused") is None
-        fits = all(p.is_cuda and p.is_floating_point() for p in group["params"])
+        # Fused kernels take a recorded step's rate in float32: too coarse beside float64.
+        kinds = (torch.float32, torch.float16, torch.bfloat16)
+        fits = all(p.is_cuda and p.dtype in kinds for p in group["params"])
         if open_to_it and fits and not group.get("differentiable"):
             group["fused"] = True
             group["foreach"] = False

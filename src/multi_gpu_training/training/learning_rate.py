@@ -1,4 +1,10 @@
-"""The learning rate: scaled for the batch, warmed up, and scheduled by optimizer steps."""
+"""The learning rate: scaled for the batch, warmed up, and scheduled by optimizer steps.
+
+A rate that the user sets (`optimizer.param_groups[i]["lr"] = x`, in a callback or between steps)
+is the rate of the next step. From then on the schedule multiplies it by the same factors as
+before, as torch's chainable schedulers do: under `constant` it stays, under `cosine` it falls to
+zero with the others.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.schedules import SCHEDULES, ScheduleStep
+from multi_gpu_training.torch_internals import inner_schedulers
 
 _SCALED = "lr_scale_factor"
 
@@ -59,9 +67,22 @@ def scale_factor(rule: str, global_batch: int, base_batch: int) -> float:
     return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
 
 
-def scale_rate(optimizer: Optimizer, config: MultiGPUConfig, global_batch: int) -> Scaling:
+def base_batch_size(config: MultiGPUConfig, data: Any) -> int:
+    """The batch that the user's rate is meant for: `base_batch_size`, or what one GPU computes,
+    which a DataLoader says itself where the config does not."""
+    if config.base_batch_size is not None:
+        return config.base_batch_size
+    if "batch_size" not in config.model_fields_set and isinstance(data, DataLoader):
+        own = data.batch_size or getattr(data.batch_sampler, "batch_size", None)
+        return own or config.batch_size
+    return config.batch_size
+
+
+def scale_rate(
+    optimizer: Optimizer, config: MultiGPUConfig, global_batch: int, base_batch: int | None = None
+) -> Scaling:
     """Multiply every group's rate once; an optimizer that was scaled before stays as it is."""
-    base_batch = config.base_batch_size or config.batch_size
+    base_batch = base_batch or base_batch_size(config, None)
     factor = scale_factor(config.lr_scaling, global_batch, base_batch)
     base_rate = 0.0
     for group in optimizer.param_groups:
@@ -75,7 +96,11 @@ def scale_rate(optimizer: Optimizer, config: MultiGPUConfig, global_batch: int) 
 
 
 class RateCurve:
-    """Warm-up, then one of `schedules.py`: a pure function of the step."""
+    """Warm-up, then one of `schedules.py`: a pure function of the step.
+
+    peaks: what that function multiplies, by group. written: the rates as they were set here; one
+    that differs was set by the user.
+    """
 
     def __init__(
         self,
@@ -104,6 +129,8 @@ class RateCurve:
             gamma=config.schedule_gamma,
         )
         self.peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self.written: list[float] | None = None
+        self._factor: float | None = None
         self.after_step(0)
 
     def factor(self, step: int) -> float:
@@ -114,18 +141,33 @@ class RateCurve:
         return self.schedule.factor(self.at)
 
     def after_step(self, step: int) -> None:
-        factor = self.factor(step)
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * factor
+        factor, before = self.factor(step), self._factor
+        groups = self.optimizer.param_groups
+        written = [group["lr"] for group in groups] if self.written is None else self.written
+        for place, group in enumerate(groups):
+            rate = group["lr"]
+            if place == len(self.peaks):  # a group that the user added
+                self.peaks.append(float(rate) / (before or 1.0))
+                written.append(rate)
+            elif rate != written[place]:
+                self.peaks[place] = float(rate) / (before or 1.0)
+            if factor != before:
+                group["lr"] = rate = self.peaks[place] * factor
+            written[place] = rate
+        self.written, self._factor = written, factor
 
     def after_epoch(self, metrics: dict[str, float]) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        return {"peaks": self.peaks}
+        written = [float(rate) for rate in self.written or ()]
+        return {"peaks": self.peaks, "written": written, "factor": self._factor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.peaks = [float(peak) for peak in state["peaks"]]
+        # Checkpoints of 0.1 know the peaks alone: the optimizer's rates are taken as they are.
+        self.written = list(state["written"]) if "written" in state else None
+        self._factor = state.get("factor")
 
     def describe(self) -> str:
         text = f"schedule: {self.name}" + self.schedule.words.format(**asdict(self.at))
@@ -152,9 +194,10 @@ class BroughtScheduler:
         )
         plateau = isinstance(scheduler, ReduceLROnPlateau)
         self.by_epoch = plateau or config.scheduler_unit == "epoch"
-        if scaling.factor != 1.0 and hasattr(scheduler, "base_lrs"):
-            groups = scheduler.optimizer.param_groups
-            scheduler.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
+        for inner in inner_schedulers(scheduler) if scaling.factor != 1.0 else ():
+            if hasattr(inner, "base_lrs"):
+                groups = inner.optimizer.param_groups
+                inner.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
 
     def after_step(self, step: int) -> None:
         if not self.by_epoch:
@@ -162,6 +205,12 @@ class BroughtScheduler:
 
     def after_epoch(self, metrics: dict[str, float]) -> None:
         if isinstance(self.scheduler, ReduceLROnPlateau):
+            if "loss" not in metrics:
+                raise ConfigError(
+                    "ReduceLROnPlateau follows the metric `loss`, and the validation gave only "
+                    f"{', '.join(sorted(metrics))}; let eval_fn add a `loss` (what you name so is "
+                    "what the scheduler follows), or use another scheduler"
+                )
             self.scheduler.step(metrics["loss"])
         elif self.by_epoch:
             self.scheduler.step()
@@ -201,13 +250,24 @@ class Rates:
         self._outside: list[Any] = []
 
     def use_tensors(self) -> None:
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups[len(self.tensors) :]:
+            # In float32, a rate is off by up to 6e-8: too much beside weights in float64.
+            double = holds_doubles(group)
             self._values.append(float(group["lr"]))
-            self.tensors.append(torch.tensor(self._values[-1], device=self.device))
+            self.tensors.append(
+                torch.tensor(
+                    self._values[-1],
+                    dtype=torch.float64 if double else torch.float32,
+                    device=self.device,
+                )
+            )
 
     def send(self) -> None:
         """Bring rates that have changed to the device. Not part of a recording: call it before."""
-        for i, group in enumerate(self.optimizer.param_groups if self.tensors else ()):
+        groups = self.optimizer.param_groups
+        if self.tensors and len(self.tensors) < len(groups):  # the user added some
+            self.use_tensors()
+        for i, group in enumerate(groups if self.tensors else ()):
             rate = group["lr"]
             if rate != self._values[i]:
                 self._values[i] = float(rate)
@@ -224,6 +284,11 @@ class Rates:
         if self.tensors:
             for group, rate in zip(self.optimizer.param_groups, self._outside, strict=True):
                 group["lr"] = rate
+
+
+def holds_doubles(group: dict[str, Any]) -> bool:
+    """Whether a parameter of this group is in double precision."""
+    return any(p.dtype in (torch.float64, torch.complex128) for p in group["params"])
 
 
 def choose_schedule(

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import share_of
+from multi_gpu_training.data.batch import came_from_a_loader, share_of
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.resident import ResidentLoader
@@ -36,6 +36,7 @@ from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.evaluation import EvalFn, evaluate
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.metrics import MetricsCollector
+from multi_gpu_training.training.oom import advice, is_out_of_memory
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.stopping import (
     leave,
@@ -46,10 +47,12 @@ from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 
 class Checkpoints(Protocol):
-    """What the loop needs from checkpointing. Every call but `due`, `poll` and `skips` is
-    collective."""
+    """What the loop needs from checkpointing. `save`, `settle` and `recover` are collective."""
 
     def due(self, step: int) -> bool: ...
+
+    def holds(self, step: int) -> bool:
+        """Whether this step is the newest one that is saved or being written."""
 
     def poll(self) -> None:
         """Between steps: tell what became of the last save, without waiting for it."""
@@ -97,11 +100,10 @@ class TrainingLoop:
     loss_fn: LossFn
     eval_fn: EvalFn | None
     epoch_metrics: MetricsCollector  # of the epoch under way, over the steps logged so far
-    facts: Callable[[], dict[str, Any]]  # what a checkpoint's manifest says beside the state
+    facts: dict[str, Any]  # what a checkpoint's manifest says beside the state
     renew_shares: Callable[[], None]  # measures again how much each rank should compute
     record: Callable[..., None]  # into the events
     folder: Path
-    saved_step: int | None = None
     evaluated: MetricsCollector = field(default_factory=MetricsCollector)
     _epoch: int | None = None  # the last one that train_epoch was asked for
     _whole: bool = True  # whether it was trained to its end
@@ -109,16 +111,11 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train all epochs that are left."""
-        epoch = self.progress.epochs_done
-        while epoch < self.config.epochs and not (self.is_over or self.progress.exhausted):
-            try:
-                self.train_epoch(self.train_loader, epoch)
-            except EarlierEpoch as back:  # a rollback that went further back than this epoch
-                epoch = back.epoch
-                continue
-            if self.val_loader is not None:
-                self.validate_epoch()
-            epoch += 1
+        while not (self.is_complete or self.progress.out_of_patience):
+            epoch = self.progress.epochs_done  # after a rollback, maybe an earlier one again
+            if epoch >= self.config.epochs:
+                break
+            self._train(self.train_loader, epoch, validate=self.val_loader is not None)
 
     # One epoch
 
@@ -131,10 +128,20 @@ class TrainingLoop:
         self._epoch = epoch
         if epoch < self.progress.epochs_done:
             return self.progress.history[epoch]["train"]
-        if self.is_over:
+        if self.is_complete:
             return self.progress.last["train"]
         self._close_trained()  # a user's own loop may leave out the validation
-        trainer = self.trainer
+        metrics = self._train(loader, epoch)
+        if metrics is None:
+            raise self._out_of_reach(f"epoch {epoch + 1}")
+        return metrics
+
+    def _train(
+        self, loader: Iterable[Any], epoch: int, validate: bool = False
+    ) -> dict[str, float] | None:
+        """Train an epoch, and validate it where asked to. None: a rollback went back to a
+        checkpoint of another epoch, which is to be trained instead."""
+        trainer, self._epoch = self.trainer, epoch
         if loader is self.train_loader:
             if self.train_loader.epoch != epoch:
                 self.train_loader.seek(epoch)
@@ -155,22 +162,46 @@ class TrainingLoop:
                     if result.moved and self._after_step():
                         break
                     step = trainer.step + 1
-                return self._end_of_training(loader, epoch)
+                metrics = self._end_of_training(loader, epoch)
+                if validate:
+                    self._validate(self.val_loader)
+                return metrics
             except Exception as error:
-                note_step(step)
-                error.add_note(self._where(step))
-                self.checkpoints.recover(error)  # raises it, unless a checkpoint is back
-            self._go_back(epoch)
+                self._recover(error, step)  # raises it, unless a checkpoint is back
+            if isinstance(loader, Iterator):
+                raise CheckpointError(
+                    f"step {step} failed and the checkpoint of step {trainer.step} is back, but "
+                    "the batches since then are gone: train_epoch was given an iterator. Give it "
+                    "the loader that setup_training returns, or anything that `for` can begin "
+                    "again"
+                )
+            if self.progress.epochs_done != epoch:
+                return None
+            if self.train_loader.epoch != epoch:
+                self.train_loader.seek(epoch)
 
     def _batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """The rest of an epoch, or nothing where only its end is still to be recorded."""
-        if self.has_all_steps:  # the run was ended right before the epoch's end was recorded
+        if self.reached_max_steps:  # the run was ended right before the epoch's end was recorded
             return ()
         self.progress.unfinished = None
         # Data on the GPU are gathered inside the step.
         batches = loader.batches() if isinstance(loader, ResidentLoader) else loader
-        trainer = self.trainer
-        return training_batches(batches, self.control, self.callbacks, trainer.at_step_boundary)
+        if loader is not self.train_loader and self.epoch_metrics.names:
+            batches = self._from_the_middle(loader)  # the run stands inside this epoch
+        return training_batches(batches, self.control, self.trainer.state)
+
+    def _from_the_middle(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Batches of something around the run's own loader, which knows where to go on."""
+        for batch in loader:
+            if not came_from_a_loader(batch):
+                raise CheckpointError(
+                    f"the checkpoint of step {self.trainer.step} lies inside an epoch whose "
+                    "batches come from your own loader, which would begin it again. Give its "
+                    "data to setup_training and train_epoch the loader that it returns, or set "
+                    "checkpoint_frequency above the steps of an epoch: its end is saved anyway"
+                )
+            yield batch
 
     def _after_step(self) -> bool:
         """Between two steps; True to end the epoch here."""
@@ -181,20 +212,22 @@ class TrainingLoop:
         if self.checkpoints.due(step):
             self.log.flush()  # finds a NaN before it is saved
             self.save_checkpoint(wait=False)
-        return self.has_all_steps
+        return self.reached_max_steps
 
     def _end_of_training(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
         """All steps of the epoch are taken; it is closed now or by its validation."""
         note_phase(Phase.EPOCH)
         trainer = self.trainer
         ours = loader is self.train_loader
-        self._whole = not self.has_all_steps or (ours and self._at_end_of_epoch)
+        self._whole = not self.reached_max_steps or (ours and self._at_end_of_epoch)
+        if self.reached_max_steps:  # an epoch that max_steps cut short is not broken off
+            self.train_loader.seek(trainer.state.epoch, trainer.state.position)
         # In this order: steps that were recorded wrongly are taken back first, then what is still
         # on its way from the device is logged, then the rest belongs to the epoch's metrics.
         trainer.execution.verify()
         self.log.end_epoch()
         self.epoch_metrics.merge(trainer.read_metrics())
-        trainer.metrics.reset()
+        trainer.state.metrics.reset()
         metrics = self.epoch_metrics.compute(trainer.placement)
         trainer.nan_guard.look(now=True)  # here, where the device is waited for anyway
         if not metrics and self.config.on_nonfinite == "skip":
@@ -214,6 +247,15 @@ class TrainingLoop:
         loader = loader if loader is not None else self.val_loader
         if loader is None:
             raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
+        try:
+            return self._validate(loader)
+        except Exception as error:
+            self._recover(error, self.trainer.step)
+            raise self._out_of_reach("the validation") from error
+
+    def _validate(self, loader: Iterable[Any] | None) -> dict[str, float]:
+        """Evaluate, and close the epoch that waits for it."""
+        assert loader is not None
         recorded = self.progress.record_of(self._epoch) if loader is self.val_loader else None
         if self._trained is None and recorded is not None:
             return recorded["val"]  # a resumed run has validated this epoch before
@@ -238,11 +280,11 @@ class TrainingLoop:
         self, epoch: int, train: dict[str, float], val: dict[str, float] | None
     ) -> None:
         """Record an epoch, judge it, tell the callbacks and save it."""
-        judged = val or train
+        judged = train if val is None else val
         better = self.progress.finish_epoch(train, val, self._whole)
         if self._whole:
             self.epoch_metrics.reset()  # not before: a run may stop in the validation
-            self.trainer.schedule.after_epoch(judged)
+            self.trainer.state.schedule.after_epoch(judged)
         for call in self.callbacks.on_epoch_end:
             call(epoch, judged)
         if self.config.enable_fault_tolerance:
@@ -256,30 +298,47 @@ class TrainingLoop:
 
     def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Metrics of the model as it is on any batches, over all ranks; records nothing."""
-        trainer = self.trainer
-        trainer.execution.verify()
-        trainer.share_buffers()
+        state, placement = self.trainer.state, self.trainer.placement
+        self.trainer.execution.verify()
+        state.strategy.sync_buffers()
         self.evaluated = evaluate(
-            trainer.model,
-            loader if trainer.transform is None else map(trainer.transform, loader),
+            state.model,
+            loader if state.transform is None else map(state.transform, loader),
             self.loss_fn,
             self.eval_fn,
-            trainer.precision,
-            trainer.placement.device,
+            state.precision,
+            placement.device,
+            state.batch_size_fn,
         )
-        return self.evaluated.compute(trainer.placement)
+        return self.evaluated.compute(placement)
 
     # Going back
 
-    def _go_back(self, epoch: int) -> None:
-        """The state of a checkpoint was brought back: go on from its place in the data."""
-        loader = self.train_loader
-        loader.seek(self.trainer.epoch, self.trainer.position)
+    def _recover(self, error: Exception, step: int) -> None:
+        """Act on an error of `step` by the fault policies: raise it, or bring back a checkpoint
+        and stand at its place in the data."""
+        note_step(step)
+        if is_out_of_memory(error) and not hasattr(error, "__notes__"):  # in a validation
+            error.add_note(advice(self.trainer.state))
+        identity = self.trainer.placement.identity
+        who = f"rank {identity.rank} on {identity.host}"
+        blamed = error.ranks if isinstance(error, NonFiniteLossError) else []
+        if blamed and identity.rank not in blamed:  # every rank raises it; any may tell it first
+            who = f"rank {', '.join(map(str, blamed))}, told by {who}"
+        error.add_note(f"({who}, step {step}, run {self.folder})")
+        self.checkpoints.recover(error)
+        state = self.trainer.state
+        self.train_loader.seek(state.epoch, state.position)
         self.log.went_back()
-        if self.progress.epochs_done != epoch:
-            raise EarlierEpoch(self.progress.epochs_done, epoch)
-        if loader.epoch != epoch:
-            loader.seek(epoch)
+        self._trained = None
+
+    def _out_of_reach(self, where: str) -> CheckpointError:
+        """Your own loop stands at `where`, and only it could go back to where the state is now."""
+        return CheckpointError(
+            f"{where} failed, and the state of step {self.trainer.step} in epoch "
+            f"{self.progress.epochs_done + 1} was brought back, where your own loop does not "
+            "continue; start the run again with --resume auto"
+        )
 
     # Saving and stopping
 
@@ -293,18 +352,16 @@ class TrainingLoop:
         trainer.execution.verify()  # the last chance to undo wrong recorded steps
         trainer.nan_guard.look(now=True)  # finds a NaN before it is saved
         trainer.read_metrics()
-        facts = {"metrics": self.progress.newest, **self.facts()}
+        facts = {"metrics": self.progress.newest, **self.facts}
         if score is not None:
             facts["score"] = score
         for call in self.callbacks.on_save_begin:
             call()
         try:
-            path = self.checkpoints.save(facts, best, wait)
+            return self.checkpoints.save(facts, best, wait)
         finally:
             for call in self.callbacks.on_save_end:
                 call()
-        self.saved_step = trainer.step
-        return path
 
     def stop(self, save: Callable[[], Any] | None = None) -> None:
         """Save the step that all ranks stand at, unless it is saved already, and end this process.
@@ -328,7 +385,7 @@ class TrainingLoop:
             return f"stopped at step {step}; nothing saved, as enable_fault_tolerance is false"
         if step == 0:
             return "stopped before the first step; there is nothing to save"
-        if self.saved_step == step:
+        if self.checkpoints.holds(step):
             self.checkpoints.settle()
         elif save is not None:
             save()
@@ -343,30 +400,23 @@ class TrainingLoop:
     @property
     def should_stop(self) -> bool:
         """True once max_steps is reached or early stopping has seen enough."""
-        return self.has_all_steps or self.progress.exhausted
+        return self.reached_max_steps or self.progress.out_of_patience
 
     @property
-    def has_all_steps(self) -> bool:
+    def reached_max_steps(self) -> bool:
         return self.config.max_steps is not None and self.trainer.step >= self.config.max_steps
 
     @property
-    def is_over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether max_steps is reached, and the epoch of the last step is recorded."""
         progress = self.progress
         recorded = progress.unfinished is not None or progress.epochs_done > self.trainer.epoch
-        return self.has_all_steps and recorded
+        return self.reached_max_steps and recorded
 
     @property
     def _at_end_of_epoch(self) -> bool:
         total = self.train_loader.steps
-        return total is not None and self.trainer.position >= total
-
-    def steps_left(self) -> int | None:
-        """Optimizer steps until the run ends; None where nobody knows."""
-        total = self.train_loader.steps
-        ends = [] if total is None else [total * self.config.epochs]
-        ends += [] if self.config.max_steps is None else [self.config.max_steps]
-        return min(ends) - self.trainer.step if ends else None
+        return total is not None and self.trainer.state.position >= total
 
     def check_finite(self, metrics: dict[str, float]) -> None:
         """Raise if the loss over some steps is NaN or infinite."""
@@ -381,20 +431,4 @@ class TrainingLoop:
             text=f"the loss is {metrics['loss']} over the steps up to {trainer.step}; lower the "
             f"learning rate (now {rate:g}), set max_grad_norm, or check the data. The checkpoints "
             f"in {self.folder / 'checkpoints'} are from before",
-        )
-
-    def _where(self, step: int) -> str:
-        identity = self.trainer.placement.identity
-        return f"(rank {identity.rank} on {identity.host}, step {step}, run {self.folder})"
-
-
-class EarlierEpoch(CheckpointError):
-    """The state of an earlier epoch was brought back. `run` goes on there; a loop of the user's
-    own cannot."""
-
-    def __init__(self, epoch: int, asked: int) -> None:
-        self.epoch = epoch
-        super().__init__(
-            f"the last intact checkpoint is of epoch {epoch + 1}, and this is epoch {asked + 1}; "
-            "start the run again with --resume auto"
         )

@@ -11,6 +11,7 @@ A loss function is `loss_fn(model, batch)` and returns one of
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,11 +70,15 @@ def read_loss(result: Any, device: torch.device) -> Loss:
 
 
 def choose_loss(given: Any) -> LossFn:
-    """The loss function to train with: the user's, a torch criterion wrapped, or by the data."""
+    """The loss function to train with: the user's, a criterion wrapped, or by the data."""
     if given is None:
         return SupervisedLoss()
-    if isinstance(given, CriterionBase):
-        if getattr(given, "reduction", "mean") != "mean":
+    if isinstance(given, nn.Module):
+        if _takes_the_model(given):
+            return ModuleLoss(given)
+        # A criterion with another base class may use the word for something else.
+        known = ("mean",) if isinstance(given, CriterionBase) else ("mean", "none", None)
+        if getattr(given, "reduction", "mean") not in known:
             raise ModelError(
                 f"{type(given).__name__}(reduction={given.reduction!r}): use reduction='mean', "
                 "so that the loss can be weighed over ranks and micro-batches"
@@ -82,6 +87,33 @@ def choose_loss(given: Any) -> LossFn:
     if not callable(given):
         raise ModelError(f"loss_fn={given!r} is not callable; give loss_fn(model, batch) -> loss")
     return given  # type: ignore[no-any-return]
+
+
+def _takes_the_model(module: nn.Module) -> bool:
+    """Whether it is called as `loss_fn(model, batch)`, and not as `criterion(output, target)`."""
+    first = next(iter(inspect.signature(module.forward).parameters.values()), None)
+    if first is None:
+        return False
+    kind = first.annotation if isinstance(first.annotation, str) else ""
+    is_module = isinstance(first.annotation, type) and issubclass(first.annotation, nn.Module)
+    return is_module or kind.endswith("Module") or first.name in ("model", "net", "network")
+
+
+class ModuleLoss:
+    """A loss function of model and batch that is a module: kept on the model's device.
+
+    Not part of the module that ranks replicate: its parameters are not trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._placed = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        if not self._placed:
+            self.module.to(next(model.parameters()).device)
+            self._placed = True
+        return self.module(model, batch)
 
 
 class SupervisedLoss:
@@ -95,6 +127,7 @@ class SupervisedLoss:
         self.chosen_here = criterion is None
         self.every_label_counts = False  # then a mean is over samples, and nothing is counted
         self._device: torch.device | None = None
+        self._shifted: bool | None = None  # whether the model's own loss skips the first label
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         if isinstance(batch, Mapping):
@@ -106,7 +139,8 @@ class SupervisedLoss:
         if is_classification(output, target):
             hits = (output.detach().argmax(1) == target).sum()
             metrics["accuracy"] = (hits, float(target.numel()))
-        if self.every_label_counts and output.ndim == 2 and not _class_weights(criterion):
+        plain = isinstance(output, Tensor) and output.ndim == 2
+        if self.every_label_counts and plain and not _class_weights(criterion):
             return Loss(mean, None, metrics)
         return Loss(mean, criterion_weight(criterion, output, target), metrics)
 
@@ -136,10 +170,10 @@ class SupervisedLoss:
                 f"the model's output has shape {tuple(output.shape)} but the target "
                 f"{tuple(target.shape)}; make them equal, or give a loss_fn"
             )
-        if self._device != output.device:
+        if isinstance(output, Tensor) and self._device != output.device:
             self.criterion.to(output.device)
             self._device = output.device
-        if output.dtype is torch.float64:
+        if isinstance(output, Tensor) and output.dtype is torch.float64:
             self.criterion.double()  # class weights too; float32 ones are refused beside it
         return self.criterion
 
@@ -151,7 +185,21 @@ class SupervisedLoss:
                 f"{type(model).__name__} returned no .loss for a batch with keys {sorted(batch)}; "
                 "add labels to the batch, or give loss_fn(model, batch) -> loss"
             )
-        return Loss(mean, label_weight(model, batch, output))
+        return Loss(mean, self._label_weight(model, batch, output))
+
+    def _label_weight(
+        self, model: nn.Module, batch: Mapping[str, Any], output: Any
+    ) -> Tensor | None:
+        """How many labels a Hugging Face model averaged over; None where it is one per sample."""
+        labels, logits = batch.get("labels"), getattr(output, "logits", None)
+        if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.ndim < 3:
+            return None
+        shifted = self._shifted
+        if shifted is None:
+            shifted = shifts_labels(model, output.loss, logits, labels)
+            # Kept: a recorded or compiled step must not read numbers from the device.
+            self._shifted = shifted if bool(output.loss.isfinite()) else None
+        return ((labels[..., 1:] if shifted else labels) != -100).sum().double()
 
 
 def _class_weights(criterion: nn.Module) -> bool:
@@ -181,8 +229,10 @@ def is_classification(output: Any, target: Any) -> bool:
     )
 
 
-def criterion_weight(criterion: nn.Module, output: Tensor, target: Tensor) -> Tensor | None:
-    """What a torch criterion divided its mean by; None where that is the sample count."""
+def criterion_weight(criterion: nn.Module, output: Any, target: Any) -> Tensor | None:
+    """What a criterion divided its mean by; None where that is the sample count."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return None
     if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or target.is_floating_point():
         if output.ndim > 2 and not isinstance(criterion, nn.CTCLoss):
             return torch.tensor(float(target.numel()), dtype=torch.float64, device=output.device)
@@ -194,21 +244,33 @@ def criterion_weight(criterion: nn.Module, output: Tensor, target: Tensor) -> Te
     return criterion.weight.double()[safe].mul(valid).sum()
 
 
-def label_weight(model: nn.Module, batch: Mapping[str, Any], output: Any) -> Tensor | None:
-    """How many labels a Hugging Face model averaged over; None where it is one a sample."""
-    labels = batch.get("labels")
-    logits = getattr(output, "logits", None)
-    if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.ndim < 3:
-        return None
-    if shifts_labels(model):
-        labels = labels[..., 1:]
-    return (labels != -100).sum().double()
+def shifts_labels(model: nn.Module, loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
+    """Whether the model predicts the next token, so that the first label counts for nothing.
+
+    The model's own loss says so: it is the cross entropy of either the shifted labels or the
+    labels as they are. Where both fit, or neither does (label smoothing, further terms), the
+    name of the model decides, also under wrappers.
+    """
+    if logits.shape[:-1] != labels.shape:
+        return False
+    found = float(loss.detach())
+    plain = _mean_cross_entropy(logits, labels)
+    shifted = _mean_cross_entropy(logits[..., :-1, :], labels[..., 1:])
+    near = [abs(value - found) <= 1e-5 * abs(found) for value in (plain, shifted)]
+    if near[0] != near[1]:
+        return near[1]
+    names = [type(module).__name__ for module in model.modules()]
+    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
 
 
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model predicts the next token, so that the first label counts for nothing."""
-    name = type(model).__name__
-    return name.endswith(("ForCausalLM", "LMHeadModel"))
+@torch.no_grad()
+def _mean_cross_entropy(logits: Tensor, labels: Tensor) -> float:
+    total, count = 0.0, 0
+    for row, wanted in zip(logits.detach(), labels, strict=True):  # one by one: logits are large
+        flat = row.double() if row.dtype == torch.float64 else row.float()
+        total += float(F.cross_entropy(flat.flatten(0, -2), wanted.flatten(), reduction="sum"))
+        count += int((wanted != -100).sum())
+    return total / count if count else float("nan")
 
 
 def token_cross_entropy(

@@ -45,18 +45,25 @@ class MetricsCollector:
     def add_mean(self, mean: Tensor, weight: Number, pairs: Mapping[str, Any]) -> None:
         """Add a mean loss that stands for `weight`, and (sum, weight) pairs beside it."""
         before, mean = self._sums.get("loss"), mean.detach()
-        if isinstance(before, Tensor) and not isinstance(weight, Tensor):
+        if isinstance(weight, Tensor):
+            # A mean over nothing is NaN, and so is 0 x NaN.
+            weight = weight.to(mean.device)
+            self.add("loss", torch.where(weight > 0, mean.double() * weight, 0.0), weight)
+        elif isinstance(before, Tensor) and weight:
             self._sums["loss"] = torch.add(before, mean, alpha=weight)
             self._weights["loss"] = _plus(self._weights.get("loss"), weight)
-        else:
+        elif weight:
             self.add("loss", mean.double() * weight, weight)
         for name, (total, share) in pairs.items():
             self.add(name, total, share)
 
     def add_predictions(self, predicted: Tensor, target: Tensor, classes: int) -> None:
-        """Add whole-number predictions; gives `accuracy` and macro `f1`."""
-        pairs = target.flatten().long() * classes + predicted.flatten().long()
-        counts = torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+        """Add whole-number predictions; gives `accuracy` and macro `f1`. Targets below 0 are
+        labels to ignore."""
+        target = target.flatten().long()
+        pairs = target * classes + predicted.flatten().long()
+        pairs = torch.where(target >= 0, pairs, classes**2)
+        counts = torch.bincount(pairs, minlength=classes**2 + 1)[:-1].view(classes, classes)
         self._confusion = counts if self._confusion is None else self._confusion + counts
 
     def compute(self, placement: Placement | None = None) -> dict[str, float]:

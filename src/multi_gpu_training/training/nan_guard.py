@@ -57,7 +57,9 @@ class NanGuard:
     (action, text, facts) for a step that was skipped.
     """
 
-    def __init__(self, state: StepState, start: StepStart) -> None:
+    def __init__(
+        self, state: StepState, start: StepStart, told: Callable[[str, str, dict[str, Any]], None]
+    ) -> None:
         device = state.placement.device
         self.state = state
         self.policy = state.config.on_nonfinite
@@ -65,11 +67,14 @@ class NanGuard:
         self.skipped = False
         self.recorded = False
         self.losses: list[tuple[Tensor, Share]] = []
-        self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
-        self.found = torch.zeros((), device=device)
+        self._told = told
+        # In float32 whatever the default is: torch's check takes nothing else.
+        kind = torch.float32
+        self.found = torch.zeros((), dtype=kind, device=device)
         self._step_start = start
-        self._one = torch.ones((), device=device)
-        self._closed = torch.zeros((), device=device)  # steps that the gate was closed for
+        self._one = torch.ones((), dtype=kind, device=device)
+        # Steps that the gate was closed for.
+        self._closed = torch.zeros((), dtype=kind, device=device)
         self._readback = Readback(device, 2)
         self._pending: int | None = None  # the step after which the gate was asked for
         self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own
@@ -80,7 +85,7 @@ class NanGuard:
         self._newer: list[Tensor] = []  # the buffers at the last look
         self._good: list[Tensor] = []  # the buffers when all was well for sure
         self._weights_asked = False
-        self._spoilt = torch.zeros((), device=device)
+        self._spoilt = torch.zeros((), dtype=kind, device=device)
         self._weights_readback = Readback(device, 2)
 
     # Choosing how
@@ -170,6 +175,10 @@ class NanGuard:
             self._large = sum(grad.numel() for grad in found) >= LARGE * len(found)
         flag_nonfinite(found, self.found, self._one)
 
+    def take_new_parameters(self) -> None:
+        """Other parameters are trained from now on: their gradients may be of other types."""
+        self._alike = None
+
     def refuse(self, share: Share) -> None:
         """Mode `read`: the step's gradient is bad, on every rank. Raises, or skips the step."""
         state = self.state
@@ -187,7 +196,7 @@ class NanGuard:
         if self.policy != "skip":
             raise error
         self.skipped = True
-        self.told("skip", str(error), {"step": state.step + 1})
+        self._told("skip", str(error), {"step": state.step + 1})
 
     # Skipping without a trace
 
@@ -322,7 +331,7 @@ class NanGuard:
         if self.policy == "skip":
             self._closed.sub_(closed)
             text = f"{closed} steps up to step {step} were skipped: their gradient was not finite"
-            self.told("skip", text, {"step": step, "count": closed})
+            self._told("skip", text, {"step": step, "count": closed})
             return
         first = step - closed + 1
         position = state.position - 1 - (state.step - first)

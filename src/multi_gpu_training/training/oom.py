@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from multi_gpu_training.data.batch import batch_count, share_of
+from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.parts import in_parts, step_batches, versions
 from multi_gpu_training.distributed.placement import Placement
@@ -32,7 +32,7 @@ from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
 
 _SIGNS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator: can't allocate")
-OOM_HINT = "memory.json"
+_HINT = "memory.json"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -53,15 +53,21 @@ class OomRecovery:
     give_up_recording: called with a reason; frees what recordings hold.
     """
 
-    def __init__(self, state: StepState, eager: EagerRunner) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        eager: EagerRunner,
+        told: Callable[[str, str, dict[str, Any]], None],
+        give_up_recording: Callable[[str], None],
+    ) -> None:
         self.state = state
         self.eager = eager
         self.parts = 1
         self.whole = 0
         self.busy = False
         self.retrying = False
-        self.told: Callable[[str, str, dict[str, Any]], None] = lambda *_: None
-        self.give_up_recording: Callable[[str], None] = lambda _: None
+        self._told = told
+        self._give_up_recording = give_up_recording
         self._earlier: list[tuple[Any, list[int]]] = []
         self._freed_at: int | None = None
 
@@ -179,7 +185,7 @@ class OomRecovery:
             return self.eager.finish_step()
         self.eager.start.put_back()
         self.eager.guard.losses.clear()
-        self.give_up_recording("memory was short")
+        self._give_up_recording("memory was short")
         self._free()  # what recordings held
         return None
 
@@ -203,7 +209,7 @@ class OomRecovery:
 
     def _check_can_halve(self, batch: Any) -> None:
         share = share_of(batch)
-        count = batch_count(batch) if share is None else share.count
+        count = self.state.count_samples(batch) if share is None else share.count
         # BatchNorm cannot normalise a single sample.
         least = 2 if normalises_batches(self.state.model) else 1
         if count < 2 * self.parts * least if least == 2 else count <= self.parts:
@@ -228,7 +234,7 @@ class OomRecovery:
         share, loader = share_of(batch), self.state.loader
         if given == 0:
             return []
-        if share is not None and loader is not None:
+        if share is not None and not share.changed and loader is not None:
             return list(islice(step_batches(loader, share.epoch, share.position), given))
         kept = self._earlier[:given]
         if any(versions(earlier) != written for earlier, written in kept):
@@ -254,7 +260,7 @@ class OomRecovery:
         else:
             action = "free_memory"
             text += "memory was freed, and the step is computed again"
-        self.told(action, text, {"step": step, "ranks": short, "parts": self.parts})
+        self._told(action, text, {"step": step, "ranks": short, "parts": self.parts})
 
     def describe(self) -> str:
         size = f", {-(-self.whole // self.parts)} samples at a time" if self.whole else ""
@@ -282,7 +288,7 @@ def leave_oom_hint(folder: Path, recovery: OomRecovery) -> None:
     is to be tried next."""
     with suppress(OSError):
         state = {**recovery.state_dict(), "parts": 2 * recovery.parts}
-        write_atomically(folder / OOM_HINT, json.dumps(state))
+        write_atomically(folder / _HINT, json.dumps(state))
 
 
 def take_oom_hint(folder: Path, recovery: OomRecovery, placement: Placement) -> None:
@@ -290,13 +296,19 @@ def take_oom_hint(folder: Path, recovery: OomRecovery, placement: Placement) -> 
     Collective."""
     hint: Any = None
     with suppress(OSError, ValueError):
-        hint = read_json(folder / OOM_HINT, _OomHint).model_dump()
+        hint = read_json(folder / _HINT, _OomHint).model_dump()
     before = recovery.state_dict()
     for state in [found for found in placement.gather_json(hint) if found]:
         recovery.load_state_dict(state)
         if recovery.parts < before["parts"]:
             recovery.load_state_dict(before)
         before = recovery.state_dict()
+
+
+def drop_oom_hint(folder: Path) -> None:
+    """The run ended well: the next one in this folder starts without the hint."""
+    with suppress(OSError):
+        (folder / _HINT).unlink()
 
 
 def normalises_batches(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ModelError
+from multi_gpu_training.training.learning_rate import holds_doubles
 
 
 def choose_optimizer(
@@ -24,17 +26,35 @@ def choose_optimizer(
             f"{config.weight_decay:g} (none given)"
         )
         return AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
-    built = given if isinstance(given, Optimizer) else given(parameters)
+    built = given(parameters) if callable(given) else given
+    if isinstance(built, (list, tuple, dict)):
+        raise ModelError(
+            f"optimizer is a {type(built).__name__} of {len(built)}; a training has one optimizer: "
+            "put the parameters into groups of one, or make a manager for each model"
+        )
     if not isinstance(built, Optimizer):
         raise ModelError(f"optimizer gave a {type(built).__name__}, not a torch Optimizer")
+    if _needs_closure(built):
+        raise ModelError(
+            f"{type(built).__name__} computes the loss several times per step, in a closure, which "
+            "train_step does not support; use an optimizer whose step() takes no closure"
+        )
     known = {id(p) for p in model.parameters()}
     strangers = [p for g in built.param_groups for p in g["params"] if id(p) not in known]
     if strangers:
         raise ModelError(
             f"the optimizer holds {len(strangers)} parameters that are not the model's; "
-            "build it from this model's parameters, or give a function of them"
+            "build it from this model's parameters, or give a function of them; a criterion with "
+            "parameters to train must be a part of the model"
         )
     return built
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot be called without a closure, as LBFGS's cannot."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    required = closure is not None and closure.default is inspect.Parameter.empty
+    return required or isinstance(optimizer, optim.LBFGS)
 
 
 # Those with a step that never leaves the GPU. SGD only as one kernel: its others read the rate.
@@ -54,6 +74,8 @@ _WITH_FLAG = (
 def optimizer_obstacle(optimizer: Optimizer) -> str | None:
     """Why an optimizer's step cannot be recorded; None if it can."""
     kind = type(optimizer)
+    if any(g.get("fused") and holds_doubles(g) for g in optimizer.param_groups):
+        return f"{kind.__name__}(fused=True) takes its rate in float32, beside weights in float64"
     if kind is optim.SGD and all(group.get("fused") for group in optimizer.param_groups):
         return None
     if kind in _WITH_FLAG and not any(g.get("differentiable") for g in optimizer.param_groups):
@@ -62,12 +84,17 @@ def optimizer_obstacle(optimizer: Optimizer) -> str | None:
 
 
 def make_capturable(optimizer: Optimizer) -> None:
-    """Keep the counters of an optimizer on the GPU, where a recorded step can move them."""
+    """Keep the counters of an optimizer on the GPU, where a recorded step can move them.
+
+    Adam computes its bias correction in the counters' type, which must be the parameters'.
+    """
     for group in optimizer.param_groups:
         if "capturable" not in group or not group["params"][0].is_cuda:
             continue
         group["capturable"] = True
+        kind = torch.float64 if holds_doubles(group) else torch.float32
         for parameter in group["params"]:
-            step = optimizer.state.get(parameter, {}).get("step")
-            if isinstance(step, torch.Tensor):
-                optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.ndim == 0:
+                    to = kind if key == "step" else value.dtype
+                    optimizer.state[parameter][key] = value.to(parameter.device, to)

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
-from torch import nn
 
-from multi_gpu_training.distributed.batchnorm import Attendance, SyncBatchNorm
+from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.state_dicts import random_state, set_random_state
-
-
-class Computing(Protocol):
-    """What must come out unchanged; a trainer is one."""
-
-    model: nn.Module
-    placement: Placement
-    attendance: Attendance
+from multi_gpu_training.training.step_state import StepState
 
 
 @contextmanager
-def untouched(trainer: Computing) -> Iterator[None]:
+def untouched(state: StepState) -> Iterator[None]:
     """Compute in training mode, alone; then buffers, generators and modes are as they were."""
-    model, device = trainer.model, trainer.placement.device
+    model, device = state.model, state.placement.device
     random = random_state(device)
     modes = [(module, module.training) for module in model.modules()]
     buffers = [
@@ -34,8 +25,8 @@ def untouched(trainer: Computing) -> Iterator[None]:
         for name, tensor in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    alone = Placement(trainer.placement.identity, device)
-    present, trainer.attendance.present = trainer.attendance.present, True
+    alone = Placement(state.placement.identity, device)
+    present, state.attendance.present = state.attendance.present, True
     model.train()
     for norm in norms:
         norm.placement = alone
@@ -43,12 +34,12 @@ def untouched(trainer: Computing) -> Iterator[None]:
         yield
     finally:
         for norm in norms:
-            norm.placement = trainer.placement
+            norm.placement = state.placement
         for module, training in modes:
             module.training = training
         with torch.no_grad():
             for module, name, tensor, kept in buffers:
                 tensor.copy_(kept)
                 setattr(module, name, tensor)  # the same tensor, where forward replaced it
-        trainer.attendance.present = present
+        state.attendance.present = present
         set_random_state(random, device)

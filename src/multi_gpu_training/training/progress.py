@@ -43,8 +43,8 @@ class Progress:
         return len(self.history)
 
     @property
-    def exhausted(self) -> bool:
-        """Whether early stopping says it is enough."""
+    def out_of_patience(self) -> bool:
+        """Whether early stopping has seen enough."""
         if self.patience is None or self.best_epoch is None:
             return False
         return self.epochs_done - 1 - self.best_epoch >= self.patience
@@ -79,6 +79,11 @@ class Progress:
         judged = val if val is not None else train
         if not self._chosen and self.metric not in judged and judged:
             self.metric = next(iter(judged))
+        if val is not None and not val:
+            raise ConfigError(
+                "the validation gave no metric: its data are empty, or eval_fn returns nothing; "
+                "give it at least one sample and one metric, or leave out val_dataset"
+            )
         if self.metric not in judged:
             raise ConfigError(
                 f"best_metric={self.metric!r} is not among the metrics of this run: "

@@ -3,7 +3,6 @@
 StepStart       what a step changes before its weights move; kept at the start of every step
 StateCopies     model and optimizer, in host memory, under names
 Counters        where a training stands, apart from its tensors
-Window          the steps since the last verified one, with the batches they were computed from
 """
 
 from __future__ import annotations
@@ -164,6 +163,8 @@ def _host_copies(tensors: list[Tensor]) -> list[Tensor]:
 def relative(a: Tensor, b: Tensor) -> Tensor:
     """||a - b|| / ||a||, where `b` is overwritten. NaN in the same place counts as equal, NaN in
     only one of them as infinitely far apart."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     kind = torch.float64 if a.dtype == torch.float64 else torch.float32
     a = a.to(kind)
     both = a.isnan() & b.isnan()
@@ -199,6 +200,6 @@ class Counters:
     def restore(self, state: StepState) -> None:
         state.step, state.epoch, state.position = self.step, self.epoch, self.position
         state.schedule.load_state_dict(copy.deepcopy(self.schedule))
-        for group, rate in zip(state.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate
+        for group, rate in zip(state.optimizer.param_groups, self.rates, strict=False):
+            group["lr"] = rate  # a group that was added since keeps its own
         state.metrics.put_back(self.metrics)

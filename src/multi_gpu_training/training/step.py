@@ -66,13 +66,33 @@ class _Zero(torch.autograd.Function):
     """A zero that depends on a parameter and gives it a zero gradient, whatever its values."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        ctx.like = parameter
+    def forward(ctx: Any, parameter: Tensor, sparse: bool) -> Tensor:
+        ctx.like, ctx.sparse = parameter, sparse
         return torch.zeros((), device=parameter.device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.zeros_like(ctx.like)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        like = ctx.like
+        if ctx.sparse:  # the other ranks send theirs as a list of rows: this is an empty one
+            rows = torch.zeros((1, 0), dtype=torch.int64, device=like.device)
+            values = like.new_zeros((0, *like.shape[1:]))
+            return torch.sparse_coo_tensor(rows, values, like.shape, check_invariants=False), None
+        return torch.zeros_like(like), None
+
+
+class _NoGradient(torch.autograd.Function):
+    """The value as it is; its gradient is none at all, which is not the same as zero.
+
+    The backward below it still runs, and so does what ranks say to each other in it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        return None
 
 
 class StepModule(nn.Module):
@@ -89,8 +109,9 @@ class StepModule(nn.Module):
         self.compiled = loss_fn  # what is run: the same, or the same compiled
         self.precision = precision
         self.replicated = False
+        self.finds_unused = False  # ranks tell each other which parameters they used
         parameters = [p for p in model.parameters() if p.requires_grad]
-        exact = all(p.dtype == torch.float64 for p in parameters)
+        exact = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         # Its gradient carries the step's total weight along with the gradients of the model:
         # uneven weights cost no collective of their own.
         self.tally = nn.Parameter(
@@ -104,8 +125,9 @@ class StepModule(nn.Module):
     def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
         """This rank's part of a step: `count` of `window_count` samples, or None for no batch.
 
-        A mean over samples is scaled here and now. A mean over other weights, or over a window
-        of unknown size (0), is multiplied by its weight and divided once the sum is known.
+        A mean over samples is scaled here and now. A mean over other weights is scaled as if the
+        step's weight were its sample count; the tally adds up what it really is, and
+        `Strategy.weigh` makes up for the difference. So both kinds may meet in one step.
         """
         if batch is None:
             return self.absent()
@@ -115,27 +137,45 @@ class StepModule(nn.Module):
         if weight is None and window_count:
             factor = count * ranks / window_count
             scaled = mean if factor == 1.0 else mean * factor
-            # Replicas wait for a gradient of every parameter, of the tally too.
-            tally = self.tally * 0.0 if self.replicated else None
+            tally = self.tally * float(count) if self.replicated else None
             return MicroResult(scaled, tally, mean.detach(), None, loss.metrics)
         if weight is None:
             weight = mean.new_full((), count, dtype=torch.float64)
-        # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN.
-        mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
+        # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN. So is the
+        # gradient of 0/0, whatever it is multiplied by; where the weight can be read, it has none.
+        if weight.device.type == "cpu" and not float(weight) > 0:
+            mean = _NoGradient.apply(mean)  # type: ignore[no-untyped-call]
+        else:
+            mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
         share = weight.to(self.tally.dtype)
-        scaled = mean * (share / max(1, window_count))
+        scaled = mean * (share * (ranks / window_count) if window_count else share)
         return MicroResult(scaled, self.tally * share, mean.detach(), weight, loss.metrics)
 
     # Straight to the work: torch's own __call__ only adds hooks, which nobody has on this module.
     __call__ = forward
 
     def absent(self) -> MicroResult:
-        """Take part in a step without a sample: zero loss, zero gradient for every parameter."""
+        """Take part in a step without a sample: zero loss, zero gradient for every parameter.
+
+        Where DDP looks for unused parameters, no gradient instead: one that no rank uses must
+        stay without.
+        """
         total = self.tally * 0.0
+        found = self.sparse
         for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                total = total + _Zero.apply(parameter)  # type: ignore[no-untyped-call]
+            sparse = id(parameter) in found  # DDP asks for those in any case
+            if parameter.requires_grad and (sparse or not self.finds_unused):
+                total = total + _Zero.apply(parameter, sparse)  # type: ignore[no-untyped-call]
         return MicroResult(total, self.tally * 0.0, torch.zeros_like(total), None, {})
+
+    @property
+    def sparse(self) -> set[int]:
+        """Ids of the parameters whose gradients are sparse, found as DDP finds them."""
+        return {
+            id(module.weight)
+            for module in self.model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        }
 
 
 def zero_loss(result: MicroResult) -> Tensor:
@@ -143,3 +183,9 @@ def zero_loss(result: MicroResult) -> Tensor:
     total = result.scaled if result.tally is None else result.scaled + result.tally
     never = torch.zeros((), dtype=torch.bool, device=total.device)
     return torch.where(never, total, torch.zeros_like(total))
+
+
+def no_gradient(result: MicroResult) -> Tensor:
+    """A zero whose backward runs through the result's graph and gives no parameter a gradient."""
+    nothing: Tensor = _NoGradient.apply(result.scaled)  # type: ignore[no-untyped-call]
+    return nothing

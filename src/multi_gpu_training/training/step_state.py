@@ -6,7 +6,9 @@ trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -14,16 +16,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import batch_count
+from multi_gpu_training.data.batch import tensors_of
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.data.resident import ResidentBatch
+from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
 from multi_gpu_training.distributed.batchnorm import Attendance
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import OWN_CODE, note_phase
+from multi_gpu_training.errors import DataError, ModelError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.learning_rate import Rates, Schedule
+from multi_gpu_training.training.loss import SupervisedLoss
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.step import MicroResult, StepModule, StepResult
@@ -31,6 +36,8 @@ from multi_gpu_training.training.strategy import Strategy
 
 # Changes a training batch on the device: augment(batch, random) -> batch.
 Augment = Callable[[Any, SampleRandom], Any]
+
+_is_trained = attrgetter("requires_grad")
 
 
 class StepState:
@@ -40,9 +47,11 @@ class StepState:
     micro: micro-batches computed of the step under way. given: those that `train_step` was given,
         which are fewer where out-of-memory recovery cuts them into parts.
     replayed: steps that ran as a CUDA graph.
-    weighted: whether losses come with weights other than sample counts; None: not known yet.
+    weighted: whether a loss of the step under way came with a weight other than its sample count.
+    unweighted: samples of that step whose loss came without.
     moving: the optimizer is moving the weights right now.
     extra_tensors: state on the device beside model and optimizer that a rollback must restore.
+    parameters: those that are trained. The user may freeze, unfreeze and add some between steps.
     """
 
     def __init__(self, config: MultiGPUConfig, placement: Placement, strategy: Strategy) -> None:
@@ -55,37 +64,137 @@ class StepState:
         self.attendance = Attendance()
         self.step = self.epoch = self.position = 0
         self.micro = self.given = self.replayed = 0
-        self.weighted: bool | None = None
+        self.weighted, self.unweighted = False, 0
         self.moving = False
         self.extra_tensors: list[Tensor] = []
         self.model: nn.Module
         self.step_module: StepModule
         self.parameters: list[nn.Parameter]
+        self._frozen: list[nn.Parameter] = []
+        self._groups: list[list[Tensor]] = []
         self.optimizer: Optimizer
         self.rates: Rates
         self.schedule: Schedule
         self.loader: Loader | None = None
         self.augment: Augment | None = None
+        self.batch_size_fn: BatchSizeFn | None = None
         self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
         self.noise_stream = 0  # another number draws other noise for the same steps
         self._noise_base: int | None = None
+        self._generators = [torch.default_generator]
+        self._borrowed: dict[torch.Generator, Tensor] = {}
+        # Called at the end of a micro-batch, before the generators are the user's again.
+        self.watch_noise: Callable[[], None] | None = None
         self._epoch_key = EpochKey(placement.device)
+
+    # Which parameters are trained
+
+    def find_parameters(self) -> None:
+        """Look up which parameters are trained now, and which the optimizer moves."""
+        every = list(self.model.parameters())
+        self.parameters = [p for p in every if p.requires_grad]
+        self._frozen = [p for p in every if not p.requires_grad]
+        optimizer = vars(self).get("optimizer")
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._groups = [list(group["params"]) for group in groups]
+
+    def parameters_changed(self) -> bool:
+        """Whether the user froze, unfroze or added parameters since the last look.
+
+        Asked before every step, of recorded steps too: it walks over flat lists, not over the
+        modules of the model.
+        """
+        if not all(map(_is_trained, self.parameters)) or any(map(_is_trained, self._frozen)):
+            return True
+        groups, known = self.optimizer.param_groups, self._groups
+        return len(groups) != len(known) or not all(
+            len(group["params"]) == len(kept) and all(map(is_, group["params"], kept))
+            for group, kept in zip(groups, known, strict=True)
+        )
+
+    @contextmanager
+    def parameters_as_before(self) -> Iterator[bool]:
+        """Undo such a change for the length of a `with` block; False where the model itself has
+        other parameters now."""
+        every = list(self.model.parameters())
+        flags = [p.requires_grad for p in every]
+        groups = list(self.optimizer.param_groups)
+        lists = [list(group["params"]) for group in groups]
+        known = {id(p) for p in (*self.parameters, *self._frozen)}
+        for parameter in self.parameters:
+            parameter.requires_grad_(True)
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        del self.optimizer.param_groups[len(self._groups) :]
+        for group, kept in zip(self.optimizer.param_groups, self._groups, strict=False):
+            group["params"][:] = kept
+        try:
+            yield known == {id(p) for p in every}
+        finally:
+            self.optimizer.param_groups[:] = groups
+            for group, params in zip(groups, lists, strict=True):
+                group["params"][:] = params
+            for parameter, flag in zip(every, flags, strict=True):
+                parameter.requires_grad_(flag)
+
+    def take_new_parameters(self) -> None:
+        """Train what is trained now. Every rank must have changed the same; collective."""
+        before, known = self.parameters, {id(p) for p in (*self.parameters, *self._frozen)}
+        self.find_parameters()
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        for rank, theirs in enumerate(self.placement.gather_json(names)):
+            if theirs != names:
+                mine, other = set(names) - set(theirs), set(theirs) - set(names)
+                raise ModelError(
+                    f"before step {self.step + 1} ranks train different parameters: only rank "
+                    f"{self.placement.dp_rank} {sorted(mine)[:3]}, only rank {rank} "
+                    f"{sorted(other)[:3]}; freeze and unfreeze alike on every rank"
+                )
+        if not names:
+            raise ModelError(f"before step {self.step + 1} every parameter was frozen")
+        known |= {id(p) for p in self.model.parameters()}
+        strangers = [p for group in self._groups for p in group if id(p) not in known]
+        if strangers:
+            raise ModelError(
+                f"before step {self.step + 1} the optimizer got {len(strangers)} parameters that "
+                "are not the model's: ranks would not exchange their gradients; make what they "
+                "belong to a part of the model"
+            )
+        if len(before) != len(self.parameters) or not all(map(is_, before, self.parameters)):
+            self.strategy.take_parameters()
 
     # Before a micro-batch is computed
 
-    def seed_noise(self) -> None:
-        """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history."""
+    def seed_noise(self, on_host: bool = True) -> None:
+        """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history.
+
+        The generators are the process's own: `give_back_generators` must follow, else random
+        numbers that the user draws between steps would repeat. on_host: off for a replay, which
+        draws none there.
+        """
         if self._noise_base is None:
             rank = self.placement.dp_rank
             self._noise_base = derive_seed(self.config.seed, rank, self.noise_stream)
+            device = self.placement.device
+            if device.type == "cuda" and len(self._generators) == 1:
+                self._generators.append(torch.cuda.default_generators[device.index or 0])
         seed = step_seed(self._noise_base, self.step, self.micro)
-        torch.default_generator.manual_seed(seed)
-        if self.placement.device.type == "cuda":
-            torch.cuda.default_generators[self.placement.device.index or 0].manual_seed(seed)
+        for generator in self._generators[not on_host :]:
+            self._borrowed.setdefault(generator, generator.get_state())
+            generator.manual_seed(seed)
+
+    def give_back_generators(self) -> None:
+        """Let the user's random numbers go on where they were before `seed_noise`."""
+        if self.watch_noise is not None:
+            self.watch_noise()
+        for generator, before in self._borrowed.items():
+            generator.set_state(before)
+        self._borrowed.clear()
 
     def abandon_step(self) -> None:
         """Give up the step under way: the next micro-batch is the first of another one."""
         self.drop_gradients()
+        self.give_back_generators()
         self.micro = self.given = 0
 
     def own_share(self, batch: Any) -> Share:
@@ -95,12 +204,41 @@ class StepState:
             epoch=self.epoch,
             position=self.position,
             indices=(),
-            count=batch_count(batch),
+            count=self.count_samples(batch),
             window_count=0,  # unknown here: the ranks learn it with the gradients
             first=self.given == 0,
             last=self.given + 1 >= self.config.gradient_accumulation_steps,
             key=self.step,
         )
+
+    def count_samples(self, batch: Any) -> int:
+        """Samples in a batch that the user made."""
+        try:
+            return sample_count(batch, self.batch_size_fn)
+        except DataError:
+            # A step that is one micro-batch of one rank weighs nothing against anything else.
+            if self.placement.dp_size > 1 or self.config.gradient_accumulation_steps > 1:
+                raise
+            return next((t.shape[0] for t in tensors_of(batch) if t.ndim), 1)
+
+    def stand_in(self, share: Share) -> Any:
+        """A sample as the loss gets it, for an empty share whose model must run all the same."""
+        assert self.loader is not None
+        batch = self.loader.stand_in(share)
+        self._epoch_key.set(share.sample_seed)
+        return self.prepare(batch, torch.zeros(1, dtype=torch.int64, device=self.placement.device))
+
+    def settling_batch(self, batch: Any, share: Share) -> Any:
+        """A batch as the loss gets it, to settle the strategy with."""
+        if share.count == 0 and self.loader is not None:
+            return self.stand_in(share)
+        return self.prepare(batch, self.sample_numbers(batch, share))
+
+    def expect_any_label(self) -> None:
+        """The user's own batches may have other labels than the dataset that was looked at."""
+        loss_fn = self.step_module.loss_fn
+        if isinstance(loss_fn, SupervisedLoss):
+            loss_fn.every_label_counts = False
 
     def sample_numbers(self, batch: Any, share: Share) -> Tensor | None:
         """The numbers of a batch's samples, which key the randomness of `augment`."""
@@ -129,7 +267,6 @@ class StepState:
     def note(self, result: MicroResult, share: Share) -> None:
         """Add a micro-batch to the metrics."""
         if share.count:
-            self.weighted = result.weight is not None
             weight = share.count if result.weight is None else result.weight
             self.metrics.add_mean(result.mean, weight, result.metrics)
 
@@ -140,6 +277,7 @@ class StepState:
 
         shared: the next micro-batch writes its loss to the same memory.
         """
+        self.give_back_generators()
         note_phase(OWN_CODE)
         if not share.last:
             self.micro += 1
@@ -150,7 +288,15 @@ class StepState:
         self.schedule.after_step(self.step)
         return StepResult(loss, self.step, True, norm, shared)
 
+    def steps_left(self) -> int | None:
+        """Optimizer steps until the run ends; None where nobody knows."""
+        total = None if self.loader is None else self.loader.steps
+        ends = [] if total is None else [total * self.config.epochs]
+        ends += [] if self.config.max_steps is None else [self.config.max_steps]
+        return min(ends) - self.step if ends else None
+
     def drop_gradients(self) -> None:
+        """Clear the gradients of the parameters that are trained, whoever left them there."""
         for parameter in self.parameters:
             parameter.grad = None
         self.step_module.tally.grad = None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from multi_gpu_training.distributed.cleanup import end_workers
 from multi_gpu_training.distributed.control import Control, LeaveWait, exit_code
 from multi_gpu_training.distributed.progress_slot import INPUT, note_count, note_phase
-from multi_gpu_training.training.callbacks import CallbackList
+from multi_gpu_training.training.step_state import StepState
 
 _END = object()
 
@@ -22,14 +22,13 @@ class Stopped(SystemExit):
 def training_batches(
     batches: Iterable[Any],
     control: Control,
-    callbacks: CallbackList,
-    at_step_boundary: Callable[[], bool],
+    state: StepState,
 ) -> Iterator[Any]:
     """Batches one by one. Waiting for the next one ends when all ranks stop right before it."""
-    source = iter(batches)
+    source, callbacks = iter(batches), state.callbacks
     try:
         while True:
-            boundary = at_step_boundary()
+            boundary = state.micro == 0  # no step is under way
             if boundary and control.ends_next:
                 control.arrive()
             note_phase(INPUT)
@@ -76,11 +75,11 @@ def leave(control: Control, outcome: str) -> None:
     raise Stopped(exit_code(control.asked or signal.SIGTERM))
 
 
-def end_control(control: Control) -> None:
-    """At the very end of a run: signals are the user's again. One that came too late to stop the
-    run ends the process now, with everything kept."""
+def end_control(control: Control, error: BaseException | None) -> None:
+    """At the very end of a run, well or by `error`: signals are the user's again. One that came too
+    late to stop the run ends the process now, with everything kept."""
     control.close()
-    if isinstance(sys.exception(), Stopped):
+    if isinstance(error, Stopped):
         end_workers()  # which a child process would wait for at its exit
-    if sys.exception() is None and control.asked is not None:
+    if error is None and control.asked is not None:
         leave(control, "the run had ended, its state is kept")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import share_of, to_device
-from multi_gpu_training.data.feeding import Loader
+from multi_gpu_training.data.batch import carry, share_of, to_device
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import synchronise_batchnorm
 from multi_gpu_training.distributed.control import Boundary
@@ -30,7 +32,7 @@ from multi_gpu_training.training.fast_defaults import (
     fuse,
     lay_out_channels_last,
 )
-from multi_gpu_training.training.learning_rate import Rates, Schedule
+from multi_gpu_training.training.learning_rate import Rates
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import LOOK, NanGuard
@@ -41,22 +43,10 @@ from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.selection import StepExecution
 from multi_gpu_training.training.state_rollback import StepStart
 from multi_gpu_training.training.step import StepModule, StepResult
-from multi_gpu_training.training.step_state import Augment, StepState, materialize
+from multi_gpu_training.training.step_state import StepState
 from multi_gpu_training.training.strategy import SingleDevice, Strategy
 from multi_gpu_training.training.strategy.data_parallel_strategy import DataParallelStrategy
 from multi_gpu_training.training.strategy.ddp_strategy import DDPStrategy
-
-
-def _of_state(name: str) -> Any:
-    """An attribute of the trainer that lies in its StepState."""
-
-    def read(self: MultiGPUTrainer) -> Any:
-        return getattr(self.state, name)
-
-    def write(self: MultiGPUTrainer, value: Any) -> None:
-        setattr(self.state, name, value)
-
-    return property(read, write)
 
 
 class MultiGPUTrainer(ABC):
@@ -65,38 +55,36 @@ class MultiGPUTrainer(ABC):
 
     state: where the training stands. strategy: how the model is replicated. execution: how steps
     run. nan_guard, oom: what happens to a step with a NaN, or without memory.
+
+    say: shows a line. told: called with (kind, action, text, facts) of a fault that the step mends
+    by itself. snapshot_more: keeps what steps change outside of the trainer, for recorded steps
+    that are taken back; returns what restores it.
     """
 
-    step: int = _of_state("step")
-    epoch: int = _of_state("epoch")
-    position: int = _of_state("position")
-    model: nn.Module = _of_state("model")
-    step_module: StepModule = _of_state("step_module")
-    optimizer: Optimizer = _of_state("optimizer")
-    schedule: Schedule = _of_state("schedule")
-    rates: Rates = _of_state("rates")
-    precision: Precision = _of_state("precision")
-    metrics: MetricsCollector = _of_state("metrics")
-    callbacks: CallbackList = _of_state("callbacks")
-    loader: Loader | None = _of_state("loader")
-    augment: Augment | None = _of_state("augment")
-    transform: Any = _of_state("transform")  # of a batch, right before the loss
-    noise_stream: int = _of_state("noise_stream")  # another number draws other noise
-
-    def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
+    def __init__(
+        self,
+        config: MultiGPUConfig,
+        placement: Placement,
+        *,
+        callbacks: CallbackList | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        told: Callable[[str, str, str, dict[str, Any]], None] = lambda *_: None,
+        snapshot_more: Callable[[], Callable[[], None] | None] = lambda: None,
+    ) -> None:
         self.config = config
         self.placement = placement
         self.strategy = self.make_strategy()
-        self.state = StepState(config, placement, self.strategy)
-        self.attendance = self.state.attendance
-        start = StepStart(self.state)
-        self.nan_guard = NanGuard(self.state, start)
-        self.eager = EagerRunner(self.state, self.nan_guard, start)
-        self.execution = StepExecution(self.state, self.eager, self.nan_guard)
-        self.oom = OomRecovery(self.state, self.eager)
-        self.oom.give_up_recording = self._give_up_recording
-        self.boundary = Boundary()  # before each step, on every rank
-        self.gate_note: str | None = None  # what looking for NaN costs, if anything
+        state = self.state = StepState(config, placement, self.strategy)
+        if callbacks is not None:
+            state.callbacks = callbacks
+        start = StepStart(state)
+        self.nan_guard = NanGuard(state, start, partial(told, "nonfinite"))
+        self.eager = EagerRunner(state, self.nan_guard, start)
+        self.execution = StepExecution(state, self.eager, self.nan_guard, say, snapshot_more)
+        self.oom = OomRecovery(
+            state, self.eager, partial(told, "out_of_memory"), self.give_up_recording
+        )
+        self._boundary = Boundary()
 
     @abstractmethod
     def make_strategy(self) -> Strategy:
@@ -107,15 +95,33 @@ class MultiGPUTrainer(ABC):
         """The module that computes a micro-batch on all copies of the model."""
         return self.strategy.wrapped
 
+    # Where the training stands, for your own loop
+
     @property
-    def replicas(self) -> int:
-        """Copies of the model that share a global batch."""
-        return self.strategy.replicas
+    def step(self) -> int:
+        """Optimizer steps so far, those before a resume included."""
+        return self.state.step
+
+    @property
+    def epoch(self) -> int:
+        return self.state.epoch
+
+    @property
+    def model(self) -> nn.Module:
+        return self.state.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.state.optimizer
 
     # Building
 
-    def build(self, model: nn.Module, loss_fn: LossFn) -> nn.Module:
-        """Put the model onto the device, check it, and wrap it for training."""
+    def build(
+        self, model: nn.Module, loss_fn: LossFn, boundary: Boundary | None = None
+    ) -> nn.Module:
+        """Put the model onto the device, check it, and wrap it for training. `boundary` is asked
+        before each step whether the run goes on."""
+        self._boundary = boundary or self._boundary
         if not any(p.requires_grad for p in model.parameters()):
             raise ModelError(
                 f"{type(model).__name__} has no parameter with requires_grad=True; unfreeze some"
@@ -125,27 +131,29 @@ class MultiGPUTrainer(ABC):
         model.to(device)
         check_same_model(model, self.placement)
         if self.config.sync_bn and self.placement.dp_size > 1:
-            model = synchronise_batchnorm(model, self.placement, self.attendance)
+            model = synchronise_batchnorm(model, self.placement, state.attendance)
         self.fast_defaults = choose_fast_defaults(self.config, model, device)
         if self.fast_defaults.channels_last:
             lay_out_channels_last(model)
         state.precision = Precision(self.config, device, self.fast_defaults.mixed_precision)
         state.model = model
-        state.parameters = [p for p in model.parameters() if p.requires_grad]
+        state.find_parameters()
         state.step_module = StepModule(model, loss_fn, state.precision)
         self.strategy.wrap(state.step_module)
         if self.placement.breakable is not None:
             self.placement.on_broken = self.oom.join
         return model
 
-    def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Train with this optimizer, made as fast as the config allows."""
+    def take_optimizer(self, optimizer: Optimizer) -> str | None:
+        """Train with this optimizer, made as fast as the config allows. Returns what looking for
+        NaN costs with it, if anything."""
         self.state.optimizer = optimizer
         if self.fast_defaults.fused_optimizer:
-            fuse(optimizer)
+            fuse(optimizer, sparse=bool(self.state.step_module.sparse))
         optimizer.register_step_pre_hook(self._refuse_foreign_step)
+        self.state.find_parameters()
         self.state.rates = Rates(optimizer, self.placement.device)
-        self.gate_note = self.nan_guard.attach(optimizer)
+        return self.nan_guard.attach(optimizer)
 
     def _refuse_foreign_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Before every step of the optimizer: a step past the trainer would move this rank's
@@ -161,35 +169,46 @@ class MultiGPUTrainer(ABC):
     def train_step(self, batch: Any) -> StepResult:
         """Train on one micro-batch; the last one of a global batch moves the weights.
 
-        Batches of the manager's loader know their place. For any other batch, the samples on
-        all ranks are counted, and every `gradient_accumulation_steps` calls form a step.
+        Batches of the manager's loader know their place, also unpacked, moved or changed. For any
+        other batch, the samples on all ranks are counted, and every
+        `gradient_accumulation_steps` calls form a step.
         """
         state, oom, execution = self.state, self.oom, self.execution
         note_step(state.step + 1, begun=True)
         share = share_of(batch)
+        if share is None and state.loader is not None:
+            place = state.epoch, state.position
+            share = state.loader.recognise(batch, place, state.count_samples)
+            batch = batch if share is None else carry(batch, share)
         if state.given == 0 if share is None else share.first:
-            self.boundary.passed += 1
-            if self.boundary.held:
-                self.boundary.halt()
+            self._boundary.passed += 1
+            if self._boundary.held:
+                self._boundary.halt()
             if not oom.retrying:  # a step that is computed again has begun before
                 for call in state.callbacks.on_step_begin:
                     call(state.step + 1)
+            if state.parameters_changed():
+                execution.take_new_parameters()
         else:
             note_count(state.micro)
         oom.busy = True  # an exchange that breaks is the step's to mend
         short: bool | None  # whether it was this rank's memory that ended an attempt
         try:
             given = batch
-            if share is None:
+            if share is None or share.changed:
                 given = to_device(batch, self.placement.device)
-                share = state.own_share(given)
+                share = state.own_share(given) if share is None else share
+                given = carry(given, share) if share.changed else given
+                state.expect_any_label()
                 if not share.last:
                     oom.remember(given)
             if not self.strategy.settled:
-                self.strategy.settle(materialize(given), share, state.loader)
+                self.strategy.settle(partial(state.settling_batch, given, share))
             samples = None if state.augment is None else state.sample_numbers(given, share)
             runner: Runner = execution if execution.active else oom if oom.parts > 1 else self.eager
             result = runner.run(given, samples, share)
+            if state.loader is not None and (share.window_count or share.changed):
+                state.loader.trained = share
             state.given = 0 if share.last else state.given + 1
             short = None
         except RuntimeError as error:
@@ -219,32 +238,32 @@ class MultiGPUTrainer(ABC):
                 note_phase(OWN_CODE)
         return result
 
-    def _give_up_recording(self, reason: str) -> None:
+    def give_up_recording(self, reason: str) -> None:
+        """Compute every later step operation by operation, and free what recorded steps held."""
         if self.execution.active:
             self.execution.give_up(reason)
 
-    def forget_step(self) -> None:
-        """Give up the step under way, and everything that was measured since the last log."""
+    @contextmanager
+    def rolling_back(self) -> Iterator[None]:
+        """Around the loading of a checkpoint: give up the step under way and what was measured
+        since the last log, and start afresh behind it."""
+        memory = self.oom.state_dict()
         self.state.abandon_step()
-        self.metrics.reset()
+        self.state.metrics.reset()
         self.nan_guard.reset()
+        yield
+        self.oom.load_state_dict(memory)  # what was learned since the checkpoint stays
+        self.execution.went_back()
+        self.nan_guard.start()
 
     def pass_over(self, share: Share | None) -> None:
         """Go past a micro-batch without training on it; after the last one, past the step."""
         if share is not None and share.last:
             self.state.epoch, self.state.position = share.epoch, share.position + 1
 
-    def at_step_boundary(self) -> bool:
-        """Whether no step is under way."""
-        return self.state.micro == 0
-
     def check_replicas(self) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""
         self.strategy.check_replicas(self.state.step)
-
-    def share_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, where `broadcast_buffers` asks for it."""
-        self.strategy.sync_buffers()
 
     def full_state(self) -> dict[str, Any]:
         """The state_dict of the whole model, on every rank. Every rank must call it."""
@@ -252,30 +271,35 @@ class MultiGPUTrainer(ABC):
 
     def read_metrics(self) -> MetricsCollector:
         """What was collected since the last reset, recorded steps included."""
-        self.execution.collect(self.metrics)
-        return self.metrics
+        self.execution.collect(self.state.metrics)
+        return self.state.metrics
 
     # Saved with a run
 
     def state_dict(self) -> dict[str, Any]:
+        state = self.state
+        epoch, position = state.epoch, state.position
+        if state.loader is not None:  # it knows of an epoch that the user's loop broke off
+            epoch, position = state.loader.place_after(epoch, position)
         return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "position": self.position,
-            "scaler": self.precision.scaler.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            "step": state.step,
+            "epoch": epoch,
+            "position": position,
+            "scaler": state.precision.scaler.state_dict(),
+            "schedule": state.schedule.state_dict(),
             "memory": self.oom.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
-        note_step(self.step)
-        self.epoch = state["epoch"]
-        self.position = state["position"]
-        self.precision.scaler.load_state_dict(state["scaler"])
-        self.schedule.load_state_dict(state["schedule"])
-        if "memory" in state:
-            self.oom.load_state_dict(state["memory"])
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        state = self.state
+        state.step, state.epoch, state.position = (
+            saved[name] for name in ("step", "epoch", "position")
+        )
+        note_step(state.step)
+        state.precision.scaler.load_state_dict(saved["scaler"])
+        state.schedule.load_state_dict(saved["schedule"])
+        if "memory" in saved:
+            self.oom.load_state_dict(saved["memory"])
 
 
 class SingleDeviceTrainer(MultiGPUTrainer):

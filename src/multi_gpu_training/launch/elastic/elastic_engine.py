@@ -5,9 +5,16 @@ from __future__ import annotations
 import signal
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed import sockets
+from multi_gpu_training.distributed.cluster_token import (
+    INSECURE,
+    PUBLIC_KEY,
+    cluster_token,
+    network_key,
+)
 from multi_gpu_training.distributed.identity import FULL_WORLD
+from multi_gpu_training.distributed.store_relay import StoreRelay, remote_upstream
 from multi_gpu_training.errors import LaunchError, RankFailure
-from multi_gpu_training.launch import sockets
 from multi_gpu_training.launch.elastic.rendezvous import NotMet, Rendezvous, say
 from multi_gpu_training.launch.engine import Hosts, LaunchPlan, RankJob, RunOutcome
 from multi_gpu_training.launch.local import LocalEngine, Meeting
@@ -21,6 +28,8 @@ class ElasticEngine(LocalEngine):
     def __init__(self, plan: LaunchPlan) -> None:
         super().__init__(plan)
         self._nodes: Rendezvous | None = None
+        self._relay: StoreRelay | None = None
+        self._key = PUBLIC_KEY
         self._success: RunOutcome | None = None  # of the ranks here, while others still train
 
     @classmethod
@@ -41,6 +50,11 @@ class ElasticEngine(LocalEngine):
         if hosts.node_rank > 0:
             address = sockets.address_towards(master, patience_s, signals.pause)
         self._interfaces = sockets.interface_variables(address)
+        if sockets.is_loopback(address):
+            self._key = cluster_token() or PUBLIC_KEY  # only this user is admitted there
+            self._interfaces[INSECURE] = "1"
+        else:
+            self._key = network_key(f"--nnodes {hosts.nodes} with --master-addr {master}")
         self._nodes = Rendezvous(
             hosts.least,
             hosts.nodes,
@@ -49,14 +63,17 @@ class ElasticEngine(LocalEngine):
             (master, hosts.master_port or 29500),
             address,
             patience_s,
+            self._key,
         )
-        if address != sockets.LOOPBACK:
+        if not sockets.is_loopback(address):
             ranks_on = self._interfaces.get("GLOO_SOCKET_IFNAME", "every interface")
+            trust = "machines with the same cluster token are admitted"
+            if self._key == PUBLIC_KEY:
+                trust = "without a token: whoever reaches these ports can join or end the run"
             say(
                 f"node {hosts.node_rank} listens on {address}:{self.nodes.me.port} for the other "
-                f"launchers, the leader on a free port for the ranks, the ranks among themselves "
-                f"on {ranks_on}: whoever reaches these ports can join or end the run, none of them "
-                "executes what it receives; keep them inside your own network"
+                f"launchers, the leader on a free port for the ranks' store ({trust}); the ranks "
+                f"exchange tensors on {ranks_on}, unencrypted"
             )
         super().start(job, signals)
 
@@ -82,6 +99,8 @@ class ElasticEngine(LocalEngine):
         super().close()
         if self._nodes is not None:
             self.nodes.shutdown()
+        if self._relay is not None:
+            self._relay.close()
 
     def _meet(self) -> Meeting:
         self._success = None
@@ -96,9 +115,14 @@ class ElasticEngine(LocalEngine):
                 "node is started with the same --master-addr and --master-port and can reach it"
             ) from None
         view = self.nodes.round
+        if self._relay is not None:
+            self._relay.close()
+        # The ranks here speak to this launcher, and it proves to the leader's who they are.
+        upstream = remote_upstream(view.leader.address, view.store_port, self._key)
+        self._relay = StoreRelay(sockets.listening_socket(sockets.LOOPBACK, 0), upstream)
         return Meeting(
-            view.leader.address,
-            view.store_port,
+            sockets.LOOPBACK,
+            self._relay.port,
             view.run,
             # Ranks on all nodes count attempts alike, also on a node that joined later.
             self.nodes.attempt,

@@ -7,21 +7,20 @@ hosts the ranks' store and answers the other launchers.
 
 from __future__ import annotations
 
+import ipaddress
 import time
 import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
 from multi_gpu_training.config import name_problem
+from multi_gpu_training.distributed.authenticated_channel import printable
+from multi_gpu_training.distributed.store_relay import HostedStore
 from multi_gpu_training.launch.elastic.messages import Gone, Message, ask
 from multi_gpu_training.launch.restart_policy import Fault, Limits, RestartPolicy, RestartVerdict
-from multi_gpu_training.launch.sockets import host_store
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
 
 # A node is lost after so long a silence. Shorter absences are not a fault: the ranks' connections
 # wait and then continue.
@@ -37,10 +36,26 @@ def _plain(name: str) -> str:
     return name
 
 
-# What comes from other machines may come from anybody: everything has its bounds.
+def _numeric(address: str) -> str:
+    ipaddress.ip_address(address.partition("%")[0])
+    return address
+
+
+def _long_text(text: str) -> str:
+    return printable(text, 20_000)
+
+
+# The token proves that a message is from one of our machines; a mistake there, or an older version,
+# still must not do harm here: everything has its bounds.
 PlainName = Annotated[str, Field(strict=True), AfterValidator(_plain)]
 Count = Annotated[int, Field(strict=True, ge=0, le=10**9)]
 Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
+Ranks = Annotated[int, Field(strict=True, ge=1, le=4096)]  # of one machine
+Address = Annotated[str, Field(strict=True, max_length=64), AfterValidator(_numeric)]
+# Nothing in a text that is printed may control the terminal.
+Text = Annotated[str, Field(strict=True, max_length=100_000), AfterValidator(_long_text)]
+Title = Annotated[str, Field(strict=True, max_length=1000), AfterValidator(printable)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NodePhase = Literal["waiting", "training", "failed", "done"]
 
 
@@ -50,15 +65,35 @@ class Node:
 
     name: PlainName
     node_rank: Count
-    address: Annotated[str, Field(strict=True, max_length=255)]
+    address: Address
     port: Port
-    ranks: Count
+    ranks: Ranks
     phase: NodePhase = "waiting"
     round: Count = 0  # the last that it took part in
 
     @property
     def title(self) -> str:
         return f"node {self.node_rank} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a node gave the run up. Success is not among it: a run ends well on every node."""
+
+    code: Annotated[int, Field(strict=True, ge=1, le=255)]
+    text: Text
+    title: Title
+    name: PlainName
+
+
+@dataclass(frozen=True)
+class FaultReport:
+    """A fault on one of the nodes, and what its config allows."""
+
+    fault: Fault
+    limits: tuple[Count, Seconds] | None
+    title: Title
+    round: Count
 
 
 @dataclass(frozen=True)
@@ -71,15 +106,17 @@ class View:
     roster: list[Node]
     store_port: Port
     full_world: Count  # ranks of the run when all its nodes are there
-    broken: str | None
+    broken: Text | None
     joining: bool  # the only change is a node that joins
     stopped: bool  # every other node of the round has stopped, too
-    cause: str | None  # the first fault of the round that no other one caused
+    cause: Text | None  # the first fault of the round that no other one caused
     finished: bool
-    ended: dict[str, Any] | None  # by a node that gave the run up: code, text, title
+    ended: Ending | None  # by a node that gave the run up
 
 
 _NODE, _VIEW = TypeAdapter(Node), TypeAdapter(View)
+_COUNTS: TypeAdapter[tuple[int, int]] = TypeAdapter(tuple[Count, Count])
+_ENDING, _REPORT = TypeAdapter(Ending), TypeAdapter(FaultReport)
 
 
 def parse_node(values: Any) -> Node:
@@ -207,6 +244,7 @@ class Leader:
         most: int,
         me: Node,
         timeout_s: float,
+        key: bytes,
         run: str | None = None,
         full_world: int = 0,
     ) -> None:
@@ -214,18 +252,21 @@ class Leader:
         self.policy = RestartPolicy(None)
         self._run = run or uuid.uuid4().hex
         self._timeout_s = timeout_s
+        self._key = key
         self._full_world = full_world
-        self._store: TCPStore | None = None
+        self._store: HostedStore | None = None
         self._cause: str | None = None
         # Its round, and whether it was about a lost contact alone.
         self._verdict: tuple[int, bool, RestartVerdict] | None = None
-        self._ended: dict[str, Any] | None = None
+        self._ended: Ending | None = None
         self._told: set[str] = set()  # nodes that know how the run ended
 
     @classmethod
-    def in_place_of(cls, view: View, least: int, most: int, me: Node, timeout_s: float) -> Leader:
+    def in_place_of(
+        cls, view: View, least: int, most: int, me: Node, timeout_s: float, key: bytes
+    ) -> Leader:
         """Continue where the leader of `view` has ended."""
-        found = cls(least, most, me, timeout_s, view.run, view.full_world)
+        found = cls(least, most, me, timeout_s, key, view.run, view.full_world)
         members, now = found.members, time.monotonic()
         members.number, members.roster = view.number, view.roster
         for node in view.roster:
@@ -265,25 +306,33 @@ class Leader:
         ready = self.members.ready(time.monotonic())
         if ready is None:
             return None
-        self._store = None
-        self._store = host_store(me.address, 0, self._timeout_s)
+        self.close()
+        self._store = HostedStore(me.address, 0, self._timeout_s, self._key)
         self.members.open(ready)
         ranks = sum(node.ranks for node in ready)
         self._full_world = self._full_world or self.members.most * max(n.ranks for n in ready)
         titles = ", ".join(node.title for node in ready)
         return f"round {self.members.number}: {titles}; {ranks} ranks"
 
+    def close(self) -> None:
+        """Close the store of the last round."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
     # What others say
 
     def hear_beat(self, message: Message, me: Node) -> Message:
         members = self.members
-        if [members.least, members.most] != message["nodes"]:
-            asked = ":".join(map(str, message["nodes"]))
+        least, most = _COUNTS.validate_python(message["nodes"])
+        if (members.least, members.most) != (least, most):
             return {
-                "problem": f"--nnodes {asked} here, but {members.least}:{members.most} on "
+                "problem": f"--nnodes {least}:{most} here, but {members.least}:{members.most} on "
                 f"{me.title}; give the same everywhere"
             }
         node = parse_node(message["node"])
+        if node.node_rank >= most or node.name == me.name:
+            raise ValueError(f"{node.title} is not one of {most} nodes")
         members.hear(node, time.monotonic())
         view = self.view(me)
         if view.ended is not None or view.finished:
@@ -292,21 +341,25 @@ class Leader:
 
     def hear_fault(self, message: Message) -> Message:
         """Give one verdict per round, unless a later fault says more than the first."""
-        fault, limits, number = Fault(**message["fault"]), message["limits"], message["round"]
-        if limits is not None and self.policy.limits is None:
-            self.policy.limits = Limits(*limits)
+        values = {key: message[key] for key in ("fault", "limits", "title", "round")}
+        report = _REPORT.validate_python(values)
+        fault, number = replace(report.fault, kind=printable(report.fault.kind)), report.round
+        if report.limits is not None and self.policy.limits is None:
+            self.policy.limits = Limits(*report.limits)
         known = self._verdict
         if known is None or known[0] != number or (known[1] and not fault.contact):
             verdict = self.policy.judge(fault, time.monotonic())
             self._verdict = known = (number, fault.contact, verdict)
         if not fault.contact and self._cause is None:
-            self._cause = f"rank {fault.rank} on {message['title']} failed ({fault.kind})"
+            self._cause = f"rank {fault.rank} on {report.title} failed ({fault.kind})"
         return known[2].__dict__
 
     def hear_end(self, message: Message) -> None:
+        values = {key: message[key] for key in ("code", "text", "title", "name")}
+        ending = _ENDING.validate_python(values)
         if self._ended is None:
-            self._ended = {key: message[key] for key in ("code", "text", "title")}
-        self._told.add(message["name"])
+            self._ended = ending
+        self._told.add(ending.name)
 
     def untold(self, me: Node) -> bool:
         """Whether nodes that are there have still to hear that the run has ended."""
@@ -316,12 +369,12 @@ class Leader:
         return bool(self.members.nodes.keys() - self._told - {me.name})
 
 
-def gone(nodes: list[Node]) -> list[Node]:
+def gone(nodes: list[Node], key: bytes) -> list[Node]:
     """Those of `nodes` whose launcher has ended: their machine answers that nobody listens."""
     found = []
     for node in nodes:
         try:
-            ask(node.address, node.port, {"op": "ping"}, 1.0)
+            ask(node.address, node.port, {"op": "ping"}, key, 1.0)
         except Gone:
             found.append(node)
         except OSError:
@@ -329,7 +382,7 @@ def gone(nodes: list[Node]) -> list[Node]:
     return found
 
 
-def announce(where: tuple[str, int], me: Node, number: int) -> None:
+def announce(where: tuple[str, int], me: Node, number: int, key: bytes) -> None:
     """Tell whoever listens there that this node leads the run: node 0, once it is back."""
     with suppress(OSError):
-        ask(*where, {"op": "lead", "leader": asdict(me), "number": number}, 1.0)
+        ask(*where, {"op": "lead", "leader": asdict(me), "number": number}, key, 1.0)

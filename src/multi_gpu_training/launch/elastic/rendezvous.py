@@ -15,17 +15,24 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 
+from pydantic import TypeAdapter
+
+from multi_gpu_training.distributed.authenticated_channel import Refused, printable
 from multi_gpu_training.errors import ConfigError, RankFailure
 from multi_gpu_training.launch.elastic.leader import (
     LOST_S,
+    Address,
+    Count,
     Leader,
     Node,
     NodePhase,
+    Port,
     View,
     announce,
     gone,
@@ -39,6 +46,9 @@ BEAT_S = 0.5
 _HASTY_BEAT_S = 0.2  # while a change is under way
 _QUIET_S = 3 * BEAT_S  # after that a node is asked whether it is there
 _REFUSALS = 2
+_COUNT: TypeAdapter[int] = TypeAdapter(Count)
+_WHERE: TypeAdapter[tuple[str, int]] = TypeAdapter(tuple[Address, Port])
+_VERDICT = TypeAdapter(RestartVerdict)
 
 
 class Ended(RankFailure):
@@ -64,9 +74,11 @@ class Rendezvous:
         master: tuple[str, int],
         address: str,
         timeout_s: float,
+        key: bytes,
     ) -> None:
         self.least, self.most = least, most
         self.timeout_s = timeout_s
+        self._key = key  # of every message between launchers
         self._master = master
         self._where = master  # the leader listens there, as far as this node knows
         self._heard = time.monotonic()  # when the leader answered last
@@ -74,16 +86,18 @@ class Rendezvous:
         self._view: View | None = None
         self._leader: Leader | None = None  # on the node that leads
         self._problem: str | None = None
-        self._refused_a_leader = False
+        self._refused: str | None = None  # why the leader and this node do not talk
+        self._failed_beats: set[str] = set()
         self._closing = False
         self._wake = threading.Event()  # something is to be told now
         self._lock = threading.RLock()
         with self._lock:
-            self._server = MessageServer(address, master[1] if node_rank == 0 else 0, self._answer)
+            port = master[1] if node_rank == 0 else 0
+            self._server = MessageServer(address, port, self._answer, key)
             name = f"{node_rank}-{uuid.uuid4().hex[:8]}"
             self.me = Node(name, node_rank, address, self._server.port, ranks)
             if node_rank == 0:
-                self._leader = Leader(least, most, self.me, timeout_s)
+                self._leader = Leader(least, most, self.me, timeout_s, key)
         self._beats = threading.Thread(target=self._beat, name="launcher-beats", daemon=True)
         self._beats.start()
 
@@ -132,6 +146,8 @@ class Rendezvous:
         self._wake.set()
         self._beats.join()
         self._server.close()
+        if self._leader is not None:
+            self._leader.close()
         self._leader = None
 
     @property
@@ -189,12 +205,14 @@ class Rendezvous:
         answer = self._tell(told)
         if answer is None:  # whoever leads next counts restarts from there
             return RestartVerdict(True, "the leader is gone; restarting with the nodes left")
-        return RestartVerdict(**answer)
+        return _VERDICT.validate_python(answer)
 
     def end(self, code: int, text: str) -> None:
         """Give the run up, on this node and all others."""
         named = {"title": self.me.title, "name": self.me.name}
-        self._tell({"op": "end", "code": code, "text": text, **named})
+        # A process has one byte for its code, and a run that was given up did not succeed.
+        code = code if 1 <= code <= 255 else 1
+        self._tell({"op": "end", "code": code, "text": text[:20_000], **named})
 
     def why_again(self) -> str | None:
         """Why the ranks here must be restarted; None if they need not."""
@@ -239,18 +257,12 @@ class Rendezvous:
         Nothing but its address and the number of the round is used: what the run is called and
         where it is kept follows from this node's own config.
         """
-        try:
-            leader, number = parse_node(message["leader"]), int(message["number"])
-        except (KeyError, TypeError, ValueError) as error:
-            if not self._refused_a_leader:  # once, or a flood of them would fill the log
-                reason = ascii(str(error))  # the sender must not control the terminal
-                say(f"refused a message that claims to lead the run: {reason:.500}")
-            self._refused_a_leader = True
-            return
+        leader, number = parse_node(message["leader"]), _COUNT.validate_python(message["number"])
         if self._leader is not None:
             if number <= self._leader.members.number:
                 return
             say(f"{leader.title} took over the run while this node was gone; joining it")
+            self._leader.close()
         self._leader = None
         self._where, self._refusals = (leader.address, leader.port), 0
         self._heard = time.monotonic()
@@ -263,7 +275,7 @@ class Rendezvous:
                 self._look()
                 return answer
         with suppress(OSError):
-            answer = ask(*self._where, message)
+            answer = ask(*self._where, message, self._key)
             return None if "ask" in answer else answer
         return None
 
@@ -273,21 +285,28 @@ class Rendezvous:
         while not self._closing:
             self._wake.wait(BEAT_S if self.me.phase == "training" else _HASTY_BEAT_S)
             self._wake.clear()
-            leader = self._leader
-            if leader is not None:
-                self._look_after_others(leader)
-            else:
-                self._tell_leader()
+            try:
+                leader = self._leader
+                if leader is not None:
+                    self._look_after_others(leader)
+                else:
+                    self._tell_leader()
+            except Exception:
+                # A node without beats would be lost in silence: say it, and go on.
+                text = traceback.format_exc()
+                if text not in self._failed_beats:
+                    self._failed_beats.add(text)
+                    say(f"an error between launchers, which go on:\n{printable(text, 5000)}")
 
     def _look_after_others(self, leader: Leader) -> None:
         with self._lock:
             self._look()
             quiet = leader.members.quiet(time.monotonic(), _QUIET_S)
-        for node in gone(quiet):
+        for node in gone(quiet, self._key):
             with self._lock:
                 leader.members.lose(node.name, "ended")
         if self._master != (self.me.address, self.me.port) and leader.members.number:
-            announce(self._master, self.me, leader.members.number)
+            announce(self._master, self.me, leader.members.number, self._key)
 
     def _look(self) -> None:
         """On the leading node: refresh its own view."""
@@ -297,7 +316,12 @@ class Rendezvous:
     def _tell_leader(self) -> None:
         message = {"op": "beat", "node": asdict(self.me), "nodes": [self.least, self.most]}
         try:
-            answer = ask(*self._where, message)
+            answer = ask(*self._where, message, self._key)
+        except Refused as error:
+            if self._refused is None:
+                say(f"the launcher at {self._where[0]}:{self._where[1]}: {error}")
+            self._refused = str(error)
+            return
         except Gone:
             self._refusals += 1
             if self._refusals >= _REFUSALS and self.me.round:
@@ -305,7 +329,7 @@ class Rendezvous:
             return
         except OSError:
             return
-        self._refusals = 0
+        self._refusals, self._refused = 0, None
         with self._lock:
             new = self._leader is None and self._take(answer)
         if new:
@@ -314,11 +338,11 @@ class Rendezvous:
     def _take(self, answer: Message) -> bool:
         """Note what the leader says. True: it was restarted and knows nothing of the run."""
         if "problem" in answer:
-            self._problem = str(answer["problem"])
+            self._problem = printable(str(answer["problem"]))
             return False
         try:
             if "ask" in answer:
-                self._where = (str(answer["ask"][0]), int(answer["ask"][1]))
+                self._where = _WHERE.validate_python(answer["ask"])
                 return False
             view, before = parse_view(answer), self._view
         except (KeyError, TypeError, ValueError):
@@ -338,14 +362,14 @@ class Rendezvous:
             if node.name == self.me.name:
                 with self._lock:
                     self._leader = Leader.in_place_of(
-                        view, self.least, self.most, self.me, self.timeout_s
+                        view, self.least, self.most, self.me, self.timeout_s, self._key
                     )
                     self._where = (self.me.address, self.me.port)
                     self._look()
                 say(f"{view.leader.title} ended; {self.me.title} leads the run from now on")
                 return
             try:
-                ask(node.address, node.port, {"op": "ping"})
+                ask(node.address, node.port, {"op": "ping"}, self._key)
                 self._where, self._refusals = (node.address, node.port), 0
                 return
             except Gone:
@@ -380,8 +404,8 @@ class Rendezvous:
             return
         error: Ended | None = None
         if view.ended is not None:
-            error = Ended(f"{view.ended['title']} ended the run:\n{view.ended['text']}")
-            error.exit_code = int(view.ended["code"])
+            error = Ended(f"{view.ended.title} ended the run:\n{view.ended.text}")
+            error.exit_code = view.ended.code
         elif view.finished and self._leader is None:
             error = Ended("the run has ended: nothing is left to do for this node")
             error.exit_code = 0
@@ -393,6 +417,8 @@ class Rendezvous:
         if self._leader is not None:
             waiting = [n for n in self._leader.members.nodes.values() if n.phase == "waiting"]
             return f"{len(waiting)} of at least {self.least} nodes came"
+        if self._refused is not None:
+            return self._refused
         silent = self._cut_off()
         if silent is not None and self.me.round:
             return (

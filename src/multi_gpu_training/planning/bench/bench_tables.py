@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.measure import memory_model
 from multi_gpu_training.measure.case import (
     SHORT,
     Case,
@@ -17,31 +18,8 @@ from multi_gpu_training.measure.case import (
     percentile,
     together,
 )
-from multi_gpu_training.measure.memory_model import (
-    SAFETY_MARGIN,
-    FitVerdict,
-    MemoryModel,
-    MemoryPoint,
-    available_bytes,
-)
-from multi_gpu_training.planning.bench.result_table import (
-    GRAPH,
-    MEMORY,
-    PEAK_BAR,
-    SAMPLES,
-    SAMPLES_BAR,
-    SPREAD,
-    STEP,
-    STEP_BAR,
-    Column,
-    ResultTable,
-    Row,
-    case_name,
-    memory,
-    milliseconds,
-    number,
-    ratio,
-)
+from multi_gpu_training.planning.bench import result_table as show
+from multi_gpu_training.planning.bench.result_table import Column, ResultTable, Row
 
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 SILENT = "without exchange"
@@ -63,35 +41,42 @@ def compare_modes(
 ) -> ResultTable:
     """Measure each mode on `ranks` ranks, and DDP once more without its exchange."""
     cases = [_mode_case(mode, ranks, unit) for mode in modes]
-    asked = list(cases)
-    for case in cases:
-        if case.mode is DDP:
-            asked.append(replace(case, name=f"{case.name} {SILENT}", silent=True))
-    parts = {name: together(found) for name, found in interleaved(measure, asked, repeats).items()}
-    found = [parts[case.name] for case in cases]
-    rows = [part.row() for part in found]
-    base = next((part for part in found if part.ok), None)
-    for part, row in zip(found, rows, strict=True):
-        row["speedup"] = part.samples_per_s / base.samples_per_s if part.ok and base else None
-        row |= _exposed(part, parts.get(f"{part.case.name} {SILENT}"))
+    silent = [
+        replace(case, name=f"{case.name} {SILENT}", silent=True)
+        for case in cases
+        if case.mode is DDP
+    ]
+    found = interleaved(measure, [*cases, *silent], repeats)
+    parts = {name: together(repeated) for name, repeated in found.items()}
+    rows = [parts[case.name].row() for case in cases]
+    for case, row, speedup in zip(cases, rows, show.speedups(rows), strict=True):
+        row["speedup"] = speedup
+        row |= _exposed(parts[case.name], parts.get(f"{case.name} {SILENT}"))
     return ResultTable(
         kind="modes",
-        title=f"One model, {ranks} {unit}{'s' if ranks > 1 else ''}",
-        columns=_mode_columns(unit),
-        rows=rows,
-        bars=[
-            SAMPLES_BAR,
-            STEP_BAR,
-            PEAK_BAR,
+        title=f"One model, {show.counted(ranks, unit)}",
+        columns=[
+            Column("", show.case_name),
+            Column(f"batch per {unit}", lambda row: show.number(row["per_rank_batch"])),
+            Column("global batch", lambda row: show.number(row["global_batch"])),
+            show.SAMPLES,
+            Column("speed", lambda row: show.ratio(row["speedup"])),
+            show.STEP,
+            show.SPREAD,
+            show.MEMORY,
+            Column("waits for exchange", _waiting),
+            show.GRAPH,
         ],
+        rows=rows,
+        bars=[show.SAMPLES_BAR, show.STEP_BAR, show.PEAK_BAR],
         notes=_mode_notes(rows, unit),
     )
 
 
-def _mode_case(mode: TrainingMode, ranks: int, unit: str = "GPU") -> Case:
+def _mode_case(mode: TrainingMode, ranks: int, unit: str) -> Case:
     alone = mode is TrainingMode.SINGLE or (mode is TrainingMode.DATA_PARALLEL and unit != "GPU")
     copies = 1 if alone else ranks
-    return Case(f"{SHORT[mode]}, {copies} {unit}{'s' if copies > 1 else ''}", mode, copies)
+    return Case(f"{SHORT[mode]}, {show.counted(copies, unit)}", mode, copies)
 
 
 def _exposed(part: CaseResult, silent: CaseResult | None) -> dict[str, Any]:
@@ -120,29 +105,14 @@ def _exposed(part: CaseResult, silent: CaseResult | None) -> dict[str, Any]:
     return nothing
 
 
-def _mode_columns(unit: str) -> list[Column]:
-    return [
-        Column("", case_name),
-        Column(f"batch per {unit}", lambda row: number(row["per_rank_batch"])),
-        Column("global batch", lambda row: number(row["global_batch"])),
-        SAMPLES,
-        Column("speed", lambda row: ratio(row["speedup"])),
-        STEP,
-        SPREAD,
-        MEMORY,
-        Column("waits for exchange", _waiting),
-        GRAPH,
-    ]
-
-
 def _waiting(row: Row) -> str:
     value = row["exposed_s"]
     if value is None:
         return "-"
     noise = row["exposed_noise_s"]
     if noise is not None and value < noise:
-        return f"< {milliseconds(noise)}"
-    return f"{milliseconds(value)} ({value / row['step_p50_s']:.0%})"
+        return f"< {show.milliseconds(noise)}"
+    return f"{show.milliseconds(value)} ({value / row['step_p50_s']:.0%})"
 
 
 def _mode_notes(rows: list[Row], unit: str) -> list[str]:
@@ -180,60 +150,56 @@ def compare_batch_sizes(
 ) -> ResultTable:
     """Measure each size per rank, from the smallest on; beyond the first that does not fit, none
     is tried."""
-    found: dict[int, CaseResult] = {}
+    rows: list[Row] = []
     too_large: int | None = None
     for size in sorted(set(sizes)):
         case = Case(f"batch {size}", mode, ranks, {"batch_size": size})
-        if too_large is not None:
+        # What is larger needs more memory still: a try would only cost minutes.
+        if too_large is None:
+            part = together(interleaved(measure, [case], repeats)[case.name])
+        else:
             reason = f"not tried: {too_large} was out of memory"
-            found[size] = CaseResult(case, failure=Failure.OUT_OF_MEMORY, error=reason)
-            continue
-        found[size] = together(interleaved(measure, [case], repeats)[case.name])
-        if found[size].out_of_memory:
+            part = CaseResult(case, failure=Failure.OUT_OF_MEMORY, error=reason)
+        if part.out_of_memory and too_large is None:
             too_large = size
-    rows = [_batch_row(size, part, found, ranks) for size, part in found.items()]
+        total = part.facts.get("global_batch", size * ranks)
+        rows.append({**part.row(), "batch_size": size, "total_batch": total})
+    for row, speedup in zip(rows, show.speedups(rows), strict=True):
+        row["relative_speed"] = speedup
     report = ResultTable(
         kind="batch sizes",
-        title=f"Samples per {unit}, {ranks} {unit}{'s' if ranks > 1 else ''}",
+        title=f"Samples per {unit}, {show.counted(ranks, unit)}",
         columns=[
-            Column(f"per-{unit} batch", lambda row: number(row["batch_size"])),
-            Column("total batch", lambda row: number(row["total_batch"])),
+            Column(f"per-{unit} batch", lambda row: show.number(row["batch_size"])),
+            Column("total batch", lambda row: show.number(row["total_batch"])),
             Column(f"memory/{unit}", _fitting),
             Column("training speed", _relative_speed),
-            SAMPLES,
-            STEP,
-            SPREAD,
-            GRAPH,
+            show.SAMPLES,
+            show.STEP,
+            show.SPREAD,
+            show.GRAPH,
         ],
         rows=rows,
-        bars=[SAMPLES_BAR, PEAK_BAR],
+        bars=[show.SAMPLES_BAR, show.PEAK_BAR],
     )
     _recommend(report, unit)
     return report
 
 
-def _batch_row(size: int, part: CaseResult, found: dict[int, CaseResult], ranks: int) -> Row:
-    base = next((other for other in found.values() if other.ok), None)
-    relative = part.samples_per_s / base.samples_per_s if part.ok and base else None
-    total = part.facts.get("global_batch", size * ranks)
-    return {**part.row(), "batch_size": size, "total_batch": total, "relative_speed": relative}
-
-
 def _fitting(row: Row) -> str:
-    if row["error"] and not row["out_of_memory"]:
-        return f"failed: {row['error'].splitlines()[0]}"
-    if row["error"] and row["error"].startswith("not tried"):
+    error = row["error"] or ""
+    if error and not row["out_of_memory"]:
+        return f"failed: {error.splitlines()[0]}"
+    if error.startswith("not tried"):
         return "not tried"
-    return "out of memory" if row["out_of_memory"] else memory(row["peak_bytes"])
+    return "out of memory" if row["out_of_memory"] else show.memory(row["peak_bytes"])
 
 
 def _relative_speed(row: Row) -> str:
     value = row["relative_speed"]
-    if value is None:
-        return "-"
     if value == 1:
         return "baseline"
-    return f"{value:.2f}x {'faster' if value > 1 else 'slower'}" if value > 1 else f"{value:.2f}x"
+    return show.ratio(value) + (" faster" if value is not None and value > 1 else "")
 
 
 def _recommend(report: ResultTable, unit: str) -> None:
@@ -244,29 +210,27 @@ def _recommend(report: ResultTable, unit: str) -> None:
         report.notes.append("No size could be measured.")
         report.notes += [f"{row['case']}: {row['error']}" for row in report.rows]
         return
-    fits = [row for row in good if _verdict(row) is FitVerdict.FITS]
-    if not fits:
-        fits = good[:1]
+    fits = [row for row in good if _leaves_room(row)] or good[:1]
     best = max(row["samples_per_s"] for row in fits)
     chosen = next(row for row in fits if row["samples_per_s"] >= NEAR_BEST * best)
     report.recommended = {"batch_size": chosen["batch_size"]}
-    speed, peak = f"{chosen['samples_per_s']:,.0f} samples/s", memory(chosen["peak_bytes"])
+    speed, peak = f"{chosen['samples_per_s']:,.0f} samples/s", show.memory(chosen["peak_bytes"])
+    free = f"{memory_model.SAFETY_MARGIN:.0%} of the memory free"
     report.notes.append(
         f"Recommended: batch_size={chosen['batch_size']} per {unit} ({speed}, {peak}), the "
-        f"smallest within {1 - NEAR_BEST:.0%} of the fastest that leaves {SAFETY_MARGIN:.0%} of "
-        f"the memory free. Each step then takes {chosen['total_batch']:,} samples; choose the "
-        "learning rate for that (lr_scaling)."
+        f"smallest within {1 - NEAR_BEST:.0%} of the fastest that leaves {free}. Each step then "
+        f"takes {chosen['total_batch']:,} samples; choose the learning rate for that (lr_scaling)."
     )
 
 
-def _verdict(row: Row) -> FitVerdict:
-    """Whether a size that was trained leaves enough memory free."""
-    room = available_bytes(row)
-    point = MemoryPoint(row["batch_size"], row["peak_bytes"], row["reserved_bytes"])
-    model = MemoryModel.from_points([point])
+def _leaves_room(row: Row) -> bool:
+    """Whether a size that was trained leaves enough memory free, or nobody knows."""
+    room, size = memory_model.available_bytes(row), row["batch_size"]
+    point = memory_model.MemoryPoint(size, row["peak_bytes"], row["reserved_bytes"])
+    model = memory_model.MemoryModel.from_points([point])
     if room is None or model is None:
-        return FitVerdict.FITS
-    return model.verdict(point.per_rank_batch, room)
+        return True
+    return model.verdict(size, room) is memory_model.FitVerdict.FITS
 
 
 # Precision
@@ -276,6 +240,7 @@ def compare_precisions(
     measure: Measure, mode: TrainingMode, ranks: int, repeats: int = 1, unit: str = "GPU"
 ) -> ResultTable:
     """All cases take the same global batch; with accumulation it is taken in parts."""
+    # The first case shows how large the batch is, before it can be cut into parts.
     probe = measure(Case("FP32", mode, ranks, FP32))
     cases = [Case("FP32", mode, ranks, FP32), Case("mixed precision", mode, ranks, MIXED)]
     parts = 1
@@ -283,38 +248,35 @@ def compare_precisions(
         batch, before = probe.facts["per_rank_batch"], probe.facts["accumulation"]
         parts = next((part for part in PARTS if batch % part == 0), 1)
         if parts > 1:
-            settings = {
-                **MIXED,
-                "batch_size": batch // parts,
-                "gradient_accumulation_steps": before * parts,
-            }
-            name = f"mixed precision + accumulation {before * parts}"
-            cases.append(Case(name, mode, ranks, settings))
+            accumulation = before * parts
+            share = {"batch_size": batch // parts, "gradient_accumulation_steps": accumulation}
+            name = f"mixed precision + accumulation {accumulation}"
+            cases.append(Case(name, mode, ranks, {**MIXED, **share}))
     found = interleaved(measure, cases, repeats, begun=[probe])
     rows = [together(found[case.name]).row() for case in cases]
     base = rows[0]
-    for row in rows:
+    for row in rows:  # against FP32, or nothing where that failed
         known = row["samples_per_s"] is not None and base["samples_per_s"] is not None
         row["speedup"] = row["samples_per_s"] / base["samples_per_s"] if known else None
         row["memory_ratio"] = row["peak_bytes"] / base["peak_bytes"] if known else None
     report = ResultTable(
         kind="precision",
-        title=f"Precision, {ranks} {unit}{'s' if ranks > 1 else ''}",
+        title=f"Precision, {show.counted(ranks, unit)}",
         columns=[
-            Column("configuration", case_name),
+            Column("configuration", show.case_name),
             Column("arithmetic", lambda row: row["precision"] or "-"),
-            MEMORY,
-            Column("of FP32's", lambda row: ratio(row["memory_ratio"])),
-            Column("speedup", lambda row: ratio(row["speedup"])),
-            SAMPLES,
-            Column(f"batch per {unit}", lambda row: number(row["per_rank_batch"])),
-            Column("global batch", lambda row: number(row["global_batch"])),
-            STEP,
-            SPREAD,
-            GRAPH,
+            show.MEMORY,
+            Column("of FP32's", lambda row: show.ratio(row["memory_ratio"])),
+            Column("speedup", lambda row: show.ratio(row["speedup"])),
+            show.SAMPLES,
+            Column(f"batch per {unit}", lambda row: show.number(row["per_rank_batch"])),
+            Column("global batch", lambda row: show.number(row["global_batch"])),
+            show.STEP,
+            show.SPREAD,
+            show.GRAPH,
         ],
         rows=rows,
-        bars=[SAMPLES_BAR, PEAK_BAR],
+        bars=[show.SAMPLES_BAR, show.PEAK_BAR],
     )
     if probe.ok and parts == 1:
         report.notes.append(

@@ -97,8 +97,35 @@ class ResultTable:
         }
 
     def plot(self, path: Path | str) -> Path:
-        """A picture of the numbers that are compared."""
-        return _draw(self, Path(path))
+        """Draw one panel per number and one bar per row; rows without the number are named too."""
+        # A figure of its own, without pyplot: no window system is asked and no state is left.
+        from matplotlib.figure import Figure
+
+        bars = list(self.bars)
+        names = [str(row.get("case", "")) for row in self.rows]
+        height = 1.2 + 0.38 * max(1, len(names))
+        figure = Figure(figsize=(4.2 * max(1, len(bars)), height), layout="constrained")
+        panels = figure.subplots(1, max(1, len(bars)), squeeze=False)[0]
+        for index, (panel, bar) in enumerate(zip(panels, bars, strict=False)):
+            values = [row.get(bar.key) for row in self.rows]
+            shown = [(value or 0.0) * bar.scale for value in values]
+            panel.barh(range(len(names)), shown, color="#4c78a8")
+            for place, (row, value) in enumerate(zip(self.rows, values, strict=True)):
+                end = shown[place]
+                if value is not None and bar.low and bar.high:
+                    low, end = row[bar.low] * bar.scale, row[bar.high] * bar.scale
+                    panel.plot([low, end], [place, place], color="black", linewidth=1)
+                text = " none" if value is None else f" {shown[place]:,.4g}"
+                panel.text(end, place, text, va="center", fontsize=8)
+            panel.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
+            panel.invert_yaxis()
+            panel.margins(x=0.25)
+            panel.set_title(bar.title, fontsize=10)
+        figure.suptitle(self.title, fontsize=11)
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+        return path
 
     def save(self, folder: Path | str, name: str = "bench") -> list[Path]:
         """Write NAME.json, NAME.md and NAME.png."""
@@ -114,7 +141,7 @@ class ResultTable:
 
 
 def machine() -> dict[str, Any]:
-    import torch
+    import torch  # not at the top: it takes seconds, and a table needs none of it
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
@@ -152,6 +179,18 @@ def share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
+def counted(count: int, unit: str) -> str:
+    """As in `1 GPU` and `2 CPU ranks`."""
+    return f"{count} {unit}{'s' if count != 1 else ''}"
+
+
+def speedups(rows: Sequence[Row]) -> list[float | None]:
+    """Samples per second of each row against the first that has some."""
+    rates = [row["samples_per_s"] for row in rows]
+    base = next(filter(None, rates), None)
+    return [rate / base if rate and base else None for rate in rates]
+
+
 def case_name(row: Row) -> str:
     """With the reason where there is nothing to show."""
     if row.get("out_of_memory"):
@@ -161,53 +200,18 @@ def case_name(row: Row) -> str:
     return str(row["case"])
 
 
+def _spread(row: Row) -> str:
+    if row["step_p10_s"] is None:
+        return "-"
+    return f"{milliseconds(row['step_p10_s'])} - {milliseconds(row['step_p90_s'])}"
+
+
 STEP = Column("step", lambda row: milliseconds(row["step_p50_s"]))
-SPREAD = Column(
-    "10 % - 90 %",
-    lambda row: (
-        "-"
-        if row["step_p10_s"] is None
-        else f"{milliseconds(row['step_p10_s'])} - {milliseconds(row['step_p90_s'])}"
-    ),
-)
+SPREAD = Column("10 % - 90 %", _spread)
 SAMPLES = Column("samples/s", lambda row: number(row["samples_per_s"]))
 MEMORY = Column("memory", lambda row: memory(row["peak_bytes"]))
-GRAPH = Column(
-    "as a graph",
-    lambda row: "-" if row["graph_share"] is None else f"{row['graph_share']:.0%}",
-)
+GRAPH = Column("as a graph", lambda row: share(row["graph_share"]))
 
 SAMPLES_BAR = Bar("samples/s", "samples_per_s")
 STEP_BAR = Bar("median step and 10 - 90 %, ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
 PEAK_BAR = Bar("peak memory, MB", "peak_bytes", 2**-20)
-
-
-def _draw(report: ResultTable, path: Path) -> Path:
-    """One panel per number, one bar per row. Rows without the number are named all the same."""
-    # A figure of its own, without pyplot: no window system is asked and no state is left.
-    from matplotlib.figure import Figure
-
-    bars = list(report.bars)
-    names = [str(row.get("case", "")) for row in report.rows]
-    height = 1.2 + 0.38 * max(1, len(names))
-    figure = Figure(figsize=(4.2 * max(1, len(bars)), height), layout="constrained")
-    panels = figure.subplots(1, max(1, len(bars)), squeeze=False)[0]
-    for index, (panel, bar) in enumerate(zip(panels, bars, strict=False)):
-        values = [row.get(bar.key) for row in report.rows]
-        shown = [(value or 0.0) * bar.scale for value in values]
-        panel.barh(range(len(names)), shown, color="#4c78a8")
-        for place, (row, value) in enumerate(zip(report.rows, values, strict=True)):
-            end = shown[place]
-            if value is not None and bar.low and bar.high:
-                low, end = row[bar.low] * bar.scale, row[bar.high] * bar.scale
-                panel.plot([low, end], [place, place], color="black", linewidth=1)
-            text = " none" if value is None else f" {shown[place]:,.4g}"
-            panel.text(end, place, text, va="center", fontsize=8)
-        panel.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
-        panel.invert_yaxis()
-        panel.margins(x=0.25)
-        panel.set_title(bar.title, fontsize=10)
-    figure.suptitle(report.title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    return path

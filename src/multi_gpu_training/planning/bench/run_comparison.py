@@ -11,19 +11,8 @@ from typing import Any
 import yaml
 
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.planning.bench.result_table import (
-    MEMORY,
-    PEAK_BAR,
-    SAMPLES,
-    SAMPLES_BAR,
-    Column,
-    ResultTable,
-    Row,
-    case_name,
-    number,
-    ratio,
-    share,
-)
+from multi_gpu_training.planning.bench import result_table as show
+from multi_gpu_training.planning.bench.result_table import Column, ResultTable, Row
 
 # Under which names results come, and in which unit ours is.
 THROUGHPUT = ("samples_per_s", "avg_throughput", "throughput", "samples_per_second")
@@ -59,18 +48,18 @@ def comparison_report(
         kind="comparison",
         title=title,
         columns=[
-            Column("", case_name),
+            Column("", show.case_name),
             Column("training mode", lambda row: str(row["mode"] or "-")),
-            Column("GPUs", lambda row: number(row["ranks"])),
-            Column("batch size", lambda row: number(row["per_rank_batch"])),
-            SAMPLES,
-            Column("speedup", lambda row: ratio(row["speedup"])),
-            Column("efficiency", lambda row: share(row["efficiency"])),
-            MEMORY,
+            Column("GPUs", lambda row: show.number(row["ranks"])),
+            Column("batch size", lambda row: show.number(row["per_rank_batch"])),
+            show.SAMPLES,
+            Column("speedup", lambda row: show.ratio(row["speedup"])),
+            Column("efficiency", lambda row: show.share(row["efficiency"])),
+            show.MEMORY,
             *(Column(name, _metric(name)) for name in known),
         ],
         rows=rows,
-        bars=[SAMPLES_BAR, PEAK_BAR],
+        bars=[show.SAMPLES_BAR, show.PEAK_BAR],
         notes=_notes(rows),
     )
     if out is not None:
@@ -94,18 +83,16 @@ def _rows(results: ResultTable | Mapping[str, Any] | Iterable[Any]) -> Iterable[
 
 
 def _from_any(name: str | None, value: Any) -> Iterable[Row]:
-    folder = getattr(value, "folder", None)
+    place = getattr(value, "folder", value)  # what `fit` returns knows its folder
     if isinstance(value, ResultTable):
         yield from _rows(value)
     elif isinstance(value, Mapping):
         yield _from_summary(name or "run", value)
-    elif isinstance(value, (str, Path)) and Path(value).suffix == ".json":
-        for row in _bench_file(Path(value)):
+    elif isinstance(place, (str, Path)) and Path(place).suffix == ".json":
+        for row in _bench_file(Path(place)):
             yield _from_summary(str(row["case"]), row)
-    elif isinstance(folder, (str, Path)):
-        yield _from_folder(name, Path(folder))
-    elif isinstance(value, (str, Path)):
-        yield _from_folder(name, Path(value))
+    elif isinstance(place, (str, Path)):
+        yield _from_folder(name, Path(place))
     else:
         raise ConfigError(
             f"comparison_report cannot read {name or 'a result'}, a {type(value).__name__}; give "
@@ -117,7 +104,7 @@ def _from_summary(name: str, value: Mapping[str, Any]) -> Row:
     gigabytes = _first(value, GIGABYTES)
     peak = value.get("peak_bytes")
     if peak is None and gigabytes is not None:
-        peak = float(gigabytes) * 2**30
+        peak = float(gigabytes) * 2**30  # some summaries count in GB
     metrics = value.get("metrics")
     if metrics is None:
         metrics = {k: value[k] for k in ("loss", "accuracy", "f1") if _is_number(value.get(k))}
@@ -159,6 +146,7 @@ def _from_folder(name: str | None, folder: Path) -> Row:
     return {
         "case": name or f"{folder.parent.name}/{folder.name}",
         "mode": config.get("training_mode"),
+        # The last line: an elastic run may have changed its size.
         "ranks": lines[-1].get("world_size") if lines else None,
         "per_rank_batch": config.get("batch_size"),
         "samples_per_s": median(rates) if rates else None,
@@ -192,14 +180,11 @@ def _bench_file(path: Path) -> list[Row]:
 
 
 def _relate(rows: list[Row]) -> None:
-    base = next((row for row in rows if row["samples_per_s"]), None)
-    for row in rows:
-        row["speedup"] = row["efficiency"] = None
-        if base is None or not row["samples_per_s"]:
-            continue
-        row["speedup"] = row["samples_per_s"] / base["samples_per_s"]
-        if row["ranks"] and base["ranks"]:
-            row["efficiency"] = row["speedup"] * base["ranks"] / row["ranks"]
+    ranks = next((row["ranks"] for row in rows if row["samples_per_s"]), None)
+    for row, speedup in zip(rows, show.speedups(rows), strict=True):
+        row["speedup"], row["efficiency"] = speedup, None
+        if speedup is not None and ranks and row["ranks"]:
+            row["efficiency"] = speedup * ranks / row["ranks"]
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

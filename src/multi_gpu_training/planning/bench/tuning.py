@@ -8,30 +8,15 @@ from statistics import median
 from typing import Any
 
 from multi_gpu_training.config import TrainingMode
-from multi_gpu_training.measure.case import (
-    Case,
-    CaseResult,
-    Measure,
-    percentile,
-    together,
-)
-from multi_gpu_training.planning.bench.result_table import (
-    MEMORY,
-    PEAK_BAR,
-    SAMPLES,
-    SAMPLES_BAR,
-    STEP,
-    Column,
-    ResultTable,
-    case_name,
-    ratio,
-)
+from multi_gpu_training.measure.case import Case, CaseResult, Measure, percentile, together
+from multi_gpu_training.planning.bench import result_table as show
+from multi_gpu_training.planning.bench.result_table import Column, ResultTable
 
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 DEFAULT, AGAIN, COMBINED = "as configured", "as configured, again", "winners together"
 # If its best steps are slower than this in the first round, it is not measured again.
 HOPELESS = 1.2
-LEAST_GAIN = 0.01
+LEAST_GAIN = 0.01  # a change of settings must be worth the reader's time
 
 
 @dataclass(frozen=True)
@@ -92,6 +77,7 @@ def tune(
     measurements, and does so again when it is measured once more.
     """
     default, again = TuningTrial(Candidate(DEFAULT, {})), TuningTrial(Candidate(AGAIN, {}))
+    # The config is measured under two names: by how much the two differ is noise.
     run_round(measure, ranks, [default, again])
     if not (default.ok and again.ok):
         reason = next(part.error for part in [*default.parts, *again.parts] if not part.ok)
@@ -105,21 +91,23 @@ def tune(
         run_round(measure, ranks, [default, again, *hopeful(trials, default)])
     base = [*default.times, *again.times]
     winners = [trial for trial in trials if judge(trial, base, repeats, allow_compression)]
-    shown, notes = [default, again, *trials], [spread_note(base)]
+    apart = (max(base) - min(base)) / median(base)
+    notes = [
+        f"The config was measured {len(base)} times; the times differ by {apart:.1%}, which a "
+        "winner must exceed."
+    ]
+    finalists: list[TuningTrial] = []
     chosen: dict[str, Any] = {}
+    note = (
+        "No candidate beats the config by more than the spread: keep it. Nothing here is worth a "
+        "change."
+    )
     if winners:
-        final = confirm(measure, ranks, winners, repeats)
-        shown += final.shown
-        chosen = final.settings
-        notes.append(final.note)
-    else:
-        notes.append(
-            "No candidate beats the config by more than the spread: keep it. "
-            "Nothing here is worth a change."
-        )
+        finalists, chosen, note = confirm(measure, ranks, winners, repeats)
+    notes.append(note)
     if ranks == 1:
         notes.append("One rank exchanges nothing: tune on as many as you train on.")
-    return table(ranks, unit, shown, notes, chosen)
+    return table(ranks, unit, [default, again, *trials, *finalists], notes, chosen)
 
 
 def run_round(measure: Measure, ranks: int, trials: Sequence[TuningTrial]) -> None:
@@ -135,6 +123,7 @@ def hopeful(trials: Sequence[TuningTrial], default: TuningTrial) -> list[TuningT
         if not trial.ok:
             continue
         first = trial.parts[0]
+        # Its best steps, so that a neighbour who slowed the others down does not end it.
         best = percentile(first.step_times_s, 10) / first.samples_per_step
         if best < HOPELESS * default.times[0]:
             kept.append(trial)
@@ -174,16 +163,13 @@ def judge(trial: TuningTrial, base: Sequence[float], repeats: int, allow_compres
     return True
 
 
-@dataclass
-class Final:
-    shown: list[TuningTrial]
-    settings: dict[str, Any]
-    note: str
-
-
-def confirm(measure: Measure, ranks: int, winners: list[TuningTrial], repeats: int) -> Final:
-    """Measure the best winner, and all of them together, against the config once more."""
+def confirm(
+    measure: Measure, ranks: int, winners: list[TuningTrial], repeats: int
+) -> tuple[list[TuningTrial], dict[str, Any], str]:
+    """Measure the best winner, and all of them together, against the config once more: what was
+    measured, the settings to choose, and why."""
     best = min(winners, key=lambda trial: median(trial.times))
+    # All anew: the winners were picked for being fast, so their old times flatter them.
     base = TuningTrial(Candidate(DEFAULT, {}))
     second = TuningTrial(replace(best.candidate, name=f"{best.candidate.name}, once more"))
     finalists = [second]
@@ -196,30 +182,23 @@ def confirm(measure: Measure, ranks: int, winners: list[TuningTrial], repeats: i
         trial.verdict = "confirmed" if trial in good else "not confirmed"
     if not good:
         note = f"{best.candidate.name} was faster, but not again: keep the config as it is."
-        return Final(finalists, {}, note)
+        return finalists, {}, note
     chosen = min(good, key=lambda trial: median(trial.times))
     if chosen is not second and second in good and not beats(chosen.times, second.times):
         chosen = second  # the simpler of two that are not told apart
     faster = median(base.times) / median(chosen.times)
     name = best.candidate.name if chosen is second else COMBINED
     note = f"Chosen: {name}, {faster:.2f}x the samples/s of the config."
-    return Final(finalists, dict(chosen.candidate.settings), note)
+    return finalists, dict(chosen.candidate.settings), note
 
 
 def combine(winners: Sequence[TuningTrial]) -> dict[str, Any]:
     """Every winner's settings; of two that set the same, the faster one's."""
     settings: dict[str, Any] = {}
+    # The fastest comes last and so has the last word.
     for trial in sorted(winners, key=lambda trial: median(trial.times), reverse=True):
         settings |= trial.candidate.settings
     return settings
-
-
-def spread_note(base: Sequence[float]) -> str:
-    apart = (max(base) - min(base)) / median(base)
-    return (
-        f"The config was measured {len(base)} times; the times differ by {apart:.1%}, which a "
-        "winner must exceed."
-    )
 
 
 def table(
@@ -228,29 +207,31 @@ def table(
     base = trials[0]
     rows = []
     for trial in trials:
-        row = together(trial.parts).row()
-        row["settings"] = dict(trial.candidate.settings)
-        row["rounds"] = len(trial.parts)
-        row["relative_speed"] = (
-            median(base.times) / median(trial.times) if trial.ok and base.ok else None
+        known = trial.ok and base.ok
+        rows.append(
+            {
+                **together(trial.parts).row(),
+                "settings": dict(trial.candidate.settings),
+                "rounds": len(trial.parts),
+                "relative_speed": median(base.times) / median(trial.times) if known else None,
+                "verdict": trial.verdict,
+                "changes": trial.candidate.changes or None,
+            }
         )
-        row["verdict"] = trial.verdict
-        row["changes"] = trial.candidate.changes or None
-        rows.append(row)
     return ResultTable(
         kind="tune",
-        title=f"DDP settings, {ranks} {unit}{'s' if ranks > 1 else ''}",
+        title=f"DDP settings, {show.counted(ranks, unit)}",
         columns=[
-            Column("setting", case_name),
+            Column("setting", show.case_name),
             Column("rounds", lambda row: str(row["rounds"])),
-            Column("speed", lambda row: ratio(row["relative_speed"])),
-            SAMPLES,
-            STEP,
-            MEMORY,
+            Column("speed", lambda row: show.ratio(row["relative_speed"])),
+            show.SAMPLES,
+            show.STEP,
+            show.MEMORY,
             Column("verdict", lambda row: str(row["verdict"] or "-")),
         ],
         rows=rows,
-        bars=[SAMPLES_BAR, PEAK_BAR],
+        bars=[show.SAMPLES_BAR, show.PEAK_BAR],
         notes=notes,
         recommended=chosen,
     )

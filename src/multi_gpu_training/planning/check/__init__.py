@@ -14,5 +14,5 @@ checkup           all of it in order, on one machine or many
 check_report      what a line says, the report they make, and how a terminal shows it
 topology          who takes part, and where the ranks meet
 watched_process   programs in child processes, with a time limit
-nvml              NVIDIA's library, asked defensively
+nvml              NVIDIA's library, asked defensively, and what it tells of a GPU
 """

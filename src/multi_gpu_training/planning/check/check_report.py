@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -34,43 +34,50 @@ class Finding:
     host: str = ""
 
     def plain(self) -> dict[str, Any]:
-        return {
-            "group": self.group,
-            "topic": self.topic,
-            "level": self.level.value,
-            "text": self.text,
-            "remedy": self.remedy or None,
-            "host": self.host or None,
-            "facts": dict(self.facts),
-        }
+        """As JSON has it: null where there is nothing to do, or one machine alone."""
+        return {**asdict(self), "remedy": self.remedy or None, "host": self.host or None}
 
     @staticmethod
     def from_plain(raw: Mapping[str, Any]) -> Finding:
-        return Finding(
-            raw["group"],
-            raw["topic"],
-            Level(raw["level"]),
-            raw["text"],
-            raw["remedy"] or "",
-            raw["facts"],
-            raw["host"] or "",
-        )
+        known = {key: value for key, value in raw.items() if value is not None}
+        return Finding(**{**known, "level": Level(raw["level"])})
+
+
+@dataclass(frozen=True)
+class Topic:
+    """Makes the findings about one thing; `facts` go with each of them."""
+
+    group: str
+    name: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def passed(self, text: str, **facts: Any) -> Finding:
+        return Finding(self.group, self.name, Level.PASS, text, facts={**self.facts, **facts})
+
+    def warn(self, text: str, remedy: str, **facts: Any) -> Finding:
+        return Finding(self.group, self.name, Level.WARN, text, remedy, {**self.facts, **facts})
+
+    def fail(self, text: str, remedy: str, **facts: Any) -> Finding:
+        return Finding(self.group, self.name, Level.FAIL, text, remedy, {**self.facts, **facts})
 
 
 @dataclass(frozen=True)
 class Group:
-    """Makes the findings of one heading."""
+    """A heading of the report, and the findings under it."""
 
     name: str
 
+    def about(self, topic: str, **facts: Any) -> Topic:
+        return Topic(self.name, topic, facts)
+
     def passed(self, topic: str, text: str, **facts: Any) -> Finding:
-        return Finding(self.name, topic, Level.PASS, text, facts=facts)
+        return self.about(topic).passed(text, **facts)
 
     def warn(self, topic: str, text: str, remedy: str, **facts: Any) -> Finding:
-        return Finding(self.name, topic, Level.WARN, text, remedy, facts)
+        return self.about(topic).warn(text, remedy, **facts)
 
     def fail(self, topic: str, text: str, remedy: str, **facts: Any) -> Finding:
-        return Finding(self.name, topic, Level.FAIL, text, remedy, facts)
+        return self.about(topic).fail(text, remedy, **facts)
 
 
 @dataclass
@@ -93,7 +100,7 @@ class CheckReport:
 
     @property
     def exit_code(self) -> int:
-        return 1 if self.count(Level.FAIL) else 0
+        return 1 if self.count(Level.FAIL) else 0  # warnings do not stop a script
 
     def plain(self) -> dict[str, Any]:
         """What `--json` prints."""
@@ -171,8 +178,7 @@ class Printer:
             self.console.print(Text(line, STYLES[level]), soft_wrap=True)
 
     def say(self, text: str) -> None:
-        indent = "  " if not text.startswith("- ") else "    "
-        for line in textwrap.wrap(
-            text, self.console.width, initial_indent="  ", subsequent_indent=indent
-        ):
+        indent = "    " if text.startswith("- ") else "  "  # under the words of a list item
+        wide = self.console.width
+        for line in textwrap.wrap(text, wide, initial_indent="  ", subsequent_indent=indent):
             self.console.print(Text(line), soft_wrap=True)

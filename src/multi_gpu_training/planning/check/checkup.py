@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.planning.check import machine, software
 from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Level
-from multi_gpu_training.planning.check.devices import Gpu, VisibleGpus, used_gpus
-from multi_gpu_training.planning.check.links import Port, Ports
+from multi_gpu_training.planning.check.devices import used_gpus
 from multi_gpu_training.planning.check.network_check import network_gbps
-from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.nvml import Gpu, Nvml, Port
 from multi_gpu_training.planning.check.rank_trial import (
     GROUP,
+    MEETING,
     dismiss,
     find_failure,
     judge,
@@ -69,14 +69,6 @@ class Checkup:
         heard = bool(self.members) and bool(self.members[0].told("all_came"))
         return self.main or (self.topology.looks and not heard)
 
-    @property
-    def ranks_here(self) -> int:
-        return self.context.ranks_here
-
-    @property
-    def gpus(self) -> Sequence[Gpu]:
-        return (self.context.get(VisibleGpus) or VisibleGpus()).gpus
-
     def run(self) -> None:
         context = self.context
         if self.topology.looks:
@@ -86,10 +78,10 @@ class Checkup:
                 self.report.add([machine.free_memory(here, 1, 0)])
                 return
         found = software.look(context.nvml, self.env)
-        context.give(found)
         if self.options.device != "cpu":
             context.gpu_count = found.visible
         if self.topology.looks:  # one process of each machine does
+            self.report.add(software.judge(found, self.options.device))
             for one in all_checks():
                 self.report.add(one(context))
         self.report.add(self._together(found))
@@ -106,12 +98,13 @@ class Checkup:
             self.report.add([training_fit.GROUP.fail("training", "it was not tried", remedy)])
             return None
         self._let_go()  # what is measured next needs the GPUs to itself
-        for name in [name for name in os.environ if name in RANK_VARIABLES]:
-            del os.environ[name]  # the ranks that start now have their own
+        for name in RANK_VARIABLES:
+            os.environ.pop(name, None)  # the ranks that start now have their own
         gpus = used_gpus(self.context)
         here = machine.look(self.env)
-        free = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes)
-        count = self.ranks_here if not gpus else min(self.ranks_here, len(gpus))
+        count = min(self.context.ranks_here, len(gpus)) if gpus else self.context.ranks_here
+        # CPU ranks share the machine's memory; a GPU is one rank's.
+        share = min((gpu.free_bytes for gpu in gpus), default=here.memory_free_bytes // count)
         with tempfile.TemporaryDirectory(prefix="mgt-check-") as folder:
             runner = ScriptRunner(
                 command,
@@ -123,28 +116,25 @@ class Checkup:
                 ranks_at_hand=count,
                 say=say,
             )
-            share = free if gpus else free // count
-            trial = training_fit.Fitting(
-                runner, count, gpus, share, lambda one: self.report.add([one])
-            )
-            found = trial.measure()
+            found = training_fit.Fitting(runner, count, gpus, share, self._add).measure()
         if found is not None:
-            self.report.add(training_fit.judge(found, self._disk_free()))
+            free = [f.facts.get("free_bytes") for f in self.report.findings if f.topic == "disk"]
+            self.report.add(training_fit.judge(found, free[0] if free else None))
         return found
+
+    def _add(self, finding: Finding) -> None:
+        self.report.add([finding])
 
     def workers(self, ranks: int) -> int:
         """Loader workers that the cores here allow each rank."""
         return machine.workers_for(machine.look(self.env).usable_cores, ranks)
-
-    def _disk_free(self) -> int | None:
-        found = [f.facts.get("free_bytes") for f in self.report.findings if f.topic == "disk"]
-        return found[0] if found else None
 
     def finish(self) -> int:
         """The exit code: rank 0's for all that hear it. Call it when all is printed."""
         code = self.report.exit_code
         self._let_go()
         told = self.members[0].last("verdict") if self.members else None
+        # Nobody heard this process: leave rank 0 the time to say what it knows.
         if told is None and code and not self.speaks:
             time.sleep(LINGER_S)
         return max(told or 0, code)
@@ -161,21 +151,19 @@ class Checkup:
     @property
     def hardware(self) -> str:
         """What the ranks ran on, for the head of a curve."""
-        if not self.gpus:
+        if not self.context.gpus:
             return "CPU"
         names = " + ".join(sorted({gpu.name for gpu in used_gpus(self.context)}))
         if self.team is not None and self.team.backend == "gloo":
             return f"{names} shared, through host memory"
-        return f"{names}, {self._port(self.gpus[0]).describe()}"
+        return f"{names}, {self._port(self.context.gpus[0]).describe()}"
 
     def _together(self, found: software.Software) -> Iterator[Finding]:
         """Real ranks: those of this process, with those of the others."""
         blocked = [f for f in self.report.findings if f.level is Level.FAIL and _blocks(f)]
         together = self.topology.together
         if together and blocked:
-            yield GROUP.fail(
-                "meeting", "the ranks were not started", f"first fix: {blocked[0].topic}"
-            )
+            yield MEETING.fail("the ranks were not started", f"first fix: {blocked[0].topic}")
             return
         self.team = team = self.topology.team(self.context.gpu_count, self.options.timeout_s)
         self.members = try_out(team, self._facts(found))
@@ -185,10 +173,9 @@ class Checkup:
         for finding in judge(team, self.members, link):
             self.report.curve = finding.facts.get("curve", self.report.curve)
             yield finding
-        if len(self.gpus) == 1 and not together:
-            yield GROUP.passed(
-                "one GPU", "two ranks shared it over gloo: right, and no measure of speed"
-            )
+        if len(self.context.gpus) == 1 and not together:
+            text = "two ranks shared it over gloo: right, and no measure of speed"
+            yield GROUP.passed("one GPU", text)
             yield self._nccl_alone(team)
 
     def _nccl_alone(self, shared: Team) -> Finding:
@@ -210,7 +197,7 @@ class Checkup:
             "findings": [replace(one, facts={}).plain() for one in self.report.findings],
             "torch": found.torch,
             "nccl": found.nccl,
-            "gpus": [gpu.name for gpu in self.gpus],
+            "gpus": [gpu.name for gpu in self.context.gpus],
         }
 
     def _others(self, first: Watched, mine: software.Software) -> Iterator[Finding]:
@@ -230,32 +217,26 @@ class Checkup:
             yield GROUP.passed(host, f"{len(found) - len(bad)} lines pass there; {there}")
 
     def _port(self, gpu: Gpu) -> Port:
-        ports = self.context.get(Ports)
-        return Port() if ports is None else ports.by_gpu.get(gpu.index, Port())
+        return self.context.ports.get(gpu.index, Port())
 
     def _link_gbps(self, team: Team) -> float | None:
         """What the slowest link of a ring should give; None where nobody knows."""
-        if team.backend != "nccl" or team.ranks == 1 or not self.gpus:
+        if team.backend != "nccl" or team.ranks == 1 or not self.context.gpus:
             return None
         ports = [self._port(gpu) for gpu in used_gpus(self.context)]
-        inside: list[float | None] = [port.nvlink_gbps for port in ports]
-        if None in inside:
-            inside = [port.pcie_gbps for port in ports]
+        speeds = [port.nvlink_gbps for port in ports]
+        if None in speeds:
+            speeds = [port.pcie_gbps for port in ports]
         if team.nodes > 1:
-            inside.append(network_gbps(Path("/sys/class")))
-        if None in inside or not inside:
-            return None
-        return min(value for value in inside if value is not None)
+            speeds.append(network_gbps(Path("/sys/class")))
+        known = [speed for speed in speeds if speed is not None]
+        return min(known) if known and len(known) == len(speeds) else None
 
 
 def _blocks(finding: Finding) -> bool:
     """Whether ranks on several machines cannot even meet."""
-    return finding.group == NETWORK.name and finding.topic.split()[0] in (
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "port",
-        "launcher",
-    )
+    needed = ("MASTER_ADDR", "MASTER_PORT", "port", "launcher")
+    return finding.group == NETWORK.name and finding.topic.split()[0] in needed
 
 
 def _versions(host: str, facts: Mapping[str, Any], mine: software.Software) -> Iterator[Finding]:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
-from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.trial import Voice
-from multi_gpu_training.planning.check.check_report import Finding, Group
-from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.check_report import Finding, Group, Topic
+from multi_gpu_training.planning.check.nvml import Gpu, Nvml
 from multi_gpu_training.planning.check.registry import Context, check
-from multi_gpu_training.planning.check.watched_process import Watched, watch
+from multi_gpu_training.planning.check.watched_process import Watched, be_program, run_program
 
 GROUP = Group("GPUs")
 FREE_SHARE = 0.9
@@ -26,40 +22,7 @@ SLOWED_BY = {
     0x40: "heat, by hardware",
     0x80: "external power brake",
 }
-POWER_CAP = 0x04
-EXCLUSIVE, PROHIBITED = 3, 2
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One visible GPU; None where the driver does not say."""
-
-    index: int
-    name: str
-    uuid: str
-    total_bytes: int
-    free_bytes: int
-    bf16: bool
-    clock_mhz: int | None = None
-    max_clock_mhz: int | None = None
-    temperature_c: int | None = None
-    slowed: int | None = None
-    compute_mode: int | None = None
-    uncorrected_errors: int | None = None
-    mig: bool = False
-    others: Sequence[str] = field(default_factory=list)
-    unsupported: Sequence[str] = field(default_factory=list)
-
-    @property
-    def label(self) -> str:
-        return f"GPU {self.index}"
-
-
-@dataclass(frozen=True)
-class VisibleGpus:
-    """The GPUs that torch sees, for later checks."""
-
-    gpus: Sequence[Gpu] = ()
+EXCLUSIVE, PROHIBITED = 3, 2  # NVML's numbers of compute modes
 
 
 @check(order=20)
@@ -68,32 +31,22 @@ def check_gpus(context: Context) -> Iterator[Finding]:
         return
     limit = context.options.timeout_s
     program = measure(limit)
-    gpus = found_by(program)
-    context.gpu_count = len(gpus)
-    context.give(VisibleGpus(gpus))
+    gpus = [Gpu(**line["gpu"]) for line in program.told("gpu")]
+    context.gpu_count = len(gpus)  # those that answered: the ranks can use no others
+    context.gpus = gpus
     yield from trouble(program, limit)
     yield from judge(gpus, context.options.num_gpus)
 
 
 def used_gpus(context: Context) -> Sequence[Gpu]:
     """Those that the ranks of this machine will train on."""
-    gpus = (context.get(VisibleGpus) or VisibleGpus()).gpus
-    return gpus[: context.ranks_here] if context.ranks_here < len(gpus) else gpus
+    return context.gpus[: context.ranks_here]
 
 
 def measure(limit_s: float) -> Watched:
     """Look at the GPUs in a child process: asking CUDA takes memory on each of them until the
     process ends, and a broken driver may not answer."""
-    program = Watched("multi_gpu_training.planning.check.devices", {})
-    try:
-        watch([program], limit_s)
-    finally:
-        program.kill()
-    return program
-
-
-def found_by(program: Watched) -> list[Gpu]:
-    return [Gpu(**line["gpu"]) for line in program.told("gpu")]
+    return run_program(__name__, {}, limit_s)
 
 
 def trouble(program: Watched, limit_s: float) -> Iterator[Finding]:
@@ -116,11 +69,9 @@ def look(nvml: Nvml) -> Iterator[Gpu]:
 
 def _describe(nvml: Nvml, info: dict[str, Any], others: Sequence[str]) -> Gpu:
     handle = nvml.by_uuid(info["uuid"])
-    clock = nvml.constant("NVML_CLOCK_SM")
-    errors = (
-        nvml.constant("NVML_MEMORY_ERROR_TYPE_UNCORRECTED"),
-        nvml.constant("NVML_VOLATILE_ECC"),
-    )
+    clock, sensor = nvml.constant("NVML_CLOCK_SM"), nvml.constant("NVML_TEMPERATURE_GPU")
+    uncorrected = nvml.constant("NVML_MEMORY_ERROR_TYPE_UNCORRECTED")
+    since_start = nvml.constant("NVML_VOLATILE_ECC")
     slowed = nvml.number("nvmlDeviceGetCurrentClocksEventReasons", handle)
     if slowed is None:  # its name before driver 535
         slowed = nvml.number("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
@@ -128,12 +79,12 @@ def _describe(nvml: Nvml, info: dict[str, Any], others: Sequence[str]) -> Gpu:
     asked = {
         "clock_mhz": nvml.number("nvmlDeviceGetClockInfo", handle, clock),
         "max_clock_mhz": nvml.number("nvmlDeviceGetMaxClockInfo", handle, clock),
-        "temperature_c": nvml.number(
-            "nvmlDeviceGetTemperature", handle, nvml.constant("NVML_TEMPERATURE_GPU")
-        ),
+        "temperature_c": nvml.number("nvmlDeviceGetTemperature", handle, sensor),
         "slowed": slowed,
         "compute_mode": nvml.number("nvmlDeviceGetComputeMode", handle),
-        "uncorrected_errors": nvml.number("nvmlDeviceGetTotalEccErrors", handle, *errors),
+        "uncorrected_errors": nvml.number(
+            "nvmlDeviceGetTotalEccErrors", handle, uncorrected, since_start
+        ),
     }
     return Gpu(
         index=info["index"],
@@ -158,6 +109,7 @@ def _others(nvml: Nvml, handle: Any) -> list[str]:
         if pid is None:
             continue
         used = getattr(process, "usedGpuMemory", None)
+        # NVML says "not available" with a huge number.
         size = f", {used / 2**30:.1f} GB" if isinstance(used, int) and used < 2**50 else ""
         names.append(f"{pid} ({_name_of(pid)}{size})")
     return names
@@ -171,6 +123,10 @@ def _name_of(pid: int) -> str:
         return f"{process.username()}: {process.name()}"
     except (psutil.Error, KeyError, OSError):
         return "of another container or user"
+
+
+def _topic(gpu: Gpu) -> Topic:
+    return GROUP.about(f"GPU {gpu.index}")
 
 
 def judge(gpus: Sequence[Gpu], asked: int = -1) -> Iterator[Finding]:
@@ -207,67 +163,45 @@ def _whole(gpu: Gpu) -> Finding:
     if gpu.unsupported:
         text += f" (not said by the driver: {', '.join(gpu.unsupported)})"
     facts = {"uuid": gpu.uuid, "free_bytes": gpu.free_bytes, "total_bytes": gpu.total_bytes}
-    if gpu.free_bytes < FREE_SHARE * gpu.total_bytes:
-        who = f"; used by process {', '.join(gpu.others)}" if gpu.others else ""
-        return GROUP.warn(
-            gpu.label,
-            text + who,
-            "end what uses it (`nvidia-smi` lists processes), or leave it out with --gpu-ids",
-            **facts,
-        )
-    return GROUP.passed(gpu.label, text, **facts)
+    if gpu.free_bytes >= FREE_SHARE * gpu.total_bytes:
+        return _topic(gpu).passed(text, **facts)
+    who = f"; used by process {', '.join(gpu.others)}" if gpu.others else ""
+    remedy = "end what uses it (`nvidia-smi` lists processes), or leave it out with --gpu-ids"
+    return _topic(gpu).warn(text + who, remedy, **facts)
 
 
 def _state(gpu: Gpu) -> Iterator[Finding]:
+    topic = _topic(gpu)
     slowed = [name for bit, name in SLOWED_BY.items() if (gpu.slowed or 0) & bit]
     if slowed:
-        yield GROUP.warn(
-            gpu.label,
-            f"its clock is held down by {', '.join(slowed)}",
-            "look at cooling and power supply: nvidia-smi -q -d PERFORMANCE",
-        )
+        remedy = "look at cooling and power supply: nvidia-smi -q -d PERFORMANCE"
+        yield topic.warn(f"its clock is held down by {', '.join(slowed)}", remedy)
     if gpu.temperature_c is not None and gpu.temperature_c >= HOT_C:
-        yield GROUP.warn(gpu.label, f"it has {gpu.temperature_c} C", "look at its cooling")
+        yield topic.warn(f"it has {gpu.temperature_c} C", "look at its cooling")
     if gpu.others and gpu.free_bytes >= FREE_SHARE * gpu.total_bytes:
-        yield GROUP.warn(
-            gpu.label,
-            f"others use it: process {', '.join(gpu.others)}",
-            "steps will wait for them; end them, or leave this GPU out with --gpu-ids",
-        )
-    if gpu.compute_mode in (EXCLUSIVE, PROHIBITED):
-        mode = "exclusive process" if gpu.compute_mode == EXCLUSIVE else "prohibited"
-        level = GROUP.fail if gpu.compute_mode == PROHIBITED else GROUP.warn
-        yield level(
-            gpu.label, f"its compute mode is {mode}", f"sudo nvidia-smi -i {gpu.uuid} -c DEFAULT"
-        )
+        remedy = "steps will wait for them; end them, or leave this GPU out with --gpu-ids"
+        yield topic.warn(f"others use it: process {', '.join(gpu.others)}", remedy)
+    default_mode = f"sudo nvidia-smi -i {gpu.uuid} -c DEFAULT"
+    if gpu.compute_mode == EXCLUSIVE:
+        yield topic.warn("its compute mode is exclusive process", default_mode)
+    if gpu.compute_mode == PROHIBITED:
+        yield topic.fail("its compute mode is prohibited", default_mode)
     if gpu.uncorrected_errors:
-        yield GROUP.fail(
-            gpu.label,
+        yield topic.fail(
             f"{gpu.uncorrected_errors} uncorrected memory errors since it was started",
             f"reset it (sudo nvidia-smi -r -i {gpu.uuid}); if they come back, replace the card",
         )
     if gpu.mig:
-        yield GROUP.warn(
-            gpu.label,
+        yield topic.warn(
             "it is cut into parts (MIG), which cannot exchange gradients over NCCL",
             f"sudo nvidia-smi -i {gpu.uuid} -mig 0, or train on one part",
         )
 
 
-def main() -> None:
-    die_with_parent()
-    voice = Voice()
-    json.loads(sys.stdin.readline())
-    voice.say(stage="start")
-    try:
-        for gpu in look(Nvml()):
-            voice.say(stage="look", gpu=asdict(gpu))
-        voice.say(stage="end")
-    except Exception as error:
-        voice.say(error=f"{type(error).__name__}: {error}")
-        os._exit(1)
-    os._exit(0)
+def report_gpus(request: Any, voice: Voice) -> None:
+    for gpu in look(Nvml()):
+        voice.say(stage="look", gpu=asdict(gpu))
 
 
 if __name__ == "__main__":
-    main()
+    be_program(report_gpus)

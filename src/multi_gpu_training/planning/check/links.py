@@ -7,30 +7,21 @@ kills it.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from typing import Any
 
-from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.trial import Voice
-from multi_gpu_training.planning.check.check_report import Finding, Group
-from multi_gpu_training.planning.check.devices import Gpu, VisibleGpus, used_gpus
-from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.check_report import Finding, Group, Topic
+from multi_gpu_training.planning.check.devices import used_gpus
+from multi_gpu_training.planning.check.nvml import Gpu, Nvml, Port
 from multi_gpu_training.planning.check.registry import Context, check
-from multi_gpu_training.planning.check.watched_process import Watched, watch
+from multi_gpu_training.planning.check.watched_process import Watched, be_program, run_program
 
 GROUP = Group("Links")
-# GB/s in one direction: of an NVLink by its version, of a PCIe lane by its generation.
-NVLINK_GBPS = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
-PCIE_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-MOST_NVLINKS = 18
+MOST_NVLINKS = 18  # of any GPU so far; the driver says which of them exist
 # Real copies get 75 to 90 % of these figures; less than this share needs a reason.
 ENOUGH = 0.5
 COPIED_BYTES = 256 * 2**20
@@ -41,54 +32,13 @@ NO_P2P = (
 )
 
 
-@dataclass(frozen=True)
-class Port:
-    """How one GPU is connected; None or 0 where the driver does not say."""
-
-    pcie_generation: int | None = None
-    pcie_width: int | None = None
-    pcie_width_now: int | None = None
-    nvlinks: int = 0
-    nvlink_version: int | None = None
-
-    @property
-    def nvlink_gbps(self) -> float | None:
-        per_link = NVLINK_GBPS.get(self.nvlink_version or 0)
-        return self.nvlinks * per_link if self.nvlinks and per_link else None
-
-    @property
-    def pcie_gbps(self) -> float | None:
-        lane = PCIE_LANE_GBPS.get(self.pcie_generation or 0)
-        width = self.pcie_width_now or self.pcie_width
-        return lane * width if lane and width else None
-
-    @property
-    def pcie_name(self) -> str:
-        return f"PCIe {self.pcie_generation}.0 x{self.pcie_width_now or self.pcie_width}"
-
-    def describe(self) -> str:
-        if self.nvlink_gbps:
-            return f"{self.nvlinks} NVLinks of version {self.nvlink_version}"
-        if self.pcie_gbps:
-            return self.pcie_name
-        return "a link that the driver does not name"
-
-
-@dataclass(frozen=True)
-class Ports:
-    """How each GPU is connected, by its index; for later checks."""
-
-    by_gpu: Mapping[int, Port]
-
-
 @check(order=60)
 def check_links(context: Context) -> Iterator[Finding]:
-    gpus = (context.get(VisibleGpus) or VisibleGpus()).gpus
-    if not gpus:
+    if not context.gpus:
         return
-    ports, limit = look(context.nvml, gpus), context.options.timeout_s
-    context.give(Ports(ports))
-    yield from judge(measure(used_gpus(context), limit), ports, limit)
+    limit = context.options.timeout_s
+    context.ports = look(context.nvml, context.gpus)
+    yield from judge(measure(used_gpus(context), limit), context.ports, limit)
 
 
 def look(nvml: Nvml, gpus: Sequence[Gpu]) -> dict[int, Port]:
@@ -117,23 +67,17 @@ def expected_gbps(one: Port, other: Port, direct: bool) -> float | None:
     """What a copy between two GPUs should reach at most; None where nobody knows."""
     if direct and one.nvlink_gbps and other.nvlink_gbps:
         return min(one.nvlink_gbps, other.nvlink_gbps)
-    lanes = [port.pcie_gbps for port in (one, other)]
-    if None in lanes:
+    if one.pcie_gbps is None or other.pcie_gbps is None:
         return None
-    slower = min(lane for lane in lanes if lane is not None)
+    slower = min(one.pcie_gbps, other.pcie_gbps)
     # Without direct access each byte goes into host memory and out again.
     return slower if direct else slower / 2
 
 
 def measure(gpus: Sequence[Gpu], limit_s: float) -> Watched:
     """Copies between host and GPUs and between all pairs, in a child process."""
-    request = {"gpus": [gpu.index for gpu in gpus], "bytes": COPIED_BYTES, "limit_s": limit_s}
-    program = Watched("multi_gpu_training.planning.check.links", request)
-    try:
-        watch([program], limit_s)
-    finally:
-        program.kill()
-    return program
+    request = {"gpus": [gpu.index for gpu in gpus], "bytes": COPIED_BYTES}
+    return run_program(__name__, request, limit_s)
 
 
 def judge(program: Watched, ports: Mapping[int, Port], limit_s: float) -> Iterator[Finding]:
@@ -146,40 +90,33 @@ def judge(program: Watched, ports: Mapping[int, Port], limit_s: float) -> Iterat
             )
     for line in program.told("host"):
         yield _host_copy(line, ports.get(line["host"], Port()))
-    pairs = program.told("pair")
-    yield from _pairs(pairs, ports)
+    yield from _pairs(program.told("pair"), ports)
+    last = GROUP.about(str(program.last("at") or "copies"))
     if program.timed_out:
-        yield GROUP.fail(
-            str(program.last("at") or "copies"),
+        yield last.fail(
             f"the copy did not end within {limit_s:g} s: it hangs",
             f"direct copies between these GPUs are broken; {NO_P2P}",
         )
     elif program.code:
-        yield GROUP.fail(
-            str(program.last("at") or "copies"),
+        yield last.fail(
             f"the copy failed: {program.complaint()}",
             "run `nvidia-smi`, then `dmesg | grep -i xid`; restart the machine if a GPU is lost",
         )
 
 
 def _host_copy(line: Mapping[str, Any], port: Port) -> Finding:
-    topic = f"host - GPU {line['host']}"
-    speed = min(line["to_gbps"], line["from_gbps"])
+    topic = GROUP.about(f"host - GPU {line['host']}")
     text = f"{line['to_gbps']:.1f} GB/s to it, {line['from_gbps']:.1f} GB/s back"
     if not line["right"]:
         return _wrong(topic, text)
     wanted = port.pcie_gbps
     if wanted is None:
-        return GROUP.passed(topic, f"{text}; the driver does not say what the link gives", **line)
+        return topic.passed(f"{text}; the driver does not say what the link gives", **line)
     text += f"; {port.pcie_name} gives at most {wanted:.0f}"
-    if speed < ENOUGH * wanted:
-        return GROUP.warn(
-            topic,
-            text,
-            "is the machine busy? else look at PCIe settings and NUMA placement",
-            **line,
-        )
-    return GROUP.passed(topic, text, **line)
+    if min(line["to_gbps"], line["from_gbps"]) < ENOUGH * wanted:
+        remedy = "is the machine busy? else look at PCIe settings and NUMA placement"
+        return topic.warn(text, remedy, **line)
+    return topic.passed(text, **line)
 
 
 def _pairs(lines: Sequence[Mapping[str, Any]], ports: Mapping[int, Port]) -> Iterator[Finding]:
@@ -188,7 +125,7 @@ def _pairs(lines: Sequence[Mapping[str, Any]], ports: Mapping[int, Port]) -> Ite
     wanted = None
     for line in lines:
         one, other = line["pair"]
-        topic = f"GPU {one} - GPU {other}"
+        topic = GROUP.about(f"GPU {one} - GPU {other}")
         ends = ports.get(one, Port()), ports.get(other, Port())
         wanted = expected_gbps(*ends, direct=line["direct"])
         text = f"{line['gbps']:.1f} GB/s"
@@ -197,10 +134,9 @@ def _pairs(lines: Sequence[Mapping[str, Any]], ports: Mapping[int, Port]) -> Ite
         if not line["right"]:
             yield _wrong(topic, text)
         elif not line["direct"]:
-            yield GROUP.warn(topic, text, NO_P2P, **line)
+            yield topic.warn(text, NO_P2P, **line)
         elif wanted is not None and line["gbps"] < ENOUGH * wanted:
-            yield GROUP.warn(
-                topic,
+            yield topic.warn(
                 f"{text}; {ends[0].describe()} should give up to {wanted:.0f}",
                 "look at `nvidia-smi topo -m` and `nvidia-smi nvlink -s`; is another process "
                 "using these GPUs?",
@@ -216,9 +152,8 @@ def _pairs(lines: Sequence[Mapping[str, Any]], ports: Mapping[int, Port]) -> Ite
         yield GROUP.passed("GPU - GPU", text, pairs=[dict(line) for line in good])
 
 
-def _wrong(topic: str, text: str) -> Finding:
-    return GROUP.fail(
-        topic,
+def _wrong(topic: Topic, text: str) -> Finding:
+    return topic.fail(
         f"what arrived is not what was sent ({text})",
         f"do not train like this: results would be wrong. {NO_P2P}",
     )
@@ -228,10 +163,10 @@ def _wrong(topic: str, text: str) -> Finding:
 
 
 def copy_all(request: dict[str, Any], voice: Voice) -> None:
+    voice.say(stage="start", at="CUDA's start")
     import torch
 
-    count = request["bytes"] // 4
-    gpus = request["gpus"]
+    count, gpus = request["bytes"] // 4, request["gpus"]
     sent = torch.arange(count, dtype=torch.int32)
     voice.say(stage="host", at="host memory")
     pinned = sent.pin_memory()
@@ -247,7 +182,7 @@ def copy_all(request: dict[str, Any], voice: Voice) -> None:
             from_gbps=request["bytes"] / home / 1e9,
             right=bool((back == sent).all()),
         )
-        back.zero_()
+        back.zero_()  # or the next GPU would be found right with this one's bytes
         del there
     for one, other in permutations(gpus, 2):
         voice.say(stage="copy", at=f"GPU {one} - GPU {other}")
@@ -262,7 +197,6 @@ def copy_all(request: dict[str, Any], voice: Voice) -> None:
             right=bool((target == wanted).all()),
         )
         del source, target, wanted
-    voice.say(stage="end")
 
 
 def _seconds(gpu: int, copy: Callable[[], Any], other: int | None = None) -> float:
@@ -285,21 +219,5 @@ def _seconds(gpu: int, copy: Callable[[], Any], other: int | None = None) -> flo
     return best
 
 
-def main() -> None:
-    die_with_parent()
-    voice = Voice()
-    request = json.loads(sys.stdin.readline())
-    voice.say(stage="start", at="CUDA's start")
-    code = 0
-    try:
-        copy_all(request, voice)
-    except Exception as error:
-        voice.say(error="".join(traceback.format_exception_only(error)).strip())
-        traceback.print_exc()
-        code = 1
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    be_program(copy_all)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +49,9 @@ class Machine:
 
 def look(env: Mapping[str, str]) -> Machine:
     total = free = None
-    try:
+    with suppress(OSError):
         stat = os.statvfs(SHM)
         total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    except OSError:
-        pass
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     memory, limit = _memory()
@@ -100,12 +99,10 @@ def judge(found: Machine, ranks: int, gpus: int) -> Iterator[Finding]:
 
 
 def _shared_memory(found: Machine) -> Finding:
+    topic = GROUP.about("/dev/shm")
     if found.shm_free_bytes is None or found.shm_bytes is None:
-        return GROUP.fail(
-            "/dev/shm",
-            "there is none: loader workers and NCCL hand data over in it",
-            "mount -t tmpfs -o size=8g tmpfs /dev/shm",
-        )
+        text = "there is none: loader workers and NCCL hand data over in it"
+        return topic.fail(text, "mount -t tmpfs -o size=8g tmpfs /dev/shm")
     free = found.shm_free_bytes
     text = f"{_size(free)} free of {_size(found.shm_bytes)}"
     remedy = (
@@ -115,23 +112,16 @@ def _shared_memory(found: Machine) -> Finding:
     if found.shm_bytes > SHM_ENOUGH > free:
         remedy = f"remove what fills it: ls -lhS /dev/shm; or {remedy}"
     if free <= SHM_LEAST:
-        return GROUP.fail(
-            "/dev/shm",
-            f"{text}: loader workers crash with 'Bus error', and NCCL cannot allocate its buffers",
-            remedy,
-            free_bytes=free,
-        )
+        text += ": loader workers crash with 'Bus error', and NCCL cannot allocate its buffers"
+        return topic.fail(text, remedy, free_bytes=free)
     if free < SHM_ENOUGH:
-        return GROUP.warn(
-            "/dev/shm",
-            f"{text}: large batches from loader workers may not fit",
-            remedy,
-            free_bytes=free,
-        )
-    return GROUP.passed("/dev/shm", text, free_bytes=free)
+        text += ": large batches from loader workers may not fit"
+        return topic.warn(text, remedy, free_bytes=free)
+    return topic.passed(text, free_bytes=free)
 
 
 def _open_files(found: Machine) -> Finding:
+    topic = GROUP.about("open files")
     text = f"{found.open_files} open files allowed (ulimit -n)"
     remedy = f"ulimit -n {min(found.open_files_hard, 65536)}"
     if found.open_files_hard < FILES_ENOUGH:
@@ -140,10 +130,10 @@ def _open_files(found: Machine) -> Finding:
             "/etc/security/limits.conf; docker run --ulimit nofile=65536"
         )
     if found.open_files < FILES_LEAST:
-        return GROUP.fail("open files", f"{text}: ranks and their loader workers need more", remedy)
+        return topic.fail(f"{text}: ranks and their loader workers need more", remedy)
     if found.open_files < FILES_ENOUGH:
-        return GROUP.warn("open files", f"{text}: many loader workers need more", remedy)
-    return GROUP.passed("open files", text, limit=found.open_files)
+        return topic.warn(f"{text}: many loader workers need more", remedy)
+    return topic.passed(text, limit=found.open_files)
 
 
 def workers_for(cores: float, ranks: int) -> int:
@@ -157,73 +147,53 @@ def _cores(found: Machine, ranks: int) -> Finding:
     if found.quota_cores is not None and found.quota_cores < found.cores:
         text += f" (the container may use {found.quota_cores:g} of {found.cores})"
     workers = workers_for(usable, ranks)
-    facts = {"cores": usable, "workers_per_rank": workers}
+    topic = GROUP.about("cores", cores=usable, workers_per_rank=workers)
     if usable < ranks:
-        return GROUP.warn(
-            "cores",
-            f"{text}: ranks wait for each other",
-            f"use {max(1, int(usable))} ranks",
-            **facts,
-        )
+        return topic.warn(f"{text}: ranks wait for each other", f"use {max(1, int(usable))} ranks")
     if workers == 0:
-        return GROUP.warn(
-            "cores",
-            f"{text}: none left for loader workers",
-            "num_workers=0, or fewer ranks; more cores where data is decoded while training",
-            **facts,
-        )
-    return GROUP.passed("cores", f"{text}: loader workers per rank: up to {workers}", **facts)
+        remedy = "num_workers=0, or fewer ranks; more cores where data is decoded while training"
+        return topic.warn(f"{text}: none left for loader workers", remedy)
+    return topic.passed(f"{text}: loader workers per rank: up to {workers}")
 
 
 def free_memory(found: Machine, ranks: int, gpus: int) -> Finding:
-    free = found.memory_free_bytes
-    need = ranks * (MEMORY_ENOUGH * 2 if gpus else MEMORY_ENOUGH)
-    text = f"{_size(free)} of host memory free for {_ranks(ranks)}"
-    if found.memory_limit != "the machine":
-        text += f", by {found.memory_limit}"
+    topic = GROUP.about("memory")
     space = found.address_space_bytes
     if space is not None and space < (2**46 if gpus else 8 * GIB):
-        return (GROUP.fail if gpus or space < 2 * GIB else GROUP.warn)(
-            "memory",
-            f"a process may have {_size(space)} of addresses (ulimit -v): "
-            + ("CUDA needs all of them" if gpus else "torch alone takes several GB"),
-            "ulimit -v unlimited",
-        )
+        level = topic.fail if gpus or space < 2 * GIB else topic.warn
+        why = "CUDA needs all of them" if gpus else "torch alone takes several GB"
+        text = f"a process may have {_size(space)} of addresses (ulimit -v): {why}"
+        return level(text, "ulimit -v unlimited")
+    free = found.memory_free_bytes
+    text = f"{_size(free)} of host memory free for {_ranks(ranks)}"
     remedy = "end other programs, use fewer ranks, or fewer loader workers"
     if found.memory_limit != "the machine":
+        text += f", by {found.memory_limit}"
         remedy += "; or raise that limit (docker run --memory, srun --mem)"
+    often = MEMORY_ENOUGH * 2 if gpus else MEMORY_ENOUGH
     if free < ranks * MEMORY_LEAST:
-        return GROUP.fail(
-            "memory", f"{text}: each takes {_size(MEMORY_LEAST)} at least", remedy, free_bytes=free
-        )
-    if free < need:
-        return GROUP.warn(
-            "memory", f"{text}: a rank often takes {_size(need // ranks)}", remedy, free_bytes=free
-        )
-    return GROUP.passed("memory", text, free_bytes=free)
+        text += f": each takes {_size(MEMORY_LEAST)} at least"
+        return topic.fail(text, remedy, free_bytes=free)
+    if free < ranks * often:
+        return topic.warn(f"{text}: a rank often takes {_size(often)}", remedy, free_bytes=free)
+    return topic.passed(text, free_bytes=free)
 
 
 def _threads(found: Machine, ranks: int) -> Finding:
     """OMP_NUM_THREADS: threads of a rank on the CPU."""
+    topic = GROUP.about("OMP threads")
     share = max(1, int(found.usable_cores / ranks))
     if found.omp is None:
-        return GROUP.passed(
-            "OMP threads", f"OMP_NUM_THREADS is not set: mgt gives each rank {share}"
-        )
+        return topic.passed(f"OMP_NUM_THREADS is not set: mgt gives each rank {share}")
     text = f"OMP_NUM_THREADS={found.omp}"
-    parts = [part.strip() for part in found.omp.split(",")]
+    parts = [part.strip() for part in found.omp.split(",")]  # one for each level of nesting
     remedy = f"export OMP_NUM_THREADS={share}, or unset it"
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        return GROUP.fail(
-            "OMP threads", f"{text} is not a number of threads: it is ignored", remedy
-        )
+        return topic.fail(f"{text} is not a number of threads: it is ignored", remedy)
     if int(parts[0]) * ranks > found.usable_cores and int(parts[0]) > 1:
-        return GROUP.warn(
-            "OMP threads",
-            f"{text} for each of {ranks} ranks is more than {found.usable_cores:g} cores",
-            remedy,
-        )
-    return GROUP.passed("OMP threads", f"{text} for each of {_ranks(ranks)}")
+        text += f" for each of {ranks} ranks is more than {found.usable_cores:g} cores"
+        return topic.warn(text, remedy)
+    return topic.passed(f"{text} for each of {_ranks(ranks)}")
 
 
 def _ranks(count: int) -> str:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from multi_gpu_training.planning.check.check_report import Finding
 from multi_gpu_training.planning.check.registry import Context, check
 from multi_gpu_training.planning.check.topology import DEFAULT_PORT, NETWORK, MeetingPoint
 
-GROUP = NETWORK
+GROUP, PORT = NETWORK, NETWORK.about("port")
 RESOLVE_S = 5.0
 CONNECT_S = 5.0
 REFUSED = "nothing listens there"
@@ -40,21 +40,19 @@ def launcher_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = {name: env[name] for name in names if name in env}
     shown = ", ".join(f"{name}={value}" for name, value in given.items())
-    unset = f"unset {' '.join(given)}, or start with torchrun or `mgt run`, which set all of them"
-    for name, value in given.items():
-        if not value.isdecimal():
-            yield GROUP.fail("launcher", f"{name}={value!r} is not a whole number", unset)
-            return
-    if "WORLD_SIZE" in given and "RANK" not in given:
-        yield GROUP.fail(
-            "launcher",
-            f"{shown} but no RANK: nobody knows which rank this is, and it would train alone",
-            unset,
-        )
+    odd = [f"{name}={value!r}" for name, value in given.items() if not value.isdecimal()]
+    problem = ""
+    if odd:
+        problem = f"{odd[0]} is not a whole number"
+    elif "WORLD_SIZE" in given and "RANK" not in given:
+        problem = f"{shown} but no RANK: nobody knows which rank this is, and it would train alone"
     elif "RANK" in given and "WORLD_SIZE" not in given:
-        yield GROUP.fail("launcher", f"{shown} but no WORLD_SIZE: it would train alone", unset)
+        problem = f"{shown} but no WORLD_SIZE: it would train alone"
     elif "RANK" in given and int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-        yield GROUP.fail("launcher", f"{shown}: ranks count from 0 to WORLD_SIZE - 1", unset)
+        problem = f"{shown}: ranks count from 0 to WORLD_SIZE - 1"
+    if problem:
+        set_by = "torchrun or `mgt run`, which set all of them"
+        yield GROUP.fail("launcher", problem, f"unset {' '.join(given)}, or start with {set_by}")
 
 
 def interfaces(env: Mapping[str, str], there: list[str]) -> Iterator[Finding]:
@@ -94,6 +92,7 @@ def resolve(name: str, limit_s: float = RESOLVE_S) -> list[str] | str:
         except (OSError, UnicodeError) as error:
             found.append(getattr(error, "strerror", None) or str(error))
 
+    # getaddrinfo knows no time limit; a thread that never returns may be left behind.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(limit_s)
@@ -101,24 +100,22 @@ def resolve(name: str, limit_s: float = RESOLVE_S) -> list[str] | str:
 
 
 def hostname(several: bool = False) -> Finding:
-    name = socket.gethostname()
+    topic, name = GROUP.about("hostname"), socket.gethostname()
     found = resolve(name)
     if isinstance(found, str):
-        return GROUP.warn(
-            "hostname",
+        return topic.warn(
             f"{name!r} does not resolve: {found}",
             f"add it to /etc/hosts: echo '127.0.1.1 {name}' | sudo tee -a /etc/hosts; with several "
             "machines, its real address",
         )
     text = f"{name} is {', '.join(found[:3])}"
     if several and _only_here(found):
-        return GROUP.warn(
-            "hostname",
+        return topic.warn(
             f"{text}: gloo gives this address to the other machines, which cannot reach it",
             "put this machine's real address into /etc/hosts, or set GLOO_SOCKET_IFNAME to its "
             "network card",
         )
-    return GROUP.passed("hostname", text)
+    return topic.passed(text)
 
 
 def _only_here(addresses: list[str]) -> bool:
@@ -129,11 +126,10 @@ def _address(meeting: MeetingPoint) -> Iterator[Finding]:
     address = meeting.address
     if address is None:
         return
-    topic = "MASTER_ADDR"
+    topic = GROUP.about("MASTER_ADDR")
     found = resolve(address)
     if isinstance(found, str):
-        yield GROUP.fail(
-            topic,
+        yield topic.fail(
             f"{address} does not resolve: {found}",
             "set MASTER_ADDR to the IP address of the first machine, or add the name to /etc/hosts "
             "on every machine",
@@ -141,19 +137,17 @@ def _address(meeting: MeetingPoint) -> Iterator[Finding]:
         return
     text = address if found == [address] else f"{address} is {', '.join(found[:3])}"
     if meeting.here and not _is_mine(found):
-        yield GROUP.fail(
-            topic,
+        yield topic.fail(
             f"{text}, which is not this machine, where rank 0 runs",
             "set MASTER_ADDR to this machine's address, or start rank 0 there",
         )
     elif meeting.several and _only_here(found):
-        yield GROUP.warn(
-            topic,
+        yield topic.warn(
             f"{text}, which every machine takes for itself",
             "set MASTER_ADDR to an address that the other machines reach",
         )
     else:
-        yield GROUP.passed(topic, text)
+        yield topic.passed(text)
 
 
 def _is_mine(addresses: list[str]) -> bool:
@@ -172,13 +166,10 @@ def _is_mine(addresses: list[str]) -> bool:
 def _ports(meeting: MeetingPoint) -> Iterator[Finding]:
     port = meeting.port
     if port is not None and not 1 <= port <= 65535:
-        yield GROUP.fail(
-            "port",
-            f"MASTER_PORT={port} is not a valid port",
-            "set it to a number from 1024 to 65535",
-        )
+        text = f"MASTER_PORT={port} is not a valid port"
+        yield PORT.fail(text, "set it to a number from 1024 to 65535")
     elif port is not None and meeting.held:
-        yield GROUP.passed("port", f"{port} is held by the launcher of this run")
+        yield PORT.passed(f"{port} is held by the launcher of this run")
     elif port is not None and meeting.here:
         yield own_port(port)
     elif port is not None and meeting.address is not None:
@@ -187,11 +178,8 @@ def _ports(meeting: MeetingPoint) -> Iterator[Finding]:
         yield _free_port()
         taken = own_port(DEFAULT_PORT)
         if taken.remedy:
-            yield GROUP.warn(
-                "port",
-                f"{taken.text}; it is the default where several machines meet",
-                "with several machines give another one: --master-port",
-            )
+            text = f"{taken.text}; it is the default where several machines meet"
+            yield PORT.warn(text, "with several machines give another one: --master-port")
 
 
 def _free_port() -> Finding:
@@ -200,10 +188,9 @@ def _free_port() -> Finding:
             probe.bind(("127.0.0.1", 0))
             probe.listen(1)
             with closing(socket.create_connection(probe.getsockname(), CONNECT_S)):
-                return GROUP.passed("port", "a free one can be opened and reached on 127.0.0.1")
+                return PORT.passed("a free one can be opened and reached on 127.0.0.1")
         except OSError as error:
-            return GROUP.fail(
-                "port",
+            return PORT.fail(
                 f"none can be opened and reached on 127.0.0.1: {error.strerror or error}",
                 "bring the loopback interface up (ip link set lo up) and look at the firewall",
             )
@@ -212,22 +199,18 @@ def _free_port() -> Finding:
 def own_port(port: int) -> Finding:
     """Whether rank 0 can open this port here."""
     with closing(socket.socket()) as probe:
+        # As torch opens it: a port that a run has just left is free again.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
-            return GROUP.passed("port", f"{port} is free", port=port)
+            return PORT.passed(f"{port} is free", port=port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 text = f"{port} is taken{_holder(port)}"
             else:
                 text = f"{port} cannot be opened: {error.strerror}"
-    return GROUP.fail(
-        "port",
-        text,
-        "choose another MASTER_PORT (--master-port), or on one machine none: mgt then takes a free "
-        "one",
-        port=port,
-    )
+    none = "on one machine none: mgt then takes a free one"
+    return PORT.fail(text, f"choose another MASTER_PORT (--master-port), or {none}", port=port)
 
 
 def _holder(port: int) -> str:
@@ -248,17 +231,16 @@ def _holder(port: int) -> str:
 
 def _remote_port(address: str, port: int) -> Iterator[Finding]:
     """Whether the machine of rank 0 can be reached; its port opens when rank 0 starts."""
-    topic, place = "MASTER_PORT", f"{address}:{port}"
+    topic, place = GROUP.about("MASTER_PORT"), f"{address}:{port}"
     if isinstance(resolve(address), str):
         return  # said already
     problem = answer(address, port)
     if not problem:
-        yield GROUP.passed(topic, f"{place} answers")
+        yield topic.passed(f"{place} answers")
     elif problem == REFUSED:
-        yield GROUP.passed(topic, f"{address} answers; rank 0 has not opened {port} yet")
+        yield topic.passed(f"{address} answers; rank 0 has not opened {port} yet")
     else:
-        yield GROUP.fail(
-            topic,
+        yield topic.fail(
             f"{place} cannot be reached: {problem}",
             f"is that machine up, and does its firewall let {port}/tcp in? nc -vz {address} {port}",
         )
@@ -282,36 +264,17 @@ def network_gbps(classes: Path) -> float | None:
 
     `classes` is /sys/class; None where it does not say.
     """
-    cards = [
-        rate
-        for card in sorted((classes / "infiniband").glob("*"))
-        if (rate := _infiniband(card)) is not None
-    ]
-    if cards:
-        return sum(cards)
-    speeds = [
-        speed
-        for card in sorted((classes / "net").glob("*"))
-        if card.name != "lo" and (speed := _number(card / "speed")) is not None
-    ]
-    return max(speeds) / 8000 if speeds else None  # the kernel counts in Mbit/s
-
-
-def _infiniband(card: Path) -> float | None:
-    """Of the ports that are up; `rate` reads like `400 Gb/sec (4X NDR)`."""
-    found = []
-    for port in sorted((card / "ports").glob("*")):
-        try:
+    rates, speeds = [], []
+    for port in sorted(classes.glob("infiniband/*/ports/*")):
+        with suppress(OSError, ValueError, IndexError):  # what the driver does not say is left out
             if "ACTIVE" in (port / "state").read_text():
-                found.append(float((port / "rate").read_text().split()[0]) / 8)
-        except (OSError, ValueError, IndexError):
-            continue
-    return sum(found) if found else None
-
-
-def _number(path: Path) -> int | None:
-    try:
-        value = int(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return value if value > 0 else None
+                # `400 Gb/sec (4X NDR)`
+                rates.append(float((port / "rate").read_text().split()[0]) / 8)
+    for card in sorted(classes.glob("net/*")):
+        with suppress(OSError, ValueError):
+            if card.name != "lo":
+                speeds.append(int((card / "speed").read_text()))
+    fastest = max(speeds, default=0)
+    if rates:
+        return sum(rates)
+    return fastest / 8000 if fastest > 0 else None  # the kernel counts in Mbit/s

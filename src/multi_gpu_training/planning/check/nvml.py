@@ -1,8 +1,71 @@
-"""NVIDIA's management library, asked defensively: what it does not answer is None."""
+"""NVIDIA's management library, asked defensively, and what it tells of a GPU.
+
+What it does not answer is None.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+# GB/s in one direction: of an NVLink by its version, of a PCIe lane by its generation.
+NVLINK_GBPS = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+PCIE_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One visible GPU; None where the driver does not say."""
+
+    index: int
+    name: str
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+    bf16: bool
+    clock_mhz: int | None = None
+    max_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    slowed: int | None = None
+    compute_mode: int | None = None
+    uncorrected_errors: int | None = None
+    mig: bool = False
+    others: Sequence[str] = ()
+    unsupported: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Port:
+    """How one GPU is connected; None or 0 where the driver does not say."""
+
+    pcie_generation: int | None = None
+    pcie_width: int | None = None
+    pcie_width_now: int | None = None
+    nvlinks: int = 0
+    nvlink_version: int | None = None
+
+    @property
+    def nvlink_gbps(self) -> float | None:
+        per_link = NVLINK_GBPS.get(self.nvlink_version or 0)
+        return self.nvlinks * per_link if self.nvlinks and per_link else None
+
+    @property
+    def pcie_gbps(self) -> float | None:
+        lane = PCIE_LANE_GBPS.get(self.pcie_generation or 0)
+        width = self.pcie_width_now or self.pcie_width
+        return lane * width if lane and width else None
+
+    @property
+    def pcie_name(self) -> str:
+        return f"PCIe {self.pcie_generation}.0 x{self.pcie_width_now or self.pcie_width}"
+
+    def describe(self) -> str:
+        if self.nvlink_gbps:
+            return f"{self.nvlinks} NVLinks of version {self.nvlink_version}"
+        if self.pcie_gbps:
+            return self.pcie_name
+        return "a link that the driver does not name"
 
 
 class Nvml:

@@ -14,14 +14,15 @@ from multi_gpu_training.planning.check.check_report import Finding, Group
 from multi_gpu_training.planning.check.network_check import answer
 from multi_gpu_training.planning.check.topology import Team
 from multi_gpu_training.planning.check.watched_process import Watched, watch
+from multi_gpu_training.planning.forecast.interconnect import CURVE_COLUMNS
 
 GROUP = Group("Ranks")
+SUMS, MEETING = GROUP.about("all-reduce"), GROUP.about("meeting")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SIZES = [4**n * 1024 for n in range(1, 8)] + [2**25]  # 4 KiB to 32 MiB
 GPU_SIZES = [2**n for n in range(12, 29)]  # 4 KiB to 256 MiB
 TOLERANCE = 1e-4  # of the weights after three steps in float32, other orders of additions included
 ENOUGH = 0.4  # of what the slowest link gives: rings of real GPUs get 60 to 85 %
-COLUMNS = ("source", "method", "hardware", "gpus", "nodes", "bytes", "time_us", "busbw_GBps")
 DOING = {
     "start": "starting (importing torch)",
     "meet": "waiting for the others",
@@ -104,19 +105,17 @@ def judge(
     """`link_gbps` is what the slowest link of a ring should give."""
     problem = find_failure(team, members)
     first = members[0]
-    joined = first.told("all_came")
-    if joined:
+    if first.told("all_came"):
         where = f"{team.ranks} ranks" + (f" on {team.nodes} machines" if team.nodes > 1 else "")
         text = f"{where} met at {team.address}:{team.port}"
-        yield GROUP.passed("meeting", f"{text}, backend {team.backend}")
+        yield MEETING.passed(f"{text}, backend {team.backend}")
     if problem is not None:
         yield problem
         return
     done = {line["done"]: line for line in first.told("done")}
     wrong = done["values"]["wrong_anywhere"]
     if wrong:
-        yield GROUP.fail(
-            "all-reduce",
+        yield SUMS.fail(
             f"{wrong} elements of known sums are wrong",
             "do not train like this. Between GPUs try NCCL_P2P_DISABLE=1; if that helps, direct "
             "copies are broken (IOMMU, ACS); else look for a faulty GPU or network card",
@@ -134,7 +133,7 @@ def _speed(
     team: Team, curve: Sequence[tuple[int, float]], link_gbps: float | None
 ) -> Iterator[Finding]:
     if team.ranks == 1:
-        yield GROUP.passed("all-reduce", "one rank: there is nobody to exchange with")
+        yield SUMS.passed("one rank: there is nobody to exchange with")
         return
     size, seconds = curve[-1]
     speed = bus_gbps(size, seconds, team.ranks)
@@ -143,35 +142,30 @@ def _speed(
         f"at {size // 2**20} MiB"
     )
     facts = {"bus_gbps": speed, "curve": [list(point) for point in curve]}
-    if link_gbps is None:
-        yield GROUP.passed("all-reduce", text, **facts)
-        return
-    text += f"; the links give up to {link_gbps:.0f}"
-    if speed < ENOUGH * link_gbps:
-        yield GROUP.warn(
-            "all-reduce",
+    if link_gbps is not None:
+        text += f"; the links give up to {link_gbps:.0f}"
+    if link_gbps is not None and speed < ENOUGH * link_gbps:
+        yield SUMS.warn(
             text,
             "NCCL_DEBUG=INFO shows which paths it takes; look at `nvidia-smi topo -m`, at other "
             "processes on these GPUs, and for NCCL_P2P_DISABLE or NCCL_ALGO in the environment",
             **facts,
         )
     else:
-        yield GROUP.passed("all-reduce", text, **facts)
+        yield SUMS.passed(text, **facts)
 
 
 def _training(team: Team, found: dict[str, object]) -> Finding:
-    apart = float(str(found["apart"]))
+    topic, apart = GROUP.about("training step"), float(str(found["apart"]))
     text = f"{found['steps']} steps of DDP on {team.ranks} ranks"
-    if found["replicas_differ"] or not apart <= TOLERANCE:
-        return GROUP.fail(
-            "training step",
+    if found["replicas_differ"] or not apart <= TOLERANCE:  # NaN is not within it either
+        return topic.fail(
             f"{text} are not what one process computes: weights differ by {apart:.1e}"
             + (", and between ranks" if found["replicas_differ"] else ""),
             "do not train like this; `mgt verify image` looks for the cause",
         )
-    return GROUP.passed(
-        "training step", f"{text} are those of one process (weights apart {apart:.0e})", apart=apart
-    )
+    text += f" are those of one process (weights apart {apart:.0e})"
+    return topic.passed(text, apart=apart)
 
 
 def save_curve(path: Path, curve: Sequence[tuple[int, float]], team: Team, hardware: str) -> None:
@@ -179,7 +173,7 @@ def save_curve(path: Path, curve: Sequence[tuple[int, float]], team: Team, hardw
     method = f"measured {team.backend} all-reduce"
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer.writerow(CURVE_COLUMNS)
         for size, seconds in curve:
             busy = round(bus_gbps(size, seconds, team.ranks), 4)
             row = ("mgt check", method, hardware, team.ranks, team.nodes, size)
@@ -194,7 +188,8 @@ def find_failure(team: Team, members: Sequence[Watched]) -> Finding | None:
     for member in members:
         if member.code == ABSENT:
             return _absent(team, member.last("absent"))
-    peers = _peers(members[0]) if team.main else {}
+    # The newest word of each rank elsewhere, which only rank 0 hears.
+    peers = {line["peer"]: line for line in members[0].told("peer")} if team.main else {}
     failures = [
         _Failure(rank, str(peer["error"]).splitlines()[0])
         for rank, peer in peers.items()
@@ -225,17 +220,9 @@ class _Failure:
         return LOST.search(self.complaint) is not None
 
 
-def _peers(member: Watched) -> dict[int, dict[str, str]]:
-    found: dict[int, dict[str, str]] = {}
-    for line in member.told("peer"):
-        found[line["peer"]] = line
-    return found
-
-
 def _absent(team: Team, ranks: Sequence[int]) -> Finding:
     names = ", ".join(map(str, ranks))
-    return GROUP.fail(
-        "meeting",
+    return MEETING.fail(
         f"rank {names} of {team.ranks} did not come to {team.address}:{team.port} within "
         f"{team.limit_s:g} s (--timeout)",
         "start `mgt check` on every machine with the same address, port and number of ranks; look "
@@ -247,21 +234,18 @@ def _absent(team: Team, ranks: Sequence[int]) -> Finding:
 def _not_met(team: Team, rank: int, complaint: str) -> Finding:
     place = f"{team.address}:{team.port}"
     if rank == 0 and not team.hosted_elsewhere:
-        return GROUP.fail(
-            "meeting",
+        return MEETING.fail(
             f"rank 0 cannot open {place}: {complaint}",
             "choose another MASTER_PORT, and for MASTER_ADDR an address of this machine",
         )
     reply = answer(team.address, team.port)
     if reply == "":
-        return GROUP.fail(
-            "meeting",
+        return MEETING.fail(
             f"a program answers at {place}, but not as rank 0 of a training: {complaint}",
             f"choose another MASTER_PORT on every machine, or end that program (on its machine: "
             f"ss -ltnp 'sport = :{team.port}')",
         )
-    return GROUP.fail(
-        "meeting",
+    return MEETING.fail(
         f"rank {rank} did not find rank 0 at {place} within {team.limit_s:g} s (--timeout): "
         f"{reply}",
         "start rank 0 at the same time, with the same MASTER_PORT; its firewall must let "

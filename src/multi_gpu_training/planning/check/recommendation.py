@@ -42,7 +42,7 @@ def recommend(
     speed = fit.chosen
     reasons = [*_why(fit, speed, ranks_at_hand)]
     if fit.counted.get("in_memory"):
-        workers = 0
+        workers = 0  # a worker would copy from memory what the rank itself can read
         reasons.append("the data is in memory: loader workers would only carry it about")
     elif workers:
         reasons.append(f"{workers} loader workers for each rank's cores")
@@ -51,18 +51,17 @@ def recommend(
     mixed = "mixed" in fit.precision
     reasons.append(f"{fit.precision} is what this training takes here")
     settings = {**batch_settings(fit, speed), "num_workers": workers, "use_mixed_precision": mixed}
-    batch = speed.batch
     return Recommendation(
-        speed.mode,
-        speed.ranks,
-        batch.per_rank,
-        batch.accumulation,
-        batch.global_batch,
-        workers,
-        mixed,
-        fit.precision,
-        command_for(words, speed, settings),
-        tuple(reasons),
+        mode=speed.mode,
+        ranks=speed.ranks,
+        batch_size=speed.batch.per_rank,
+        accumulation=speed.batch.accumulation,
+        global_batch=speed.batch.global_batch,
+        num_workers=workers,
+        mixed_precision=mixed,
+        precision=fit.precision,
+        command=command_for(words, speed, settings),
+        reasons=tuple(reasons),
     )
 
 
@@ -124,7 +123,7 @@ def _others(words: Sequence[str], replaced: Collection[str]) -> list[str]:
         field = name.lstrip("-").replace("-", "_")
         if ALIASES.get(field, field) in replaced:
             if word.startswith("--") and not equals and rest and not rest[0].startswith("--"):
-                rest.pop(0)
+                rest.pop(0)  # the value of `--flag value`
             continue
         kept.append(word)
     return kept
@@ -156,6 +155,7 @@ def time_rows(fit: TrainingFit) -> list[tuple[str, ...]]:
                 speed.name,
                 "-" if speed.step_s is None else f"{speed.step_s * 1e3:.3g} ms",
                 f"{speed.samples_per_s:,.0f}",
+                # A figure that cannot be true is not shown.
                 "?" if fit.too_busy and speed.ranks > 1 else f"{speed.samples_per_s / base:.2f}x",
                 "-" if epoch is None else duration(epoch),
                 "-" if whole is None else duration(whole),
@@ -176,7 +176,7 @@ def training_s(fit: TrainingFit, speed: MeasuredSpeed) -> float | None:
     by_epochs = None if epoch is None or epochs is None else epoch * epochs
     by_steps = None if not steps or speed.step_s is None else steps * speed.step_s
     found = [value for value in (by_epochs, by_steps) if value is not None]
-    return min(found) if found else None
+    return min(found) if found else None  # whichever limit ends the training first
 
 
 def duration(seconds: float) -> str:
@@ -197,11 +197,7 @@ def plain(fit: TrainingFit, advice: Recommendation) -> dict[str, Any]:
         "largest_batch": fit.largest,
         "largest_batch_tried": fit.largest_tried,
         "times": [
-            {
-                **asdict(speed),
-                "epoch_s": epoch_s(fit, speed),
-                "training_s": training_s(fit, speed),
-            }
+            asdict(speed) | {"epoch_s": epoch_s(fit, speed), "training_s": training_s(fit, speed)}
             for speed in fit.speeds
         ],
         "recommendation": asdict(advice),
@@ -211,13 +207,13 @@ def plain(fit: TrainingFit, advice: Recommendation) -> dict[str, Any]:
 def show(printer: Printer, fit: TrainingFit, advice: Recommendation) -> None:
     """Print the tables and the command that `mgt check RECIPE` ends with."""
     console = printer.console
-    memory = _table(f"Memory of one {fit.unit}, {fit.batch} samples", "part", "bytes", "share")
-    for row in memory_rows(fit):
-        memory.add_row(*row)
-    titles = ("", "step", "samples/s", "speed-up", "epoch", "training")
-    time = _table("Time (steps alone, measured here)", *titles)
-    for cells in time_rows(fit):
-        time.add_row(*cells)
+    title = f"Memory of one {fit.unit}, {fit.batch} samples"
+    memory = _table(title, memory_rows(fit), "part", "bytes", "share")
+    time = _table(
+        "Time (steps alone, measured here)",
+        time_rows(fit),
+        *("", "step", "samples/s", "speed-up", "epoch", "training"),
+    )
     for table in (memory, time):
         console.print()
         console.print(table)
@@ -233,8 +229,10 @@ def show(printer: Printer, fit: TrainingFit, advice: Recommendation) -> None:
     console.print(Text(f"  {advice.command}", "bold"), soft_wrap=True)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _table(title: str, rows: Sequence[Sequence[str]], *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table

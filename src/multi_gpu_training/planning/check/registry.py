@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from multi_gpu_training.planning.check.check_report import Finding
-from multi_gpu_training.planning.check.nvml import Nvml
+from multi_gpu_training.planning.check.nvml import Gpu, Nvml, Port
 from multi_gpu_training.planning.check.topology import Topology
 
 PACKAGE = "multi_gpu_training.planning.check"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,13 @@ class Context:
     nvml: Nvml
     gpu_count: int = 0
     problems: list[Finding] = field(default_factory=list)  # of the environment's word on who we are
-    _found: dict[type, Any] = field(default_factory=dict)
+    # What earlier checks saw: the GPUs that torch shows, and how each is connected.
+    gpus: Sequence[Gpu] = ()
+    ports: Mapping[int, Port] = field(default_factory=dict)
 
     @property
     def ranks_here(self) -> int:
         return self.topology.ranks_here(self.gpu_count)
-
-    def give(self, found: Any) -> None:
-        """Let later checks have what this one saw."""
-        self._found[type(found)] = found
-
-    def get(self, kind: type[T]) -> T | None:
-        """What an earlier check saw."""
-        return self._found.get(kind)
 
 
 Check = Callable[[Context], Iterable[Finding]]
@@ -76,6 +69,7 @@ def check(order: int) -> Callable[[Check], Check]:
 
 def all_checks() -> list[Check]:
     """Every check of this package, in order."""
+    # Importing a module is what registers its checks.
     package = importlib.import_module(PACKAGE)
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{PACKAGE}.{module.name}")

@@ -10,7 +10,6 @@ from typing import Any
 
 from multi_gpu_training.planning.check.check_report import Finding, Group
 from multi_gpu_training.planning.check.nvml import Nvml
-from multi_gpu_training.planning.check.registry import Context, check
 
 GROUP = Group("Software")
 INSTALL = "install a torch with CUDA (https://pytorch.org/get-started)"
@@ -82,14 +81,8 @@ def nvidia_devices(folder: Path) -> int:
             kind = (device / "class").read_text().strip()
         except OSError:
             continue
-        found += vendor == NVIDIA and kind.startswith("0x03")
+        found += vendor == NVIDIA and kind.startswith("0x03")  # display controllers
     return found
-
-
-@check(order=10)
-def check_software(context: Context) -> Iterator[Finding]:
-    found = context.get(Software) or look(context.nvml, context.env)
-    return judge(found, context.options.device)
 
 
 def judge(found: Software, device: str = "auto") -> Iterator[Finding]:
@@ -106,7 +99,11 @@ def judge(found: Software, device: str = "auto") -> Iterator[Finding]:
     if found.visible_devices is not None and device != "cpu":
         yield _visible_devices(found)
     if found.visible:
-        yield _nccl_there(found)
+        if found.nccl is None:
+            text = "this torch has no NCCL: GPUs cannot exchange gradients"
+            yield GROUP.fail("NCCL", text, INSTALL)
+        else:
+            yield GROUP.passed("NCCL", f"NCCL {found.nccl}", nccl=found.nccl)
         yield from _kernels(found)
 
 
@@ -114,14 +111,14 @@ def _torch(found: Software) -> Finding:
     text = f"torch {found.torch}, Python {found.python}"
     version = tuple(int(part) for part in found.torch.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
-        return GROUP.fail(
-            "torch", text, "this project needs torch 2.11 or newer: pip install -U torch"
-        )
+        remedy = "this project needs torch 2.11 or newer: pip install -U torch"
+        return GROUP.fail("torch", text, remedy)
     return GROUP.passed("torch", text, torch=found.torch, python=found.python)
 
 
 def _driver(found: Software, device: str) -> Finding:
     """CUDA and the driver: there, and made for each other."""
+    topic = GROUP.about("driver")
     there = max(len(found.uuids), found.pci_gpus)
     if found.cuda is None:
         text = f"torch {found.torch} is built without CUDA"
@@ -134,29 +131,25 @@ def _driver(found: Software, device: str) -> Finding:
         if found.driver_problem:
             text += f" ({found.driver_problem})"
         if found.visible:
-            return GROUP.warn("driver", f"{text}: clocks and links cannot be read", remedy)
+            return topic.warn(f"{text}: clocks and links cannot be read", remedy)
         if there and device != "cpu":
-            return GROUP.fail("driver", f"{text}; this machine has {there} NVIDIA GPUs", remedy)
-        remedy += "; in a container start it with --gpus all"
-        return _on_cpu(text, device, remedy)
+            return topic.fail(f"{text}; this machine has {there} NVIDIA GPUs", remedy)
+        return _on_cpu(text, device, f"{remedy}; in a container start it with --gpus all")
     text = f"CUDA {found.cuda} in torch, driver {found.driver}"
     known = found.driver_cuda
     if known is not None:
         text += f" (up to CUDA {known[0]}.{known[1]})"
+        # Within a major version, any driver runs any CUDA (minor version compatibility).
         if known[0] < int(found.cuda.split(".")[0]):
-            return GROUP.fail(
-                "driver",
-                f"{text}: the driver is too old for this torch",
-                f"update the driver, or install a torch for CUDA {known[0]}",
-            )
+            remedy = f"update the driver, or install a torch for CUDA {known[0]}"
+            return topic.fail(f"{text}: the driver is too old for this torch", remedy)
     if not found.visible and found.visible_devices is None and device != "cpu":
-        return GROUP.fail(
-            "driver",
+        return topic.fail(
             f"{text}, but torch sees no GPU of {len(found.uuids)}",
             "run `nvidia-smi`; after an update of the driver restart the machine, in a container "
             "start it with --gpus all",
         )
-    return GROUP.passed("driver", text, driver=found.driver, cuda=found.cuda)
+    return topic.passed(text, driver=found.driver, cuda=found.cuda)
 
 
 def _on_cpu(text: str, device: str, remedy: str) -> Finding:
@@ -168,36 +161,25 @@ def _on_cpu(text: str, device: str, remedy: str) -> Finding:
 
 
 def _visible_devices(found: Software) -> Finding:
+    topic = GROUP.about("visible GPUs")
     value = found.visible_devices or ""
     text = f"CUDA_VISIBLE_DEVICES={value}"
     if value.strip() in ("", "-1", "NoDevFiles"):
         text += " hides every GPU"
         if not found.uuids:
-            return GROUP.passed("visible GPUs", f"{text}; there is none to hide")
-        return GROUP.warn("visible GPUs", text, "unset CUDA_VISIBLE_DEVICES to train on GPUs")
+            return topic.passed(f"{text}; there is none to hide")
+        return topic.warn(text, "unset CUDA_VISIBLE_DEVICES to train on GPUs")
     known: Sequence[str] = found.uuids or [""] * found.visible
     problem = visible_problem(value, known)
     if problem is not None:
-        count = len(known)
-        numbers = ",".join(map(str, range(count)))
+        numbers = ",".join(map(str, range(len(known))))
         remedy = f"set it to GPUs that are there: export CUDA_VISIBLE_DEVICES={numbers}"
-        if not count:
-            remedy = "unset CUDA_VISIBLE_DEVICES"
-        return GROUP.fail("visible GPUs", f"{text}: {problem}", remedy)
+        return topic.fail(f"{text}: {problem}", remedy if known else "unset CUDA_VISIBLE_DEVICES")
     named = len(value.split(","))
     if found.visible != named:
-        return GROUP.fail(
-            "visible GPUs",
-            f"{text} names {named} GPUs and torch sees {found.visible}",
-            "unset it and look at `mgt info`; a scheduler may allow this job fewer",
-        )
-    return GROUP.passed("visible GPUs", f"{text}: {found.visible} of {len(known)} GPUs")
-
-
-def _nccl_there(found: Software) -> Finding:
-    if found.nccl is None:
-        return GROUP.fail("NCCL", "this torch has no NCCL: GPUs cannot exchange gradients", INSTALL)
-    return GROUP.passed("NCCL", f"NCCL {found.nccl}", nccl=found.nccl)
+        remedy = "unset it and look at `mgt info`; a scheduler may allow this job fewer"
+        return topic.fail(f"{text} names {named} GPUs and torch sees {found.visible}", remedy)
+    return topic.passed(f"{text}: {found.visible} of {len(known)} GPUs")
 
 
 def _kernels(found: Software) -> Iterator[Finding]:
@@ -234,9 +216,7 @@ def visible_problem(value: str, uuids: Sequence[str]) -> str | None:
     """
     entries = [entry.strip() for entry in value.split(",")]
     count = len(uuids)
-    there = "this machine has no GPU" if not count else f"this machine has GPUs 0 to {count - 1}"
-    if count == 1:
-        there = "this machine has GPU 0 alone"
+    some = {0: "no GPU", 1: "GPU 0 alone"}.get(count, f"GPUs 0 to {count - 1}")
     seen: list[int] = []
     for place, entry in enumerate(entries):
         hidden = f", and hides all after it ({', '.join(entries[place:])})" if place else ""
@@ -244,18 +224,13 @@ def visible_problem(value: str, uuids: Sequence[str]) -> str | None:
             continue  # a part of a GPU, which the list does not hold
         index = _index_of(entry, uuids)
         if index is None:
-            kind = (
-                "is not the number or UUID of a GPU here" if not _numeric(entry) else "is not there"
-            )
-            return f"{entry or 'an empty entry'!r} {kind}: {there}{hidden}"
+            numeric = entry.lstrip("-").isdecimal()
+            kind = "is not there" if numeric else "is not the number or UUID of a GPU here"
+            return f"{entry or 'an empty entry'!r} {kind}: this machine has {some}{hidden}"
         if index in seen:
             return f"GPU {index} is named twice, and CUDA then shows none"
         seen.append(index)
     return None
-
-
-def _numeric(entry: str) -> bool:
-    return entry.lstrip("-").isdecimal()
 
 
 def _index_of(entry: str, uuids: Sequence[str]) -> int | None:

@@ -17,7 +17,7 @@ from multi_gpu_training.planning.check.check_report import Finding, Group
 NETWORK = Group("Network")
 CPU_RANKS = 2
 DEFAULT_PORT = 29500
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun holds MASTER_PORT itself
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,9 @@ class Topology:
         return self.hosts.node_rank == 0
 
     def meeting(self) -> MeetingPoint:
-        port = self.hosts.master_port
+        address, port = self.hosts.master_addr, self.hosts.master_port
         if self.together and port is None:
             port = DEFAULT_PORT
-        address = self.hosts.master_addr
         return MeetingPoint(address, port, self.main, self.held, self.nodes > 1)
 
     def team(self, gpus: int, limit_s: float) -> Team:
@@ -116,6 +115,7 @@ class Topology:
             here, local = ranks // self.hosts.nodes, 0
             first = self.hosts.node_rank * here
         names = [f"cuda:{(local + i) % gpus}" if gpus else "cpu" for i in range(here)]
+        # NCCL refuses two ranks on one GPU; gloo takes them, through host memory.
         shared = max(here, self.ranks_here(gpus)) > gpus
         meeting = self.meeting()
         return Team(
@@ -129,6 +129,7 @@ class Topology:
             backend="gloo" if shared else "nccl",
             limit_s=limit_s,
             hosted_elsewhere=self.held,
+            # A restarted launcher keeps its store: old keys must not be taken for new ones.
             run_id=str(self.identity.attempt if self.identity is not None else 0),
         )
 

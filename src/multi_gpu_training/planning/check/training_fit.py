@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from multi_gpu_training.config import TrainingMode
@@ -21,10 +22,13 @@ from multi_gpu_training.measure.memory_model import (
 )
 from multi_gpu_training.measure.script_runner import ScriptRunner
 from multi_gpu_training.planning.check.check_report import Finding, Group
-from multi_gpu_training.planning.check.devices import Gpu
+from multi_gpu_training.planning.check.nvml import Gpu
 
 GROUP = Group("Fit")
+MEMORY = GROUP.about("memory")
+SMALLER = "a smaller batch: --batch-size"
 SINGLE, DDP = TrainingMode.SINGLE, TrainingMode.DISTRIBUTED_DATA_PARALLEL
+NOT_YET = BatchSizes(1, 1, 1, 1)
 HALVINGS = 6
 TRIES = 3
 NOISE = 1.2  # times what the ranks give each alone: more is no speed-up
@@ -58,8 +62,8 @@ class TrainingFit:
     """
 
     unit: str
-    asked: dict[str, Any]
-    counted: dict[str, Any]
+    asked: Mapping[str, Any]
+    counted: Mapping[str, Any]
     memory_parts: MemoryParts
     memory: MemoryModel
     available_bytes: int
@@ -78,14 +82,11 @@ class TrainingFit:
     @property
     def chosen(self) -> MeasuredSpeed:
         """The fastest way, or one rank where more are not worth it or nobody can tell."""
-        best = max(self.speeds, key=_rate)
-        single = max((speed for speed in self.speeds if speed.ranks == 1), key=_rate)
+        rate = attrgetter("samples_per_s")
+        best = max(self.speeds, key=rate)
+        single = max((speed for speed in self.speeds if speed.ranks == 1), key=rate)
         worth = best.samples_per_s >= WORTH_IT * single.samples_per_s
         return best if worth and not self.too_busy else single
-
-
-def _rate(speed: MeasuredSpeed) -> float:
-    return speed.samples_per_s
 
 
 def judge(fit: TrainingFit, disk_free_bytes: int | None) -> Iterator[Finding]:
@@ -97,15 +98,14 @@ def judge(fit: TrainingFit, disk_free_bytes: int | None) -> Iterator[Finding]:
         f"({SAFETY_MARGIN:.0%} kept free)"
     )
     if fit.memory.verdict(batch, fit.available_bytes) is FitVerdict.FITS:
-        yield GROUP.passed("memory", text, bytes=need)
+        yield MEMORY.passed(text, bytes=need)
     else:
-        yield GROUP.warn(
-            "memory", f"{text}: it ran, and leaves too little", "a smaller batch: --batch-size"
-        )
+        yield MEMORY.warn(f"{text}: it ran, and leaves too little", SMALLER)
     yield _largest_line(fit)
     if fit.too_busy:
         yield _busy_line(fit)
-    yield from _checkpoints(fit, disk_free_bytes)
+    if disk_free_bytes is not None:
+        yield _checkpoints(fit, disk_free_bytes)
 
 
 def _largest_line(fit: TrainingFit) -> Finding:
@@ -131,25 +131,20 @@ def _busy_line(fit: TrainingFit) -> Finding:
     )
 
 
-def _checkpoints(fit: TrainingFit, free: int | None) -> Iterator[Finding]:
-    if free is None:
-        return
-    one = fit.memory_parts.checkpoint_bytes
+def _checkpoints(fit: TrainingFit, free: int) -> Finding:
+    topic, one = GROUP.about("checkpoints"), fit.memory_parts.checkpoint_bytes
     kept = int(fit.asked.get("keep_last") or 1) + 2  # the best one, and the one being written
     text = f"{size(one)} each, up to {kept} at a time; {size(free)} free on disk"
     if one * kept > free:
-        yield GROUP.fail(
-            "checkpoints", text, "free some space, choose another --save-dir, or keep_last=1"
-        )
-    else:
-        yield GROUP.passed("checkpoints", text, bytes=one)
+        return topic.fail(text, "free some space, choose another --save-dir, or keep_last=1")
+    return topic.passed(text, bytes=one)
 
 
 def broken(found: CaseResult) -> Finding:
     """A case that did not train."""
     remedy = "fix this first; `mgt train` or `mgt run` shows the whole message"
     if found.out_of_memory:
-        remedy = "a smaller batch: --batch-size"
+        remedy = SMALLER
     elif found.failure is Failure.TIMEOUT:
         remedy = "a longer --timeout: a case may take five times as long"
     reason = "out of memory" if found.out_of_memory else found.error
@@ -163,25 +158,12 @@ def too_large(fit: TrainingFit, whole: int) -> Finding:
     text = f"{whole} samples per {fit.unit} do not fit: out of memory; {fit.batch} do"
     many = fit.speeds[-1]
     if not many.settings:
-        each = many.batch.per_rank
-        return GROUP.warn(
-            "memory",
-            f"{text}. {many.name} take {each} each, and that fits",
-            f"on one {fit.unit}: --batch-size {fit.batch}",
-        )
-    return GROUP.fail(
-        "memory",
+        text += f". {many.name} take {many.batch.per_rank} each, and that fits"
+        return MEMORY.warn(text, f"on one {fit.unit}: --batch-size {fit.batch}")
+    return MEMORY.fail(
         text,
         f"--batch-size {fit.batch} global_batch_size={fit.chosen.batch.global_batch} keeps the "
         "step as it is, in smaller parts; or use_gradient_checkpointing=true",
-    )
-
-
-def nothing_fits(whole: int, least: int) -> Finding:
-    return GROUP.fail(
-        "memory",
-        f"{whole} samples do not fit, nor do {least}: out of memory",
-        "a smaller model, use_gradient_checkpointing=true, or a GPU with more memory",
     )
 
 
@@ -195,29 +177,25 @@ def size(count: float) -> str:
 # Measuring
 
 
+@dataclass
 class Fitting:
     """Measures `runner`'s training on `ranks` ranks; `gpus` are those they use, `free_bytes` is
     what one rank may take."""
 
-    def __init__(
-        self,
-        runner: ScriptRunner,
-        ranks: int,
-        gpus: Sequence[Gpu],
-        free_bytes: int,
-        say: Callable[[Finding], None],
-    ) -> None:
-        self.runner = runner
-        self.ranks = ranks
-        self.gpus = list(gpus)
-        self.unit = "GPU" if gpus else "CPU rank"
-        self.free_bytes = free_bytes
-        self.gpu: int | None = None  # that one rank alone trains on
-        self.say = say
-        self.asked: dict[str, Any] = {}
-        self.alone = BatchSizes(1, 1, 1, 1)  # what the user's settings give one rank
-        self.smaller: int | None = None  # samples of a rank, where those of `alone` do not fit
-        self._cases: dict[str, Case] = {}
+    runner: ScriptRunner
+    ranks: int
+    gpus: Sequence[Gpu]
+    free_bytes: int
+    say: Callable[[Finding], None]
+    gpu: int | None = None  # that one rank alone trains on
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    alone: BatchSizes = NOT_YET  # what the user's settings give one rank
+    smaller: int | None = None  # samples of a rank, where those of `alone` do not fit
+    _cases: dict[str, Case] = field(default_factory=dict)
+
+    @property
+    def unit(self) -> str:
+        return "GPU" if self.gpus else "CPU rank"
 
     def measure(self) -> TrainingFit | None:
         """The findings go to `say`; None where not even one sample could be trained."""
@@ -259,7 +237,9 @@ class Fitting:
             if found.ok:
                 self.smaller = int(found.facts["per_rank_batch"])
                 return found
-        self.say(nothing_fits(self.alone.per_rank, max(batch, 1)))
+        text = f"{self.alone.per_rank} samples do not fit, nor do {max(batch, 1)}: out of memory"
+        remedy = "a smaller model, use_gradient_checkpointing=true, or a GPU with more memory"
+        self.say(MEMORY.fail(text, remedy))
         return None
 
     def _in_parts(self, batch: int, ranks: int) -> dict[str, Any]:
@@ -278,8 +258,10 @@ class Fitting:
         batch = int(first.facts["per_rank_batch"])
         parts = MemoryParts.of(first.counted, batch, int(first.facts["peak_bytes"]))
         points = [_point(first)]
-        other = self._other_batch(batch, first.counted.get("samples"))
-        if other is not None:
+        # A second size tells what grows with the batch from the rest.
+        samples = first.counted.get("samples")
+        other = 2 * batch if samples is None or 2 * batch <= samples else batch // 2
+        if other:
             second = self._train(f"batch {other}", {"batch_size": other})
             if second.ok:
                 points.append(_point(second))
@@ -295,13 +277,6 @@ class Fitting:
             str(first.facts["precision"]),
             [self._speed(f"1 {self.unit}", first)],
         )
-
-    @staticmethod
-    def _other_batch(batch: int, samples: int | None) -> int | None:
-        """A second size, to tell what grows with the batch from the rest."""
-        if samples is None or 2 * batch <= samples:
-            return 2 * batch
-        return batch // 2 if batch > 1 else None
 
     def _largest(self, fit: TrainingFit) -> None:
         """The largest batch: by the line, then on a GPU really tried."""
@@ -396,13 +371,8 @@ class Fitting:
 
 def speed_of(name: str, found: CaseResult) -> MeasuredSpeed:
     """What was measured, with the batch that was trained."""
-    facts, case = found.facts, found.case
-    batch = BatchSizes(
-        int(facts["per_rank_batch"]),
-        int(facts["accumulation"]),
-        int(facts["copies"]),
-        int(facts["global_batch"]),
-    )
+    case, names = found.case, ("per_rank_batch", "accumulation", "copies", "global_batch")
+    batch = BatchSizes(*(int(found.facts[name]) for name in names))
     mode = "single" if case.mode is SINGLE else "ddp"
     settings = dict(case.settings)
     if settings:
@@ -411,10 +381,8 @@ def speed_of(name: str, found: CaseResult) -> MeasuredSpeed:
 
 
 def _point(found: CaseResult) -> MemoryPoint:
-    facts = found.facts
-    return MemoryPoint(
-        int(facts["per_rank_batch"]), int(facts["peak_bytes"]), int(facts["reserved_bytes"])
-    )
+    names = ("per_rank_batch", "peak_bytes", "reserved_bytes")
+    return MemoryPoint(*(int(found.facts[name]) for name in names))
 
 
 def _sizes(found: CaseResult) -> BatchSizes:

@@ -7,13 +7,18 @@ nothing for longer than the limit is killed, and its last line says where it was
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
+
+from multi_gpu_training.distributed.cleanup import die_with_parent
+from multi_gpu_training.distributed.trial import Voice
 
 GRACE_S = 3.0  # a program's own limit is the same: let it be the first to speak
 POLL_S = 0.05
@@ -74,12 +79,10 @@ class Watched:
         """How it ended by itself; None while it runs, and where we ended it."""
         return None if self.killed else self.process.poll()
 
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self._heard_at
-
-    def patience_s(self, limit_s: float) -> float:
-        return max(limit_s, START_S) if self.stage == "start" else limit_s + GRACE_S
+    def is_late(self, limit_s: float) -> bool:
+        """Whether it has said nothing for too long."""
+        patience_s = max(limit_s, START_S) if self.stage == "start" else limit_s + GRACE_S
+        return time.monotonic() - self._heard_at > patience_s
 
     def last(self, key: str) -> Any:
         """The newest value that it said under this name."""
@@ -132,9 +135,36 @@ def watch(team: Sequence[Watched], limit_s: float, until: str = "end") -> None:
             failed_at = failed_at or time.monotonic()
             if time.monotonic() > failed_at + GRACE_S:
                 return
-        late = [one for one in busy if one.silent_s > one.patience_s(limit_s)]
+        late = [one for one in busy if one.is_late(limit_s)]
         if late:
             for one in late:
                 one.timed_out = True
             return
         time.sleep(POLL_S)
+
+
+def run_program(module: str, request: Any, limit_s: float) -> Watched:
+    """A program of this package until it is done or says nothing for `limit_s`; then it is gone."""
+    program = Watched(module, request)
+    try:
+        watch([program], limit_s)
+    finally:
+        program.kill()
+    return program
+
+
+def be_program(work: Callable[[Any, Voice], None]) -> NoReturn:
+    """The `main` of a watched program: do what the first line of input asks, and end."""
+    die_with_parent()
+    voice = Voice()
+    request = json.loads(sys.stdin.readline())
+    code = 0
+    try:
+        work(request, voice)
+        voice.say(stage="end")
+    except Exception as error:
+        voice.say(error="".join(traceback.format_exception_only(error)).strip())
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # cleaning up would wait for the driver or disk that hangs

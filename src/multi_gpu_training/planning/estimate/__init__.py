@@ -2,7 +2,6 @@
 
 profiling         runs the training for some steps on one GPU or CPU rank: a StepProfile
 training_length   how long the training is
-outcome           what was forecast as rows: a table, JSON, and in words
-estimate_files    the same as files, with a picture
+outcome           what was forecast as rows: a table, JSON, in words, and files with a picture
 speedup           guide 002's functions
 """

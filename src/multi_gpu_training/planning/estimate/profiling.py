@@ -13,6 +13,12 @@ from multi_gpu_training.measure.script_runner import MeasureError, ScriptRunner
 from multi_gpu_training.planning.forecast.profile import GradientBucket, StepProfile
 
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
+# Facts that a profile has under the same name.
+AS_MEASURED = (
+    *("per_rank_batch", "accumulation", "forward_s", "backward_s", "optimizer_s"),
+    *("dataset_samples", "epochs", "max_steps", "loader_workers", "data_on_device"),
+    *("parameter_bytes", "images", "power_w", "precision"),
+)
 MEMORY_STEPS = 4  # enough for a step to be recorded, or compiled: both take memory of their own
 
 
@@ -31,30 +37,21 @@ def profile_training(runner: ScriptRunner, name: str) -> Profiled:
     profile = StepProfile(
         name=name,
         device=facts["device_name"],
-        per_rank_batch=facts["per_rank_batch"],
-        forward_s=facts["forward_s"],
-        backward_s=facts["backward_s"],
-        optimizer_s=facts["optimizer_s"],
         buckets=tuple(GradientBucket(**bucket) for bucket in facts["buckets"]),
         step_times_s=tuple(facts["step_times_s"]),
-        accumulation=facts["accumulation"],
-        dataset_samples=facts["dataset_samples"],
-        epochs=facts["epochs"],
-        max_steps=facts["max_steps"],
         scaling="strong" if facts["keeps_global_batch"] else "weak",
         loader_rates={int(key): rate for key, rate in facts["loader_rates"].items()},
-        loader_workers=facts["loader_workers"],
-        data_on_device=facts["data_on_device"],
         memory=tuple(_memory(runner, found, notes)),
         memory_total_bytes=facts["total_bytes"] or None,
         memory_outside_bytes=facts["outside_bytes"],
-        parameter_bytes=facts["parameter_bytes"],
-        images=facts["images"],
-        power_w=facts["power_w"],
-        precision=facts["precision"],
         execution=str(facts["execution"]["mode"]),
+        **{name: facts[name] for name in AS_MEASURED},
     )
-    notes += _notes(facts)
+    if facts["sync_bn"] and facts["norms"]:
+        notes.append(
+            f"sync_bn exchanges the statistics of {facts['norms']} layers in every forward and "
+            "backward; that time is not in the forecast for several GPUs"
+        )
     return Profiled(profile, tuple(notes))
 
 
@@ -67,7 +64,7 @@ def _first_that_fits(runner: ScriptRunner) -> tuple[CaseResult, list[str]]:
         found = runner(Case(name, DDP, 1, settings, kind="profiler"))
         if found.ok and found.facts.get("profiled"):
             break
-        if not found.out_of_memory:
+        if not found.out_of_memory:  # a smaller batch would fail in the same way
             raise MeasureError(why_not_profiled(found, runner))
         if size is None:
             size = asked = found.sizes.get("per_rank") or found.asked.get("per_rank_batch")
@@ -105,9 +102,9 @@ def _memory(runner: ScriptRunner, found: CaseResult, notes: list[str]) -> list[M
     top = MemoryPoint(
         whole, facts["peak_bytes"], facts["reserved_bytes"], cut.get(whole, (0, None))[1]
     )
-    if half < 1:
-        return [top]
     points = [top]
+    if half < 1:
+        return points
     lower = _alone(runner, half, facts)
     if lower is not None:
         points.insert(0, replace(lower, backward_bytes=cut.get(half, (0, None))[1]))
@@ -138,19 +135,10 @@ def _alone(runner: ScriptRunner, size: int, facts: Mapping[str, Any]) -> MemoryP
     """The peak of the same training with another batch, in a process of its own."""
     if facts["own_batches"]:
         return None
+    # The accumulation is kept: gradients that wait for the step take memory too.
     settings = {"batch_size": size, "gradient_accumulation_steps": facts["accumulation"]}
     case = Case(f"batch {size}, for its memory", DDP, 1, settings, steps=MEMORY_STEPS)
     found = runner(case)
     if not found.ok or found.facts["per_rank_batch"] != size:
         return None
     return MemoryPoint(size, found.facts["peak_bytes"], found.facts["reserved_bytes"])
-
-
-def _notes(facts: Mapping[str, Any]) -> list[str]:
-    found = []
-    if facts["sync_bn"] and facts["norms"]:
-        found.append(
-            f"sync_bn exchanges the statistics of {facts['norms']} layers in every forward and "
-            "backward; that time is not in the forecast for several GPUs"
-        )
-    return found

@@ -27,7 +27,7 @@ from multi_gpu_training.planning.forecast import (
 from multi_gpu_training.planning.forecast.result import Scaling
 
 GUIDE_GPUS = (1, 2, 4, 8)
-PROFILES = Path("runs/estimate")
+PROFILES = Path("runs/estimate")  # where `mgt estimate` writes by default
 ONE_GPU = Interconnect("one GPU", "nothing is exchanged", ())
 
 
@@ -86,10 +86,11 @@ def _outcome(
         epochs = _amount("epochs", epochs)
     if price is not None and not isinstance(price, Price):
         price = price_per_gpu(_amount("price", price), source="price")
-    found = profile if isinstance(profile, StepProfile) else load_profile(profile)
-    length = training_length(found, epochs)
+    if not isinstance(profile, StepProfile):
+        profile = load_profile(profile)
+    length = training_length(profile, epochs)
     result = predict(
-        found,
+        profile,
         _link(interconnect, max(counts)),
         counts,
         gpus_per_node=_whole("gpus_per_node", gpus_per_node),
@@ -97,9 +98,9 @@ def _outcome(
         epochs=length.epochs,
         samples=length.samples,
         price=price,
-        images=found.images,
+        images=profile.images,
     )
-    return Outcome(found, result, length.words, length.notes)
+    return Outcome(profile, result, length.words, length.notes)
 
 
 def _whole(name: str, value: object) -> int:
@@ -114,6 +115,7 @@ def _whole(name: str, value: object) -> int:
 
 
 def _amount(name: str, value: object) -> float:
+    # True is a Real too, and would be read as a price of 1.
     amount = float(value) if isinstance(value, Real) and not isinstance(value, bool) else 0.0
     if not 0 < amount < math.inf:
         raise ConfigError(f"{name}={value!r}: give a number above 0")

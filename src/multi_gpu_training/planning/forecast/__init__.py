@@ -2,9 +2,9 @@
 
 from multi_gpu_training.measure.memory_model import MemoryPoint
 
+from .cost import price_per_gpu, price_per_node, prices_from_catalog
 from .interconnect import Curve, Interconnect, joined, measured, named, named_interconnects
 from .predictor import predict
-from .prices import price_per_gpu, price_per_node, prices_from_catalog
 from .profile import GradientBucket, StepProfile
 from .result import Forecast, ForecastRow, Price
 

@@ -98,7 +98,7 @@ def curves_of(path: Path, rows: Iterable[dict[str, str]], default: str) -> tuple
                 f"and nodes at most gpus; found {[row.get(column) for column in NEEDED]}"
             ) from None
         source = row.get("source") or default
-        if gpus > 1:
+        if gpus > 1:  # `mgt check` on one rank measures no exchange
             points[gpus, nodes].setdefault(source, {})[size] = time
     return tuple(_merged(gpus, nodes, points[gpus, nodes]) for gpus, nodes in sorted(points))
 
@@ -155,6 +155,7 @@ class Interconnect:
             raise ConfigError(self._refusal(gpus, nodes))
         return min(
             kind,
+            # On a log scale; of two as near, the larger one.
             key=lambda curve: (
                 abs(math.log2(curve.gpus / gpus)) + abs(math.log2(curve.nodes / nodes)),
                 -curve.gpus,

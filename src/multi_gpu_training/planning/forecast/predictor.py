@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from multi_gpu_training.errors import ConfigError
 
-from . import bill, published
-from .bill import Rising
+from . import cost, published
+from .cost import Rising
 from .interconnect import Interconnect
 from .profile import StepProfile
-from .question import Length, Phases, Question, check, loader_rate
+from .question import Question
 from .result import Forecast, ForecastRow, Limit, Price, Scaling
-from .timeline import exchange, straggler_s
+from .timeline import Phases, exchange, straggler_s
 
 # A loss below this share of the step limits nothing.
 NOTICED = 0.02
@@ -54,16 +54,16 @@ def predict(
     what published trainings lose beyond communication, stragglers and input; `images` says whether
     the data are images, which lose less.
     """
-    scaling = scaling or profile.scaling
-    check(profile, gpus, gpus_per_node, scaling, global_batch, epochs, samples, electricity_per_kwh)
     question = Question(
         profile,
         interconnect,
+        gpus,
         gpus_per_node,
-        scaling,
-        global_batch or profile.per_rank_batch * profile.accumulation,
-        Length.of(profile.dataset_samples, epochs, samples),
-        loader_rate(profile, loader_workers),
+        scaling or profile.scaling,
+        global_batch,
+        epochs,
+        samples,
+        loader_workers,
         node_loader_rate,
         (price,) if isinstance(price, Price) else tuple(price or ()),
         electricity_per_kwh,
@@ -72,13 +72,13 @@ def predict(
         0.5 if images is None else float(images),
     )
     rows = tuple(row_for(question, each) for each in gpus)
-    rising = _rising(question, gpus)
+    rising = _rising(question)
     return Forecast(
         profile.name,
         profile.device,
         interconnect.name,
         interconnect.source,
-        scaling,
+        question.scaling,
         rows,
         published.shipped().level,
         BAND_MEANING if residual else "none: what published trainings lose was left out",
@@ -99,10 +99,12 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
         lambda size: question.interconnect.allreduce_s(size, gpus, nodes),
     )
     # The spread was measured on whole steps; of shorter ones it is as much smaller.
-    slowness = compute / Phases.of(profile, profile.per_rank_batch).step_s(profile.accumulation)
+    measured = question.computing_s * profile.per_rank_batch * profile.accumulation
+    slowness = compute / measured
     straggler = straggler_s(profile.step_times_s, gpus) * slowness
     explained = compute + sent.exposed_s + straggler
     usual, small_batch = _usual_s(question, gpus, batch, accumulation, compute)
+    # Published trainings lose to communication too: only what they lose beyond it is added.
     unexplained = max(0.0, usual - explained)
     # A global batch that does not divide is shared unevenly: the largest share sets the pace.
     global_batch = (
@@ -110,9 +112,10 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
     )
     busy = explained + unexplained
     loading = question.input_s(batch * accumulation, gpus)
-    step = max(busy, loading)
+    step = max(busy, loading)  # the loader works beside the GPU
     fastest, slowest = (max(each, loading) for each in _band(question, gpus, compute, busy))
     alone = question.alone_per_s * gpus
+    # Time for samples that a rounded-up share has room for, and does not get.
     unshared = compute - global_batch / gpus * question.computing_s
     losses: dict[Limit, float] = {
         "communication": sent.exposed_s,
@@ -147,14 +150,7 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
         limit=worst if losses[worst] > NOTICED * step else "nothing",
         extrapolated=question.interconnect.extrapolated(gpus, nodes),
     )
-    return bill.priced(
-        row,
-        question.length,
-        question.offers,
-        profile.power_w,
-        question.electricity_per_kwh,
-        question.power_overhead,
-    )
+    return cost.priced(row, question)
 
 
 def _usual_s(
@@ -186,13 +182,13 @@ def _band(question: Question, gpus: int, compute: float, busy: float) -> tuple[f
     return compute / high, compute / low
 
 
-def _rising(question: Question, gpus: Sequence[int]) -> Rising:
+def _rising(question: Question) -> Rising:
     """Of the numbers asked for, every one within a node, and whole nodes up to the largest."""
-    most, node = max(gpus), question.gpus_per_node
-    counts = [*gpus, *range(2, min(node, most) + 1), *range(2 * node, most + 1, node)]
+    most, node = max(question.gpus), question.gpus_per_node
+    counts = [*question.gpus, *range(2, min(node, most) + 1), *range(2 * node, most + 1, node)]
     alone = _gpu_time(question, 1)
 
-    def cost(count: int) -> float | None:
+    def relative(count: int) -> float | None:
         if question.scaling == "strong" and count > question.global_batch:
             return None
         try:
@@ -200,7 +196,7 @@ def _rising(question: Question, gpus: Sequence[int]) -> Rising:
         except ConfigError:  # nothing measured for so few: the answer is about the others
             return None
 
-    return Rising.of([count for count in counts if count > 1], cost)
+    return Rising.of([count for count in counts if count > 1], relative)
 
 
 def _gpu_time(question: Question, gpus: int) -> float:
@@ -232,4 +228,4 @@ def _notes(question: Question, rows: Sequence[ForecastRow]) -> tuple[str, ...]:
             f"more than the {question.epoch_samples:,.0f} samples of an epoch: each epoch is one "
             "step that is not filled, and is counted with the time of a whole one."
         )
-    return (*notes, *bill.notes(rows, question.length))
+    return (*notes, *cost.notes(rows, question.length))

@@ -21,15 +21,7 @@ from numpy.typing import NDArray
 
 from multi_gpu_training.errors import ConfigError
 
-TERMS = (
-    "exchanging",
-    "newer",
-    "shrunk",
-    "image",
-    "small_image",
-    "small_other",
-    "other_framework",
-)
+TERMS = ("exchanging", "newer", "shrunk", "image", "small_image", "small_other", "other_framework")
 
 # Generations of hardware, A100 at 0. Beyond those with published points nothing is learnt.
 GENERATIONS = (

@@ -8,22 +8,17 @@ behind the backward is exposed; the rest costs nothing. Then all ranks wait for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from .profile import GradientBucket
-
-# Seconds that a message of so many bytes takes.
-SendTime = Callable[[int], float]
+from .profile import GradientBucket, StepProfile
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """One bucket; times count from the start of the backward that exchanges."""
 
-    size_bytes: int
-    ready_s: float
     start_s: float
     end_s: float
 
@@ -46,27 +41,59 @@ class StepTimeline:
 
 
 def exchange(
-    buckets: Sequence[GradientBucket], backward_s: float, send_s: SendTime
+    buckets: Sequence[GradientBucket], backward_s: float, send_s: Callable[[int], float]
 ) -> StepTimeline:
-    """The buckets of one backward, sent one after the other."""
+    """The buckets of one backward, sent one after the other; `send_s` is the time of so many
+    bytes."""
     free = 0.0
     sent = []
     for bucket in sorted(buckets, key=lambda each: each.ready_s):
         start = max(free, bucket.ready_s)
         free = start + send_s(bucket.size_bytes)
-        sent.append(Sent(bucket.size_bytes, bucket.ready_s, start, free))
+        sent.append(Sent(start, free))
     return StepTimeline(tuple(sent), backward_s)
 
 
 def step_s(
-    forward_s: float,
-    backward_s: float,
-    optimizer_s: float,
-    exposed_s: float,
-    accumulation: int = 1,
+    forward_s: float, backward_s: float, optimizer_s: float, exposed_s: float, accumulation: int = 1
 ) -> float:
     """An optimizer step: micro-batches before the last one exchange nothing."""
     return accumulation * (forward_s + backward_s) + exposed_s + optimizer_s
+
+
+@dataclass(frozen=True)
+class Phases:
+    """One rank's step without waiting for anybody: the measured mean, in its parts."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    # Between the steps: host work that the phases do not show.
+    rest_s: float
+    buckets: tuple[GradientBucket, ...]
+
+    @staticmethod
+    def of(profile: StepProfile, batch: int) -> Phases:
+        """Forward and backward of a micro-batch take time as its samples do."""
+        parts = profile.accumulation * (profile.forward_s + profile.backward_s)
+        parts += profile.optimizer_s
+        mean = float(np.mean(profile.step_times_s)) if profile.step_times_s else parts
+        # Phases are measured with the device awaited between them: together they can be longer
+        # than a step that runs through.
+        shrink = min(1.0, mean / parts) if parts > 0 else 1.0
+        scale = shrink * batch / profile.per_rank_batch
+        return Phases(
+            profile.forward_s * scale,
+            profile.backward_s * scale,
+            profile.optimizer_s * shrink,
+            max(0.0, mean - parts),
+            tuple(replace(b, ready_s=b.ready_s * scale) for b in profile.buckets),
+        )
+
+    def step_s(self, accumulation: int) -> float:
+        """Without exchange."""
+        alone = step_s(self.forward_s, self.backward_s, self.optimizer_s, 0.0, accumulation)
+        return alone + self.rest_s
 
 
 def expected_slowest_s(times_s: Sequence[float], ranks: int) -> float:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pydantic import Field
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.recipes.image.augment import Moved
 from multi_gpu_training.recipes.image.image_data import (
     CLASSES,
+    SHIFT,
     DatasetName,
-    as_dataset,
+    Moved,
     load_images,
 )
 from multi_gpu_training.recipes.image.image_model import Mode, build_model
@@ -34,9 +34,9 @@ def build(config: MultiGPUConfig, options: ImageOptions) -> Job:
     data = load_images(options.dataset, options.data_dir)
     return Job(
         model=build_model(options.mode, data.size, CLASSES, *data.mean_and_spread),
-        dataset=as_dataset(data.train),
-        val_dataset=as_dataset(data.test),
-        augment=Moved(data.shift, data.flip) if options.augment else None,
+        dataset=data.train.as_dataset(),
+        val_dataset=data.test.as_dataset(),
+        augment=Moved(SHIFT, data.flip) if options.augment else None,
         callbacks=[Announce(data.describe(options.augment))],
     )
 
@@ -54,7 +54,7 @@ recipe = Recipe(
         "epochs": 20,
         "batch_size": 32,
         "learning_rate": 1e-3,
-        "base_batch_size": 32,
+        "base_batch_size": 32,  # the learning rate is for this many samples per step
         "schedule": "cosine",
         "warmup_epochs": 1,
         "weight_decay": 0.05,

@@ -1,4 +1,5 @@
-"""The images: scikit-learn's digits, or IDX files as MNIST and Fashion-MNIST come in."""
+"""The images: scikit-learn's digits, or IDX files as MNIST and Fashion-MNIST come in; moved a
+little and mirrored while training."""
 
 from __future__ import annotations
 
@@ -11,12 +12,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.recipes.user_data import contents, existing_folder, library
 
 CLASSES = 10
+SHIFT = 1  # pixels that an image may move and still be what it is
 IMAGES, LABELS = 2051, 2049  # what the files of each kind begin with
 
 DatasetName = Literal["auto", "digits", "mnist", "fashion-mnist"]
@@ -28,6 +33,10 @@ class Part:
 
     images: Tensor
     labels: Tensor
+
+    def as_dataset(self) -> TensorDataset:
+        """As bytes: the model makes numbers of them, where the GPU is."""
+        return TensorDataset(self.images, self.labels)
 
 
 @dataclass(frozen=True)
@@ -55,11 +64,6 @@ class ImageData:
         return float(mean), float(spread) or 1.0
 
     @property
-    def shift(self) -> int:
-        """How many pixels an image may move and still be what it is."""
-        return 1
-
-    @property
     def flip(self) -> bool:
         """Whether a mirrored image keeps its label: clothes do, digits do not."""
         return self.name == "fashion-mnist"
@@ -72,7 +76,7 @@ class ImageData:
             f"{len(self.test.labels):,} for testing, {height}x{width}"
         )
         if augment:
-            text += f", shifted by up to {self.shift} px" + (" and mirrored" if self.flip else "")
+            text += f", shifted by up to {SHIFT} px" + (" and mirrored" if self.flip else "")
         return text
 
 
@@ -100,20 +104,21 @@ def load_images(name: DatasetName, folder: str | None) -> ImageData:
 
 def load_digits() -> ImageData:
     """1797 handwritten digits of 8x8; the same fifth of each class is always the test part."""
-    try:
-        from sklearn import datasets, model_selection
-    except ImportError:
-        raise DataError(
-            "the default images come with scikit-learn, which is not installed; run "
-            "pip install -e '.[image]', or set data_dir to a folder with IDX files"
-        ) from None
+    library(
+        "sklearn",
+        "the default images come with scikit-learn",
+        extra="image",
+        otherwise=", or set data_dir to a folder with IDX files",
+    )
+    from sklearn import datasets, model_selection
+
     digits = datasets.load_digits()
     train_x, test_x, train_y, test_y = model_selection.train_test_split(
         digits.images.astype("uint8"),
         digits.target,
         test_size=0.2,
         stratify=digits.target,
-        random_state=0,
+        random_state=0,  # not the run's seed: accuracies of two runs must be comparable
     )
     return ImageData(
         "digits",
@@ -124,20 +129,17 @@ def load_digits() -> ImageData:
 
 def load_idx(name: str, folder: Path) -> ImageData:
     """Images and labels from the four IDX files in `folder`, packed or not."""
-    if not folder.is_dir():
-        raise DataError(
-            f"data_dir={str(folder)!r} is not a folder; set it to the one that holds "
-            "train-images-idx3-ubyte.gz and its three companions"
-        )
+    existing_folder(
+        folder, "the one that holds train-images-idx3-ubyte.gz and its three companions"
+    )
     stems = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images", "labels")]
     files = {stem: find_idx(folder, stem) for stem in stems}
     missing = [stem for stem, path in files.items() if path is None]
     if missing:
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise DataError(
             [
                 f"data_dir={str(folder)!r} has no {spellings(stem)[0]}, with or without .gz "
-                f"(it holds {found}); put the file there"
+                f"(it holds {contents(folder)}); put the file there"
                 for stem in missing
             ]
         )
@@ -207,9 +209,36 @@ def read_idx(path: Path, magic: int) -> Tensor:
             f"{path} holds {len(raw) - start:,} bytes after its head, which announces "
             f"{' x '.join(map(str, shape))} = {expected:,}; fetch it again"
         )
+    # A copy, because a tensor over immutable bytes must never be written to.
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=start).view(shape)
 
 
-def as_dataset(part: Part) -> TensorDataset:
-    """Images with their labels, as bytes: the model makes numbers of them, the GPU moves them."""
-    return TensorDataset(part.images, part.labels)
+@dataclass(frozen=True)
+class Moved:
+    """Shifts every image by up to `shift` pixels and, with `flip`, mirrors half of them.
+
+    What happens to an image depends on (seed, epoch, sample), not on the rank that holds it.
+    """
+
+    shift: int
+    flip: bool
+
+    def __call__(self, batch: list[Tensor], random: SampleRandom) -> list[Tensor]:
+        images, labels = batch
+        return [self.move(images, random), labels]
+
+    def move(self, images: Tensor, random: SampleRandom) -> Tensor:
+        """(batch, height, width), each image cut from itself with a border of background."""
+        count, height, width = images.shape
+        padded = F.pad(images, [self.shift] * 4)
+        draws = random.uniform(3)
+        offsets = (draws[:, :2] * (2 * self.shift + 1)).long()
+        rows = torch.arange(height, device=images.device) + offsets[:, :1]
+        columns = torch.arange(width, device=images.device)
+        if self.flip:
+            columns = torch.where(draws[:, 2:] < 0.5, width - 1 - columns, columns)
+        columns = columns + offsets[:, 1:]
+        # One gather for the whole batch: a loop over images would cost a kernel each.
+        places = rows.unsqueeze(2) * padded.shape[2] + columns.unsqueeze(1)
+        flat = padded.view(count, -1)
+        return flat.gather(1, places.view(count, -1)).view(count, height, width)

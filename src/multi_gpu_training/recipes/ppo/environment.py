@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.recipes.ppo.actions import Actions
+from multi_gpu_training.recipes.ppo.policy import Actions
 
 ByEnvironment = dict[str, Tensor | list[Any]]
 
@@ -67,6 +67,7 @@ def gather_environments(state: ByEnvironment, placement: Placement, ranks_hold: 
             parts = placement.gather_json(values)
             whole[name] = [value for part in parts for value in part]
             continue
+        # Collectives know no bool and want equal shapes: pad to the rank that holds most.
         kind = torch.uint8 if values.dtype == torch.bool else values.dtype
         rows = values.new_zeros((most, *values.shape[1:]), dtype=kind)
         rows[: len(values)] = values.to(kind)

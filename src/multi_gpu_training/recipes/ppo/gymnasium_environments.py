@@ -19,8 +19,9 @@ from torch import Tensor
 
 from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.recipes.ppo.actions import Actions
 from multi_gpu_training.recipes.ppo.environment import ByEnvironment, Step
+from multi_gpu_training.recipes.ppo.policy import Actions
+from multi_gpu_training.recipes.user_data import library
 
 
 class GymnasiumEnvironments:
@@ -123,13 +124,10 @@ class GymnasiumEnvironments:
     def _write(self, row: Any, into: np.ndarray[Any, Any]) -> None:
         if self._categories is not None:
             into[:] = 0
-            into[int(row) - int(self._observation_start)] = 1
+            start = getattr(self.environments[0].observation_space, "start", 0)
+            into[int(row) - int(start)] = 1
         else:
             into[:] = row if self._size == np.size(row) == len(row) else np.ravel(row)
-
-    @property
-    def _observation_start(self) -> int:
-        return getattr(self.environments[0].observation_space, "start", 0)
 
     @property
     def _is_box(self) -> bool:
@@ -151,14 +149,9 @@ class GymnasiumEnvironments:
 
 def make(name: str) -> Any:
     """The environment of that id, or an error that says what is there."""
+    gymnasium = library("gymnasium", f"env={name} needs Gymnasium", "ppo", ", or use env=trading")
     try:
-        import gymnasium
-    except ImportError:
-        raise ConfigError(
-            f"env={name} needs Gymnasium; pip install -e '.[ppo]', or use env=trading"
-        ) from None
-    try:
-        return gymnasium.make(name, disable_env_checker=True)
+        return gymnasium.make(name, disable_env_checker=True)  # it would check every step
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(f"env={name} cannot be made: {error}") from None
     except (gymnasium.error.Error, ModuleNotFoundError) as error:

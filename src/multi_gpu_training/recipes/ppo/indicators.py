@@ -69,5 +69,6 @@ def turbulence(close: Prices, period: int = 252) -> Prices:
         past = returns[day - period : day]
         apart = returns[day] - past.mean(0)
         covariance = np.cov(past, rowvar=False).reshape(len(apart), len(apart))
+        # A pseudo-inverse: assets that move as one have a singular covariance.
         out[day] = max(0.0, float(apart @ np.linalg.pinv(covariance) @ apart))
     return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import pairwise
@@ -68,16 +68,10 @@ def read_market(path: str, symbols: Sequence[str] | None = None) -> Market:
             days[day] = row
     if not series:
         raise DataError(f"data_dir={path}: no row of prices in {len(files)} file(s)")
-    return _common(path, _chosen(series, symbols, path))
-
-
-def _chosen(series: dict[str, Any], symbols: Sequence[str] | None, path: str) -> dict[str, Any]:
-    if symbols is None:
-        return series
-    missing = [symbol for symbol in symbols if symbol not in series]
+    missing = [symbol for symbol in symbols or () if symbol not in series]
     if missing:
         raise DataError(f"symbols={','.join(missing)} not in {path}; it has {', '.join(series)}")
-    return {symbol: series[symbol] for symbol in symbols}
+    return _common(path, {symbol: series[symbol] for symbol in symbols or series})
 
 
 def _common(path: str, series: dict[str, dict[str, tuple[float, float, float]]]) -> Market:
@@ -97,6 +91,7 @@ def _common(path: str, series: dict[str, dict[str, tuple[float, float, float]]])
                 f"{path}: {symbol} lacks {len(absent)} days that others have, {absent[0]} first; "
                 f"fill the gap, or leave it out with symbols="
             )
+    # A step over a gap would look like one day's return.
     for before, after in pairwise(period):
         step = (date.fromisoformat(after) - date.fromisoformat(before)).days
         if step > LONGEST_STEP_DAYS:
@@ -141,17 +136,14 @@ def _rows(file: Path) -> Iterator[tuple[str, str, tuple[float, float, float]]]:
                 raise DataError(f"{where}: {len(line)} values for {len(header)} columns")
             symbol = name if symbol_at is None else line[symbol_at].strip()
             values = [_number(line[header.index(c)], c, where) for c in COLUMNS]
-            factor = 1.0
+            _, high, low, close, _ = values
+            if high < low:
+                raise DataError(f"{where}: high {high:g} is below low {low:g}")
+            factor = 1.0  # for splits and dividends
             if adjusted_at is not None:
-                factor = _number(line[adjusted_at], "adj close", where) / values[3]
-            yield symbol, _day(line[header.index("date")], where), _checked(values, factor, where)
-
-
-def _checked(values: list[float], factor: float, where: str) -> tuple[float, float, float]:
-    _, high, low, close, _ = values
-    if high < low:
-        raise DataError(f"{where}: high {high:g} is below low {low:g}")
-    return high * factor, low * factor, close * factor
+                factor = _number(line[adjusted_at], "adj close", where) / close
+            day = _day(line[header.index("date")], where)
+            yield symbol, day, (high * factor, low * factor, close * factor)
 
 
 def _number(text: str, column: str, where: str) -> float:
@@ -201,5 +193,4 @@ def generate_market(assets: int, days: int, seed: int) -> Market:
 
 
 def split_symbols(text: str | None) -> list[str] | None:
-    names: Iterable[str] = (text or "").split(",")
-    return [name.strip() for name in names if name.strip()] or None
+    return [name.strip() for name in (text or "").split(",") if name.strip()] or None

@@ -24,16 +24,8 @@ CONFIG_DEFAULTS: dict[str, Any] = {
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _OF_TRADING = (
-    "data_dir",
-    "symbols",
-    "assets",
-    "market_days",
-    "episode_days",
-    "test_fraction",
-    "initial_balance",
-    "trading_cost",
-    "max_shares",
-    "turbulence_quantile",
+    *("data_dir", "symbols", "assets", "market_days", "episode_days", "test_fraction"),
+    *("initial_balance", "trading_cost", "max_shares", "turbulence_quantile"),
 )
 
 

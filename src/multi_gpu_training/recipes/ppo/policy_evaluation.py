@@ -15,12 +15,7 @@ from multi_gpu_training.recipes.ppo.gymnasium_environments import GymnasiumEnvir
 from multi_gpu_training.recipes.ppo.options import PPOOptions
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 from multi_gpu_training.recipes.ppo.rollout import Collector
-from multi_gpu_training.recipes.ppo.trading import (
-    REWARD_SCALE,
-    Rules,
-    Tables,
-    TradingEnvironments,
-)
+from multi_gpu_training.recipes.ppo.trading import REWARD_SCALE, Rules, Tables, TradingEnvironments
 from multi_gpu_training.recipes.ppo.worlds import World
 
 TRADING_DAYS = 252  # in a year
@@ -93,6 +88,10 @@ class Performance:
         drawdown = float((1 - worth / np.maximum.accumulate(worth)).max())
         return cls(float(worth[-1] / worth[0] - 1), sharpe, drawdown)
 
+    def metrics(self, whose: str) -> dict[str, float]:
+        values = {"return": self.total_return, "sharpe": self.sharpe, "drawdown": self.drawdown}
+        return {f"{whose}_{name}": value for name, value in values.items()}
+
 
 @dataclass(frozen=True)
 class TradingTest:
@@ -102,14 +101,7 @@ class TradingTest:
     hold: Performance
 
     def metrics(self) -> dict[str, float]:
-        return {
-            "test_return": self.agent.total_return,
-            "test_sharpe": self.agent.sharpe,
-            "test_drawdown": self.agent.drawdown,
-            "hold_return": self.hold.total_return,
-            "hold_sharpe": self.hold.sharpe,
-            "hold_drawdown": self.hold.drawdown,
-        }
+        return {**self.agent.metrics("test"), **self.hold.metrics("hold")}
 
     def lines(self) -> list[str]:
         return [

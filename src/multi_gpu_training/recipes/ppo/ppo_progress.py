@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,10 @@ from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 
 RECENT = 100  # episodes in the mean return, as usual in the field
+SAVED = (
+    *("num_envs", "iteration", "passes", "env_steps", "episodes"),
+    *("recent", "marks", "environments", "measured"),
+)
 
 
 class PPOProgress:
@@ -54,21 +59,19 @@ class PPOProgress:
         that discounted returns have spread 1."""
         if not self.measured:
             return 1.0
-        mean, spread = _moments(self.measured["observed"])
+        mean, spread = mean_and_spread(self.measured["observed"])
         policy.observation_mean.copy_(mean)
         policy.observation_scale.copy_(1 / spread.clamp_min(1e-4))
-        return 1 / max(1e-4, float(_moments(self.measured["earned"])[1]))
+        return 1 / max(1e-4, float(mean_and_spread(self.measured["earned"])[1]))
 
     @property
     def mean_return(self) -> float:
         """Of the last episodes; minus infinity before the first has ended."""
-        found = [value for value, _ in self.recent]
-        return math.fsum(found) / len(found) if found else -math.inf
+        return fmean(value for value, _ in self.recent) if self.recent else -math.inf
 
     @property
     def mean_length(self) -> float:
-        found = [length for _, length in self.recent]
-        return math.fsum(found) / len(found) if found else math.nan
+        return fmean(length for _, length in self.recent) if self.recent else math.nan
 
     def passed(self, step: int, every: int, what: str) -> bool:
         """Whether a multiple of `every` was reached since this was last true."""
@@ -91,17 +94,7 @@ class PPOProgress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "num_envs": self.num_envs,
-            "iteration": self.iteration,
-            "passes": self.passes,
-            "env_steps": self.env_steps,
-            "episodes": self.episodes,
-            "recent": self.recent,
-            "marks": self.marks,
-            "environments": self.environments,
-            "measured": self.measured,
-        }
+        return {name: getattr(self, name) for name in SAVED}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["num_envs"] != self.num_envs:
@@ -114,7 +107,8 @@ class PPOProgress:
         self.recent = [(value, length) for value, length in state["recent"]]
 
 
-def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
+def mean_and_spread(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """From counts, sums and sums of squares, stacked in this order."""
     count, total, squares = sums
     mean = total / count
     return mean, (squares / count - mean.square()).clamp_min(0).sqrt()

@@ -28,10 +28,9 @@ from multi_gpu_training.recipes.ppo.environment import (
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 from multi_gpu_training.recipes.ppo.policy_evaluation import evaluate
-from multi_gpu_training.recipes.ppo.ppo_loss import PPOLoss
 from multi_gpu_training.recipes.ppo.ppo_progress import Decay, PPOProgress
 from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout
-from multi_gpu_training.recipes.ppo.update import Update
+from multi_gpu_training.recipes.ppo.update import PPOLoss, Update
 from multi_gpu_training.recipes.ppo.worlds import World, build_world
 from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.progress import FitResult
@@ -101,11 +100,12 @@ class DistributedCLSTMPPOTrainer:
                 "environments, or fewer ranks"
             )
         self.held = range(*cut(total, ranks, placement.dp_rank))
+        # In verification every rank makes the same rollout, so that only the update can differ.
         self.stepped = range(total) if self.verifying else self.held
         seed = derive_seed(self.config.seed, _ENVIRONMENTS)
         self.world = build_world(options, self.stepped, self.config.seed, seed, placement.device)
         environments = self.world.environments
-        torch.manual_seed(self.config.seed)
+        torch.manual_seed(self.config.seed)  # the same policy on every rank
         policy = CLSTMPolicy(
             environments.observation_size,
             environments.actions,
@@ -133,7 +133,7 @@ class DistributedCLSTMPPOTrainer:
         )
         self._copies = StateCopies(self.manager.trainer.state)
         self.collector = Collector(environments, model, options.normalises, options.gamma)
-        if self.progress.environments is not None:
+        if self.progress.environments is not None:  # resumed
             self.collector.load(take_environments(self.progress.environments, self.stepped))
             self.collector.reward_scale = self.progress.apply_measures(model)
         self.manager.console.line(self._describe())
@@ -173,11 +173,8 @@ class DistributedCLSTMPPOTrainer:
         """Rollouts are not saved: a signal in the midst of an iteration takes the run back to its
         begin, saves that, and the resumed run makes the iteration anew."""
         manager, trainer = self.manager, self.manager.trainer
-        counters, passes, standing = (
-            Counters.of(trainer.state),
-            self.progress.passes,
-            self.collector.mark(),
-        )
+        counters, passes = Counters.of(trainer.state), self.progress.passes
+        standing = self.collector.mark()
         if trainer.step:
             self._copies.keep("begin")
 
@@ -239,12 +236,14 @@ class DistributedCLSTMPPOTrainer:
             "update_s": now - collected,
         }
         step = manager.trainer.step
+        # To the rest of the package an iteration is an epoch without validation.
         better = manager.progress.finish_epoch(metrics, None)
         counts = {"env_steps": progress.env_steps, "episodes": progress.episodes}
+        shown = {**metrics, **counts}
         manager.logger.record(
-            "epoch", epoch=progress.iteration - 1, step=step, train={**metrics, **counts}, val=None
+            "epoch", epoch=progress.iteration - 1, step=step, train=shown, val=None
         )
-        named = {f"train/{name}": float(value) for name, value in {**metrics, **counts}.items()}
+        named = {f"train/{name}": float(value) for name, value in shown.items()}
         manager.records.loggers.log(named, progress.env_steps)
         progress.say(manager.console, metrics, last=self._rest() <= 0)
         every = self.config.consistency_check_every
@@ -281,22 +280,25 @@ class DistributedCLSTMPPOTrainer:
 
 def check_config(config: MultiGPUConfig) -> None:
     """Settings that mean nothing here are errors, not silence."""
-    problems = []
-    if config.training_mode is TrainingMode.DATA_PARALLEL:
-        problems.append("training_mode=data_parallel: PPO runs as ddp or single")
-    if config.schedule != "constant" or config.warmup_steps or config.warmup_epochs:
-        problems.append("schedule and warm-up count steps; PPO has decay=linear, by progress")
-    if config.static_graph or config.find_unused_parameters:
-        problems.append(
-            "PPO uses every parameter in every step; drop static_graph and find_unused_parameters"
-        )
-    if config.step_execution in ("graph", "compile"):
-        problems.append(
-            f"step_execution={config.step_execution}: PPO's steps differ in shape; use eager"
-        )
-    if config.num_workers:
-        problems.append(f"num_workers={config.num_workers}: PPO loads no data; drop it")
-    if config.share_weights or config.balance in ("measured", "dynamic"):
-        problems.append("balance and share_weights: PPO's ranks have equally many environments")
+    execution = config.step_execution
+    wrong = {
+        "training_mode=data_parallel: PPO runs as ddp or single": (
+            config.training_mode is TrainingMode.DATA_PARALLEL
+        ),
+        "schedule and warm-up count steps; PPO has decay=linear, by progress": (
+            config.schedule != "constant" or config.warmup_steps or config.warmup_epochs
+        ),
+        "PPO uses every parameter in every step; drop static_graph and find_unused_parameters": (
+            config.static_graph or config.find_unused_parameters
+        ),
+        f"step_execution={execution}: PPO's steps differ in shape; use eager": (
+            execution in ("graph", "compile")
+        ),
+        f"num_workers={config.num_workers}: PPO loads no data; drop it": config.num_workers,
+        "balance and share_weights: PPO's ranks have equally many environments": (
+            config.share_weights or config.balance in ("measured", "dynamic")
+        ),
+    }
+    problems = [text for text, is_so in wrong.items() if is_so]
     if problems:
         raise ConfigError(problems)

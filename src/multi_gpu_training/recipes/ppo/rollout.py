@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,11 +34,7 @@ class Rollout:
 
     def take(self, index: slice) -> Rollout:
         """Of some of the environments."""
-        parts = {
-            f.name: getattr(self, f.name)[index]
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor)
-        }
+        parts = {name: part[index] for name, part in vars(self).items() if name != "whole"}
         return replace(self, **parts)
 
 
@@ -102,17 +99,17 @@ class Collector:
         """`steps` of every environment. `noise` (steps, N, ...) makes the choices; without it
         the likeliest action is taken."""
         policy, actions = self.policy, self.policy.actions
-        stepper = Stepper(policy)
+        stepper = Stepper(policy)  # made anew: the weights have moved since the last rollout
         if noise is not None:
             noise = noise.to(self.device, self.dtype)
-        rows: dict[str, list[Tensor]] = {name: [] for name in _BY_STEP}
+        rows: defaultdict[str, list[Tensor]] = defaultdict(list)
         finished = Finished(self.environments.numbers)
         recent = state = None
         whole, ended = True, False
         for t in range(steps):
             before_step()
             whole = whole and not ended
-            if t == 0 or ended:
+            if t == 0 or ended:  # `ended` is known on the host: most steps launch nothing here
                 self._forget()
             observations = self._scaled(self.raw)
             windows = torch.cat([self.recent, observations.unsqueeze(1)], 1)
@@ -218,20 +215,6 @@ class Collector:
         self.state = tensors["hidden"].permute(1, 2, 0, 3).contiguous()
         self.returns, self.lengths = tensors["returns"], tensors["lengths"]
         self.discounted = tensors["discounted"]
-
-
-_BY_STEP = (
-    "observations",
-    "raw",
-    "discounted",
-    "actions",
-    "log_probs",
-    "values",
-    "rewards",
-    "done",
-    "starts",
-    "final",
-)
 
 
 def _nothing(before: list[Tensor], like: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ ask the device whether an episode is over.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.recipes.ppo.actions import Actions
 from multi_gpu_training.recipes.ppo.environment import ByEnvironment, Step
 from multi_gpu_training.recipes.ppo.indicators import adx, cci, macd, rsi, turbulence
 from multi_gpu_training.recipes.ppo.market import Market
+from multi_gpu_training.recipes.ppo.policy import Actions
 
 WARMUP_DAYS = 60  # before that, indicators over 30 days, smoothed once more, say little
 REWARD_SCALE = 1e-4
@@ -101,34 +101,30 @@ def prepare(
     )
 
 
+@dataclass(eq=False)
 class TradingEnvironments:
     """Copies `numbers` of `total`. An episode begins on a day drawn from (seed, episode, copy)
-    between `first_day` and `last_day`, and is cut off after `episode_days`."""
+    between the two of `days`, and is cut off after `episode_days`."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        rules: Rules,
-        numbers: range,
-        total: int,
-        seed: int,
-        days: tuple[int, int],
-        episode_days: int,
-    ) -> None:
-        self.tables = tables
-        self.rules = rules
-        self.numbers = numbers
-        self.total = total
-        self.seed = seed
-        self.days = days
-        self.episode_days = episode_days
-        self.observation_size = 1 + 6 * tables.assets
-        self.actions = Actions("continuous", tables.assets)
-        self.device = tables.prices.device
-        self.balance: Tensor
-        self.shares: Tensor
-        self.day: Tensor
-        self._never = torch.zeros(len(numbers), dtype=torch.bool, device=self.device)
+    tables: Tables
+    rules: Rules
+    numbers: range
+    total: int
+    seed: int
+    days: tuple[int, int]
+    episode_days: int
+
+    day: Tensor = field(init=False)
+    balance: Tensor = field(init=False)
+    shares: Tensor = field(init=False)
+    episode: int = field(default=0, init=False)
+    elapsed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.observation_size = 1 + 6 * self.tables.assets
+        self.actions = Actions("continuous", self.tables.assets)
+        self.device = self.tables.prices.device
+        self._never = torch.zeros(len(self.numbers), dtype=torch.bool, device=self.device)
 
     def reset(self) -> Tensor:
         self.episode = 0
@@ -181,6 +177,7 @@ class TradingEnvironments:
         drawn = torch.randint(first, last + 1, (self.total,), generator=generator)
         self.day = drawn[self.numbers.start : self.numbers.stop].to(self.device)
         count, assets = len(self.numbers), self.tables.assets
+        # In float64: a reward is a small difference between two large sums.
         self.balance = torch.full(
             (count,), self.rules.balance, dtype=torch.float64, device=self.device
         )

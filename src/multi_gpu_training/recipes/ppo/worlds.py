@@ -35,6 +35,7 @@ def build_world(
 ) -> World:
     """Environments `numbers`. Every problem of names, files and spaces shows here, before the
     first step."""
+    # An option that does nothing is a mistake of whoever set it.
     idle = options.without_effect()
     if idle:
         prices = f" with data_dir={options.data_dir}" if options.trades else ""

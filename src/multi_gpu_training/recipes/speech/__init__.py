@@ -16,9 +16,8 @@ from pydantic import Field
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
-from multi_gpu_training.recipes.speech.buckets import Buckets
 from multi_gpu_training.recipes.speech.corpora import RATES, Layout, find_layout
-from multi_gpu_training.recipes.speech.dataset import Speech, longest
+from multi_gpu_training.recipes.speech.dataset import Buckets, Speech, longest
 from multi_gpu_training.recipes.speech.objective import Objective, evaluate
 from multi_gpu_training.recipes.speech.speech_data import SpeechData, Timing, built_in, from_folder
 from multi_gpu_training.recipes.speech.speech_model import SIZES, NormName, Recogniser, SizeName
@@ -72,12 +71,12 @@ def check(options: SpeechOptions) -> None:
     """Options that would do nothing are an error."""
     problems = []
     if options.data_dir is None:
-        for name in ("layout", "held_out_speaker"):
-            if name in options.model_fields_set and getattr(options, name) not in (None, "auto"):
-                problems.append(
-                    f"{name}={getattr(options, name)} is for a folder of speech; set data_dir, or "
-                    "drop it"
-                )
+        given = options.model_dump(include={"layout", "held_out_speaker"})
+        problems = [
+            f"{name}={value} is for a folder of speech; set data_dir, or drop it"
+            for name, value in given.items()
+            if value not in (None, "auto")
+        ]
     if "beam_width" in options.model_fields_set and options.decoder != "beam":
         problems.append(
             f"beam_width={options.beam_width} does nothing with decoder={options.decoder}; set "
@@ -116,6 +115,7 @@ def load_speech(options: SpeechOptions, timing: Timing) -> SpeechData:
 
 def datasets(data: SpeechData, options: SpeechOptions, timing: Timing) -> tuple[Speech, Speech]:
     """Training and test part, padded to the same few lengths."""
+    # At their slowest: a bucket must hold what any epoch may draw.
     lengths = [longest(clip.samples, options.augment) for clip in data.train]
     labels = [len(clip.labels) for clip in data.train]
     buckets = Buckets(lengths, labels, options.buckets, 10 * timing.hop)

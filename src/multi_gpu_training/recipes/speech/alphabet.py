@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.recipes.user_data import listed
 
 ENGLISH = " 'abcdefghijklmnopqrstuvwxyz"
 
@@ -16,7 +17,7 @@ def plain(text: str) -> str:
     text = unicodedata.normalize("NFC", text).lower().replace("\u2019", "'")
     kept = (
         " " if c.isspace() or c == "-" else "" if unicodedata.category(c)[0] in "PS" else c
-        for c in text.replace("'", "\0")
+        for c in text.replace("'", "\0")  # an apostrophe is punctuation that stays
     )
     return " ".join("".join(kept).replace("\0", "'").split())
 
@@ -36,6 +37,7 @@ class Alphabet:
         return [self.numbers[c] for c in text]
 
     def decode(self, numbers: Iterable[int]) -> str:
+        # A recogniser may write several spaces; as words they are one.
         return " ".join("".join(self.characters[n - 1] for n in numbers).split())
 
 
@@ -57,12 +59,9 @@ def choose_alphabet(asked: str, texts: Sequence[tuple[str, str]]) -> Alphabet:
                 outside[c] += 1
                 first.setdefault(c, place)
     if outside:
-        named = ", ".join(
-            f"{c!r} ({count} times, first in {first[c]})" for c, count in outside.most_common(5)
-        )
-        more = f" and {len(outside) - 5} more" if len(outside) > 5 else ""
+        named = [f"{c!r} ({n} times, first in {first[c]})" for c, n in outside.most_common()]
         raise DataError(
-            f"{len(outside)} characters lie outside alphabet={asked}: {named}{more}; set "
+            f"{len(outside)} characters lie outside alphabet={asked}: {listed(named, 5)}; set "
             "alphabet=data to take every character of the transcripts, give the characters, or "
             "write them out in the transcripts (numbers as words)"
         )

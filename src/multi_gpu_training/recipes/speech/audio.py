@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.user_data import library
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,7 @@ def read_sound(path: Path, rate: int) -> Tensor:
     """The whole file as int16 of (samples,), channels averaged, at `rate` samples a second."""
     plain = _read_plain_wav(path, samples=True)
     if plain is not None:
-        header, values = plain
-        found = header.rate
+        found, values = plain[0].rate, plain[1]
     else:
         soundfile = _soundfile(path)
         try:
@@ -82,14 +82,8 @@ def _read_plain_wav(path: Path, samples: bool) -> tuple[Header, Any] | None:
 
 
 def _soundfile(path: Path) -> Any:
-    try:
-        import soundfile
-    except ImportError:
-        raise DataError(
-            f"{path} is no WAV of 16-bit samples; other formats are read by soundfile, which is "
-            "not installed: run pip install -e '.[speech]'"
-        ) from None
-    return soundfile
+    needed = f"{path} is no WAV of 16-bit samples; other formats are read by soundfile"
+    return library("soundfile", needed, extra="speech")
 
 
 def no_audio(path: Path, error: Exception) -> DataError:
@@ -110,7 +104,7 @@ def resample(sound: Tensor, found: int, wanted: int) -> Tensor:
 @lru_cache(maxsize=16)
 def _resampling_kernels(up: int, down: int, zeros: int = 12) -> tuple[Tensor, int]:
     """A windowed sinc for each of the `up` places that an output sample can have."""
-    cutoff = 0.97 * min(1.0, up / down)
+    cutoff = 0.97 * min(1.0, up / down)  # below the limit: no filter is infinitely steep
     reach = math.ceil(zeros / cutoff)
     at = torch.arange(-reach, reach + down + 1, dtype=torch.float64)
     phase = torch.arange(up, dtype=torch.float64)[:, None] * down / up

@@ -15,6 +15,7 @@ from typing import Literal
 
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.speech.alphabet import plain
+from multi_gpu_training.recipes.user_data import contents, existing_folder, listed
 
 Layout = Literal["auto", "fsdd", "librispeech", "festvox"]
 RATES = {"fsdd": 8000, "librispeech": 16000, "festvox": 16000}
@@ -22,7 +23,6 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 FSDD_NAME = re.compile(r"(\d)_([^_]+)_(\d+)\.wav")
 FESTVOX_LINE = re.compile(r'\(\s*(\S+)\s+"(.*)"\s*\)')
 EVERY = 20  # without a test part of its own, every 20th utterance of a corpus is one
-NAMED = 8  # how many problems of one kind are written out
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,7 @@ class SpeechCorpus:
 
 def read_corpus(folder: Path, layout: Layout, held_out: str | None) -> SpeechCorpus:
     """The utterances of a folder. `held_out` is a speaker who is tested on and not trained on."""
-    if not folder.is_dir():
-        raise DataError(
-            f"data_dir={str(folder)!r} is not a folder; set it to one in the layout of FSDD, "
-            "LibriSpeech or festvox"
-        )
+    existing_folder(folder, "one in the layout of FSDD, LibriSpeech or festvox")
     name = find_layout(folder) if layout == "auto" else layout
     readers = {"fsdd": read_fsdd, "librispeech": read_librispeech, "festvox": read_festvox}
     corpus = readers[name](folder)
@@ -77,11 +73,10 @@ def find_layout(folder: Path) -> Literal["fsdd", "librispeech", "festvox"]:
         return "librispeech"
     if any(FSDD_NAME.fullmatch(path.name) for path in recordings(folder).glob("*.wav")):
         return "fsdd"
-    found = ", ".join(sorted(path.name for path in folder.iterdir())[:NAMED]) or "nothing"
     raise DataError(
-        f"data_dir={str(folder)!r} holds {found}: neither recordings/7_name_32.wav (FSDD), nor "
-        "*.trans.txt beside .flac files (LibriSpeech), nor etc/txt.done.data (festvox); point to "
-        "the folder that holds one of them"
+        f"data_dir={str(folder)!r} holds {contents(folder)}: neither recordings/7_name_32.wav "
+        "(FSDD), nor *.trans.txt beside .flac files (LibriSpeech), nor etc/txt.done.data "
+        "(festvox); point to the folder that holds one of them"
     )
 
 
@@ -187,7 +182,7 @@ def read_festvox(folder: Path) -> SpeechCorpus:
             lost.append(str(path))
     if lost:
         raise DataError(
-            f"{listing} names {len(lost)} files that are not there: {shown(lost)}; add them, or "
+            f"{listing} names {len(lost)} files that are not there: {listed(lost)}; add them, or "
             "take their lines out"
         )
     silent = [str(p) for p in sorted((folder / "wav").glob("*.wav")) if p not in spoken]
@@ -206,10 +201,5 @@ def every_nth(name: str, entries: list[SpokenFile]) -> SpeechCorpus:
 
 def without_transcript(paths: list[str], hint: str) -> DataError:
     return DataError(
-        f"{len(paths)} sound files have no transcript: {shown(paths)}; {hint}, or remove it"
+        f"{len(paths)} sound files have no transcript: {listed(paths)}; {hint}, or remove it"
     )
-
-
-def shown(items: list[str]) -> str:
-    more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
-    return ", ".join(items[:NAMED]) + more

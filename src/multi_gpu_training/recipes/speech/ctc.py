@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multi_gpu_training.recipes.speech.features import inside
 from multi_gpu_training.torch_internals import disable_dynamo
 
 BLANK = 0
@@ -36,7 +37,9 @@ def ctc_loss(logits: Tensor, lengths: Tensor, targets: Tensor, sizes: Tensor) ->
 
 def frames_needed(targets: Tensor, sizes: Tensor) -> Tensor:
     """Frames that each text takes at least: one a label, and a blank between two alike."""
-    return sizes + (_repeats(targets) & _within(sizes, targets.shape[1])).sum(1)
+    repeats = torch.zeros_like(targets, dtype=torch.bool)
+    repeats[:, 1:] = targets[:, 1:] == targets[:, :-1]
+    return sizes + (repeats & inside(sizes, targets.shape[1])).sum(1)
 
 
 def possible(lengths: Tensor, targets: Tensor, sizes: Tensor) -> Tensor:
@@ -111,13 +114,3 @@ def _states(targets: Tensor) -> Tensor:
     states = targets.new_full((batch, 2 * labels + 1), BLANK, dtype=torch.int64)
     states[:, 1::2] = targets
     return states
-
-
-def _repeats(targets: Tensor) -> Tensor:
-    same = torch.zeros_like(targets, dtype=torch.bool)
-    same[:, 1:] = targets[:, 1:] == targets[:, :-1]
-    return same
-
-
-def _within(sizes: Tensor, size: int) -> Tensor:
-    return torch.arange(size, device=sizes.device) < sizes.unsqueeze(1)

@@ -98,17 +98,10 @@ def spec_augment(
     draws = draws.to(features.dtype)
     mels = features.new_full((features.shape[0],), features.shape[2])
     hidden = torch.zeros_like(features, dtype=torch.bool)
-    for mask in range(2):
-        hidden |= stretch(draws[:, 4 * mask : 4 * mask + 2], mels, bands, features.shape[2])[
-            :, None
-        ]
-        frames = stretch(
-            draws[:, 4 * mask + 2 : 4 * mask + 4],
-            lengths.to(features.dtype),
-            time,
-            features.shape[1],
-        )
-        hidden |= frames[:, :, None]
+    for mine in draws.split(4, 1):  # of one mask over bands and one over time
+        band = stretch(mine[:, :2], mels, bands, features.shape[2])
+        frames = stretch(mine[:, 2:], lengths.to(features.dtype), time, features.shape[1])
+        hidden |= band[:, None] | frames[:, :, None]
     return torch.where(hidden, 0.0, features)
 
 

@@ -15,17 +15,12 @@ from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.speech import voice
 from multi_gpu_training.recipes.speech.alphabet import Alphabet, choose_alphabet
 from multi_gpu_training.recipes.speech.audio import Header, read_header, read_sound
-from multi_gpu_training.recipes.speech.corpora import (
-    NAMED,
-    Layout,
-    SpeechCorpus,
-    SpokenFile,
-    read_corpus,
-)
+from multi_gpu_training.recipes.speech.corpora import Layout, SpokenFile, read_corpus
 from multi_gpu_training.recipes.speech.dataset import Clip
+from multi_gpu_training.recipes.user_data import refuse
 
 IN_MEMORY_S = 7200  # a corpus of up to two hours is read once: 230 MB at 16 kHz
-READERS = 8
+READERS = 8  # threads: reading waits for the disk, not for Python
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,17 @@ class Timing:
         repeats = sum(a == b for a, b in pairwise(labels))
         frames = max(1, len(labels) + repeats)
         return (frames - 1) * self.subsampling * self.hop
+
+    def clip(
+        self,
+        alphabet: Alphabet,
+        text: str,
+        samples: int,
+        path: Path | None = None,
+        sound: Tensor | None = None,
+    ) -> Clip:
+        labels = tuple(alphabet.encode(text))
+        return Clip(labels, samples, self.shortest(labels), path, sound)
 
 
 @dataclass(frozen=True)
@@ -71,49 +77,38 @@ def built_in(timing: Timing, alphabet: str, rate: int | None) -> SpeechData:
         )
     parts = [voice.speak_all(voice.TRAIN, seed=0), voice.speak_all(voice.TEST, seed=1)]
     chosen = choose_alphabet(alphabet, [("the built-in voice", t) for p in parts for _, t in p])
-    clips = [
-        [_clip(chosen, timing, text, len(sound), sound=sound) for sound, text in part]
+    train, test = (
+        [timing.clip(chosen, text, len(sound), sound=sound) for sound, text in part]
         for part in parts
-    ]
+    )
     name = "built-in synthetic voice (letters as tones, no real speech)"
-    return _without_impossible(name, voice.RATE, chosen, clips[0], clips[1], [])
+    return _without_impossible(name, voice.RATE, chosen, train, test, [])
 
 
 def from_folder(
     folder: Path,
     layout: Layout,
     held_out: str | None,
-    timing_at: Timing,
+    timing: Timing,
     alphabet: str,
     rate: int | None,
 ) -> SpeechData:
     """What a folder holds, every file's head read and every problem named."""
     corpus = read_corpus(folder, layout, held_out)
-    return load_corpus(corpus, held_out, timing_at, alphabet, rate or corpus.rate)
-
-
-def load_corpus(
-    corpus: SpeechCorpus, held_out: str | None, timing: Timing, alphabet: str, rate: int
-) -> SpeechData:
+    rate = rate or corpus.rate
     entries = [*corpus.train, *corpus.test]
     headers = read_headers(entries)
     chosen = choose_alphabet(alphabet, [(str(entry.path), entry.text) for entry in entries])
     seconds = sum(header.samples / header.rate for header in headers)
+    # What is small is read once; the rest by the loader's workers, epoch after epoch.
     sounds: list[Tensor | None] = [None] * len(entries)
     if seconds <= IN_MEMORY_S:
         with ThreadPoolExecutor(READERS) as pool:
             sounds = list(pool.map(lambda entry: read_sound(entry.path, rate), entries))
-    clips = [
-        _clip(
-            chosen,
-            timing,
-            entry.text,
-            header.samples_at(rate) if sound is None else len(sound),
-            entry.path,
-            sound,
-        )
-        for entry, header, sound in zip(entries, headers, sounds, strict=True)
-    ]
+    clips = []
+    for entry, header, sound in zip(entries, headers, sounds, strict=True):
+        samples = header.samples_at(rate) if sound is None else len(sound)
+        clips.append(timing.clip(chosen, entry.text, samples, entry.path, sound))
     name = corpus.name + (f", speaker {held_out} held out" if held_out else "")
     cut = len(corpus.train)
     notes = conversions(headers, rate)
@@ -131,10 +126,7 @@ def read_headers(entries: Sequence[SpokenFile]) -> list[Header]:
 
     with ThreadPoolExecutor(READERS) as pool:
         found = list(pool.map(look, entries))
-    problems = [str(item) for item in found if isinstance(item, DataError)]
-    if problems:
-        more = [f"and {len(problems) - NAMED} more files"] if len(problems) > NAMED else []
-        raise DataError([*problems[:NAMED], *more])
+    refuse([item.problems[0] for item in found if isinstance(item, DataError)])
     return [item for item in found if isinstance(item, Header)]
 
 
@@ -149,18 +141,6 @@ def conversions(headers: Sequence[Header], rate: int) -> list[str]:
     if several:
         notes.append(f"mixed down to mono: {several:,} files with several channels")
     return notes
-
-
-def _clip(
-    alphabet: Alphabet,
-    timing: Timing,
-    text: str,
-    samples: int,
-    path: Path | None = None,
-    sound: Tensor | None = None,
-) -> Clip:
-    labels = tuple(alphabet.encode(text))
-    return Clip(labels, samples, timing.shortest(labels), path, sound)
 
 
 def _without_impossible(

@@ -104,6 +104,7 @@ class Halving(nn.Module):
 
     def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         x = self.convolution(x.transpose(1, 2))
+        # LayerNorm wants the channels last, BatchNorm in the middle.
         if isinstance(self.norm, nn.LayerNorm):
             x = self.norm(x.transpose(1, 2))
         else:

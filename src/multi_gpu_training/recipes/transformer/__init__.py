@@ -17,6 +17,8 @@ from pydantic import Field
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.recipe import Job, Options, Recipe
+from multi_gpu_training.recipes.transformer import sequences, text, tokens
+from multi_gpu_training.recipes.transformer import transformer_model as models
 from multi_gpu_training.recipes.transformer.attention import use_causal_attention
 from multi_gpu_training.recipes.transformer.export import Export
 from multi_gpu_training.recipes.transformer.linear_cross_entropy import scores_budget_bytes
@@ -26,34 +28,9 @@ from multi_gpu_training.recipes.transformer.losses import (
     MaskedLoss,
     is_direct,
 )
-from multi_gpu_training.recipes.transformer.sequences import (
-    MaskedSequences,
-    Masking,
-    Sequences,
-    hold_back,
-    masked_once,
-    pack,
-    pad,
-    pad_lines,
-    plain,
-)
-from multi_gpu_training.recipes.transformer.text import (
-    Corpus,
-    Labelled,
-    read_corpus,
-    read_labelled,
-)
-from multi_gpu_training.recipes.transformer.tokens import Tokens, load_tokens, require
-from multi_gpu_training.recipes.transformer.transformer_model import (
-    Task,
-    check,
-    from_config,
-    label_numbers,
-    load_config,
-    load_model,
-    set_labels,
-    small_config,
-)
+from multi_gpu_training.recipes.transformer.sequences import Sequences
+from multi_gpu_training.recipes.transformer.tokens import Tokens
+from multi_gpu_training.recipes.transformer.transformer_model import Task
 
 SMALL = "small"
 
@@ -80,91 +57,86 @@ class TransformerOptions(Options):
 def build(config: MultiGPUConfig, options: TransformerOptions) -> Job:
     """Model, data and loss of the task; the optimizer is AdamW."""
     _check_together(options)
-    own = SMALL if options.model == SMALL else options.model
-    tokens = load_tokens(options.tokenizer or ("bytes" if own == SMALL else own), options.pad_token)
+    own = "bytes" if options.model == SMALL else options.model
+    words = tokens.load_tokens(options.tokenizer or own, options.pad_token)
     if options.task == "classification":
-        return _classification(options, tokens)
-    return _language_model(options, tokens)
+        return _classification(options, words)
+    return _language_model(options, words)
 
 
-def _language_model(options: TransformerOptions, tokens: Tokens) -> Job:
+def _language_model(options: TransformerOptions, words: Tokens) -> Job:
     padded, masked = options.layout == "padded", options.task == "masked"
-    require(tokens, pad=padded, mask=masked)
-    corpus = read_corpus(options.data_dir)
-    model = _model(options, tokens, None)
-    train, val = _sequences(corpus, options, tokens)
-    text = _describe(corpus.name, train, val, tokens, model)
-    callbacks = [Export(tokens, text)]
+    tokens.require(words, pad=padded, mask=masked)
+    corpus = text.read_corpus(options.data_dir)
+    model = _model(options, words, None)
+    cut = sequences.pad_lines if padded else sequences.pack
+    train = cut(corpus.train, words, options.sequence_length)
+    if corpus.val is None:
+        train, val = sequences.hold_back(train)
+    else:
+        val = cut(corpus.val, words, options.sequence_length)
+    callbacks = [Export(words, _describe(corpus.name, train, val, words, model))]
     if masked:
-        assert tokens.mask is not None
-        masking = Masking(options.mask_share, tokens.mask, tokens.words, tuple(tokens.special()))
+        assert words.mask is not None
+        special = tuple(words.special())
+        masking = sequences.Masking(options.mask_share, words.mask, words.words, special)
         return Job(
             model=model,
-            dataset=MaskedSequences(train, masking),
-            val_dataset=masked_once(val, masking),
+            dataset=sequences.MaskedSequences(train, masking),
+            val_dataset=sequences.masked_once(val, masking),
             loss_fn=MaskedLoss(padded),
             callbacks=callbacks,
         )
     maskless = use_causal_attention(model, options.sequence_length)
     return Job(
         model=model,
-        dataset=plain(train),
-        val_dataset=plain(val),
+        dataset=sequences.plain(train),
+        val_dataset=sequences.plain(val),
         loss_fn=CausalLoss(padded, not maskless, is_direct(model), scores_budget_bytes()),
         callbacks=callbacks,
     )
 
 
-def _classification(options: TransformerOptions, tokens: Tokens) -> Job:
-    require(tokens, pad=True, mask=False)
-    texts = read_labelled(options.data_dir)
-    model = _model(options, tokens, texts.labels())
-    train, val = _classified(texts, options, tokens, label_numbers(model.config))
+def _classification(options: TransformerOptions, words: Tokens) -> Job:
+    tokens.require(words, pad=True, mask=False)
+    texts = text.read_labelled(options.data_dir)
+    model = _model(options, words, texts.labels())
+    train, val = _classified(texts, options, words, models.label_numbers(model.config))
     loss = ClassificationLoss()
-    text = _describe(texts.name, train[0], val[0], tokens, model)
     return Job(
         model=model,
-        dataset=plain(*train),
-        val_dataset=plain(*val),
+        dataset=sequences.plain(*train),
+        val_dataset=sequences.plain(*val),
         loss_fn=loss,
         eval_fn=loss.evaluate,
-        callbacks=[Export(tokens, text)],
+        callbacks=[Export(words, _describe(texts.name, train[0], val[0], words, model))],
     )
 
 
-def _model(options: TransformerOptions, tokens: Tokens, labels: list[str] | None) -> Any:
+def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None) -> Any:
     """The model, checked against the tokenizer, the sequences and the labels."""
-    length = options.sequence_length
-    if options.model == SMALL:
+    length, small = options.sequence_length, options.model == SMALL
+    if small:
         sizes = options.layers, options.width, options.heads, options.dropout
-        config = small_config(options.task, tokens.size, length, *sizes)
+        config = models.small_config(options.task, words.size, length, *sizes)
     else:
-        config = load_config(options.model)
-    check(config, length, tokens.size, None if options.model == SMALL else tokens.longest)
-    fresh = options.model == SMALL or options.from_scratch
+        config = models.fetch("AutoConfig", "model", options.model)
+    models.check(config, length, words.size, None if small else words.longest)
+    fresh = small or options.from_scratch
     if labels is not None:
         architectures = getattr(config, "architectures", None) or [""]
         has_head = any(name.endswith("ForSequenceClassification") for name in architectures)
-        set_labels(config, labels, own=has_head and not fresh and not options.new_head)
+        own = has_head and not fresh and not options.new_head
+        models.set_labels(config, labels, own=own)
     if options.layout == "padded" or labels is not None:
-        config.pad_token_id = tokens.pad
+        config.pad_token_id = words.pad
     if fresh:
-        return from_config(options.task, config)
-    return load_model(options.task, options.model, config, options.new_head)
-
-
-def _sequences(
-    corpus: Corpus, options: TransformerOptions, tokens: Tokens
-) -> tuple[Sequences, Sequences]:
-    cut = pack if options.layout == "packed" else pad_lines
-    train = cut(corpus.train, tokens, options.sequence_length)
-    if corpus.val is None:
-        return hold_back(train)
-    return train, cut(corpus.val, tokens, options.sequence_length)
+        return models.from_config(options.task, config)
+    return models.load_model(options.task, options.model, config, options.new_head)
 
 
 def _classified(
-    texts: Labelled, options: TransformerOptions, tokens: Tokens, numbers: dict[str, int]
+    texts: text.Labelled, options: TransformerOptions, words: Tokens, numbers: dict[str, int]
 ) -> tuple[tuple[Sequences, torch.Tensor], tuple[Sequences, torch.Tensor]]:
     """Samples and labels for training and validation."""
     found = [*texts.train, *(texts.val or [])]
@@ -174,13 +146,13 @@ def _classified(
             f"{texts.name}: the validation texts have the label {unknown[0]!r}, which no training "
             f"text has (they have {', '.join(numbers)}); correct it, or add texts for training"
         )
-    samples = pad((tokens.encode_sample(t, options.sequence_length) for t, _ in found), tokens)
+    encoded = (words.encode_sample(sample, options.sequence_length) for sample, _ in found)
+    samples = sequences.pad(encoded, words)
     labels = torch.tensor([numbers[label] for _, label in found])
-    place = torch.arange(len(found))
     if texts.val is None:
-        train, val = (part.tokens[:, 0].long() for part in hold_back(Sequences(place[:, None])))
+        train, val = sequences.held_back(len(found))
     else:
-        train, val = place[: len(texts.train)], place[len(texts.train) :]
+        train, val = torch.arange(len(found)).tensor_split([len(texts.train)])
     return (samples.select(train), labels[train]), (samples.select(val), labels[val])
 
 
@@ -206,11 +178,11 @@ def _check_together(options: TransformerOptions) -> None:
         raise ConfigError(problems)
 
 
-def _describe(name: str, train: Sequences, val: Sequences, tokens: Tokens, model: Any) -> str:
+def _describe(name: str, train: Sequences, val: Sequences, words: Tokens, model: Any) -> str:
     """One line that says what is trained on what."""
     parameters = sum(p.numel() for p in model.parameters())
     return (
-        f"{type(model).__name__} of {parameters:,} parameters; {name} as {tokens.describe()}: "
+        f"{type(model).__name__} of {parameters:,} parameters; {name} as {words.describe()}: "
         f"{len(train):,} samples with {train.count():,} tokens for training, {len(val):,} with "
         f"{val.count():,} for validation"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from multi_gpu_training.training.callbacks import Callback, Run
 FOLDER = "model"
 
 
+@dataclass(eq=False)
 class Export(Callback):
     """Writes `model/` into the run folder at the end: the best weights, config and tokenizer."""
 
-    def __init__(self, tokens: Tokens, text: str) -> None:
-        self.tokens = tokens
-        self.text = text
+    tokens: Tokens
+    text: str
 
     def on_setup(self, run: Run) -> None:
         run.say(self.text)
@@ -31,6 +32,7 @@ class Export(Callback):
         folder = run.folder / FOLDER
         best = run.folder / "checkpoints" / "best" / "model.safetensors"
         weights, which = None, "the last"
+        # Without fault tolerance nothing is saved: a file there would be an older run's.
         if run.config.enable_fault_tolerance and best.is_file():
             weights, which = load_file(best), "the best"
         save(run.model, self.tokens, folder, weights)

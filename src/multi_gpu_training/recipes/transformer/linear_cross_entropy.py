@@ -43,7 +43,8 @@ def linear_cross_entropy(
     product = hidden.dtype
     if torch.is_autocast_enabled(kind) and product != torch.float64:
         product = torch.get_autocast_dtype(kind)
-    parts = _parts(len(hidden), len(weight), product.itemsize, budget_bytes)
+    scores_bytes = len(hidden) * len(weight) * product.itemsize
+    parts = max(1, -(-scores_bytes // budget_bytes))
     training = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with torch.autocast(kind, enabled=False):
         if training:
@@ -52,10 +53,6 @@ def linear_cross_entropy(
             total = _sum(hidden, weight, bias, labels, product, parts)
     count = (labels != IGNORED).sum()
     return total / count.clamp(min=1), count
-
-
-def _parts(tokens: int, vocabulary: int, itemsize: int, budget_bytes: int) -> int:
-    return max(1, -(-tokens * vocabulary * itemsize // budget_bytes))
 
 
 class _Head(NamedTuple):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multi_gpu_training.recipes.transformer.attention import evaluating
 from multi_gpu_training.recipes.transformer.linear_cross_entropy import linear_cross_entropy
 from multi_gpu_training.recipes.transformer.sequences import inputs, next_tokens
 from multi_gpu_training.training.loss import token_cross_entropy
 from multi_gpu_training.training.metrics import MetricsCollector
 
 
+@dataclass(frozen=True)
 class CausalLoss:
     """Cross entropy of the next token, over the tokens that have one.
 
@@ -25,11 +28,10 @@ class CausalLoss:
     cross entropy are computed together, a part of the tokens at a time.
     """
 
-    def __init__(self, padded: bool, masked: bool, direct: bool, budget_bytes: int) -> None:
-        self.padded = padded
-        self.masked = masked
-        self.direct = direct
-        self.budget_bytes = budget_bytes
+    padded: bool
+    masked: bool
+    direct: bool
+    budget_bytes: int
 
     def __call__(self, model: Any, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         given = inputs(batch, self.padded)
@@ -38,16 +40,17 @@ class CausalLoss:
             given.pop("attention_mask", None)
         if not self.direct:
             return token_cross_entropy(exact(model(**given, use_cache=False).logits), labels)
+        # Past the model's own head, whose scores would be the largest tensor of the step.
         hidden = model.base_model(**given, use_cache=False).last_hidden_state
         head = model.get_output_embeddings()
         return linear_cross_entropy(hidden, head.weight, head.bias, labels, self.budget_bytes)
 
 
+@dataclass(frozen=True)
 class MaskedLoss:
     """Cross entropy of the hidden tokens."""
 
-    def __init__(self, padded: bool) -> None:
-        self.padded = padded
+    padded: bool
 
     def __call__(self, model: Any, batch: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         *columns, labels = batch
@@ -84,17 +87,12 @@ def is_direct(model: Any) -> bool:
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or model.base_model is model:
         return False
-    ids = torch.arange(8)[None] % head.out_features
-    was_training = model.training
-    model.eval()
+    ids = torch.arange(8)[None] % head.out_features  # any tokens of the vocabulary
     try:
-        with torch.no_grad():
+        with evaluating(model):
             hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             logits = model(input_ids=ids, use_cache=False).logits
-            return logits.shape[:-1] == hidden.shape[:-1] and torch.allclose(
-                head(hidden), logits, rtol=1e-4, atol=1e-5
-            )
+            same_shape = logits.shape[:-1] == hidden.shape[:-1]
+            return same_shape and torch.allclose(head(hidden), logits, rtol=1e-4, atol=1e-5)
     except (AttributeError, TypeError):
         return False
-    finally:
-        model.train(was_training)

@@ -78,16 +78,21 @@ def pad(samples: Iterable[Tensor], tokens: Tokens) -> Sequences:
 
 
 def hold_back(sequences: Sequences) -> tuple[Sequences, Sequences]:
-    """Training and validation samples: every tenth is for validation, the first of all included
-    where there are fewer."""
-    if len(sequences) < 2:
+    """Training and validation samples."""
+    train, val = held_back(len(sequences))
+    return sequences.select(train), sequences.select(val)
+
+
+def held_back(count: int) -> tuple[Tensor, Tensor]:
+    """Which of `count` samples are for training and which for validation: every tenth, or the
+    last where there are fewer."""
+    if count < 2:
         raise DataError(
-            f"the text makes {len(sequences)} sample, which leaves none for validation; give more "
-            "text, a smaller sequence_length, or validation data of its own"
+            f"the text makes {count} sample, which leaves none for validation; give more text, a "
+            "smaller sequence_length, or validation data of its own"
         )
-    place = torch.arange(len(sequences))
-    held = place % HELD_BACK == min(HELD_BACK, len(sequences)) - 1
-    return sequences.select(~held), sequences.select(held)
+    held = torch.arange(count) % HELD_BACK == min(HELD_BACK, count) - 1
+    return ~held, held
 
 
 def inputs(batch: Sequence[Tensor], padded: bool) -> dict[str, Tensor]:
@@ -125,6 +130,7 @@ class Masking:
         hidden = chosen < self.share
         for number in self.special:
             hidden &= ids != number
+        # The largest draw times a large vocabulary can round up to its size.
         random = (word * self.words).to(ids.dtype).clamp(max=self.words - 1)
         shown = torch.where(way < 0.8, torch.full_like(ids, self.mask), ids)
         shown = torch.where((way >= 0.8) & (way < 0.9), random, shown)
@@ -132,6 +138,7 @@ class Masking:
         return torch.where(hidden, shown, ids), labels
 
 
+@dataclass(frozen=True, eq=False)
 class MaskedSequences(Dataset[tuple[Tensor, ...]]):
     """Samples with other tokens hidden at each look.
 
@@ -139,9 +146,8 @@ class MaskedSequences(Dataset[tuple[Tensor, ...]]):
     hidden depends on (seed, epoch, sample), not on the rank or worker that loads it.
     """
 
-    def __init__(self, sequences: Sequences, masking: Masking) -> None:
-        self.sequences = sequences
-        self.masking = masking
+    sequences: Sequences
+    masking: Masking
 
     def __len__(self) -> int:
         return len(self.sequences)

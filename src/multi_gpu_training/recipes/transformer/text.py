@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.user_data import contents, existing_folder
 
 BUILT_IN = "pydoc_data"
 TOPICS = 6  # of the built-in text, that a paragraph may come from
@@ -50,7 +51,7 @@ def topics() -> dict[str, str]:
             "this Python comes without pydoc_data, the built-in text; set data_dir to a folder "
             "with your own"
         ) from None
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items()))  # in the same order whatever Python's version
 
 
 # Running text
@@ -60,7 +61,7 @@ def read_corpus(folder: str | None) -> Corpus:
     """The documents of a folder: train.txt and val.txt, or all its .txt files for training."""
     if folder is None:
         return Corpus(f"{BUILT_IN} (Python's own documentation)", list(topics().values()))
-    path = existing(folder, "a folder with .txt files")
+    path = existing_folder(folder, "a folder with .txt files")
     train, val = path / "train.txt", path / "val.txt"
     if train.is_file():
         return Corpus(path.name, [read_text(train)], [read_text(val)] if val.is_file() else None)
@@ -94,7 +95,7 @@ def read_labelled(folder: str | None) -> Labelled:
     """Texts with labels: train and val as .jsonl, .csv or .tsv with `text` and `label`."""
     if folder is None:
         return topic_paragraphs()
-    path = existing(folder, "a folder with train.jsonl, train.csv or train.tsv")
+    path = existing_folder(folder, "a folder with train.jsonl, train.csv or train.tsv")
     train = find(path, "train")
     if train is None:
         raise DataError(
@@ -151,20 +152,6 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     yield from enumerate(csv.DictReader(text.splitlines(), delimiter=separator), 2)
 
 
-# Files
-
-
-def existing(folder: str, wanted: str) -> Path:
-    path = Path(folder).expanduser()
-    if not path.is_dir():
-        raise DataError(f"data_dir={folder!r} is not a folder; set it to {wanted}")
-    return path
-
-
 def find(folder: Path, stem: str) -> Path | None:
     paths = (folder / f"{stem}{suffix}" for suffix in SUFFIXES)
     return next((path for path in paths if path.is_file()), None)
-
-
-def contents(folder: Path) -> str:
-    return ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"

@@ -108,6 +108,7 @@ class ModelTokens:
         self.longest: int | None = int(longest) if longest < 1e9 else None
 
     def encode(self, text: str) -> Tensor:
+        # A whole book at once would take a tokenizer many times the text's memory.
         pieces = split_at_lines(text, PIECE)
         found = self.tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
         return torch.tensor([number for piece in found for number in piece], dtype=torch.int32)

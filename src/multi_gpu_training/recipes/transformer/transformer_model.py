@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from multi_gpu_training.errors import ModelError
+from multi_gpu_training.recipes.user_data import library
 
 Task = Literal["causal", "masked", "classification"]
 
@@ -23,14 +24,8 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 def transformers() -> Any:
     """The library, which only this recipe needs."""
-    try:
-        import transformers as library
-    except ImportError:
-        raise ModelError(
-            "the transformer recipe needs the transformers library, which is not installed; run "
-            "pip install -e '.[transformer]'"
-        ) from None
-    return library
+    needed = "the transformer recipe needs the transformers library"
+    return library("transformers", needed, extra="transformer")
 
 
 def small_config(
@@ -41,9 +36,8 @@ def small_config(
         raise ModelError(
             f"width={width} cannot be divided over heads={heads}; use a multiple of {heads}"
         )
-    library = transformers()
     if task == "causal":
-        return library.GPT2Config(
+        return transformers().GPT2Config(
             vocab_size=size,
             n_positions=length,
             n_layer=layers,
@@ -55,7 +49,7 @@ def small_config(
             bos_token_id=None,
             eos_token_id=None,
         )
-    return library.BertConfig(
+    return transformers().BertConfig(
         vocab_size=size,
         max_position_embeddings=length,
         num_hidden_layers=layers,
@@ -76,11 +70,6 @@ def from_config(task: Task, config: Any) -> Any:
         raise ModelError(
             f"a {config.model_type!r} model cannot do task={task}: {first_line(error)}"
         ) from None
-
-
-def load_config(name: str) -> Any:
-    """The config of a folder, of a .json file or of a hub name."""
-    return fetch("AutoConfig", "model", name)
 
 
 def load_model(task: Task, name: str, config: Any, new_head: bool = False) -> Any:

@@ -13,8 +13,9 @@ from torch import nn
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.recipes.recipe import Job, Options, Recipe
-from multi_gpu_training.recipes.video.augmentation import Augment, AugmentClips
 from multi_gpu_training.recipes.video.clips import (
+    Augment,
+    AugmentClips,
     Clips,
     Parts,
     Video,
@@ -114,11 +115,13 @@ def augmentation(options: VideoOptions) -> AugmentClips | None:
 
 def describe(data: VideoData, parts: Parts) -> list[str]:
     """What is trained on, in the words of the guide."""
-    trials = parts.train_trials + parts.val_trials
+    train, held_out = (
+        sum(len(video.trials) for video in part) for part in (parts.train, parts.val)
+    )
     lines = [
         *data.notes,
-        f"Found {len(data.videos)} unique videos with {trials} total trials",
-        f"Train trials: {parts.train_trials}, Val trials: {parts.val_trials} "
+        f"Found {len(data.videos)} unique videos with {train + held_out} total trials",
+        f"Train trials: {train}, Val trials: {held_out} "
         f"({len(parts.train)} and {len(parts.val)} videos)",
     ]
     val = class_counts(parts.val, len(data.classes)).tolist()

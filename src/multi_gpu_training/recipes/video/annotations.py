@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.user_data import refuse
 
 CLASSES_FILE = "classes.txt"
 
@@ -70,6 +71,7 @@ class Annotation:
 def read_annotation(path: Path) -> Annotation:
     """The rows of a CSV; everything wrong with it in one DataError."""
     try:
+        # Excel begins its CSV files with a byte-order mark.
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as CSV ({error}); write it as text") from None
@@ -100,8 +102,7 @@ def read_annotation(path: Path) -> Annotation:
     problems += _clashes(path, rows)
     if not rows and not problems:
         problems.append(f"{path} labels no frame; add rows, or remove it with its video")
-    if problems:
-        raise DataError(problems[:10])
+    refuse(problems)
     return Annotation(path, tuple(rows), trial_at is not None)
 
 
@@ -150,6 +151,5 @@ def class_names(folder: Path, annotations: Sequence[Annotation]) -> list[str]:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"{path} has {', '.join(names)}"
             problems.append(f"{annotation.path}, line {row.line}: unknown class {name!r}; {hint}")
-    if problems:
-        raise DataError(problems[:10])
+    refuse(problems)
     return names

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
+from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.video.annotations import Trial
 
 SHUFFLES = 200
+Augment = Literal["auto", "none", "shift", "turn"]
+REACH = 8  # a clip moves by up to an eighth of its frame
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,8 @@ class Video:
 
     def class_counts(self, classes: int) -> list[int]:
         """Clips of each class."""
-        labels = [label for trial in self.trials for label in trial.labels]
-        counts = np.bincount(np.array(labels, dtype=np.int64), minlength=classes)
-        return [int(count) for count in counts]
+        labels = Counter(label for trial in self.trials for label in trial.labels)
+        return [labels[label] for label in range(classes)]
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,6 @@ class Parts:
 
     train: Sequence[Video]
     val: Sequence[Video]
-
-    @property
-    def train_trials(self) -> int:
-        return sum(len(video.trials) for video in self.train)
-
-    @property
-    def val_trials(self) -> int:
-        return sum(len(video.trials) for video in self.val)
 
 
 def split_by_video(data: VideoData, val_share: float, seed: int) -> Parts:
@@ -76,6 +71,7 @@ def split_by_video(data: VideoData, val_share: float, seed: int) -> Parts:
     random = np.random.default_rng(seed)
     best: tuple[float, ...] | None = None
     chosen = np.arange(val_count)
+    # Trying many shuffles is simpler than an exact split, and good enough for rare classes.
     for _ in range(SHUFFLES):
         picked = random.permutation(len(videos))[:val_count]
         val = counts[picked].sum(0)
@@ -138,11 +134,6 @@ class Clips(Dataset[tuple[Tensor, int]]):
         frames = self.videos[number].frames[frames_around(centre, trial, self.count)]
         return torch.as_tensor(frames), label
 
-    @property
-    def byte_count(self) -> int:
-        """What all clips take, side by side."""
-        return len(self) * self[0][0].numel() if len(self) else 0
-
     def in_memory(self) -> TensorDataset:
         """The same clips as tensors, which are gathered without a Python loop."""
         clips = torch.stack([self[index][0] for index in range(len(self))])
@@ -151,4 +142,40 @@ class Clips(Dataset[tuple[Tensor, int]]):
 
 def as_dataset(clips: Clips, memory_gib: float) -> Dataset[Any]:
     """Clips as tensors where they fit into `memory_gib`, else read one by one by the workers."""
-    return clips.in_memory() if clips.byte_count <= memory_gib * 2**30 else clips
+    bytes_each = clips[0][0].numel() if len(clips) else 0
+    return clips.in_memory() if len(clips) * bytes_each <= memory_gib * 2**30 else clips
+
+
+# Clips are turned and shifted as a whole: what moves in them moves as before
+
+
+def shift(clips: Tensor, random: SampleRandom) -> Tensor:
+    """Each clip moved by up to an eighth of its frame; its edge pixels fill the gap."""
+    size = clips.shape[-1]
+    reach = size // REACH
+    draws = random.uniform(2)
+    moved = (draws * (2 * reach + 1)).long() - reach
+    ticks = torch.arange(size, device=clips.device)
+    rows, columns = (ticks + moved.unsqueeze(2)).clamp(0, size - 1).unbind(1)
+    clips = clips.gather(2, rows[:, None, :, None].expand_as(clips))
+    return clips.gather(3, columns[:, None, None, :].expand_as(clips))
+
+
+def turn(clips: Tensor, random: SampleRandom) -> Tensor:
+    """Each clip turned by 0 to 3 quarters. Left turns stay left turns: nothing is mirrored."""
+    quarter, half = (random.uniform(2) < 0.5).view(-1, 2, 1, 1, 1).unbind(1)
+    clips = torch.where(quarter, clips.transpose(2, 3).flip(3), clips)
+    return torch.where(half, clips.flip(2, 3), clips)
+
+
+@dataclass(frozen=True)
+class AugmentClips:
+    """Moves the clips of a `(clips, labels)` batch."""
+
+    kind: Literal["shift", "turn"]
+
+    def __call__(self, batch: Any, random: SampleRandom) -> Any:
+        clips, labels = batch
+        if self.kind == "turn":
+            clips = turn(clips, random)
+        return [shift(clips, random), labels]

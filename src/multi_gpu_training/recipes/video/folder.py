@@ -7,34 +7,25 @@ classes.txt             the classes in order, one a line; may be left out
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.recipes.video.annotations import (
-    Annotation,
-    class_names,
-    read_annotation,
-)
+from multi_gpu_training.recipes.user_data import refuse, shortened
+from multi_gpu_training.recipes.video.annotations import Annotation, class_names, read_annotation
 from multi_gpu_training.recipes.video.clips import Video, VideoData
 from multi_gpu_training.recipes.video.frames import FrameFile, InvalidVideo, load_frames, probe
 
 ENDINGS = (".mp4", ".avi", ".mov", ".mkv", ".m4v", ".mpg", ".mpeg", ".webm")
-SHOWN = 10
 
 
 def load_folder(
-    folder: Path,
-    size: int,
-    resize: bool,
-    strict: bool,
-    cache: Path | None = None,
-    threads: int = 1,
+    folder: Path, size: int, resize: bool, strict: bool, cache: Path | None = None, threads: int = 1
 ) -> VideoData:
     """The videos of `folder` that can be used; the others are named, or with `strict` an error."""
     pairs = find_pairs(folder)
     annotations = {video: note for video, note in zip(pairs, _read(pairs), strict=True)}
     classes = class_names(folder, list(annotations.values()))
+    # Heads first: they take milliseconds, decoding takes hours.
     invalid = _check_heads(annotations, size, resize)
     usable = [video for video in pairs if video not in invalid]
     decoded = load_frames(usable, size, cache or folder / "FrameCache", threads)
@@ -88,7 +79,7 @@ def find_pairs(folder: Path) -> dict[Path, Path]:
         for stem, path in notes.items()
         if stem not in names
     ]
-    _raise(problems)
+    refuse(problems)
     return {video: notes[video.stem] for video in videos}
 
 
@@ -99,7 +90,7 @@ def _read(pairs: dict[Path, Path]) -> list[Annotation]:
             read.append(read_annotation(path))
         except DataError as error:
             problems += error.problems
-    _raise(problems)
+    refuse(problems)
     return read
 
 
@@ -120,13 +111,13 @@ def _check_heads(annotations: dict[Path, Annotation], size: int, resize: bool) -
             )
         if head.frames:
             problems += _past_the_end(annotation, head.frames, video)
-    _raise(problems)
+    refuse(problems)
     return invalid
 
 
 def _check_ends(annotations: dict[Path, Annotation], frames: dict[Path, FrameFile]) -> None:
     """Once more with the frames that were decoded: some containers do not say how many."""
-    _raise(
+    refuse(
         [
             problem
             for video, found in frames.items()
@@ -146,18 +137,9 @@ def _past_the_end(annotation: Annotation, frames: int, video: Path) -> list[str]
 
 
 def _named(invalid: dict[Path, str]) -> list[str]:
-    lines = [
-        f"{path} {reason}; replace it, or move it away with its annotation"
-        for path, reason in sorted(invalid.items())
-    ]
-    return _shown(lines)
-
-
-def _raise(problems: Sequence[str]) -> None:
-    if problems:
-        raise DataError(_shown(problems))
-
-
-def _shown(lines: Sequence[str]) -> list[str]:
-    left = len(lines) - SHOWN
-    return [*lines[:SHOWN], *([f"and {left} more like these"] if left > 0 else [])]
+    return shortened(
+        [
+            f"{path} {reason}; replace it, or move it away with its annotation"
+            for path, reason in sorted(invalid.items())
+        ]
+    )

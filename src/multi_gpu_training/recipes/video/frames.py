@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.user_data import library
 
 
 class InvalidVideo(Exception):
@@ -71,12 +72,7 @@ class Decoded:
 
 def open_video(path: Path) -> Any:
     """An open PyAV container with one video stream."""
-    try:
-        import av
-    except ImportError:
-        raise DataError(
-            "reading videos needs PyAV, which is not installed; run pip install -e '.[video]'"
-        ) from None
+    av = library("av", "reading videos needs PyAV", extra="video")
     try:
         container = av.open(str(path))
     except (av.error.FFmpegError, OSError) as error:
@@ -100,7 +96,7 @@ def decode(path: Path, size: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]
 
     with open_video(path) as container:
         stream = container.streams.video[0]
-        stream.thread_type = "AUTO"
+        stream.thread_type = "AUTO"  # decode on several cores
         count = 0
         try:
             for frame in container.decode(stream):
@@ -191,7 +187,7 @@ class CachedVideo:
                     file.write(np.ascontiguousarray(frame).tobytes())
                     count += 1
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # before the rename: a crash leaves all of it or none
             partial.replace(self.frames)
         except InvalidVideo as error:
             problem = str(error)

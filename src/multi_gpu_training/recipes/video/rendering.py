@@ -41,6 +41,7 @@ def render(videos: int, size: int, seed: int = 0) -> list[tuple[Tensor, list[Tri
     The same on every rank and machine but for the last bit of a pixel.
     """
     random = torch.Generator().manual_seed(seed)
+    # Dealt over all videos at once, so that rare behaviours occur in a fixed number.
     classes = deal_classes(round(TRIALS_A_VIDEO * videos), random)
     noise = 6.0 * torch.randn(NOISES, size, size, generator=random)
     made = []
@@ -71,15 +72,9 @@ def deal_classes(trials: int, random: torch.Generator) -> list[int]:
 
 def act(behaviour: str, random: torch.Generator) -> Tensor:
     """Poses of one trial, (frames, 4): place x and y, heading, and stretch of the body."""
-    draws = torch.rand(8, generator=random).tolist()
-    x, y, heading, phase, pace = (
-        draws[0],
-        draws[1],
-        *(2 * math.pi * d for d in draws[2:4]),
-        draws[4],
-    )
+    x, y, *angles, pace, side, late, _ = torch.rand(8, generator=random).tolist()
+    heading, phase = (2 * math.pi * angle for angle in angles)
     pace = 0.85 + 0.3 * pace
-    side = 1.0 if draws[5] < 0.5 else -1.0
     middle = (TRIAL_FRAMES - 1) / 2
     time = torch.arange(TRIAL_FRAMES) - middle
     along = torch.zeros(TRIAL_FRAMES)
@@ -101,8 +96,8 @@ def act(behaviour: str, random: torch.Generator) -> Tensor:
     elif behaviour == "rear":
         stretch = phase + 2 * math.pi / 14 * pace * time
     elif behaviour == "paw_withdraw":
-        moment = 2 * draws[6] - 1
-        across = side * 0.2 * torch.exp(-((time - moment) / 1.5).square() / 2)
+        moment = 2 * late - 1
+        across = (0.2 if side < 0.5 else -0.2) * torch.exp(-((time - moment) / 1.5).square() / 2)
     jitter = 0.003 * torch.randn(2, TRIAL_FRAMES, generator=random)
     ahead, left = (math.cos(heading), math.sin(heading)), (-math.sin(heading), math.cos(heading))
     places = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -28,6 +29,7 @@ def distribution(names: Sequence[str], counts: Tensor, weights: Tensor) -> list[
     return [RULE, "Class Distribution and Weights", RULE, *rows, RULE]
 
 
+@dataclass(eq=False)
 class ClassReport(Callback):
     """Prints what is trained on; keeps the per-class table and picture of the best epoch.
 
@@ -35,15 +37,15 @@ class ClassReport(Callback):
     confusion.csv and confusion.png (row: true class, column: predicted), over all ranks.
     """
 
-    def __init__(self, names: Sequence[str], lines: Sequence[str]) -> None:
-        self.names = names
-        self.lines = lines
+    names: Sequence[str]
+    lines: Sequence[str]
 
     def on_setup(self, run: Run) -> None:
         for line in self.lines:
             run.say(line)
 
     def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        # Every rank takes part in summing it, also where the epoch is not the best.
         matrix = run.evaluated.confusion_matrix(run.placement, len(self.names))
         best = run.progress.best_epoch == epoch
         if best and matrix is not None and run.placement.is_main:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from multi_gpu_training.errors import ConfigError
 
@@ -135,17 +136,9 @@ def parameter_count(model: nn.Module) -> int:
 
 def operations(model: nn.Module, frames: int, size: int) -> int:
     """Multiplications of a forward pass of one clip, counted in its convolutions."""
-    counted = 0
-
-    def count(module: nn.Module, _: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal counted
-        counted += output[0, 0].numel() * module.weight.numel()  # type: ignore[operator]
-
-    hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, nn.Conv3d)]
     was_training = model.training
-    with torch.no_grad():
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.eval()(torch.zeros(1, frames, size, size, dtype=torch.uint8))
     model.train(was_training)
-    for hook in hooks:
-        hook.remove()
-    return counted
+    # It counts a multiplication and its addition as two.
+    return int(counter.get_flop_counts()["Global"][torch.ops.aten.convolution]) // 2

@@ -57,19 +57,30 @@ class EagerRunner:
         state, guard = self.state, self.guard
         strategy, callbacks = state.strategy, state.callbacks
         state.attendance.present = share.count > 0  # until backward is done: it may recompute
-        if share.first and guard.spares:
-            guard.keep_buffers()
+        if share.first:
+            # A backward outside the trainer (in a callback, of a second training that shares
+            # this model) must not reach this step.
+            state.drop_gradients()
+            if guard.spares:
+                guard.keep_buffers()
         try:
             with strategy.no_sync(share.last):
                 for call in callbacks.on_forward:
                     call(share)
                 if share.count == 0:
-                    result = strategy.absent(share, state.loader)
+                    stand_in = None if state.loader is None else state.stand_in
+                    result = strategy.absent(share, stand_in)
                 else:
                     batch = state.prepare(batch, samples)
                     ranks = state.placement.dp_size
                     result = strategy.forward(batch, share.count, share.window_count, ranks)
                 self._computed = result.mean, result.weight, result.metrics, share
+                if share.first:
+                    state.weighted, state.unweighted = False, 0
+                if result.weight is None:
+                    state.unweighted += share.count
+                else:
+                    state.weighted = True
                 if guard.mode == "read":
                     guard.losses.append((result.mean, share))
                 scaled = state.precision.scaler.scale(result.scaled)
@@ -101,7 +112,7 @@ class EagerRunner:
         if not self._checked:
             self._check_gradients()
             self._checked = True
-        state.strategy.weigh(share.window_count, state.weighted)
+        state.strategy.weigh(share.window_count, state.weighted, state.unweighted)
         if guard.mode == "read":
             if guard.finds():
                 guard.refuse(share)
@@ -120,6 +131,11 @@ class EagerRunner:
         scaler.update()
         state.drop_gradients()
         return norm
+
+    def take_new_parameters(self) -> None:
+        """Other parameters are trained from now on: look at their first gradients again."""
+        self._checked = False
+        self.guard.take_new_parameters()
 
     def _check_gradients(self) -> None:
         if self.state.config.find_unused_parameters:

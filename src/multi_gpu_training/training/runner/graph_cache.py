@@ -168,7 +168,7 @@ class GraphRunner:
         state, micro = self._state, self._micro
         assert micro is not None
         self.keep_result()
-        state.seed_noise()
+        state.seed_noise(on_host=False)
         state.rates.send()
         micro.replay(batch, samples)
         self.kept = None if micro.ring is None else micro.ring.newest()

@@ -35,8 +35,9 @@ class StepWatch:
     numbers drawn on the CPU. `finding` says what was seen, `draws_noise` whether the GPU draws
     random numbers."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._device = state.placement.device
         self.finding: str | None = None
         self.draws_noise = False
 
@@ -45,29 +46,38 @@ class StepWatch:
         self._caught = warnings.catch_warnings(record=True)
         self._seen = self._caught.__enter__()
         warnings.simplefilter("always")
+        self._state.watch_noise = self._look_at_generators
         if self._device.type == "cuda":
             torch.cuda.set_sync_debug_mode("warn")
 
-    def __exit__(self, *_: Any) -> None:
+    def _look_at_generators(self) -> None:
+        """At the end of a micro-batch, which began by seeding torch's generators: if nobody drew
+        from one, it is as seeded."""
         if self._device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
             generator = torch.cuda.default_generators[self._device.index or 0]
             self.draws_noise = self.draws_noise or generator.get_offset() > 0
+        seed = torch.default_generator.initial_seed()
+        unused = torch.Generator().manual_seed(seed).get_state()
+        if not torch.equal(unused, torch.get_rng_state()):
+            self.finding = "it draws random numbers on the CPU"
+
+    def __exit__(self, *_: Any) -> None:
+        self._state.watch_noise = None
+        if self._device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
         self._caught.__exit__(None, None, None)
         for warning in self._seen or []:
             text = str(warning.message)
             if "synchronizing CUDA operation" in text:
                 where = f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}"
-                self.finding = f"it waits for the GPU ({where}: .item(), .cpu() or a mask)"
+                wait = f"it waits for the GPU ({where}: .item(), .cpu() or a mask)"
+                # What was drawn on the CPU is then copied: that wait is only its consequence.
+                self.finding = self.finding or wait
             elif "Synchronization debug mode" not in text:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
-        drawn = self._before != (random.getstate(), _numpy_state())
-        # A step begins by seeding torch's generator; if nobody drew from it, it is as seeded.
-        seed = torch.default_generator.initial_seed()
-        unused = torch.Generator().manual_seed(seed).get_state()
-        if drawn or not torch.equal(unused, torch.get_rng_state()):
+        if self._before != (random.getstate(), _numpy_state()):
             self.finding = "it draws random numbers on the CPU"
 
 

@@ -22,21 +22,25 @@ Fed = tuple[Any, Tensor | None, Share]
 
 @dataclass
 class RollbackWindow:
-    """The steps since the last verified one, and where the training stood before them."""
+    """The steps since the last verified one, the learning rates of each, and where the training
+    stood before them."""
 
     steps: list[list[Fed]] = field(default_factory=list)
+    rates: list[list[float]] = field(default_factory=list)
     kept_bytes: int = 0
     counters: Counters | None = None
     restore_more: Callable[[], None] | None = None
 
     def begin(self, state: StepState, restore_more: Callable[[], None] | None) -> None:
         self.steps.clear()
+        self.rates.clear()
         self.kept_bytes = 0
         self.counters = Counters.of(state)
         self.restore_more = restore_more
 
-    def add(self, step: list[Fed], size: int) -> None:
+    def add(self, step: list[Fed], rates: list[float], size: int) -> None:
         self.steps.append(step)
+        self.rates.append(rates)
         self.kept_bytes += size
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.progress_slot import Phase, note_phase
+from multi_gpu_training.training.learning_rate import holds_doubles
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import NanGuard
 from multi_gpu_training.training.optimizer import make_capturable
@@ -54,28 +55,28 @@ class StepExecution:
     active: whether steps must come through `run`; else the eager runner takes them.
     """
 
-    def __init__(self, state: StepState, eager: EagerRunner, guard: NanGuard) -> None:
+    def __init__(
+        self,
+        state: StepState,
+        eager: EagerRunner,
+        guard: NanGuard,
+        say: Callable[[str], None],
+        snapshot_more: Callable[[], Callable[[], None] | None],
+    ) -> None:
         self.state = state
         self.eager = eager
         self.guard = guard
         self.active = False
         self.mode = "eager"
         self.reason = "not started"
-        self.say: Callable[[str], None] = lambda _: None
-        # Given by the manager: how many steps are left, what else to take back.
-        self.steps_left: Callable[[], int | None] = lambda: None
-        self.snapshot_more: Callable[[], Callable[[], None]] | None = None
-        # Around the eager step of a comparison, which shows the phases that a graph hides.
-        self.check_begins: Callable[[], None] = lambda: None
-        self.check_ends: Callable[[], None] = lambda: None
+        self.say = say
         self._cache = GraphCache(state, eager, guard)
-        self._verified = VerifiedGraph(state, eager, guard, self._cache, self.give_up)
-        self._verified.snapshot_more = lambda: self.snapshot_more() if self.snapshot_more else None
-        self._verified.check_begins = lambda: self.check_begins()
-        self._verified.check_ends = lambda: self.check_ends()
+        self._verified = VerifiedGraph(
+            state, eager, guard, self._cache, self.give_up, snapshot_more
+        )
         self._comparison = self._verified.comparison
         self._copies = self._comparison.copies
-        self._watch = StepWatch(state.placement.device)
+        self._watch = StepWatch(state)
         self._guards: Guards | None = None
         self._tolerance = 0.0
         self._first_step = 0
@@ -135,9 +136,19 @@ class StepExecution:
                 return
             graphs = CudaGraphs(state.placement.device)
         self._cache.graphs = graphs
-        make_capturable(state.optimizer)
-        state.rates.use_tensors()
+        # Counters that the optimizer makes itself on the GPU are in float32. Beside weights in
+        # float64 the first steps run as usual, and the counters move before the recording.
+        fresh_doubles = not state.optimizer.state and any(
+            holds_doubles(group) for group in state.optimizer.param_groups
+        )
+        if not fresh_doubles:
+            self._use_device_state()
         self.active = True
+
+    def _use_device_state(self) -> None:
+        """Keep rates and counters where a recorded step can read them."""
+        make_capturable(self.state.optimizer)
+        self.state.rates.use_tensors()
 
     # Every micro-batch
 
@@ -189,6 +200,7 @@ class StepExecution:
         if self._copies.size() > LARGEST_STATE:
             self._too_large()
             return
+        self._use_device_state()
         problem = self._cache.record(self._keys, self._step)
         if not self._all_agree(problem is None):
             self.give_up(problem or "another rank could not record its step")
@@ -218,7 +230,7 @@ class StepExecution:
 
     def _gpu_bound(self, recorded: float, eager: float) -> None:
         """The GPU is the limit, not Python: a graph gains little, compiled kernels may."""
-        left = self.steps_left()
+        left = self.state.steps_left()
         enough = left is None or left * eager >= COMPILE_PAYS_AFTER_S
         if enough and not self.state.config.deterministic:
             self._verified.stop()
@@ -260,6 +272,19 @@ class StepExecution:
         self.say(f"step: compiled, {why}{note}" + (f"; {costs}" if costs else ""))
 
     # Giving recordings up
+
+    def take_new_parameters(self) -> None:
+        """The user froze, unfroze or added parameters: the next step trains those. What was
+        replayed with the old ones is compared first. Collective."""
+        state = self.state
+        if self._verified.active:
+            with state.parameters_as_before() as possible:
+                if possible:
+                    self.verify()
+        if self.active:
+            self.give_up("parameters were frozen, unfrozen or added")
+        state.take_new_parameters()
+        self.eager.take_new_parameters()
 
     def give_up(self, problem: str) -> None:
         """From now on steps run operation by operation."""

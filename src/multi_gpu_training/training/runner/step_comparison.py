@@ -42,6 +42,7 @@ class StepComparison:
             self._state.rates.send()
             result, _ = self._eager.compute(resolve_kept(batch), samples, share)
             losses.append(result.mean.detach())
+        self._state.give_back_generators()
         return torch.stack(losses)
 
     def replayed_step(self) -> Tensor:
@@ -50,9 +51,10 @@ class StepComparison:
         micros = self._cache.steps[keys[0]].micros
         self._graph.keep_result()
         for micro, (batch, samples, _) in zip(micros, step, strict=True):
-            self._state.seed_noise()
+            self._state.seed_noise(on_host=False)
             self._state.rates.send()
             micro.replay(resolve_kept(batch), samples)
+        self._state.give_back_generators()
         return torch.stack([micro.mean for micro in micros])
 
     def first(self) -> tuple[float, float]:
@@ -66,13 +68,15 @@ class StepComparison:
         self.copies.restore("before")
         return again, self._replayed_difference(losses)
 
-    def again(self, begins: Callable[[], None], ends: Callable[[], None]) -> float:
-        """How far the replayed step is from the eager one; `begins` and `ends` are called around
-        the eager one. Leaves the state where it was, and a copy of it as "before"."""
+    def again(self) -> float:
+        """How far the replayed step is from the eager one. Leaves the state where it was, and a
+        copy of it as "before"."""
         self.copies.keep("before")
-        begins()
+        for call in self._state.callbacks.on_compare_begin:
+            call()
         losses = self.eager_step()
-        ends()
+        for call in self._state.callbacks.on_compare_end:
+            call()
         self.copies.keep("eager")
         self.copies.restore("before")
         return self._replayed_difference(losses)

@@ -51,8 +51,6 @@ class VerifiedGraph:
 
     active: whether it takes steps. give_up: called with the reason when it stops doing so.
     snapshot_more: keeps what else a rollback must restore; returns what restores it.
-    check_begins, check_ends: called around the eager step of a comparison, which shows the phases
-    that a graph hides.
     """
 
     def __init__(
@@ -62,6 +60,7 @@ class VerifiedGraph:
         guard: NanGuard,
         cache: GraphCache,
         give_up: Callable[[str], None],
+        snapshot_more: Callable[[], Callable[[], None] | None],
     ) -> None:
         self.state = state
         self.eager = eager
@@ -69,9 +68,7 @@ class VerifiedGraph:
         self.cache = cache
         self.give_up = give_up
         self.active = False
-        self.snapshot_more: Callable[[], Callable[[], None] | None] = lambda: None
-        self.check_begins: Callable[[], None] = lambda: None
-        self.check_ends: Callable[[], None] = lambda: None
+        self.snapshot_more = snapshot_more
         self.graph = GraphRunner(state, cache)
         self.comparison = StepComparison(state, eager, cache, self.graph)
         self._guards: Guards | None = None
@@ -84,6 +81,7 @@ class VerifiedGraph:
         # The step under way: its micro-batches, their keys, and what all ranks do with it.
         self._step: list[Fed] = []
         self._keys: list[Any] = []
+        self._rates: list[float] = []
         self._verdict = REPLAY
 
     def start(self, guards: Guards | None, tolerance: float) -> None:
@@ -109,6 +107,7 @@ class VerifiedGraph:
     def run(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         if share.first:
             self._step, self._keys = [], []
+            self._rates = self._rates_now()
             self._verdict = REPLAY
         self._keys.append(micro_key(self.state, batch, share))
         result = self._run_micro(batch, samples, share)
@@ -174,7 +173,7 @@ class VerifiedGraph:
         if size is None:
             size = self._sizes[key] = step_bytes(self._step)
         window = self._window
-        window.add(self._step, size)
+        window.add(self._step, self._rates, size)
         if self._verdict == STALE:
             self._leave(self._changed() or _ELSEWHERE, current=1)
             return
@@ -284,7 +283,7 @@ class VerifiedGraph:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
         self.cache.collect(self.state.metrics)
         self.guard.ask_about_weights()
-        return self.comparison.again(self.check_begins, self.check_ends)
+        return self.comparison.again()
 
     def _leave(self, problem: str, current: int) -> None:
         """A value that steps read has changed just now: what was replayed before stands, if a
@@ -310,13 +309,15 @@ class VerifiedGraph:
 
         values: holds Python values as they were; not around the last `current` steps.
         """
+        rates = self._rates_now()
         steps = self._rewind()
         old = len(steps) - current
         with values or nullcontext():
             for step in steps[:old]:
-                self._redo(step)
+                self._redo(*step)
         for step in steps[old:]:
-            self._redo(step)
+            self._redo(*step)
+        self._set_rates(rates)  # the user may have set one since the last step
         self.give_up(f"{problem}; {len(steps)} steps were computed again")
 
     def _take_back(self) -> None:
@@ -329,7 +330,7 @@ class VerifiedGraph:
             with guard.one_by_one():
                 for step in steps:
                     guard.keep_buffers()
-                    self._redo(step)
+                    self._redo(*step)
                     guard.look(now=True)
         except BaseException:  # the recordings are as good as ever
             self._set_active(True)
@@ -337,10 +338,10 @@ class VerifiedGraph:
             raise
         self.give_up("as a graph its numbers were not finite")
 
-    def _rewind(self) -> list[list[Fed]]:
-        """Bring back the last verified state; returns the steps since."""
+    def _rewind(self) -> list[tuple[list[Fed], list[float]]]:
+        """Bring back the last verified state; returns the steps since, with their rates."""
         state, window = self.state, self._window
-        steps = list(window.steps)
+        steps = list(zip(window.steps, window.rates, strict=True))
         assert window.counters is not None
         state.drop_gradients()
         window.counters.restore(state)
@@ -354,10 +355,19 @@ class VerifiedGraph:
         state.replayed = max(0, state.replayed - len(steps))
         return steps
 
-    def _redo(self, step: list[Fed]) -> None:
+    def _redo(self, step: list[Fed], rates: list[float]) -> None:
+        self._set_rates(rates)
         for batch, samples, share in step:
             result = self.eager.run(resolve_kept(batch), samples, share)
         self._redo_callbacks(result)
+
+    def _rates_now(self) -> list[float]:
+        return [group["lr"] for group in self.state.optimizer.param_groups]
+
+    def _set_rates(self, rates: list[float]) -> None:
+        """Rates that the user's own loop set are not set again by computing a step again."""
+        for group, rate in zip(self.state.optimizer.param_groups, rates, strict=False):
+            group["lr"] = rate
 
     def _redo_callbacks(self, result: StepResult) -> None:
         for call in self.state.callbacks.redo_step_end:

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_replicas
-from multi_gpu_training.torch_internals import foreach_mul_
-from multi_gpu_training.training.step import MicroResult, StepModule, zero_loss
+from multi_gpu_training.state_dicts import plain_name
+from multi_gpu_training.torch_internals import foreach_mul_, sparse_values
+from multi_gpu_training.training.step import MicroResult, StepModule, no_gradient, zero_loss
 
 # (batch, count, window_count, ranks) -> what this rank's part of the step gives
 Forward = Callable[[Any, int, int, int], MicroResult]
+# A sample as the loss gets it, for a share that has none
+StandIn = Callable[[Share], Any]
 
 
 class Strategy(ABC):
@@ -50,8 +52,9 @@ class Strategy(ABC):
         """Wrap a step module; its model is on the device already."""
         self.step_module = step_module
         model = step_module.model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._find_parameters()
         self.forward_exchanges = any(isinstance(m, SyncBatchNorm) for m in model.modules())
+        step_module.finds_unused = self.config.find_unused_parameters
         self.wrapped = self.make_wrapper(step_module)
         return self.wrapped
 
@@ -73,8 +76,18 @@ class Strategy(ABC):
                 buffer.copy_(before)
         self.settled = False
 
-    def settle(self, batch: Any, share: Share, loader: Loader | None) -> None:
-        """Bring the wrapper into the form it keeps. Called once, before the first step."""
+    def take_parameters(self) -> None:
+        """Other parameters of the model are trained from now on. Collective."""
+        self._find_parameters()
+        self.unwrap()
+        self.rewrap()
+
+    def _find_parameters(self) -> None:
+        self.parameters = [p for p in self.step_module.model.parameters() if p.requires_grad]
+
+    def settle(self, batch: Callable[[], Any]) -> None:
+        """Bring the wrapper into the form it keeps. Called once, before the first step. `batch`
+        gives one as the loss gets it."""
         self.settled = True
 
     @property
@@ -100,56 +113,80 @@ class Strategy(ABC):
         earlier exchanges would be wasted."""
         return nullcontext()
 
-    def absent(self, share: Share, loader: Loader | None) -> MicroResult:
+    def absent(self, share: Share, stand_in: StandIn | None) -> MicroResult:
         """Take part in a micro-batch of which this rank has no sample: the others wait for it."""
-        needs_forward = self.config.find_unused_parameters or self.forward_exchanges
-        if not needs_forward or loader is None:
+        config, module = self.config, self.step_module
+        finds_unused = config.find_unused_parameters
+        needs_forward = self.forward_exchanges or (finds_unused and config.static_graph)
+        if not needs_forward or stand_in is None:
             return self.forward(None, 0, share.window_count, 1)
-        model = self.step_module.model
-        buffers = [buffer.clone() for buffer in model.buffers()]
-        result = self.forward(loader.stand_in(share), 0, share.window_count, 1)
-        if not self.config.sync_bn:
-            for buffer, before in zip(model.buffers(), buffers, strict=True):
+        # Ranks talk in the forward and backward of BatchNorm: this one must compute something.
+        buffers = [buffer.clone() for buffer in module.model.buffers()]
+        result = self.forward(stand_in(share), 0, share.window_count, 1)
+        if not config.sync_bn:
+            for buffer, before in zip(module.model.buffers(), buffers, strict=True):
                 buffer.copy_(before)
-        return result._replace(scaled=zero_loss(result), tally=self.step_module.tally * 0.0)
+        # A parameter that only the stand-in used must stay without a gradient.
+        scaled = no_gradient(result) if finds_unused else zero_loss(result)
+        return result._replace(scaled=scaled, tally=module.tally * 0.0)
 
-    def weigh(self, window_count: int, weighted: bool | None) -> None:
+    def weigh(self, window_count: int, weighted: bool, unweighted: int) -> None:
         """Divide the gradients by the weight of the whole step, over all ranks.
 
-        weighted: whether losses come with weights other than sample counts; None: not known here.
+        weighted: whether a loss of this rank came with a weight in this step. unweighted: samples
+        of this rank whose loss came without.
         """
-        # Where every micro-batch was scaled by its count there is nothing left to divide. A rank
-        # that saw no sample cannot know: its total is then 0, or the other ranks'.
-        if weighted is not False and self.step_module.tally.grad is not None:
-            self._divide(self.step_module.tally.grad, window_count)
+        # Scaled by sample counts, gradients are right as they are. With several ranks, one cannot
+        # know whether another's loss had a weight: the sum tells.
+        total = self.step_module.tally.grad
+        if total is not None and (weighted or not window_count or self.placement.dp_size > 1):
+            if not self.step_module.replicated:
+                total = total + unweighted  # replicas have put it into the tally themselves
+            self._divide(total, window_count)
 
     def _divide(self, total: Tensor, window_count: int) -> None:
-        nominal = max(1, window_count)
+        """total: the mean over ranks of their weights."""
+        nominal = window_count / self.placement.dp_size if window_count else 1.0
         factor = torch.where(total > 0, nominal / total, torch.ones_like(total))
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        for dtype in {grad.dtype for grad in grads}:
-            dense = [grad for grad in grads if grad.dtype == dtype and not grad.is_sparse]
-            if dense:
-                foreach_mul_(dense, factor.to(dtype))
+        by_type: dict[torch.dtype, list[Tensor]] = {}
         for grad in grads:
-            if grad.is_sparse:
-                grad.mul_(factor.to(grad.dtype))
+            by_type.setdefault(grad.dtype, []).append(
+                sparse_values(grad) if grad.is_sparse else grad
+            )
+        for dtype, same in by_type.items():
+            if dtype in (torch.float16, torch.bfloat16):
+                # Rounded to 16 bits, the factor itself would be off by up to 0.4 %.
+                for grad in same:
+                    grad.copy_(grad.float() * factor)
+            else:
+                foreach_mul_(same, factor.to(dtype))
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole model; returns their norm before."""
-        return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        if not any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
+            return nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        # torch clips no sparse gradients. The norm is that of their values, each row once.
+        values: list[Tensor] = []
+        for parameter in self.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+                values.append(parameter.grad.values())
+            elif parameter.grad is not None:
+                values.append(parameter.grad)
+        norm = nn.utils.get_total_norm(values)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for value in values:
+            value.mul_(factor)
+        return norm
 
     # The model as a whole
 
     def full_state(self) -> dict[str, Tensor]:
         """The state_dict of the whole model, on every rank. Every rank must call it."""
         state: dict[str, Tensor] = self.step_module.model.state_dict()
-        return state
-
-    def shard_state(self) -> dict[str, Tensor]:
-        """The part of `full_state` that this rank writes to a checkpoint. Copies are equal, so
-        the first rank writes all of it."""
-        return self.full_state() if self.placement.is_main else {}
+        # A model that the user compiled is saved like any other.
+        return {plain_name(name): value for name, value in state.items()}
 
     def check_replicas(self, step: int) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""

@@ -43,10 +43,6 @@ class DataParallelStrategy(Strategy):
         pairs = {name: (total.sum(), part.sum()) for name, (total, part) in metrics.items()}
         return MicroResult(scaled.sum(), tally.sum(), mean, weight.sum(), pairs)
 
-    def weigh(self, window_count: int, weighted: bool | None) -> None:
-        # Copies scale their losses by weight, whatever the loss function returned.
-        super().weigh(window_count, None)
-
     def recording_obstacle(self) -> str | None:
         return _ONE_PROCESS
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from multi_gpu_training.data.feeding import Loader
-from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.replicas import (
     Replicas,
     bucket_bytes,
@@ -55,7 +53,7 @@ class DDPStrategy(Strategy):
     def no_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self.ddp is None else self.ddp.no_sync()
 
-    def settle(self, batch: Any, share: Share, loader: Loader | None) -> None:
+    def settle(self, batch: Callable[[], Any]) -> None:
         self.settled = True
         ddp = self.ddp
         # Buckets are never rebuilt where DDP looks for unused parameters in every step.
@@ -65,18 +63,16 @@ class DDPStrategy(Strategy):
             settle_buckets(ddp, lambda: self.forward(None, 0, 1, 1).scaled)
             return
         # A static graph remembers how often each parameter is used: it must see a real batch.
-        if share.count == 0 and loader is not None:
-            batch = loader.stand_in(share)
-        model = self.step_module.model
+        model, seen = self.step_module.model, batch()
         buffers = [buffer.clone() for buffer in model.buffers()]
-        settle_buckets(ddp, lambda: zero_loss(self.forward(batch, 1, 1, 1)))
+        settle_buckets(ddp, lambda: zero_loss(self.forward(seen, 1, 1, 1)))
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
-    def weigh(self, window_count: int, weighted: bool | None) -> None:
+    def weigh(self, window_count: int, weighted: bool, unweighted: int) -> None:
         grad = self.step_module.tally.grad
         if not self.config.compress_gradients or grad is None:
-            super().weigh(window_count, weighted)
+            super().weigh(window_count, weighted, unweighted)
             return
         # The weight is too large for the 16 bits that gradients are sent in: it goes by itself.
         # On every rank, also on one that knows of no weights: it is a collective.

@@ -1,11 +1,10 @@
-"""Watches a run for its report: who takes part, phases of steps, use of the devices, the end."""
+"""What the events tell of a run as a whole: who takes part, its epochs, its devices, its end."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,41 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import BatchSizes, Loader
 from multi_gpu_training.monitoring.device import DeviceWatch, gpu_uuid
 from multi_gpu_training.monitoring.events import StructuredLogger
-from multi_gpu_training.monitoring.work import measured_flops, peak_flops, uses_tf32
+from multi_gpu_training.monitoring.flops import measured_flops, peak_flops, uses_tf32
 from multi_gpu_training.training.callbacks import Callback, Run
-from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.runner.selection import StepExecution
+from multi_gpu_training.training.step_state import StepState
 
 WORTH_A_REPORT_S = 10.0
 
 
-class Monitor(Callback):
-    """Records who takes part, how the devices are used, and how the run ended. Everything it sees
-    goes into the events of this rank; `monitor=false` leaves out the devices."""
+class RunEvents(Callback):
+    """Records who takes part, every epoch, how the devices are used, and how the run ended, for the
+    report and for a resumed run. `monitor=false` leaves out the devices."""
 
     watches_only = True
 
     def __init__(
         self,
         config: MultiGPUConfig,
-        trainer: MultiGPUTrainer,
+        state: StepState,
+        execution: StepExecution,
         sizes: BatchSizes,
         loader: Loader,
         logger: StructuredLogger,
     ) -> None:
         self._config = config
-        self._trainer = trainer
+        self._state = state
+        self._execution = execution
         self._logger = logger
         self._device: DeviceWatch | None = None
         self._begun = time.perf_counter()
-        self._first_step = trainer.step
+        self._first_step = state.step
         self._in_epoch = False
-        logger.record("rank", **rank_facts(config, trainer, sizes, loader))
+        logger.record("rank", **rank_facts(config, state, sizes, loader))
         if config.monitor:
             self._device = DeviceWatch(
-                trainer.placement.device,
+                state.placement.device,
                 config.monitor_interval_s,
                 logger.record,
                 self.step_in_epoch,
@@ -55,7 +57,7 @@ class Monitor(Callback):
 
     def step_in_epoch(self) -> int | None:
         """The step that training is at; None between epochs."""
-        return self._trainer.step if self._in_epoch else None
+        return self._state.step if self._in_epoch else None
 
     def on_epoch_begin(self, run: Run, epoch: int) -> None:
         self._in_epoch = True
@@ -63,27 +65,31 @@ class Monitor(Callback):
     def on_data_end(self, run: Run) -> None:
         self._in_epoch = False
 
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        last = run.progress.last
+        val = last["val"] or None
+        self._logger.record("epoch", epoch=epoch, step=run.step, train=last["train"], val=val)
+
     def stop(self) -> None:
         """No more readings of the device."""
         if self._device is not None:
             self._device.stop()
 
-    def end(self, folder: Path, say: Callable[[str], None]) -> None:
-        """The run has ended, well or by the error that is being raised."""
-        error = sys.exception()
+    def end(self, folder: Path, say: Callable[[str], None], error: BaseException | None) -> None:
+        """The run has ended, well or by `error`."""
         self.stop()
-        trainer = self._trainer
+        state, execution = self._state, self._execution
         facts: dict[str, Any] = {
-            "step": trainer.step,
-            "steps": trainer.step - self._first_step,
+            "step": state.step,
+            "steps": state.step - self._first_step,
             "elapsed_s": time.perf_counter() - self._begun,
-            "execution": trainer.execution.mode,
-            "replayed": trainer.execution.replayed,
+            "execution": execution.mode,
+            "replayed": execution.replayed,
         }
         if error is not None:
             facts["error"] = f"{type(error).__name__}: {error}"[:500]
         self._logger.record("run_end", **facts)
-        wanted = self._config.report and trainer.placement.is_main
+        wanted = self._config.report and state.placement.is_main
         if wanted and error is None and facts["elapsed_s"] >= WORTH_A_REPORT_S:
             self._write_report(folder, say)
 
@@ -97,14 +103,14 @@ class Monitor(Callback):
 
 
 def rank_facts(
-    config: MultiGPUConfig, trainer: MultiGPUTrainer, sizes: BatchSizes, loader: Loader
+    config: MultiGPUConfig, state: StepState, sizes: BatchSizes, loader: Loader
 ) -> dict[str, Any]:
     """Where this rank runs and what its share of a step is."""
-    placement, device = trainer.placement, trainer.placement.device
+    placement, device = state.placement, state.placement.device
     cuda = device.type == "cuda"
-    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    parameters = [p for p in state.model.parameters() if p.requires_grad]
     return {
-        "step": trainer.step,
+        "step": state.step,
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if cuda else "CPU",
         "device_uuid": gpu_uuid(device) if cuda else None,
@@ -124,8 +130,8 @@ def rank_facts(
         "workers": config.num_workers,
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
-        "precision": trainer.precision.describe(),
-        "peak_flops": _peak(device, trainer.precision.describe()) if config.monitor else None,
+        "precision": state.precision.describe(),
+        "peak_flops": _peak(device, state.precision.describe()) if config.monitor else None,
     }
 
 

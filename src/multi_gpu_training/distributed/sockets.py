@@ -9,36 +9,16 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import psutil
 
 from multi_gpu_training.errors import ConfigError, LaunchError
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
-
 LOOPBACK = "127.0.0.1"
 
 
-def host_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    """A store for the ranks of one attempt, on `address` alone; port 0 is a free one.
-
-    It closes when the last reference to it is dropped.
-    """
-    from torch._C._distributed_c10d import TCPStore
-
-    listening = listening_socket(address, port)
-    found = listening.getsockname()[1]
-    return TCPStore(
-        address,
-        found,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address in ("::1", "localhost")
 
 
 def listening_socket(address: str, port: int) -> socket.socket:
@@ -88,6 +68,19 @@ def address_towards(host: str, patience_s: float, pause: Callable[[float], None]
         waited_s += 0.5
 
 
+def default_address() -> str:
+    """This machine's own address on its default route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the route
+        except OSError:
+            raise LaunchError(
+                "MASTER_ADDR is a name that means loopback on this machine, and it has no default "
+                "route; give the address at which the other machines reach it"
+            ) from None
+        return str(probe.getsockname()[0])
+
+
 def interface_of(address: str) -> str | None:
     """The name of the interface that has `address`."""
     for name, entries in psutil.net_if_addrs().items():
@@ -98,6 +91,6 @@ def interface_of(address: str) -> str | None:
 
 def interface_variables(address: str) -> dict[str, str]:
     """Let gloo and NCCL talk over the interface that has `address`, unless the user chose one."""
-    name = "lo" if address.startswith("127.") or address == "::1" else interface_of(address)
+    name = "lo" if is_loopback(address) else interface_of(address)
     chosen = {v: os.environ.get(v, name) for v in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {variable: found for variable, found in chosen.items() if found is not None}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from multi_gpu_training.data.order import Share
 from multi_gpu_training.torch_internals import DispatchMode, overload_packet
-
-if TYPE_CHECKING:
-    from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
+from multi_gpu_training.training.step import StepResult
+from multi_gpu_training.training.step_state import StepState
 
 # Dense peak in 1e12 operations a second, from the vendors' data sheets: 16-bit tensor cores,
 # TF32 (None: the chip has none), and plain float32.
@@ -56,12 +58,41 @@ class WorkCount(DispatchMode):
         return result
 
 
-def is_compiled(trainer: MultiGPUTrainer) -> bool:
+class WorkCounter(Callback):
+    """Counts the operations of one step, records them, and leaves."""
+
+    watches_only = True
+
+    def __init__(self, callbacks: CallbackList, record: Callable[..., None]) -> None:
+        self._callbacks = callbacks
+        self._record = record
+        self._work = WorkCount()
+        self._counting = False  # another callback may fail between the events
+
+    def on_step_begin(self, run: Run, step: int) -> None:
+        self._work = WorkCount()  # a step that failed does not count
+
+    def on_forward(self, run: Run, share: Share) -> None:
+        self._work.__enter__()  # type: ignore[no-untyped-call]
+        self._counting = True
+
+    def on_micro_batch_end(self, run: Run) -> None:
+        if self._counting:
+            self._counting = False
+            self._work.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def on_step_end(self, run: Run, result: StepResult) -> None:
+        self._callbacks.remove(self)
+        work = self._work
+        self._record("work", step=result.step, operations=work.operations, flops=work.flops)
+
+
+def is_compiled(state: StepState) -> bool:
     """Whether the step cannot be looked into: code that the user compiled would be compiled anew,
     and the threads of DataParallel are not seen."""
-    if trainer.strategy.copies_here > 1:
+    if state.strategy.copies_here > 1:
         return True
-    modules = [trainer.step_module.loss_fn, *trainer.model.modules()]
+    modules = [state.step_module.loss_fn, *state.model.modules()]
     return any(
         getattr(module, "_compiled_call_impl", None) is not None
         or hasattr(module, "_torchdynamo_orig_callable")

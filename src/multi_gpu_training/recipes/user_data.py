@@ -1,0 +1,51 @@
+"""What recipes ask of the user's data and machine, with errors in the same words."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from multi_gpu_training.errors import DataError
+
+
+def library(module: str, needed: str, extra: str, otherwise: str = "") -> Any:
+    """A module that only some recipe needs. `needed` says what for: `reading videos needs PyAV`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise DataError(
+            f"{needed}, which is not installed; run pip install -e '.[{extra}]'{otherwise}"
+        ) from None
+
+
+def existing_folder(data_dir: str | Path, wanted: str) -> Path:
+    """`data_dir` as a path; an error that says what to set it to where it is not a folder."""
+    path = Path(data_dir).expanduser()
+    if not path.is_dir():
+        raise DataError(f"data_dir={str(data_dir)!r} is not a folder; set it to {wanted}")
+    return path
+
+
+def contents(folder: Path) -> str:
+    """The first names in a folder, for errors about what is missing."""
+    return ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+
+
+def listed(items: Sequence[str], most: int = 8) -> str:
+    """As in `a, b and 7 more`."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
+def shortened(lines: Sequence[str], most: int = 10) -> list[str]:
+    """The first lines, and how many more there are."""
+    left = len(lines) - most
+    return [*lines[:most], *([f"and {left} more like these"] if left > 0 else [])]
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise one DataError with everything that is wrong; nothing where nothing is."""
+    if problems:
+        raise DataError(shortened(problems))

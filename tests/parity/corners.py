@@ -1,0 +1,450 @@
+"""Trainings at the edges: each on any number of ranks, and by hand in one process.
+
+Every case is a function of (folder, by_hand) that returns tensors by name. All are in float64 and
+take their data in order, so that a plain loop sees the same global batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tiny import manager_for
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from multi_gpu_training import Callback
+
+SAMPLES, FEATURES, BATCH = 26, 6, 8  # the last batch has two samples
+EPOCHS = 2
+CHANGES = 3, 5  # after these steps, what a case changes while it trains
+Result = dict[str, Tensor]
+Case = Callable[[Path, bool], Result]
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs.sin().sum(1, keepdim=True), torch.arange(SAMPLES))
+
+
+def batches() -> Iterator[list[Tensor]]:
+    tensors = data().tensors
+    for _ in range(EPOCHS):
+        for start in range(0, SAMPLES, BATCH):
+            yield [tensor[start : start + BATCH] for tensor in tensors]
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {"global_batch_size": BATCH, "shuffle": False, "epochs": EPOCHS, **more}
+
+
+def result(model: nn.Module) -> Result:
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    plain = {n: torch.view_as_real(v) if v.is_complex() else v for n, v in state.items()}
+    return {name: value for name, value in plain.items() if value.dtype != torch.int64}
+
+
+def fit_or_loop(
+    folder: Path,
+    by_hand: bool,
+    model: nn.Module,
+    loss_fn: Any,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    between: Callable[[nn.Module, torch.optim.Optimizer, int], None] | None = None,
+    clip: float | None = None,
+    **more: Any,
+) -> Result:
+    """Train with `fit`, or with the loop that everyone writes; `between` is called after steps."""
+    if by_hand:
+        moved = optimizer([p for p in model.parameters() if p.requires_grad])
+        for step, batch in enumerate(batches(), 1):
+            moved.zero_grad()
+            loss = loss_fn(model, batch)
+            (loss[0] if isinstance(loss, tuple) else loss).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            moved.step()
+            if between is not None:
+                between(model, moved, step)
+        return result(model)
+
+    class Between(Callback):
+        def on_step_end(self, run: Any, found: Any) -> None:
+            if between is not None:
+                between(model, run.optimizer, found.step)
+
+    manager = manager_for(folder, **settings(max_grad_norm=clip, **more))
+    manager.fit(model, data(), loss_fn=loss_fn, optimizer=optimizer, callbacks=[Between()])
+    # A rank that had no sample of the last batch has older ones.
+    manager.trainer.strategy.sync_buffers()
+    return result(manager.model)
+
+
+def mlp(*middle: nn.Module) -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [nn.Linear(FEATURES, 8), *middle, nn.Tanh(), nn.Linear(8, 1)]
+    return nn.Sequential(*layers).double()
+
+
+def squares(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+# The cases
+
+
+def gan(folder: Path, by_hand: bool) -> Result:
+    """Two trainings in one process; each generator step leaves gradients in the critic."""
+    generator, critic = mlp(), mlp()
+    for layer in (critic[0], generator[2]):
+        nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(5))
+
+    def fake(batch: list[Tensor]) -> Tensor:
+        return batch[0] * generator(batch[0])
+
+    def critic_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return model(fake(batch).detach()).mean() - model(batch[0] + batch[1]).mean()
+
+    def generator_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return -critic(batch[0] * model(batch[0])).mean()
+
+    if by_hand:
+        pairs = [(critic, critic_loss), (generator, generator_loss)]
+        optimizers = [adamw(model.parameters()) for model, _ in pairs]
+        for batch in batches():
+            for (model, loss_fn), optimizer in zip(pairs, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_fn(model, batch).backward()
+                optimizer.step()
+    else:
+        managers = [manager_for(folder / name, **settings()) for name in ("critic", "generator")]
+        _, critics, _ = managers[0].setup_training(
+            critic, data(), loss_fn=critic_loss, optimizer=adamw
+        )
+        _, generators, _ = managers[1].setup_training(
+            generator, data(), loss_fn=generator_loss, optimizer=adamw
+        )
+        for _ in range(EPOCHS):
+            for ours, theirs in zip(critics, generators, strict=True):
+                managers[0].trainer.train_step(ours)
+                managers[1].trainer.train_step(theirs)
+        for manager in reversed(managers):
+            manager.finish()
+    return {
+        f"{n}.{k}": v for n, m in (("g", generator), ("d", critic)) for k, v in result(m).items()
+    }
+
+
+def backward_in_a_callback(folder: Path, by_hand: bool) -> Result:
+    def probe(model: nn.Module, optimizer: Any, step: int) -> None:
+        squares(model, next(batches())).backward()
+
+    return fit_or_loop(folder, by_hand, mlp(), squares, sgd, between=probe)
+
+
+def unfreeze(folder: Path, by_hand: bool) -> Result:
+    """A frozen layer is trained from some step on, and another no longer."""
+    model = mlp(nn.Linear(8, 8).double())
+    model[0].requires_grad_(False)
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == CHANGES[0]:
+            model[0].requires_grad_(True)
+        if step == CHANGES[1]:
+            model[1].requires_grad_(False)
+
+    def all_of_them(_: Any) -> torch.optim.Optimizer:
+        return sgd(model.parameters())
+
+    return fit_or_loop(folder, by_hand, model, squares, all_of_them, between, clip=0.1)
+
+
+def add_a_group(folder: Path, by_hand: bool) -> Result:
+    """A layer is unfrozen and given to the optimizer while training."""
+    model = mlp()
+    model[0].requires_grad_(False)
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == CHANGES[0]:
+            model[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.2})
+
+    return fit_or_loop(folder, by_hand, model, squares, sgd, between, clip=0.1)
+
+
+def sometimes_weighted(folder: Path, by_hand: bool) -> Result:
+    """A loss that returns a weight only for batches in which samples do not count equally."""
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Any:
+        weight = torch.where(batch[2] % 5 == 3, 0.01, 1.0).double()
+        losses = (model(batch[0]) - batch[1]).square().squeeze(1)
+        if bool((weight == 1).all()):
+            return losses.mean()
+        return (losses * weight).sum() / weight.sum(), weight.sum()
+
+    return fit_or_loop(folder, by_hand, mlp(), loss_fn, sgd, gradient_accumulation_steps=2)
+
+
+class Experts(nn.Module):
+    """Sends each sample to one of three experts; in the last batch, only to the second."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        # Without a bias, whose gradient before BatchNorm is nothing but rounding.
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, 8, bias=not norm) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+        self.head = nn.Linear(8, 1)
+        self.double()
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        chosen = torch.where(number >= 24, 1, number % 2 * 2)
+        hidden = x.new_zeros(len(x), 8)
+        for place, expert in enumerate(self.experts):
+            mine = chosen == place
+            if mine.any():
+                hidden = hidden.index_put((mine.nonzero().squeeze(1),), expert(x[mine]))
+        return self.head(self.norm(hidden))
+
+
+def idle_experts(folder: Path, by_hand: bool, norm: bool = False) -> Result:
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        x = batch[0].clone().requires_grad_(True)
+        output = model(x, batch[2])
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.mse_loss(output, batch[1]) + 0.1 * slope.square().sum(1).mean()
+
+    more = {"find_unused_parameters": True, "sync_bn": norm}
+    return fit_or_loop(folder, by_hand, Experts(norm), loss_fn, adamw, **more)
+
+
+def idle_experts_behind_batchnorm(folder: Path, by_hand: bool) -> Result:
+    return idle_experts(folder, by_hand, norm=True)
+
+
+class ScaledNorm(nn.BatchNorm1d):
+    """A user's BatchNorm with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 1.5 * super().forward(input).square()
+
+
+class TwoNames(nn.Module):
+    """One BatchNorm under two names, used twice, a subclass, and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(FEATURES, 5), nn.Linear(5, 5)
+        self.norm = self.again = nn.BatchNorm1d(5)
+        self.scaled = ScaledNorm(5)
+        self.head = nn.Linear(5, 1)
+        self.scaled.register_forward_hook(lambda module, inputs, output: output + 0.25)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.again(self.second(self.norm(self.first(x)).tanh()))
+        return self.head(self.scaled(x))
+
+
+def gradient_penalty(folder: Path, by_hand: bool) -> Result:
+    """The backward through BatchNorm is differentiated itself."""
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        x = batch[0].clone().requires_grad_(True)
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return F.mse_loss(output, batch[1]) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+
+    return fit_or_loop(folder, by_hand, TwoNames(), loss_fn, sgd, sync_bn=True)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.words = nn.Embedding(12, 4, sparse=True)
+        self.bag = nn.EmbeddingBag(9, 4, sparse=True)
+        self.head = nn.Linear(4, 1)
+        self.double()
+
+    def forward(self, number: Tensor) -> Tensor:
+        return self.head(self.words(number % 12) + self.bag((number % 9).unsqueeze(1)))
+
+
+def sparse_gradients(folder: Path, by_hand: bool) -> Result:
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Any:
+        mean = F.mse_loss(model(batch[2]), batch[1])
+        return mean, torch.tensor(len(batch[2]) * 2.0)
+
+    def plain(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    # torch itself clips no sparse gradient: a limit that is never reached.
+    clip = None if by_hand else 1e9
+    more = {"find_unused_parameters": True}
+    return fit_or_loop(folder, by_hand, Words(), loss_fn, plain, clip=clip, **more)
+
+
+def shares_without_weight(folder: Path, by_hand: bool) -> Result:
+    """A mean over so few samples that a rank's part of it is 0/0."""
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Any:
+        weight = (batch[2] % 4 == 0).double()
+        losses = (model(batch[0]) - batch[1]).square().squeeze(1)
+        return (losses * weight).sum() / weight.sum(), weight.sum()
+
+    return fit_or_loop(folder, by_hand, mlp(), loss_fn, sgd)
+
+
+def another_head(folder: Path, by_hand: bool) -> Result:
+    """A layer is replaced while training, and the new one given to the optimizer."""
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == CHANGES[0]:
+            torch.manual_seed(8)
+            model[2] = nn.Linear(8, 1).double()  # type: ignore[operator]
+            optimizer.add_param_group({"params": list(model[2].parameters())})  # type: ignore[index]
+
+    return fit_or_loop(folder, by_hand, mlp(), squares, sgd, between)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.weight = nn.Parameter(torch.randn(FEATURES, 4, dtype=torch.complex128))
+        self.head = nn.Linear(4, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x.to(torch.complex128) @ self.weight).abs())
+
+
+def complex_parameters(folder: Path, by_hand: bool) -> Result:
+    return fit_or_loop(folder, by_hand, Complex(), squares, adamw, clip=0.5)
+
+
+class Huber(nn.Module):
+    """A user's criterion, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("width", torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return ((output - target) / self.width).square().add(1).sqrt().mean()
+
+
+def own_criterion(folder: Path, by_hand: bool) -> Result:
+    criterion = Huber()
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return criterion(model(batch[0]), batch[1])  # type: ignore[no-any-return]
+
+    if by_hand:
+        return fit_or_loop(folder, by_hand, mlp(), loss_fn, sgd)
+    manager = manager_for(folder, **settings())
+    pairs = TensorDataset(*data().tensors[:2])
+    manager.fit(mlp(), pairs, loss_fn=criterion, optimizer=sgd)
+    return result(manager.model)
+
+
+def compiled_by_the_user(folder: Path, by_hand: bool) -> Result:
+    model = mlp(nn.BatchNorm1d(8).double())
+    if by_hand:
+        return fit_or_loop(folder, by_hand, model, squares, sgd)
+    compiled = torch.compile(model, backend="eager")
+    fit_or_loop(folder, by_hand, compiled, squares, sgd, sync_bn=True)
+    return result(model)
+
+
+def recomputed(folder: Path, by_hand: bool) -> Result:
+    """Blocks that are computed again in backward, with buffers that each forward changes."""
+    torch.manual_seed(9)
+    spectral = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+    blocks = [nn.Sequential(spectral, nn.BatchNorm1d(8, momentum=0.3), nn.Tanh())]
+    model = nn.Sequential(nn.Linear(FEATURES, 8), *blocks, nn.Linear(8, 1)).double()
+    more = {"use_gradient_checkpointing": True, "sync_bn": True}
+    return fit_or_loop(folder, by_hand, model, squares, sgd, **more)
+
+
+class Seen(nn.Module):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = mlp()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.model(x)  # type: ignore[no-any-return]
+
+
+def light_first_rank(folder: Path, by_hand: bool) -> Result:
+    """Rank 0 is so slow that a short batch would leave nothing for it, and has the buffers."""
+    more: dict[str, Any] = {"broadcast_buffers": True}
+    if torch.distributed.is_initialized() and not by_hand:
+        more["share_weights"] = [1.0] + [40.0] * (torch.distributed.get_world_size() - 1)
+    return fit_or_loop(folder, by_hand, Seen(), squares, sgd, **more)
+
+
+def rates_set_by_the_user(folder: Path, by_hand: bool) -> Result:
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == CHANGES[0]:
+            optimizer.param_groups[0]["lr"] = 0.013
+        if step == CHANGES[1]:
+            optimizer.param_groups[0]["lr"] *= 3
+
+    return fit_or_loop(folder, by_hand, mlp(), squares, sgd, between)
+
+
+def dice_between_steps(folder: Path, by_hand: bool) -> Result:
+    """Random numbers of the user's own loop, drawn between steps."""
+    torch.manual_seed(11)
+    drawn: list[Tensor] = []
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        drawn.append(torch.rand(3, dtype=torch.float64))
+
+    found = fit_or_loop(folder, by_hand, mlp(), squares, sgd, between)
+    return found | {"drawn": torch.stack(drawn)}
+
+
+CASES: list[Case] = [
+    gan,
+    backward_in_a_callback,
+    unfreeze,
+    add_a_group,
+    sometimes_weighted,
+    idle_experts,
+    idle_experts_behind_batchnorm,
+    gradient_penalty,
+    sparse_gradients,
+    shares_without_weight,
+    another_head,
+    complex_parameters,
+    own_criterion,
+    compiled_by_the_user,
+    recomputed,
+    light_first_rank,
+    rates_set_by_the_user,
+    dice_between_steps,
+]
+
+
+def train(folder: Path, name: str) -> Result:
+    case = next(case for case in CASES if case.__name__ == name)
+    return case(folder, False)

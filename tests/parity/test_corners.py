@@ -1,0 +1,47 @@
+"""At the edges, too, any number of ranks computes what a plain loop computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import corners
+import pytest
+from ranks import run_ranks
+from recorder import recording
+from training import difference
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("case", corners.CASES, ids=lambda case: case.__name__)
+def test_it_equals_the_loop_that_everyone_writes(
+    tmp_path: Path, case: corners.Case, ranks: int
+) -> None:
+    expected = case(tmp_path / "by hand", True)
+    for found in run_ranks(ranks, corners.train, tmp_path, case.__name__):
+        off = difference(found, expected)
+        assert max(off.values()) <= 1e-12, off  # float64, other order of additions
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        corners.gan,
+        corners.backward_in_a_callback,
+        corners.unfreeze,
+        corners.add_a_group,
+        corners.another_head,
+        corners.complex_parameters,
+        corners.rates_set_by_the_user,
+        corners.dice_between_steps,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_recorded_steps_equal_it_too(
+    tmp_path: Path, case: corners.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corners, "EPOCHS", 10)
+    monkeypatch.setattr(corners, "CHANGES", (21, 30))
+    expected = case(tmp_path / "by hand", True)
+    with recording():
+        off = difference(case(tmp_path, False), expected)
+    assert max(off.values()) <= 1e-12, off

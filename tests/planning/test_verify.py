@@ -1,0 +1,244 @@
+"""`mgt verify` names the cause of a difference, and raises no false alarm."""
+
+from __future__ import annotations
+
+import math
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from multi_gpu_training.measure.batch_rows import row_hashes, row_leaves, same_rows, take_rows
+from multi_gpu_training.measure.script_runner import MeasureError, ScriptRunner
+from multi_gpu_training.measure.tensor_sketch import combined, difference, sketch
+from multi_gpu_training.planning import verify as verification
+from multi_gpu_training.planning.verify import VerifyReport, verify
+from multi_gpu_training.planning.verify.mismatch import differs
+
+START = """
+import torch, torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
+
+torch.manual_seed(3)
+x, y = torch.randn(80, 6), torch.randint(0, 3, (80,))
+manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=10, epochs=4))
+RANK, WORLD = manager.placement.dp_rank, manager.placement.dp_size
+data = TensorDataset(x, y)
+net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+sgd = lambda p: torch.optim.SGD(p, lr=0.05)
+adamw = lambda p: torch.optim.AdamW(p, lr=1e-4)
+"""
+
+
+def run_in_rank(script: str, request: str) -> int:
+    os.environ["MGT_MEASURE"] = request
+    hook = sys.excepthook
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    finally:
+        sys.excepthook = hook
+        del os.environ["MGT_MEASURE"]
+    return 0
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train in the ranks of the tests: seconds less for each training."""
+
+    def start(runner: Any, request: Any, log: Path) -> int:
+        (script,) = runner.command
+        code = max(run_ranks(request.ranks, run_in_rank, script, request.save()))
+        log.write_text("")
+        return code
+
+    monkeypatch.setattr(ScriptRunner, "start", start)
+
+
+def verified(folder: Path, script: str, ranks: tuple[int, ...] = (2,)) -> VerifyReport:
+    path = folder / "script.py"
+    path.write_text(START + script)
+    return verify([str(path)], ranks, 6, "cpu", lambda text: None)
+
+
+BUGS = {
+    "loss divided by the world size": (
+        "manager.fit(net, data, optimizer=adamw,"
+        " loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1]) / WORLD)",
+        "the loss is divided by the number of ranks",
+    ),
+    "clipping per rank": (
+        "for p in net.parameters():\n"
+        "    p.register_hook(lambda g: g * min(1.0, 0.01 / float(g.norm() + 1e-12)))\n"
+        "manager.fit(net, data, optimizer=sgd)",
+        "gradients are clipped per rank",
+    ),
+    "data per rank": (
+        "manager.fit(net, TensorDataset(x[RANK::WORLD], y[RANK::WORLD]), optimizer=sgd)",
+        "data per rank",
+    ),
+    "a parameter changed on one rank": (
+        "class Reset(Callback):\n"
+        "    def on_step_end(self, run, result):\n"
+        "        if RANK == 1: nn.init.zeros_(run.model[2].bias)\n"
+        "manager.fit(net, data, optimizer=sgd, callbacks=[Reset()])",
+        "parameter 2.bias is changed after the step, in a callback on rank 1",
+    ),
+    "a buffer of one rank": (
+        "class Tracked(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(); self.net = net; self.register_buffer('mean', torch.zeros(6))\n"
+        "    def forward(self, x):\n"
+        "        self.mean.lerp_(x.detach().mean(0), 0.1); return self.net(x)\n"
+        "manager.fit(Tracked(), data, optimizer=sgd)",
+        "buffer mean is not synchronised",
+    ),
+    "in-batch pairs": (
+        "def pairs(m, b):\n"
+        "    z = F.normalize(m(b[0]), dim=-1)\n"
+        "    return F.cross_entropy(z @ z.T / 0.3, torch.arange(len(z)))\n"
+        "manager.fit(net, data, loss_fn=pairs, optimizer=sgd)",
+        "in-batch pairs",
+    ),
+    "a generator per process": (
+        "g = torch.Generator().manual_seed(RANK)\n"
+        "manager.fit(net, data, optimizer=sgd, loss_fn=lambda m, b: F.cross_entropy("
+        "m(b[0] + torch.randn(b[0].shape, generator=g)), b[1]))",
+        "draws from a generator of its own",
+    ),
+    "rate scaled by the ranks": (
+        "manager.fit(net, data, optimizer=lambda p: torch.optim.SGD(p, lr=1e-6 * WORLD))",
+        "the rate is scaled by the number of ranks: 2e-06 on 2 ranks, 1e-06 on one",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_seeded_bug_fails_and_its_cause_is_named(
+    warm_ranks: None, tmp_path: Path, name: str
+) -> None:
+    script, expected = BUGS[name]
+    report = verified(tmp_path, script)
+    assert report.problems and not report.passed
+    causes = [line for line in report.problems if line.startswith("cause: ")]
+    assert len(causes) == 1 and expected in causes[0], report.problems
+
+
+def test_correct_scripts_pass(warm_ranks: None, tmp_path: Path) -> None:
+    scripts = {
+        "casts, constants and states in float32": (
+            "class Cell(nn.Module):\n"
+            "    def __init__(self):\n"
+            "        super().__init__(); self.cell, self.out = nn.GRUCell(6, 8), nn.Linear(8, 3)\n"
+            "        self.scale = torch.tensor([0.5])\n"
+            "    def forward(self, x):\n"
+            "        return self.out(self.cell(x.float(), torch.zeros(len(x), 8))) * self.scale\n"
+            "manager.fit(Cell(), data, data, optimizer=adamw)"
+        ),
+        "padding that depends on the batch": (
+            "rows = [torch.randint(1, 9, (2 + i % 5,)) for i in range(60)]\n"
+            "def collate(samples):\n"
+            "    return nn.utils.rnn.pad_sequence(samples, batch_first=True)\n"
+            "class Bag(nn.Module):\n"
+            "    def __init__(self):\n"
+            "        super().__init__(); self.emb = nn.Embedding(9, 4, padding_idx=0)\n"
+            "    def forward(self, x): return self.emb(x).sum((1, 2))\n"
+            "loader = DataLoader(rows, batch_size=10, shuffle=True, collate_fn=collate)\n"
+            "manager.fit(Bag(), loader, loss_fn=lambda m, b: m(b).pow(2).mean(), optimizer=sgd)"
+        ),
+        "own batches, cut by rank, and fewer steps than asked for": (
+            "manager.setup_training(net, data, optimizer=sgd)\n"
+            "for part in torch.arange(50).split(10):\n"
+            "    part = part[RANK::WORLD]\n"
+            "    manager.trainer.train_step((x[part], y[part]))\n"
+            "manager.finish()"
+        ),
+    }
+    for name, script in scripts.items():
+        report = verified(tmp_path, script, (2, 3))
+        assert report.passed, (name, report.problems, report.notes)
+        assert report.conditions.double and report.own is not None
+        assert all(outcome.gradients < 1e-12 for outcome in report.outcomes), name
+
+
+def test_noise_in_the_model_is_not_comparable_and_named(warm_ranks: None, tmp_path: Path) -> None:
+    script = (
+        "manager.fit(net, data, optimizer=sgd,"
+        " loss_fn=lambda m, b: F.cross_entropy(m(F.dropout(b[0], 0.3)), b[1]))"
+    )
+    report = verified(tmp_path, script)
+    assert not report.passed and not report.problems
+    assert report.not_comparable is not None and "draws random numbers" in report.not_comparable
+    assert any("everything agrees" in line for line in report.notes)
+
+
+def test_batches_that_grow_with_the_ranks_are_not_comparable(
+    warm_ranks: None, tmp_path: Path
+) -> None:
+    script = (
+        "manager.setup_training(net, data, optimizer=sgd)\n"
+        "for part in torch.arange(80)[RANK::WORLD].split(5):\n"
+        "    manager.trainer.train_step((x[part], y[part]))\n"
+        "manager.finish()"
+    )
+    report = verified(tmp_path, script)
+    assert report.not_comparable is not None
+    assert "a step sees 10 samples on 2 ranks and 5 on one" in report.not_comparable
+
+
+def test_a_diagnosis_that_raises_does_not_hide_the_finding(
+    warm_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(verification, "diagnose", broken)
+    report = verified(tmp_path, BUGS["loss divided by the world size"][0])
+    assert "step 1: the loss is" in report.problems[0]
+    assert "the diagnosis itself failed (KeyError('broken'))" in report.problems[1]
+
+
+def test_an_early_end_shows_its_error_and_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("\n\nraise ValueError('no such column: age')\n")
+    with pytest.raises(MeasureError, match=r"no such column: age.*train.py:3"):
+        verify([str(path)], (2,), 6, "cpu", lambda text: None)
+
+
+def test_nan_against_a_number_differs() -> None:
+    assert differs(math.nan, 1.0, 1e-3) and differs(1.0, math.nan, 1e-3)
+    assert differs(math.inf, 1.0, 1e-3) and not differs(math.nan, math.nan, 1e-3)
+    assert not differs(1.0, 1.0 + 1e-9, 1e-6)
+
+
+def test_sketches_tell_how_far_tensors_are_apart() -> None:
+    generator = torch.Generator().manual_seed(1)
+    one = torch.randn(50, 70, generator=generator, dtype=torch.float64)
+    other = one + 1e-6 * torch.randn(50, 70, generator=generator, dtype=torch.float64)
+    exact = float((one - other).norm())
+    assert 0.3 * exact < difference(sketch(one), sketch(other)) < 3 * exact
+    assert difference(sketch(one), sketch(one.clone())) == 0.0
+    both = combined([(0.25, sketch(one)), (0.75, sketch(other))])
+    assert difference(both, sketch(0.25 * one + 0.75 * other)) < 1e-12
+    nan = sketch(one * math.nan)
+    assert math.isnan(difference(nan, sketch(one))) and difference(nan, nan) == 0.0
+
+
+def test_samples_are_told_apart_by_content_whatever_the_structure() -> None:
+    x, y = torch.randn(3, 4), torch.tensor([1, 2, 1])
+    batch = {"x": x, "meta": [y, ["a", "b", "c"]], "time": torch.randn(5, 3)}
+    whole = row_hashes(row_leaves(batch, 3), 3)
+    assert len(set(whole)) == 3
+    part = take_rows(batch, [2, 0], 3)
+    assert part["meta"][1] == ["c", "a"] and part["time"].shape == (5, 2)
+    assert row_hashes(row_leaves(part, 2), 2) == [whole[2], whole[0]]
+    padded = torch.nn.functional.pad(x[0], (0, 2))
+    assert same_rows(x[0], padded) and not same_rows(x[0], x[1])
