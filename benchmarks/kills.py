@@ -249,6 +249,8 @@ class Ordeal:
         elif not subject.wait(lambda: subject.steps_since(self._began) > 0, PATIENCE_S):
             return False
         if self.campaign.given.while_saving:
+            let = subject.newest() + EVERY * self.chance.randrange(4)  # saves that are let through
+            subject.wait(lambda: subject.newest() >= let, PATIENCE_S)
             if not subject.wait(lambda: subject.saving(), PATIENCE_S, 0.001):
                 return False
             delay = self.chance.uniform(0, 0.05)  # of a save of about that length
