@@ -278,7 +278,7 @@ def test_a_healthy_loss_near_zero_gives_few_warnings_and_never_stops_a_run() -> 
     for step in range(177_000):
         level = 2.3 * max(1e-7, 0.9998**step)
         jump = 10 ** chance.uniform(0, 4) if chance.random() < 0.02 else 1.0
-        loss = min(2.0, level * jump) * chance.lognormvariate(0, 0.5)
+        loss = min(2.5, level * jump * chance.lognormvariate(0, 0.5))
         for spikes in (warn, stop):
             spikes.look(loss, step, 0, step, 1)
     assert len(told) <= 10

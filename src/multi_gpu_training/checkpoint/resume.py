@@ -153,11 +153,13 @@ class RunState:
         training, notes = self.training, []
         model, optimizer = training.model, training.optimizer
         changes: list[Change] = []
+        # The model first: another one says more about what went wrong than any setting.
+        extra = snapshot.state["extra"]
+        load_model_state(model, snapshot.model, snapshot.aliases, extra, where)
         if self.description is not None:
             fresh = optimizer_state(model, optimizer)
             snapshot, changes = self.description.adapt(snapshot, fresh)
         state = snapshot.state
-        load_model_state(model, snapshot.model, snapshot.aliases, state["extra"], where)
         load_optimizer_state(model, optimizer, snapshot.optimizer, where)
         training.load_state_dict(state["trainer"])
         if self.description is not None and changes:

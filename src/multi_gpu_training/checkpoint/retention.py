@@ -189,7 +189,7 @@ def _read(path: Path) -> list[dict[str, int]]:
 
 def derived(manifests: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
     """Work out a run's history from what its manifests say."""
-    told = [facts["history"] for facts in manifests if facts.get("history")]
+    told = [facts["history"] for facts in manifests if "history" in facts]
     if told:
         return [{"attempt": a, "from_step": s} for a, s in max(told, key=len)]
     # Those of version 0.1 only number their attempt: it began before its first checkpoint.

@@ -216,6 +216,8 @@ class CheckpointStore:
 
     def prune(self) -> None:
         """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
+        # First: what an earlier save replaced must not come back once its successor is dropped.
+        self.clear_leftovers()
         found = []
         for path in self.folders():
             score = retention.score_of(trusted_manifest(path))
@@ -225,7 +227,6 @@ class CheckpointStore:
         for path in retention.to_drop(found, intact, self.keep_last, self.keep_best, best):
             shutil.rmtree(path, ignore_errors=True)
             self.verifier.forget(path)
-        self.clear_leftovers()
 
     def clear_leftovers(self) -> bool:
         """Remove what killed saves left; whether there was anything. Needs the run's lock."""
