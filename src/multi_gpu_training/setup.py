@@ -320,6 +320,7 @@ class Training:
             state.schedule,
             self.train_loader,
             self.sizes.global_batch,
+            restarted=self.placement.identity.attempt > 0,
         )
         announce(say, config, state, self.sizes, self.train_loader, scaling, self.folder)
 

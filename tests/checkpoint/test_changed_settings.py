@@ -19,6 +19,7 @@ from multi_gpu_training.checkpoint.changed_settings import (
     TAKE_EFFECT,
 )
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.errors import ConfigError
 
 
@@ -140,3 +141,15 @@ def test_fields_are_sorted_by_what_a_change_means() -> None:
     known = [*MAKE_ANOTHER_TRAINING, *OF_THE_OPTIMIZER, *TAKE_EFFECT]
     assert len(known) == len(set(known))
     assert set(known) <= set(MultiGPUConfig.model_fields)
+
+
+def test_a_restarted_script_that_draws_other_data_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, 5)
+    again = Identity(attempt=1)
+    monkeypatch.setattr("multi_gpu_training.distributed.placement.ALONE", again)
+    capsys.readouterr()
+    other = torch.utils.data.TensorDataset(*(tensor + 1 for tensor in points().tensors))
+    train(tmp_path, 8, data=other)
+    assert "other data of the same length" in capsys.readouterr().out
