@@ -1,6 +1,6 @@
 """Seed bugs into small training scripts, and see whether `mgt verify` finds and names them.
 
-    python benchmarks/seeded_bugs.py --out benchmarks/seeded_bugs.md
+    python benchmarks/seeded_bugs.py --out tables.md
     python benchmarks/seeded_bugs.py --only batchnorm_cnn --show
 
 The servers that fork the ranks (`planning/verify/rank_server.py`) are kept from script to script:
@@ -106,7 +106,7 @@ def tables(rows: list[tuple[str, str, str, float]], ranks: str) -> str:
     lines = [
         "# Seeded bugs",
         "",
-        f"`mgt verify --ranks {ranks}` of every script in `seeded_scripts.py`, by "
+        f"`mgt verify --ranks {ranks}` of the scripts in `seeded_scripts*.py`, by "
         f"`benchmarks/seeded_bugs.py`. {platform.machine()}, {os.cpu_count()} cores, CPU ranks "
         f"over gloo, torch {torch.__version__}, Python {platform.python_version()}.",
         "",
