@@ -173,7 +173,7 @@ class StepState:
         if not any(module.training for module in modules):
             self.model.train()
             for module in self._in_eval:
-                module.eval()
+                module.training = False  # not what is inside, as `eval()` does
         self._in_eval = [module for module in modules if not module.training]
 
     # Before a micro-batch is computed

@@ -27,7 +27,6 @@ from multi_gpu_training.training.state_rollback import StepStart
 from multi_gpu_training.training.step import MicroResult, StepResult
 from multi_gpu_training.training.step_state import StepState
 
-
 _NOTHING = nullcontext()
 
 
