@@ -57,12 +57,20 @@ def prepare(identity: Identity) -> bytes | None:
     if meets_here(identity):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return None
-    asked = os.environ["MASTER_ADDR"]
-    if not sockets.is_loopback(asked):  # a launcher of ours is there, and has set them
-        own = sockets.address_towards(_gate_address(asked), 0.0, lambda seconds: None)
-        for name, value in sockets.interface_variables(own).items():
-            os.environ.setdefault(name, value)
+    choose_interface(os.environ["MASTER_ADDR"])
     return network_key(f"rank {identity.rank} of a run on several machines")
+
+
+def choose_interface(asked: str) -> None:
+    """Let gloo and NCCL talk over the interface that leads to rank 0.
+
+    Left to itself gloo takes the address of the machine's own name, which may be loopback.
+    """
+    if sockets.is_loopback(asked):
+        return  # a launcher of ours is there, and has set them
+    own = sockets.address_towards(_gate_address(asked), 0.0, lambda seconds: None)
+    for name, value in sockets.interface_variables(own).items():
+        os.environ.setdefault(name, value)
 
 
 def launcher_hosts() -> bool:
@@ -75,9 +83,9 @@ def join_store(identity: Identity, patience: timedelta, key: bytes | None) -> An
     if launcher_hosts():
         store = next(rendezvous("env://", rank, world, timeout=patience))[0]
     else:
-        store = TCPStore(
-            LOOPBACK, _way_in(identity, patience, key), is_master=False, timeout=patience
-        )
+        asked, port = os.environ["MASTER_ADDR"], _port()
+        port = way_in(rank, asked, port, patience.total_seconds(), key)
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=patience)
     # gloo and NCCL would wait far longer, and could not say for whom.
     store.set(f"mgt/here/{rank}", identity.host)
     names = [f"mgt/here/{other}" for other in range(world)]
@@ -94,16 +102,15 @@ def join_store(identity: Identity, patience: timedelta, key: bytes | None) -> An
     return store
 
 
-def _way_in(identity: Identity, patience: timedelta, key: bytes | None) -> int:
-    """The port on loopback at which this rank reaches the store that rank 0 hosts."""
-    asked, port = os.environ["MASTER_ADDR"], _port()
+def way_in(rank: int, asked: str, port: int, patience_s: float, key: bytes | None) -> int:
+    """The port on loopback at which this rank reaches the store that rank 0 hosts at `asked`."""
     token = None if key is None else key.hex()
-    if identity.rank == 0:
+    if rank == 0:
         return _host(LOOPBACK if key is None else _gate_address(asked), port, token)
     if key is None:
         return port
     address = _gate_address(asked)
-    knock(address, port, key, patience.total_seconds())
+    _knock(address, port, key, patience_s)
     # Speaks to rank 0's relay for this rank, and proves that it may.
     local = listening_socket(LOOPBACK, 0)
     own = int(local.getsockname()[1])
@@ -111,7 +118,7 @@ def _way_in(identity: Identity, patience: timedelta, key: bytes | None) -> int:
     return own
 
 
-def knock(address: str, port: int, key: bytes, patience_s: float) -> None:
+def _knock(address: str, port: int, key: bytes, patience_s: float) -> None:
     """Wait for the gate there to open. LaunchError: it did not, or it has another key.
 
     torch would try a gate that refuses it again and again, and never say why.
