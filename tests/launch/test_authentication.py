@@ -36,6 +36,7 @@ from multi_gpu_training.distributed.cluster_token import (
     read_token,
 )
 from multi_gpu_training.distributed.identity import Identity
+from multi_gpu_training.distributed.meeting_place import way_in
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.sockets import connected_users, listening_socket
 from multi_gpu_training.distributed.store_relay import (
@@ -44,7 +45,7 @@ from multi_gpu_training.distributed.store_relay import (
     StoreRelay,
     remote_upstream,
 )
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.launch.elastic.messages import MessageServer, ask
 from multi_gpu_training.launch.elastic.rendezvous import Rendezvous
 from multi_gpu_training.launch.engine import Hosts
@@ -410,9 +411,31 @@ def test_ranks_started_by_hand_do_not_listen_on_every_interface(tmp_path: Path) 
     assert addresses[0] and {a for rank in addresses for a in rank} <= {HERE}, said
 
 
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_rank_does_not_wait_for_ever_at_a_port_of_another_program(
+    says: bytes, key: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multi_gpu_training.distributed.sockets.default_address", lambda: HERE)
+
+    def answer() -> None:
+        with suppress(OSError):
+            while True:
+                callers.append(server.accept()[0])
+                callers[-1].sendall(says * 3)
+
+    callers: list[socket.socket] = []
+    with listening_socket(HERE, 0) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(LaunchError, match=r"another program|did not answer"):
+            way_in(1, HERE, server.getsockname()[1], 0.5, key)
+        server.shutdown(socket.SHUT_RDWR)
+    for caller in callers:
+        caller.close()
+
+
 def prove() -> list[str]:
     from multi_gpu_training.distributed.meeting_place import prove_membership
-    from multi_gpu_training.errors import LaunchError
 
     placement = Placement(Identity(dist.get_rank(), 0, 2, 1), "cpu", dist.group.WORLD)
     said = []

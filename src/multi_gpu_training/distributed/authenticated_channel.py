@@ -154,11 +154,14 @@ class Channel:
         length = _length(self._read(_LENGTH.size))
         return self._keys.check(self._read(_MAC), self._read(length))
 
+    def close(self) -> None:
+        self._socket.close()
+
     def __enter__(self) -> Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
+        self.close()
 
     def _greet(self, token: bytes, purpose: bytes) -> _Keys:
         hello = caller_hello(purpose)

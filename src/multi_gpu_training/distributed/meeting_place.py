@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import hmac
 import os
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,7 +31,7 @@ from multi_gpu_training.distributed.authenticated_channel import (
 from multi_gpu_training.distributed.cluster_token import PUBLIC_KEY, network_key
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.sockets import LOOPBACK, listening_socket
-from multi_gpu_training.distributed.store_relay import GuardedStore, RelayProcess
+from multi_gpu_training.distributed.store_relay import KNOCK, GuardedStore, RelayProcess
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 _NONCE = _PROOF = 32
@@ -104,13 +105,13 @@ def join_store(identity: Identity, patience: timedelta, key: bytes | None) -> An
 
 def way_in(rank: int, asked: str, port: int, patience_s: float, key: bytes | None) -> int:
     """The port on loopback at which this rank reaches the store that rank 0 hosts at `asked`."""
+    address = LOOPBACK if key is None else _gate_address(asked)
     token = None if key is None else key.hex()
     if rank == 0:
-        return _host(LOOPBACK if key is None else _gate_address(asked), port, token)
+        return _host(address, port, token)
+    _await_gate(address, port, key, patience_s)
     if key is None:
         return port
-    address = _gate_address(asked)
-    _knock(address, port, key, patience_s)
     # Speaks to rank 0's relay for this rank, and proves that it may.
     local = listening_socket(LOOPBACK, 0)
     own = int(local.getsockname()[1])
@@ -118,16 +119,15 @@ def way_in(rank: int, asked: str, port: int, patience_s: float, key: bytes | Non
     return own
 
 
-def _knock(address: str, port: int, key: bytes, patience_s: float) -> None:
-    """Wait for the gate there to open. LaunchError: it did not, or it has another key.
+def _await_gate(address: str, port: int, key: bytes | None, patience_s: float) -> None:
+    """Wait for rank 0 to open its gate. LaunchError: it did not, or something else is there.
 
-    torch would try a gate that refuses it again and again, and never say why.
+    torch waits for ever where another program listens, and never says why it was refused.
     """
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            with Channel(address, port, key, STORE, HANDSHAKE_S):
-                return
+            return _knock(address, port, key, min(HANDSHAKE_S, patience_s))
         except Refused as error:
             raise LaunchError(f"rank 0 at {address}:{port}: {error}") from None
         except OSError as error:
@@ -135,9 +135,22 @@ def _knock(address: str, port: int, key: bytes, patience_s: float) -> None:
                 raise LaunchError(
                     f"rank 0 did not answer at {address}:{port} within {patience_s:g} s "
                     f"({error}); start it with the same MASTER_ADDR and MASTER_PORT, and let "
-                    "its firewall pass that port"
+                    "its firewall pass that port, which no other program may use"
                 ) from None
         time.sleep(0.2)
+
+
+def _knock(address: str, port: int, key: bytes | None, limit_s: float) -> None:
+    if key is not None:
+        Channel(address, port, key, STORE, limit_s).close()
+        return
+    with socket.create_connection((address, port), limit_s) as gate:
+        gate.sendall(KNOCK)
+        answer = gate.recv(len(KNOCK))
+    if answer != KNOCK:
+        if not answer:
+            raise ConnectionError("it closed the connection")
+        raise Refused("another program answers there", "choose another MASTER_PORT")
 
 
 def _host(address: str, port: int, token: str | None) -> int:

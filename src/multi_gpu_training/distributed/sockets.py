@@ -38,7 +38,8 @@ def listening_socket(address: str, port: int) -> socket.socket:
         listening.close()
         raise ConfigError(
             f"port {port} for {address} cannot be used: {error.strerror}; choose another "
-            "--master-port, or drop it for a free one; --master-addr must be an address of node 0"
+            "--master-port (MASTER_PORT), or drop it for a free one; --master-addr (MASTER_ADDR) "
+            "must be an address of node 0"
         ) from None
     return listening
 

@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 _TCP_MD5SIG_EXT = 32
 _PREFIX = 1  # the key is for a range of addresses; of length 0: for all
 
+# Whoever asks this wants to know whether a relay of ours is there; torch begins otherwise.
+KNOCK = b"MGT: is rank 0 there?"
+
 Upstream = Callable[[], AbstractAsyncContextManager[Stream]]
 
 
@@ -196,8 +199,13 @@ class StoreRelay:
         self, listening: socket.socket, upstream: Upstream, token: bytes | None = None
     ) -> None:
         async def serve(stream: Stream) -> None:
-            async with upstream() as store:
-                await relay(stream, store)
+            first = await stream.receive()
+            if first == KNOCK:
+                await stream.send(first)
+            elif first:
+                async with upstream() as store:
+                    await store.send(first)
+                    await relay(stream, store)
 
         admit = admission(listening, token, STORE)
         host, port = listening.getsockname()[:2]
