@@ -375,7 +375,9 @@ def test_relays_carry_the_store_to_another_machine_with_the_token_only(
 # Ranks that no launcher of ours started
 
 BY_HAND = """
-import json, sys, psutil
+import json, sys, time, psutil
+from datetime import timedelta
+import torch.distributed as dist
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.distributed.placement import place
 
@@ -386,6 +388,13 @@ found = [c.laddr.ip for p in (me, *me.children()) for c in p.net_connections("tc
          if c.status == psutil.CONN_LISTEN]
 everybody = placement.gather_json(found)
 assert placement.all_min(placement.dp_rank) == 0
+for child in me.children():
+    child.terminate()  # as Slurm does with every process of a step
+time.sleep(0.5)
+store = dist.distributed_c10d._get_default_store()
+store.set(f"saved/{placement.dp_rank}", "yes")
+store.wait([f"saved/{rank}" for rank in range(2)], timedelta(seconds=20))
+placement.barrier()
 if placement.is_main:
     print(json.dumps(everybody))
 placement.close()
@@ -393,7 +402,9 @@ placement.close()
 
 
 @pytest.mark.timeout(200)
-def test_ranks_started_by_hand_do_not_listen_on_every_interface(tmp_path: Path) -> None:
+def test_ranks_started_by_hand_listen_on_loopback_alone_and_keep_their_store_on_sigterm(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text(BY_HAND)
     port = free_port()
     ranks = []
