@@ -280,8 +280,8 @@ class RelayProcess:
 
 def main() -> None:
     # Slurm signals every process of a step: the ranks still need this one while they save.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
+    for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)
     request = RelayRequest(**json.loads(sys.stdin.readline()))
     token = None if request.token is None else bytes.fromhex(request.token)
     if request.key is not None:
