@@ -29,6 +29,7 @@ class EpochLoader(ABC):
         self.start = 0
         self.trained: Share | None = None
         self._pass: object = None
+        self._has_given = False  # whether any batch was ever handed out
         self._newest: Share | None = None  # of the batch that was handed out last
         self._given: Any = None  # that batch
         self._claimed: Share | None = None  # the one that `recognise` last found in a batch
@@ -58,7 +59,7 @@ class EpochLoader(ABC):
         self._pass = this
         try:
             for batch in self.one_pass():
-                self._newest, self._given = share_of(batch), batch
+                self._newest, self._given, self._has_given = share_of(batch), batch, True
                 yield batch
         finally:
             # Not where somebody has sought another place since: a rollback, or a stop.
@@ -76,6 +77,8 @@ class EpochLoader(ABC):
     ) -> Share | None:
         """The share of a batch that was unpacked or changed since this loader gave it; None for
         one that has nothing to do with it. `place`: (epoch, position) of the next step."""
+        if not self._has_given:  # a loop over batches of its own asks in every step
+            return None
         share, all_ours = self._marked(batch)
         if share is None:
             # Not our tensors. A loop that transforms its batches trains on what it was given last.

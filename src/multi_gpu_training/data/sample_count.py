@@ -21,6 +21,11 @@ def sample_count(batch: Any, batch_size_fn: BatchSizeFn | None = None) -> int:
     shapes leave more than one answer."""
     if batch_size_fn is not None:
         return int(batch_size_fn(batch))
+    # First the usual batch, which every step of a loop of one's own asks about.
+    if type(batch) in (list, tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
+        length = batch[0].shape[0]
+        if all(isinstance(p, Tensor) and p.ndim and p.shape[0] == length for p in batch):
+            return length
     found = _seen(batch)
     if found is not None:
         return found

@@ -82,7 +82,8 @@ class StepState:
         self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
         self._noise_base: int | None = None
         self._generators = [torch.default_generator]
-        self._borrowed: dict[torch.Generator, Tensor] = {}
+        self._borrowed: dict[torch.Generator, tuple[int, int] | Tensor] = {}
+        self.replays_draw_noise = True  # whether recorded steps draw random numbers on the device
         # Called at the end of a micro-batch, before the generators are the user's again.
         self.watch_noise: Callable[[], None] | None = None
         self._epoch_key = EpochKey(placement.device)
@@ -192,16 +193,30 @@ class StepState:
             if device.type == "cuda" and len(self._generators) == 1:
                 self._generators.append(torch.cuda.default_generators[device.index or 0])
         seed = step_seed(self._noise_base, self.step, self.micro)
-        for generator in self._generators[not on_host :]:
+        if on_host:
+            generator = self._generators[0]
             self._borrowed.setdefault(generator, generator.get_state())
+            generator.manual_seed(seed)
+        elif not self.replays_draw_noise:
+            return
+        for generator in self._generators[1:]:
+            # Two numbers are its whole state, and cheaper to read than the tensor of `get_state`.
+            if generator not in self._borrowed:
+                self._borrowed[generator] = generator.initial_seed(), generator.get_offset()
             generator.manual_seed(seed)
 
     def give_back_generators(self) -> None:
         """Let the user's random numbers go on where they were before `seed_noise`."""
         if self.watch_noise is not None:
             self.watch_noise()
+        if not self._borrowed:
+            return
         for generator, before in self._borrowed.items():
-            generator.set_state(before)
+            if isinstance(before, Tensor):
+                generator.set_state(before)
+            else:
+                generator.manual_seed(before[0])
+                generator.set_offset(before[1])
         self._borrowed.clear()
 
     def abandon_step(self) -> None:

@@ -201,6 +201,7 @@ class StepExecution:
             self._too_large()
             return
         self._use_device_state()
+        self.state.replays_draw_noise = self._watch.draws_noise
         problem = self._cache.record(self._keys, self._step)
         if not self._all_agree(problem is None):
             self.give_up(problem or "another rank could not record its step")
