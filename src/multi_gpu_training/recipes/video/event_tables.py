@@ -296,7 +296,7 @@ class _Rows:
                 + "; make them agree",
             )
             return
-        [self.unit] = said | asked  # type: ignore[assignment]
+        [self.unit] = said | asked
         for line, row in self.sheet.rows:
             start, end = row[edges["start"][0]], row[edges["end"][0]]
             self._add(line, row, start, end, row[label])
@@ -341,7 +341,9 @@ class _Rows:
             self.problem(None, "BORIS exports seconds, but time_unit=frames; drop time_unit")
         if not self._names_a_video():
             self.problem(None, "no column names the media file; export it with the events")
-        offsets = [(None, cells[1]) for cells in self.sheet.preamble if _is_offset(cells)]
+        offsets: list[tuple[int | None, str]] = [
+            (None, cells[1]) for cells in self.sheet.preamble if _is_offset(cells)
+        ]
         offsets += [(line, row.get("time offset (s)", "")) for line, row in self.sheet.rows]
         for line, text in offsets:
             if text and seconds(text.removeprefix("-")) != 0:
