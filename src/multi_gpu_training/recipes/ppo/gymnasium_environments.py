@@ -120,9 +120,11 @@ class GymnasiumEnvironments:
     def _rows(self, observed: Any) -> np.ndarray[Any, Any]:
         """One row of numbers per environment; a copy."""
         categories = getattr(self._observed, "n", None)
-        if categories is not None:
-            return np.eye(int(categories), dtype=np.float32)[observed - int(self._observed.start)]
-        rows: np.ndarray[Any, Any] = observed.reshape(len(observed), -1).astype(np.float32)
+        rows: np.ndarray[Any, Any]
+        if categories is None:
+            rows = observed.reshape(len(observed), -1).astype(np.float32)
+        else:
+            rows = np.eye(int(categories), dtype=np.float32)[observed - int(self._observed.start)]
         return rows
 
     @property
@@ -133,10 +135,12 @@ class GymnasiumEnvironments:
         """Actions as the environments take them: inside the bounds, of their type and shape."""
         rows: np.ndarray[Any, Any] = actions.detach().cpu().numpy()
         space = self._space
-        if not self._is_box:
-            return rows + int(space.start)
-        rows = rows.reshape(-1, *space.shape)
-        return np.clip(rows, space.low, space.high).astype(space.dtype)
+        if self._is_box:
+            rows = np.clip(rows.reshape(-1, *space.shape), space.low, space.high)
+            rows = rows.astype(space.dtype)
+        else:
+            rows = rows + int(space.start)
+        return rows
 
     def _tensor(self, rows: np.ndarray[Any, Any]) -> Tensor:
         kept = rows[:, self.seen] if len(self.seen) < self._size else rows

@@ -69,7 +69,7 @@ class Contents:
     labelled: dict[Path, Annotation | EventList] = field(default_factory=dict)
     unlabelled: list[Path] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    misread: set[Path] = field(default_factory=set)  # their annotations have problems
+    misread: list[Path] = field(default_factory=list)  # their annotations have problems
     invalid: dict[Path, str] = field(default_factory=dict)
     boxed: set[Path] = field(default_factory=set)
     classes: list[str] = field(default_factory=list)
@@ -104,8 +104,10 @@ def load_folder(
     there = find_labels(folder, labelling)
     background = labelling.unlabelled == "background"
     videos = [*there.labelled, *(there.unlabelled if background else [])]
-    # Heads first: they take milliseconds, decoding takes hours.
-    _check_heads(there, videos, size, resize, letterbox)
+    # Heads first: they take milliseconds, decoding takes hours. Also of videos whose labels are
+    # wrong or missing: what is wrong with the pictures shall not wait for the next attempt.
+    others = there.unlabelled if labelling.unlabelled == "error" else []
+    _check_heads(there, [*videos, *there.misread, *others], size, resize, letterbox)
     if there.invalid and (strict or len(there.invalid) == len(videos)):
         there.problems += _named(there.invalid)
     also = [BACKGROUND] if background and there.unlabelled else []
@@ -216,6 +218,8 @@ def _from_table(there: Contents, path: Path, videos: list[Path], selection: Sele
         else:
             there.labelled[video] = events
     there.labelled = {video: there.labelled[video] for video in videos if video in there.labelled}
+    if not table.by_video:
+        there.misread = list(videos)  # one problem of the table is not one of each video
     units = sorted({events.unit for events in table.by_video.values()})
     rows = sum(len(events.rows) for events in table.by_video.values())
     there.notes.append(f"labels: {rows} rows of {path}, read as {' and '.join(units)}")
@@ -235,7 +239,7 @@ def _from_files(there: Contents, inside: Path, videos: list[Path], selection: Se
         if labels is not None:
             there.labelled[video] = labels
         else:
-            there.misread.add(video)
+            there.misread.append(video)
     there.problems += [
         f"{path} has no video {inside / stem}.mp4; add it, or move the annotation away"
         for stem, path in files.items()
@@ -316,7 +320,7 @@ def _check_heads(
             there.problems += labels.past_the_end(video, head.frames, head.seconds)
             if isinstance(labels, EventList) and not head.late:
                 there.problems += labels.wrong_length(video, head.seconds)
-    if len(videos) - len(there.invalid) < 2 and not there.invalid:
+    if len(videos) < 2 and not there.problems and not there.invalid:
         there.problems.append(
             f"{len(videos)} video cannot be split into training and validation; clips of one "
             "video must not be in both: add videos"
