@@ -247,8 +247,8 @@ def test_a_recipe_says_what_it_does_and_can_be_gone_on_with(mgt: Mgt, tmp_path: 
         r"^schedule: cosine to 0 at step \d+, warm-up over \d+ steps$",
         r"^Epoch 1/2 - train loss [\d.]+, acc [\d.]+% \| val loss [\d.]+, acc [\d.]+%",
         r"^Epoch 2/2 - ",
-        r"^  saved best model: runs/image/[\w-]+/checkpoints/step-\d+ \(accuracy 0\.\d+\)$",
-        r"^curves: tensorboard --logdir runs/image/[\w-]+/tensorboard$",
+        r"^  saved best model: /.*/runs/image/[\w-]+/checkpoints/step-\d+ \(accuracy 0\.\d+\)$",
+        r"^curves: tensorboard --logdir /.*/runs/image/[\w-]+/tensorboard$",
     ):
         assert re.search(line, said.out, re.MULTILINE), f"{line}\n{said.out}"
     assert "\r" not in said.out and "\x1b" not in said.out, "plain lines without a terminal"

@@ -91,6 +91,9 @@ def train(
     data_dir: Annotated[str | None, Training(help="your data")] = None,
     save_dir: Annotated[str | None, Training(help="where runs are kept")] = None,
     resume: Annotated[str | None, Training(help="auto, or a checkpoint folder")] = None,
+    resume_anyway: Annotated[
+        bool | None, Training("--resume-anyway", help="although seed or data changed")
+    ] = None,
     seed: Annotated[int | None, Training()] = None,
     deterministic: Annotated[bool | None, Training()] = None,
     nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
