@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from multi_gpu_training.checkpoint.integrity import digest, manifest_text
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.video import VideoOptions, build
@@ -338,6 +339,11 @@ def test_a_run_that_stretched_its_videos_goes_on_stretching_and_a_new_one_does_n
         return str(json.loads(manifests[-1].read_text())["options"]["scaling"])
 
     assert train(1, scaling="stretch") == "stretch"
+    # Checkpoints of version 0.1 know nothing of the option.
+    for path in tmp_path.glob("runs/video/r/checkpoints/step-*/manifest.json"):
+        facts = json.loads(path.read_text())
+        del facts["options"]["scaling"]
+        path.write_text(manifest_text({**facts, "sha256": digest(facts)}))
     assert train(2, resume="auto") == "stretch"
     assert train(3, resume="auto") == "stretch"
     config = recipe.config({**quiet, "run_name": "new"})
