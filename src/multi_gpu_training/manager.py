@@ -246,6 +246,7 @@ class MultiGPUTrainingManager:
         try:
             if self._failure() is None:
                 self.trainer.execution.verify()  # the weights of your own loop, too
+                self.trainer.strategy.sync_buffers()
                 self.trainer.nan_guard.look(now=True)
                 if self.config.consistency_check_every:
                     self.trainer.check_replicas()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
@@ -59,7 +60,7 @@ from multi_gpu_training.training.learning_rate import (
     scale_rate,
 )
 from multi_gpu_training.training.loop import TrainingLoop
-from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
+from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss, untrained_part
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 from multi_gpu_training.training.oom import drop_oom_hint, leave_oom_hint, take_oom_hint
 from multi_gpu_training.training.optimizer import choose_optimizer
@@ -305,6 +306,9 @@ class Training:
         if self.measurement is not None:
             self.measurement.prepare(model)
         self.model = trainer.build(model, self.loss_fn, self.control)
+        untrained = untrained_part(self.loss_fn)
+        if untrained is not None and not isinstance(given.optimizer, Optimizer):
+            say(untrained)
         note = trainer.take_optimizer(choose_optimizer(given.optimizer, self.model, config, say))
         if note:
             say(note)
