@@ -142,17 +142,17 @@ def label_clashes(path: Path, rows: list[Row]) -> list[str]:
     return problems
 
 
-class Labelled(Protocol):
+class LabelSource(Protocol):
     """What frames and events by time have in common: rows with a name, from a file."""
 
     @property
     def path(self) -> Path: ...
 
     @property
-    def rows(self) -> Sequence[LabelledRow]: ...
+    def rows(self) -> Sequence[LabelRow]: ...
 
 
-class LabelledRow(Protocol):
+class LabelRow(Protocol):
     @property
     def line(self) -> int: ...
 
@@ -161,7 +161,7 @@ class LabelledRow(Protocol):
 
 
 def class_names(
-    folder: Path, annotations: Sequence[Labelled], also: Sequence[str] = ()
+    folder: Path, annotations: Sequence[LabelSource], also: Sequence[str] = ()
 ) -> list[str]:
     """The classes in their order: those of classes.txt, else every name found, sorted.
 
