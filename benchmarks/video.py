@@ -3,11 +3,14 @@
     python benchmarks/video.py --parts speed --out video-speed.json
     python benchmarks/video.py --parts f1 --out video-f1.json
     python benchmarks/video.py --parts decode --video open-field.mp4 --device cpu
+    python benchmarks/video.py --parts filmed --video open-field.mp4 --device cpu
 
 speed: both nets on clips of 17x256x256 bytes that lie on the device, in bf16, channels last and
 compiled: by a hand-written loop, which is the ceiling, and by `MultiGPUTrainingManager.fit`.
 f1: the recipe as `mgt train video` runs it, on rendered videos.
 decode: a real video, decoded into the frame cache, and clips read back from it.
+filmed: a real video, cut into pieces, with one table in seconds that says in which half-seconds
+much moves: from the files to a trained model. The labels are measured, no person's judgement.
 
 A part that fails is reported, and the others go on.
 """
@@ -17,12 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +82,7 @@ def main() -> int:
         "speed": speed,
         "f1": scores,
         "decode": decoding,
+        "filmed": filmed,
     }
     failed = 0
     for name in options.parts.split(","):
@@ -95,7 +101,7 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("--parts", default="speed", help="speed, f1, decode; several with commas between")
+    add("--parts", default="speed", help="speed, f1, decode, filmed; several with commas between")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--nets", default="fast,guide", help="fast, guide, guide-nhwc (speed only)")
     add("--batch", type=int, default=128)
@@ -111,7 +117,8 @@ def arguments() -> argparse.Namespace:
     add("--f1-batch", type=int, default=64)
     add("--f1-rate", type=float, default=2e-3, help="learning rate in f1")
     add("--videos", type=int, default=100, help="rendered videos in f1")
-    add("--video", type=Path, help="a file for decode")
+    add("--video", type=Path, help="a file for decode and filmed")
+    add("--filmed-epochs", type=int, default=6)
     add("--quick", action="store_true", help="tiny sizes: does it run at all?")
     add("--out", type=Path, help="write the results there as JSON")
     options = parser.parse_args()
@@ -349,6 +356,77 @@ def decoding(options: argparse.Namespace) -> list[dict[str, Any]]:
             "found again, s": again.seconds,
             "clips/s from the cache": len(order) / seconds,
         }
+    ]
+
+
+# From files to a model
+
+
+def filmed(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train on pieces of a real video, labelled by one table in seconds."""
+    if options.video is None:
+        raise SystemExit("--parts filmed needs --video FILE")
+    size, started = 64, time.perf_counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "data"
+        folder.mkdir()
+        rows = cut_and_label(options.video, folder, pieces=8)
+        (folder / "labels.csv").write_text("\n".join(["file,start_s,end_s,label", *rows]))
+        recipe = find_recipe("video")
+        quiet = {"progress": "off", "tensorboard": False, "save_dir": name, "num_workers": 0}
+        config = recipe.config(
+            {**quiet, "epochs": options.filmed_epochs, "batch_size": 32, "device": options.device}
+        )
+        chosen = recipe.options(
+            data_dir=str(folder), frame_size=size, width=8, resize=True, stride=3
+        )
+        ready = time.perf_counter()
+        found = recipe.train(config, chosen)
+    return [
+        {
+            "video": options.video.name,
+            "rows of the table": len(rows),
+            "epochs": options.filmed_epochs,
+            "macro F1, best epoch": max(entry["val"]["f1"] for entry in found.history),
+            "cut and label, s": ready - started,
+            "decode and train, s": time.perf_counter() - ready,
+        }
+    ]
+
+
+def cut_and_label(video: Path, folder: Path, pieces: int) -> list[str]:
+    """Write the video as several, with the times of its frames; rows of a table for them."""
+    import av
+
+    with av.open(str(video)) as container:
+        stream = container.streams.video[0]
+        shown = [(frame.pts, frame.to_ndarray(format="gray")) for frame in container.decode(stream)]
+        tick = stream.time_base
+    spans = []
+    for piece in range(pieces):
+        part = shown[len(shown) * piece // pieces : len(shown) * (piece + 1) // pieces]
+        path = folder / f"piece{piece}.mp4"
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("mpeg4", rate=30)
+            stream.height, stream.width, stream.pix_fmt = *part[0][1].shape, "yuv420p"
+            stream.bit_rate = 4_000_000
+            for pts, picture in part:
+                frame = av.VideoFrame.from_ndarray(picture, format="gray")
+                frame.pts, frame.time_base = pts - part[0][0], tick
+                container.mux(stream.encode(frame))
+            container.mux(stream.encode())
+        times = [float((pts - part[0][0]) * tick) for pts, _ in part]
+        moved = [0.0] + [
+            float(abs(two[::4, ::4].astype(int) - one[::4, ::4]).mean())
+            for (_, one), (_, two) in pairwise(part)
+        ]
+        for half in range(int(2 * times[-1])):
+            inside = [m for t, m in zip(times, moved, strict=True) if half <= 2 * t < half + 1]
+            spans.append((path.name, half / 2, (half + 1) / 2, sum(inside) / max(1, len(inside))))
+    typical = statistics.median(amount for *_, amount in spans)
+    return [
+        f"{file},{start},{end},{'moves' if amount > typical else 'rests'}"
+        for file, start, end, amount in spans
     ]
 
 

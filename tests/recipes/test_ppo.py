@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -211,8 +212,25 @@ def test_a_resumed_run_keeps_its_number_of_environments(tmp_path: Path) -> None:
     keep = {"enable_fault_tolerance": True, "run_name": "r"}
     options = CARTPOLE | {"total_steps": 24 * 7}
     train(tmp_path, keep, options)
-    with pytest.raises(Exception, match="go on with num_envs=7"):
+    with pytest.raises(Exception, match=r"num_envs +7 +8"):
         train(tmp_path, keep | {"resume": "auto"}, options | {"num_envs": 8})
+
+
+def test_a_run_of_an_earlier_version_keeps_its_execution_and_a_new_one_waits_for_the_open(
+    tmp_path: Path,
+) -> None:
+    def saved() -> str:
+        files = sorted(tmp_path.glob("ppo/r/checkpoints/step-*/manifest.json"))
+        return str(json.loads(files[-1].read_text())["options"]["execution"])
+
+    keep = {"enable_fault_tolerance": True, "run_name": "r"}
+    train(tmp_path, keep, TRADING | {"execution": "close"})
+    for episodes in (21, 28):
+        train(tmp_path, keep | {"resume": "auto"}, TRADING | {"num_episodes": episodes})
+        assert saved() == "close"
+    train(tmp_path / "new", keep, TRADING)
+    tmp_path /= "new"
+    assert saved() == "next_open"
 
 
 def test_the_update_ends_early_on_all_ranks_together(tmp_path: Path) -> None:
@@ -326,5 +344,8 @@ def test_fewer_environments_than_ranks_are_an_error(tmp_path: Path) -> None:
 def test_the_class_of_the_guide_trains_by_itself(tmp_path: Path) -> None:
     result, _, progress = train(tmp_path, {"training_mode": "single"}, TRADING)
     assert progress["episodes"] == 14
-    assert {"test_return", "test_sharpe", "test_drawdown", "hold_return"} <= result.metrics.keys()
+    wanted = {"return", "sharpe", "drawdown", "exposure", "turnover", "costs", "part_return_std"}
+    for whose in ("test", "start", "random", "hold"):
+        assert {f"{whose}_{name}" for name in wanted} <= result.metrics.keys()
+    assert result.metrics["learned"] == 0  # after 14 episodes
     assert sys.modules["multi_gpu_training.recipes.ppo"].recipe.name == "ppo"

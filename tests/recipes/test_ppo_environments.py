@@ -135,6 +135,20 @@ def test_environments_go_on_from_their_state_to_the_bit(name: str) -> None:
         assert torch.equal(one.rewards[1:], other.rewards)
 
 
+def test_environments_in_processes_of_their_own_do_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actions = torch.randint(0, 2, (60, 3))
+    here = GymnasiumEnvironments("CartPole-v1", range(3), seed=1)
+    whole = trajectory(here, actions)
+    apart = GymnasiumEnvironments("CartPole-v1", range(3), seed=1, processes=True)
+    assert torch.equal(whole, trajectory(apart, actions))
+    resumed = GymnasiumEnvironments("CartPole-v1", range(3), seed=1, processes=True)
+    assert torch.equal(resumed.load(apart.mark()()), whole[-1])
+    for environments in (here, apart, resumed):
+        environments.close()
+
+
 def test_hidden_observations_are_not_there() -> None:
     environments = GymnasiumEnvironments("CartPole-v1", range(2), seed=0, hide=[1, 3])
     full = GymnasiumEnvironments("CartPole-v1", range(2), seed=0)

@@ -15,13 +15,18 @@ from multi_gpu_training.recipes.ppo import indicators
 from multi_gpu_training.recipes.ppo.environment import take_environments
 from multi_gpu_training.recipes.ppo.market import generate_market, read_market
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
-from multi_gpu_training.recipes.ppo.policy_evaluation import Performance, buy_and_hold, trade
 from multi_gpu_training.recipes.ppo.trading import (
     WARMUP_DAYS,
     Rules,
     Tables,
     TradingEnvironments,
     prepare,
+)
+from multi_gpu_training.recipes.ppo.trading_evaluation import (
+    Performance,
+    TradingTest,
+    buy_and_hold,
+    trade,
 )
 
 HEAD = "Date,Open,High,Low,Close,Volume"
@@ -211,15 +216,15 @@ def test_the_books_are_those_of_a_plain_loop() -> None:
     environments.reset()
     torch.manual_seed(0)
     made, rules = environments.tables, environments.rules
-    close, calm = made.market.close, made.calm.tolist()
+    close, opens, calm = made.market.close, made.market.open, made.calm.tolist()
     cash, shares = [1e6] * 6, [[0.0] * 3 for _ in range(6)]
     for _ in range(20):
         today = environments.day.tolist()
         actions = torch.randn(6, 3)
         step = environments.step(actions)
         for n in range(6):
-            price = close[today[n]]
-            before = cash[n] + sum(s * p for s, p in zip(shares[n], price, strict=True))
+            before = cash[n] + sum(s * p for s, p in zip(shares[n], close[today[n]], strict=True))
+            price = opens[today[n] + 1]  # what was seen today is paid tomorrow
             orders = [round(max(-1.0, min(1.0, float(a))) * 5000) for a in actions[n]]
             if not calm[today[n]]:
                 orders = [-s for s in shares[n]]
@@ -297,29 +302,112 @@ def test_scales_are_taken_from_the_training_days_alone() -> None:
 # The test
 
 
-def test_return_sharpe_and_drawdown_of_a_known_curve() -> None:
+def policy_for(made: Tables, lean: float | None = None, seed: int = 0) -> CLSTMPolicy:
+    """An untrained policy; with `lean`, one that orders the same of every asset every day."""
+    torch.manual_seed(seed)
+    environments = TradingEnvironments(made, Rules(), range(1), 1, 0, (60, 60), 20)
+    policy = CLSTMPolicy(
+        environments.observation_size, environments.actions, window=3, features=4, hidden=4
+    )
+    if lean is not None:
+        with torch.no_grad():
+            policy.action_head.weight.zero_()
+            policy.action_head.bias.fill_(lean)
+    return policy
+
+
+def result_of(
+    drift: float, lean: float | None, begin: float | None = None, **rules: float
+) -> TradingTest:
+    """A market whose prices rise or fall by `drift` a day, and a policy with that `lean`, which had
+    another when it began."""
+    market = generate_market(3, 1000, seed=1)
+    rise = np.exp(drift * np.arange(1000))[:, None]
+    for prices in (market.open, market.high, market.low, market.close):
+        prices[:] = 50 * (prices / 50) ** 0.1 * rise  # hardly anything but the drift
+    chosen = Rules(**{"max_shares": 500, **rules})  # type: ignore[arg-type]
+    made = prepare(market, chosen, 20, 0.3)
+    return trade(policy_for(made, lean), policy_for(made, begin), made, chosen, normalise=False)
+
+
+def test_orders_are_filled_at_the_next_price() -> None:
+    """Who knows today's close cannot have bought at it: a jump after the close is not earned."""
+    made, rules = tables(turbulence_quantile=1.0)
+    made.market.open[201:] *= 2
+    made.market.close[201:] *= 2
+    jumped = prepare(made.market, rules, 20, 0.2)
+    gains = {}
+    for execution in ("next_open", "close"):
+        chosen = Rules(max_shares=5000, turbulence_quantile=1.0, execution=execution)  # type: ignore[arg-type]
+        market = prepare(jumped.market, chosen, 20, 0.2)
+        market.calm[:] = True
+        environments = TradingEnvironments(market, chosen, range(1), 1, 0, (0, 0), 20, [200])
+        environments.reset()
+        gains[execution] = float(environments.step(torch.ones(1, 3)).rewards) * 1e4
+    assert gains["close"] > 200_000
+    assert abs(gains["next_open"]) < 50_000
+
+
+def test_figures_of_a_known_curve() -> None:
     worth = np.array([100.0, 110.0, 99.0, 108.9])
-    found = Performance.of(worth)
+    traded = np.array([50.0, 0.0, 20.0])
+    found = Performance.of(worth, np.array([0, 0.5, 0.5, 0.2]), traded, cost=0.01)
     daily = np.array([0.1, -0.1, 0.1])
     assert found.total_return == pytest.approx(0.089)
     assert found.drawdown == pytest.approx(0.1)
     assert found.sharpe == pytest.approx(math.sqrt(252) * daily.mean() / daily.std(ddof=1))
+    assert found.exposure == pytest.approx(0.4)
+    assert found.turnover == pytest.approx(70 / worth.mean() * 252 / 3)
+    assert found.costs == pytest.approx(0.007)
+    # Next to nothing in shares: the ratio of two nothings is no merit.
+    assert Performance.of(worth, np.full(4, 0.005), traded, 0.01).sharpe == 0
 
 
-def test_buy_and_hold_pays_its_costs() -> None:
-    prices = np.array([[10.0, 100.0], [20.0, 100.0]])
-    worth = buy_and_hold(prices, Rules(balance=2002.0, cost=0.001))
-    # 100 shares and 10 of the other, for 1,001 each.
-    assert worth.tolist() == pytest.approx([2002.0, 3000.0])
+def test_buy_and_hold_pays_the_next_open_and_its_costs() -> None:
+    made, _ = tables()
+    made.fills[320] = torch.tensor([10.0, 100.0, 50.0], dtype=torch.float64)
+    made.prices[321] = torch.tensor([20.0, 100.0, 50.0], dtype=torch.float64)
+    made.prices[322] = made.prices[321]
+    found = buy_and_hold(made, Rules(balance=3003.0, cost=0.001), 320, 2)
+    # 100 shares, 10 and 20, for 1,001 each.
+    assert found.total_return == pytest.approx(4000 / 3003 - 1)
+    assert found.costs == pytest.approx(3 / 3003)
+    assert found.exposure == pytest.approx(1)
+
+
+def test_an_agent_that_sits_in_cash_has_learned_nothing_and_is_told_so() -> None:
+    """A share a day of ten million: enough for a Sharpe ratio, not for a merit."""
+    result = result_of(drift=0.001, lean=0.1, begin=0.1, max_shares=10, balance=1e7)
+    assert result.agent.performance.total_return > 0
+    assert not result.learned
+    said = "\n".join(result.lines())
+    assert "nothing learned: the policy is that of its start (KL 0 per step" in said
+    assert "it sat in cash" in said
+    assert "it cannot be told from its start" in said
+    assert result.metrics()["learned"] == 0
+    assert result.metrics()["test_sharpe"] == 0
+    for name in ("agent", "its start", "random agent", "buy and hold", "exposure", "turnover"):
+        assert name in said
+
+
+def test_an_agent_that_buys_while_prices_rise_has_learned_and_one_that_buys_a_fall_has_not() -> (
+    None
+):
+    rising, falling = (result_of(drift, lean=1.0) for drift in (0.002, -0.002))
+    assert rising.learned
+    assert rising.lines()[-1].startswith("learned: better than its start by +")
+    assert len(rising.agent.parts) == 10
+    assert rising.agent.performance.exposure > 0.5
+    assert not falling.learned
+    assert "is worse than the random agent" in falling.lines()[-1]
 
 
 def test_the_test_walks_through_all_later_days() -> None:
     made, rules = tables()
-    policy = CLSTMPolicy(19, copies(range(1)).actions, window=3, features=4, hidden=4)
-    with torch.no_grad():
-        policy.action_head.weight.zero_()
-        policy.action_head.bias.fill_(-1)  # sells what it has: nothing
-    result = trade(policy, made, rules, normalise=False)
+    sells = policy_for(made, lean=-1.0)  # what it has: nothing
+    result = trade(sells, policy_for(made), made, rules, normalise=False)
     assert (result.first_day, result.last_day) == ("day 320", "day 399")
-    assert result.agent == Performance(0.0, 0.0, 0.0)
-    assert result.hold.total_return != 0
+    assert result.agent.performance == Performance(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    assert result.hold.performance.total_return != 0
+    assert result.part_days == 26 and len(result.agent.parts) == 3
+    assert len({one.total_return for one in result.chance.whole}) == 5

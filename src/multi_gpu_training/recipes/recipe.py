@@ -99,7 +99,9 @@ class Recipe:
         if self.run is not None:
             return self.run(manager, options)
         assert self.build is not None
-        return manager.fit(**vars(self.build(config, options)))
+        job = self.build(config, options)
+        manager.recipe_options = options.model_dump()  # with what it chose for itself
+        return manager.fit(**vars(job))
 
 
 def find_recipe(name: str) -> Recipe:

@@ -1,16 +1,17 @@
-"""Any environment of Gymnasium, by its id.
+"""Any environment of Gymnasium, by its id, as one of its vector environments.
 
-Episodes are begun here and not by Gymnasium's vector environments, whose automatic resets differ
-by version and mode: the step that ends an episode gives the next one's first observation, and the
-last observation of the old one is kept apart. Each episode has a seed of its own, from (seed,
-environment, episode): a checkpoint needs the number of the episode and the actions taken in it,
-and goes on by taking them again, whatever the environment keeps inside.
+Episodes are begun here, not by the vector environment, whose automatic resets know no seeds: the
+step that ends an episode gives the next one's first observation, and the last observation of the
+old one is kept apart. Each episode has its own seed, from (seed, environment, episode): a
+checkpoint needs the number of the episode and the actions taken in it, and goes on by taking them
+again, whatever the environment keeps inside.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from multi_gpu_training.recipes.user_data import library
 
 
 class GymnasiumEnvironments:
+    """Environments `numbers`, stepped one after the other or, with `processes`, each in its own."""
+
     def __init__(
         self,
         name: str,
@@ -32,58 +35,53 @@ class GymnasiumEnvironments:
         seed: int,
         hide: Sequence[int] = (),
         device: torch.device | str = "cpu",
+        processes: bool = False,
     ) -> None:
         self.name = name
         self.numbers = numbers
         self.seed = seed
         self.device = torch.device(device)
-        self.environments = [make(name) for _ in numbers]
-        first = self.environments[0] if self.environments else make(name)
-        size = _observation_size(name, first.observation_space)
+        probe = make(name)
+        size = _observation_size(name, probe.observation_space)
         self.seen = _seen(name, size, hide)
         self.observation_size = len(self.seen)
-        self._hides = len(self.seen) < size
         self._size = size
-        self._categories = getattr(first.observation_space, "n", None)
-        self.actions = _actions(name, first.action_space)
-        self._space = first.action_space
+        self._observed = probe.observation_space
+        self._space = probe.action_space
+        self.actions = _actions(name, probe.action_space)
+        probe.close()
+        self.vector = _vector(name, len(numbers), processes) if numbers else None
         self.episode = [0] * len(numbers)
         self.taken: list[list[Any]] = [[] for _ in numbers]
 
     def reset(self) -> Tensor:
-        rows = np.zeros((len(self.numbers), self._size), np.float32)
-        for i in range(len(self.numbers)):
-            self.episode[i] = 0
-            self._begin(i, rows)
-        return self._tensor(rows)
+        return self.load({"episode": [0] * len(self.numbers), "taken": [[] for _ in self.numbers]})
 
     def step(self, actions: Tensor) -> Step:
-        count = len(self.numbers)
-        rows = np.zeros((count, self._size), np.float32)
-        rewards = np.zeros(count, np.float32)
-        terminated = np.zeros(count, np.bool_)
-        truncated = np.zeros(count, np.bool_)
+        assert self.vector is not None
+        native = self._native(actions)
+        observed, rewards, over, cut, _ = self.vector.step(native)
+        for taken, action in zip(self.taken, native.tolist(), strict=True):
+            taken.append(action)
+        rows = self._rows(observed)
+        # An episode that reached its end is not worth more for a limit hit as well.
+        cut = cut & ~over
+        done = over | cut
         final: np.ndarray[Any, Any] | None = None
-        ended = False
-        for i, action in enumerate(self._native(actions)):
-            row, reward, over, cut, _ = self.environments[i].step(action)
-            self.taken[i].append(action)
-            self._write(row, rows[i])
-            rewards[i] = reward
-            if over or cut:
-                ended = True
-                # An episode that reached its end is not worth more for a limit hit as well.
-                terminated[i], truncated[i] = over, cut and not over
-                if truncated[i]:
-                    final = np.zeros_like(rows) if final is None else final
-                    final[i] = rows[i]
+        ended = bool(done.any())
+        if ended:
+            if cut.any():
+                final = np.where(cut[:, None], rows, np.float32(0))
+            for i in np.flatnonzero(done):
                 self.episode[i] += 1
-                self._begin(i, rows)
+                self.taken[i] = []
+            begun, _ = self.vector.reset(seed=self._seeds(done), options={"reset_mask": done})
+            rows = np.where(done[:, None], self._rows(begun), rows)
         return Step(
             self._tensor(rows),
-            torch.from_numpy(rewards).to(self.device),
-            torch.from_numpy(terminated).to(self.device),
-            torch.from_numpy(truncated).to(self.device),
+            torch.from_numpy(rewards.astype(np.float32)).to(self.device),
+            torch.from_numpy(over.copy()).to(self.device),
+            torch.from_numpy(cut).to(self.device),
             None if final is None else self._tensor(final),
             ended,
         )
@@ -93,58 +91,74 @@ class GymnasiumEnvironments:
         episode, taken = list(self.episode), [(actions, len(actions)) for actions in self.taken]
 
         def state() -> ByEnvironment:
-            plain = [[np.asarray(a).tolist() for a in actions[:n]] for actions, n in taken]
-            return {"episode": episode, "taken": plain}
+            return {"episode": episode, "taken": [actions[:n] for actions, n in taken]}
 
         return state
 
     def load(self, state: ByEnvironment) -> Tensor:
-        rows = np.zeros((len(self.numbers), self._size), np.float32)
-        for i, (episode, taken) in enumerate(zip(state["episode"], state["taken"], strict=True)):
-            self.episode[i] = int(episode)
-            self._begin(i, rows)
-            for plain in taken:
-                action = np.asarray(plain, self._space.dtype) if self._is_box else int(plain)
-                row, *_ = self.environments[i].step(action)
-                self.taken[i].append(action)
-                self._write(row, rows[i])
-        return self._tensor(rows)
+        self.episode = [int(episode) for episode in state["episode"]]
+        self.taken = [list(actions) for actions in state["taken"]]
+        if self.vector is None:
+            return self._tensor(np.zeros((0, self._size), np.float32))
+        observed, _ = self.vector.reset(seed=self._seeds(), options={"replay": self.taken})
+        return self._tensor(self._rows(observed))
 
     def close(self) -> None:
-        for environment in self.environments:
-            environment.close()
+        if self.vector is not None:
+            self.vector.close()
 
-    def _begin(self, i: int, rows: np.ndarray[Any, Any]) -> None:
+    def _seeds(self, wanted: np.ndarray[Any, Any] | None = None) -> list[int | None]:
+        """Of the current episodes, by environment; None for those that are not wanted."""
         # 31 bits: some environments hand their seed to libraries that take no more.
-        seed = derive_seed(self.seed, self.numbers[i], self.episode[i]) % 2**31
-        row, _ = self.environments[i].reset(seed=seed)
-        self.taken[i] = []
-        self._write(row, rows[i])
+        return [
+            derive_seed(self.seed, number, self.episode[i]) % 2**31
+            if wanted is None or wanted[i]
+            else None
+            for i, number in enumerate(self.numbers)
+        ]
 
-    def _write(self, row: Any, into: np.ndarray[Any, Any]) -> None:
-        if self._categories is not None:
-            into[:] = 0
-            start = getattr(self.environments[0].observation_space, "start", 0)
-            into[int(row) - int(start)] = 1
+    def _rows(self, observed: Any) -> np.ndarray[Any, Any]:
+        """One row of numbers per environment; a copy."""
+        categories = getattr(self._observed, "n", None)
+        rows: np.ndarray[Any, Any]
+        if categories is None:
+            rows = observed.reshape(len(observed), -1).astype(np.float32)
         else:
-            into[:] = row if self._size == np.size(row) == len(row) else np.ravel(row)
+            rows = np.eye(int(categories), dtype=np.float32)[observed - int(self._observed.start)]
+        return rows
 
     @property
     def _is_box(self) -> bool:
         return self.actions.kind == "continuous"
 
-    def _native(self, actions: Tensor) -> list[Any]:
+    def _native(self, actions: Tensor) -> np.ndarray[Any, Any]:
         """Actions as the environments take them: inside the bounds, of their type and shape."""
-        if not self._is_box:
-            start = int(self._space.start)
-            return [start + action for action in actions.tolist()]
+        rows: np.ndarray[Any, Any] = actions.detach().cpu().numpy()
         space = self._space
-        rows = actions.detach().cpu().numpy().reshape(-1, *space.shape)
-        return list(np.clip(rows, space.low, space.high).astype(space.dtype))
+        if self._is_box:
+            rows = np.clip(rows.reshape(-1, *space.shape), space.low, space.high)
+            rows = rows.astype(space.dtype)
+        else:
+            rows = rows + int(space.start)
+        return rows
 
     def _tensor(self, rows: np.ndarray[Any, Any]) -> Tensor:
-        kept = rows[:, self.seen] if self._hides else rows
+        kept = rows[:, self.seen] if len(self.seen) < self._size else rows
         return torch.from_numpy(kept).to(self.device)
+
+
+def _vector(name: str, count: int, processes: bool) -> Any:
+    from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+
+    makers = [partial(_member, name, index) for index in range(count)]
+    kind = AsyncVectorEnv if processes else SyncVectorEnv
+    return kind(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
+
+
+def _member(name: str, index: int) -> Any:
+    from multi_gpu_training.recipes.ppo.episode_replay import EpisodeReplay
+
+    return EpisodeReplay(make(name), index)
 
 
 def make(name: str) -> Any:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from multi_gpu_training.errors import DataError
 
 Prices = NDArray[np.float64]
+Day = tuple[float, float, float, float]  # high, low, close, open
 
 COLUMNS = ("open", "high", "low", "close", "volume")
 SYMBOL_COLUMNS = ("ticker", "symbol", "tic")
@@ -35,6 +36,7 @@ class Market:
     high: Prices
     low: Prices
     close: Prices
+    open: Prices
     limits: str = ""  # which assets end the common period, where there are several
 
     def describe(self) -> str:
@@ -57,7 +59,7 @@ def read_market(path: str, symbols: Sequence[str] | None = None) -> Market:
         raise DataError(
             f"data_dir={path}: no such CSV file, nor a folder with *.csv or *.csv.gz in it"
         )
-    series: dict[str, dict[str, tuple[float, float, float]]] = {}
+    series: dict[str, dict[str, Day]] = {}
     for file in files:
         for symbol, day, row in _rows(file):
             days = series.setdefault(symbol, {})
@@ -74,7 +76,7 @@ def read_market(path: str, symbols: Sequence[str] | None = None) -> Market:
     return _common(path, {symbol: series[symbol] for symbol in symbols or series})
 
 
-def _common(path: str, series: dict[str, dict[str, tuple[float, float, float]]]) -> Market:
+def _common(path: str, series: dict[str, dict[str, Day]]) -> Market:
     """The period that all assets cover; a day that only some of them have is an error."""
     first = max(next(iter(days)) for days in series.values())
     last = min(next(reversed(days)) for days in series.values())
@@ -100,8 +102,8 @@ def _common(path: str, series: dict[str, dict[str, tuple[float, float, float]]])
                 "give the part before or after it"
             )
     rows = np.array([[days[day] for days in series.values()] for day in period])
-    high, low, close = (np.ascontiguousarray(rows[:, :, i]) for i in range(3))
-    return Market(path, period, list(series), high, low, close, _limits(series))
+    high, low, close, open_ = (np.ascontiguousarray(rows[:, :, i]) for i in range(4))
+    return Market(path, period, list(series), high, low, close, open_, _limits(series))
 
 
 def _limits(series: dict[str, Any]) -> str:
@@ -113,8 +115,8 @@ def _limits(series: dict[str, Any]) -> str:
     return f" ({latest} begins last, {earliest} ends first)"
 
 
-def _rows(file: Path) -> Iterator[tuple[str, str, tuple[float, float, float]]]:
-    """(symbol, day, (high, low, close)) of each line, checked."""
+def _rows(file: Path) -> Iterator[tuple[str, str, Day]]:
+    """(symbol, day, prices) of each line, checked."""
     opener: Any = gzip.open if file.suffix == ".gz" else open
     with opener(file, "rt", newline="", encoding="utf-8-sig") as lines:
         reader = csv.reader(lines)
@@ -136,14 +138,14 @@ def _rows(file: Path) -> Iterator[tuple[str, str, tuple[float, float, float]]]:
                 raise DataError(f"{where}: {len(line)} values for {len(header)} columns")
             symbol = name if symbol_at is None else line[symbol_at].strip()
             values = [_number(line[header.index(c)], c, where) for c in COLUMNS]
-            _, high, low, close, _ = values
+            open_, high, low, close, _ = values
             if high < low:
                 raise DataError(f"{where}: high {high:g} is below low {low:g}")
             factor = 1.0  # for splits and dividends
             if adjusted_at is not None:
                 factor = _number(line[adjusted_at], "adj close", where) / close
             day = _day(line[header.index("date")], where)
-            yield symbol, day, (high * factor, low * factor, close * factor)
+            yield symbol, day, (high * factor, low * factor, close * factor, open_ * factor)
 
 
 def _number(text: str, column: str, where: str) -> float:
@@ -182,6 +184,8 @@ def generate_market(assets: int, days: int, seed: int) -> Market:
     own = random.normal(0, 0.012, (days, assets))
     close = 50 * np.exp(random.uniform(-0.7, 0.7, assets) + np.cumsum(trend + factor + own, 0))
     spread = np.abs(random.normal(0, 0.006, (2, days, assets)))
+    night = random.normal(0, 0.003, (days, assets))  # what happens while the exchange is closed
+    before = np.concatenate([close[:1], close[:-1]])
     return Market(
         source=f"generated market (seed {seed})",
         days=[f"day {day}" for day in range(days)],
@@ -189,6 +193,7 @@ def generate_market(assets: int, days: int, seed: int) -> Market:
         high=close * (1 + spread[0]),
         low=close * (1 - spread[1]),
         close=close,
+        open=before * np.exp(night),
     )
 
 

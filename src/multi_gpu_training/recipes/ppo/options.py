@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from multi_gpu_training.recipes.ppo.trading import Execution
 from multi_gpu_training.recipes.recipe import Options
 
 # Fields of MultiGPUConfig where the user sets none.
@@ -25,7 +26,8 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _OF_TRADING = (
     *("data_dir", "symbols", "assets", "market_days", "episode_days", "test_fraction"),
-    *("initial_balance", "trading_cost", "max_shares", "turbulence_quantile"),
+    *("initial_balance", "trading_cost", "max_shares", "turbulence_quantile", "execution"),
+    *("test_parts", "test_draws"),
 )
 
 
@@ -35,6 +37,9 @@ class PPOOptions(Options):
 
     env: str = Field(default="trading", description="trading, or the id of a Gymnasium environment")
     hide: list[int] = Field(default=[], description="observations the agent does not see, like 1,3")
+    env_processes: bool = Field(
+        default=False, description="step each Gymnasium environment in its own process"
+    )
     num_envs: PositiveInt = Field(default=500, description="environments over all ranks")
     rollout_steps: PositiveInt | None = Field(
         default=None,
@@ -91,6 +96,15 @@ class PPOOptions(Options):
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.2, description="the last part of the days, for the test alone"
     )
+    test_parts: PositiveInt = Field(
+        default=10, description="parts of the test whose returns are compared, of 20 days or more"
+    )
+    test_draws: PositiveInt = Field(default=5, description="random agents beside the agent")
+    execution: Execution | None = Field(
+        default=None,
+        description="orders are filled at next_open, or at the close just seen. None: as the "
+        "resumed run did, else next_open",
+    )
     initial_balance: Annotated[float, Field(gt=0)] = 1_000_000.0
     trading_cost: Annotated[float, Field(ge=0, lt=1)] = 0.001
     max_shares: PositiveInt = Field(default=100, description="shares of an asset traded in a day")
@@ -110,7 +124,7 @@ class PPOOptions(Options):
         """Options that were changed and mean nothing for this environment."""
         idle = list(_OF_TRADING)
         if self.trades:
-            idle = ["hide", "eval_episodes", "eval_steps"]
+            idle = ["hide", "env_processes", "eval_episodes", "eval_steps"]
             idle += ["symbols"] if self.data_dir is None else ["assets", "market_days"]
         plain = type(self)()
         return [name for name in idle if getattr(self, name) != getattr(plain, name)]

@@ -10,6 +10,7 @@ evaluate
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ from multi_gpu_training.recipes.ppo.ppo_progress import Decay, PPOProgress
 from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout
 from multi_gpu_training.recipes.ppo.update import PPOLoss, Update
 from multi_gpu_training.recipes.ppo.worlds import World, build_world
+from multi_gpu_training.recipes.resumed_options import resumed_options
 from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.progress import FitResult
 from multi_gpu_training.training.state_rollback import Counters, StateCopies
@@ -61,12 +63,17 @@ class DistributedCLSTMPPOTrainer:
             config = config or MultiGPUConfig(**CONFIG_DEFAULTS, recipe="ppo")
             check_config(config)
             manager = MultiGPUTrainingManager(config)
-            manager.recipe_options = self.options.model_dump()
         else:
             check_config(manager.config)
             manager.config.balance = "equal"  # its data are no samples to be measured
         self.manager = manager
         self.config = manager.config
+        if self.options.trades and self.options.execution is None:
+            # As the resumed run did: up to version 0.1 orders were filled at the close just seen.
+            had = resumed_options(self.config)
+            execution = "next_open" if had is None else had.get("execution") or "close"
+            self.options = self.options.model_copy(update={"execution": execution})
+        manager.recipe_options = self.options.model_dump()
         for name in ("step_execution", "use_mixed_precision"):
             if name not in self.config.model_fields_set:
                 setattr(self.config, name, CONFIG_DEFAULTS[name])
@@ -113,6 +120,7 @@ class DistributedCLSTMPPOTrainer:
             options.features,
             options.hidden,
         )
+        self.start = copy.deepcopy(policy)  # to see at the end whether training changed anything
         model, _, _ = self.manager.setup_training(
             policy,
             range(total),  # type: ignore[arg-type]
@@ -268,7 +276,7 @@ class DistributedCLSTMPPOTrainer:
         if not manager.progress.history:
             return
         metrics, lines = evaluate(
-            self.policy, self.world, self.options, self.config.seed, self.placement
+            self.policy, self.start, self.world, self.options, self.config.seed, self.placement
         )
         for line in lines:
             manager.console.line(line)

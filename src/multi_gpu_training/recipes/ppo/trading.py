@@ -1,9 +1,11 @@
 """Trading a portfolio: thousands of copies as tensors on one device.
 
 Every day the agent names for each asset how many shares to buy or sell. What it sees: its
-balance, and for each asset price, shares held, MACD, RSI, CCI and ADX. A trade costs 0.1 %. On a
-day of high turbulence everything is sold and nothing bought. The reward is the change of the net
-worth, in units of 10,000.
+balance, and for each asset price, shares held, MACD, RSI, CCI and ADX, all of them at the close.
+Orders are filled at the next price there is, the open of the next day: nobody trades at a price
+that they have already seen. A trade costs 0.1 %. After a day of high turbulence everything is sold
+and nothing bought. The reward is the change of the net worth from close to close, in units of
+10,000.
 
 All copies begin and end their episodes together, each on a day of its own, so that no step has to
 ask the device whether an episode is over.
@@ -11,8 +13,9 @@ ask the device whether an episode is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,6 +30,7 @@ from multi_gpu_training.recipes.ppo.policy import Actions
 
 WARMUP_DAYS = 60  # before that, indicators over 30 days, smoothed once more, say little
 REWARD_SCALE = 1e-4
+Execution = Literal["next_open", "close"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Rules:
     cost: float = 0.001
     max_shares: int = 100
     turbulence_quantile: float = 0.99
+    execution: Execution = "next_open"  # "close": at the price just seen, as in version 0.1
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class Tables:
 
     market: Market
     split: int
-    prices: Tensor
+    prices: Tensor  # at the close
+    fills: Tensor  # what orders given on that day cost
     signals: Tensor  # price, MACD, RSI, CCI, ADX of each asset, scaled
     share_scale: Tensor
     calm: Tensor
@@ -88,6 +94,10 @@ def prepare(
         ],
         axis=1,
     )
+    fills = market.close
+    if rules.execution == "next_open":
+        # Nothing follows the last day: no order given on it is ever filled.
+        fills = np.concatenate([market.open[1:], np.full_like(market.open[:1], np.nan)])
     unrest = turbulence(market.close)
     known = unrest[:split][unrest[:split] > 0]
     limit = np.quantile(known, rules.turbulence_quantile) if len(known) else np.inf
@@ -95,6 +105,7 @@ def prepare(
         market,
         split,
         prices=torch.tensor(market.close, device=device),
+        fills=torch.tensor(fills, device=device),
         signals=torch.tensor(signals, dtype=torch.float32, device=device),
         share_scale=torch.tensor(level / rules.balance, device=device),
         calm=torch.tensor(unrest <= limit, device=device),
@@ -104,7 +115,10 @@ def prepare(
 @dataclass(eq=False)
 class TradingEnvironments:
     """Copies `numbers` of `total`. An episode begins on a day drawn from (seed, episode, copy)
-    between the two of `days`, and is cut off after `episode_days`."""
+    between the two of `days`, or on that of `starts`, and is cut off after `episode_days`.
+
+    `traded` is the value of the shares that each copy bought and sold in its last step.
+    """
 
     tables: Tables
     rules: Rules
@@ -113,7 +127,9 @@ class TradingEnvironments:
     seed: int
     days: tuple[int, int]
     episode_days: int
+    starts: Sequence[int] | None = None
 
+    traded: Tensor = field(init=False)
     day: Tensor = field(init=False)
     balance: Tensor = field(init=False)
     shares: Tensor = field(init=False)
@@ -146,7 +162,7 @@ class TradingEnvironments:
         return Step(self.observe(), rewards.float(), self._never, ~self._never, observations, True)
 
     def _trade(self, actions: Tensor) -> None:
-        prices, rules = self.tables.prices[self.day], self.rules
+        prices, rules = self.tables.fills[self.day], self.rules
         wanted = (actions.double().clamp(-1, 1) * rules.max_shares).round()
         calm = self.tables.calm[self.day].unsqueeze(1)
         wanted = torch.where(calm, wanted, -self.shares)
@@ -159,11 +175,17 @@ class TradingEnvironments:
         bought = (bought * part.unsqueeze(1)).floor()
         self.balance = cash - (bought * prices).sum(1) * (1 + rules.cost)
         self.shares = self.shares - sold + bought
+        self.traded = ((sold + bought) * prices).sum(1)
 
     def worth(self) -> Tensor:
         """Balance and shares at today's prices, of each copy."""
         held: Tensor = (self.shares * self.tables.prices[self.day]).sum(1)
         return self.balance + held
+
+    def exposure(self) -> Tensor:
+        """The part of the worth that is in shares, of each copy."""
+        worth = self.worth()
+        return (worth - self.balance) / worth
 
     def observe(self) -> Tensor:
         cash = (self.balance / self.rules.balance).unsqueeze(1)
@@ -175,6 +197,8 @@ class TradingEnvironments:
         generator = torch.Generator().manual_seed(derive_seed(self.seed, self.episode))
         first, last = self.days
         drawn = torch.randint(first, last + 1, (self.total,), generator=generator)
+        if self.starts is not None:
+            drawn = torch.tensor(self.starts)
         self.day = drawn[self.numbers.start : self.numbers.stop].to(self.device)
         count, assets = len(self.numbers), self.tables.assets
         # In float64: a reward is a small difference between two large sums.
@@ -182,6 +206,7 @@ class TradingEnvironments:
             (count,), self.rules.balance, dtype=torch.float64, device=self.device
         )
         self.shares = torch.zeros(count, assets, dtype=torch.float64, device=self.device)
+        self.traded = torch.zeros_like(self.balance)
         self.elapsed = 0
 
     def mark(self) -> Callable[[], ByEnvironment]:

@@ -48,9 +48,12 @@ def build_world(
         options.trading_cost,
         options.max_shares,
         options.turbulence_quantile,
+        options.execution or "next_open",
     )
     if not options.trades:
-        game = GymnasiumEnvironments(options.env, numbers, seed, options.hide, device)
+        game = GymnasiumEnvironments(
+            options.env, numbers, seed, options.hide, device, options.env_processes
+        )
         return World(game, options.env, rules)
     if options.data_dir is None:
         market = generate_market(options.assets, options.market_days, market_seed)

@@ -1,18 +1,22 @@
 """Behaviour classifier (3D CNN) on rendered clips or videos with annotations.
 
 mgt train video                          rendered clips, declared as such, on the CPU too
-mgt train video --data-dir recordings    Videos/*.mp4 with one annotation CSV each
+mgt train video --data-dir recordings    videos with one table in seconds or frames, an export of
+                                         BORIS, or one annotation CSV each
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from torch import nn
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.recipe import Job, Options, Recipe
+from multi_gpu_training.recipes.resumed_options import resumed_options
 from multi_gpu_training.recipes.video.clips import (
     Augment,
     AugmentClips,
@@ -25,13 +29,16 @@ from multi_gpu_training.recipes.video.clips import (
     class_weights,
     split_by_video,
 )
-from multi_gpu_training.recipes.video.folder import load_folder
+from multi_gpu_training.recipes.video.event_tables import Selection, Unit
+from multi_gpu_training.recipes.video.folder import Labelling, Unlabelled, load_folder
 from multi_gpu_training.recipes.video.rendering import NAMES, render
 from multi_gpu_training.recipes.video.report import ClassReport, distribution
 from multi_gpu_training.recipes.video.video_model import WIDTH, Architecture, build_model
 
 RENDERED_SIZE, REAL_SIZE = 32, 256
 RENDERED_WIDTH = 16
+Scaling = Literal["letterbox", "stretch"]
+OF_FOLDERS = ("annotations", "time_unit", "unlabelled", "subject", "ignore", "stride", "scaling")
 
 
 class VideoOptions(Options):
@@ -54,7 +61,26 @@ class VideoOptions(Options):
     )
     val_share: float = Field(0.2, gt=0, lt=1, description="share of the videos for validation")
     weight_cap: float = Field(10.0, gt=0, description="largest weight of a class in the loss")
+    annotations: str | None = Field(
+        None, description="table for all videos; None: the only one in data_dir, else one per video"
+    )
+    time_unit: Unit | None = Field(
+        None, description="seconds or frames, for tables whose header does not say"
+    )
+    unlabelled: Unlabelled = Field(
+        "error", description="videos without annotation: error, skip, or background (a class)"
+    )
+    subject: str | None = Field(None, description="the only subject of a BORIS export to use")
+    ignore: str | None = Field(None, description="behaviours of a table to leave out, like a,b")
+    stride: int = Field(
+        1, ge=1, description="of the frames between start and end, every n-th makes a clip"
+    )
     resize: bool = Field(False, description="scale videos of another size while reading")
+    scaling: Scaling | None = Field(
+        None,
+        description="letterbox: keep shapes, between grey bars; stretch: fill the frame. None: as "
+        "the resumed run did, else letterbox",
+    )
     strict: bool = Field(False, description="stop at a video that cannot be read, not skip it")
     cache_dir: str | None = Field(None, description="decoded frames; None: data_dir/FrameCache")
     memory_gib: float = Field(4.0, ge=0, description="hold clips in memory up to this size")
@@ -64,6 +90,12 @@ class VideoOptions(Options):
 def build(config: MultiGPUConfig, options: VideoOptions) -> Job:
     """Model, clips and weighed loss of this recipe; the optimizer is AdamW."""
     size = options.frame_size or (REAL_SIZE if options.data_dir else RENDERED_SIZE)
+    refuse_idle(options)
+    if options.scaling is None and options.data_dir is not None:
+        # As the resumed run did: up to version 0.1 every video was stretched. Written into the
+        # checkpoints of this run.
+        had = resumed_options(config)
+        options.scaling = "letterbox" if had is None else had.get("scaling") or "stretch"
     data = load(options, size, config.num_workers)
     model = build_model(
         options.architecture,
@@ -103,7 +135,29 @@ def load(options: VideoOptions, size: int, threads: int) -> VideoData:
         return VideoData(videos, NAMES, [note])
     cache = Path(options.cache_dir).expanduser() if options.cache_dir else None
     folder = Path(options.data_dir).expanduser()
-    return load_folder(folder, size, options.resize, options.strict, cache, threads)
+    ignored = tuple(name.strip() for name in (options.ignore or "").split(",") if name.strip())
+    labelling = Labelling(
+        Path(options.annotations).expanduser() if options.annotations else None,
+        Selection(options.time_unit, options.subject, ignored),
+        options.unlabelled,
+        options.stride,
+        options.frames,
+    )
+    letterbox = options.scaling != "stretch"
+    return load_folder(
+        folder, size, options.resize, options.strict, cache, threads, letterbox, labelling
+    )
+
+
+def refuse_idle(options: VideoOptions) -> None:
+    """An option that would do nothing is a mistake of whoever set it."""
+    if options.data_dir is not None:
+        return
+    fields = type(options).model_fields
+    idle = [name for name in OF_FOLDERS if getattr(options, name) != fields[name].default]
+    if idle:
+        said = ", ".join(f"{name}={getattr(options, name)}" for name in idle)
+        raise ConfigError(f"{said} means nothing for rendered videos; set data_dir, or drop it")
 
 
 def augmentation(options: VideoOptions) -> AugmentClips | None:

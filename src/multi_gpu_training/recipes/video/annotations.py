@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.user_data import refuse
@@ -52,6 +53,16 @@ class Annotation:
     @property
     def last_frame(self) -> Row:
         return max(self.rows, key=lambda row: row.frame)
+
+    def past_the_end(self, video: Path, frames: int, seconds: float) -> list[str]:
+        """Labels that the video cannot hold; 0 stands for a number that is not known."""
+        row = self.last_frame
+        if not frames or row.frame < frames:
+            return []
+        return [
+            f"{self.path}, line {row.line}: frame {row.frame}, but {video} has {frames} frames, "
+            f"0 to {frames - 1}; correct the number, or check that they belong together"
+        ]
 
     def trials(self, frame_count: int, classes: Sequence[str]) -> list[Trial]:
         """The trials, in the order in which they appear. Every name must be in `classes`."""
@@ -99,14 +110,14 @@ def read_annotation(path: Path) -> Annotation:
             continue
         trial = cells[trial_at].strip() if trial_at is not None else ""
         rows.append(Row(line, int(text), name, trial))
-    problems += _clashes(path, rows)
+    problems += label_clashes(path, rows)
     if not rows and not problems:
         problems.append(f"{path} labels no frame; add rows, or remove it with its video")
     refuse(problems)
     return Annotation(path, tuple(rows), trial_at is not None)
 
 
-def _clashes(path: Path, rows: list[Row]) -> list[str]:
+def label_clashes(path: Path, rows: list[Row]) -> list[str]:
     """Frames with two labels, and trials that overlap."""
     problems = []
     labelled: dict[int, Row] = {}
@@ -131,12 +142,33 @@ def _clashes(path: Path, rows: list[Row]) -> list[str]:
     return problems
 
 
-def class_names(folder: Path, annotations: Sequence[Annotation]) -> list[str]:
+class LabelSource(Protocol):
+    """What frames and events by time have in common: rows with a name, from a file."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def rows(self) -> Sequence[LabelRow]: ...
+
+
+class LabelRow(Protocol):
+    @property
+    def line(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+def class_names(
+    folder: Path, annotations: Sequence[LabelSource], also: Sequence[str] = ()
+) -> list[str]:
     """The classes in their order: those of classes.txt, else every name found, sorted.
 
-    With classes.txt, a name that is not in it is an error.
+    With classes.txt, a name that is not in it is an error, and so is one that nobody uses. `also`
+    are names given by something else than an annotation.
     """
-    used = {row.name for annotation in annotations for row in annotation.rows}
+    used = {row.name for annotation in annotations for row in annotation.rows} | set(also)
     path = folder / CLASSES_FILE
     if not path.is_file():
         return sorted(used, key=lambda name: (int(name), "") if name.isdecimal() else (0, name))
@@ -151,5 +183,13 @@ def class_names(folder: Path, annotations: Sequence[Annotation]) -> list[str]:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"{path} has {', '.join(names)}"
             problems.append(f"{annotation.path}, line {row.line}: unknown class {name!r}; {hint}")
-    refuse(problems)
+    problems += [f"{path} lacks the class {name!r}; add it" for name in also if name not in names]
+    idle = [name for name in names if name not in used]
+    if idle and not problems:
+        problems.append(
+            f"nothing is labelled {', '.join(idle)}, which {path} lists; annotate it, or take it "
+            "out of the list"
+        )
+    if problems:
+        raise DataError(problems)
     return names

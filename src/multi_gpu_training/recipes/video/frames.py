@@ -1,9 +1,10 @@
 """Frames of video files: decoded once with PyAV, then kept on disk as bytes.
 
 A cached video is two files in the cache folder: `<video>-<key>.frames`, its grey frames as uint8
-one after the other, and `<video>-<key>.json`, written last, with their shape or with why the video
-cannot be used. The key is made of the video's path, size and time of change and of the frame size:
-a changed video is decoded anew. Ranks that start together share the work by locking each video.
+one after the other, and `<video>-<key>.json`, written last, with their count and times or with why
+the video cannot be used. The key is made of the video's path, size and time of change and of the
+frame size: a changed video is decoded anew. Ranks that start together share the work by locking
+each video.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,9 @@ import numpy as np
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.user_data import library
 
+VIDEO_ENDINGS = (".mp4", ".avi", ".mov", ".mkv", ".m4v", ".mpg", ".mpeg", ".webm")
+BAR = 128  # halfway between black and white
+
 
 class InvalidVideo(Exception):
     """The file cannot be used; the message says why."""
@@ -33,19 +38,32 @@ class InvalidVideo(Exception):
 
 @dataclass(frozen=True)
 class Head:
-    """What a video file says about itself; `frames` is 0 where it does not say."""
+    """What a video file says about itself; `frames` and `seconds` are 0 where it does not say.
+
+    `late`: its clock does not begin at 0; some containers then give a length that is too long.
+    `aspect` is the width of the picture as it is shown, over its height: pixels need not be square.
+    """
 
     frames: int
     height: int
     width: int
+    seconds: float
+    late: bool
+    aspect: float
 
 
 class FrameFile:
-    """Frames of (count, height, width) on disk, mapped into memory when first read."""
+    """Frames of (count, height, width) on disk, mapped into memory when first read.
 
-    def __init__(self, path: Path, shape: tuple[int, int, int]) -> None:
+    `times` are the seconds at which they are shown; None where the file does not say.
+    """
+
+    def __init__(
+        self, path: Path, shape: tuple[int, int, int], times: Sequence[float] | None = None
+    ) -> None:
         self.path = path
         self.shape = shape
+        self.times = times
         self._mapped: Any = None
 
     def __len__(self) -> int:
@@ -57,7 +75,8 @@ class FrameFile:
         return np.asarray(self._mapped[frames])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}  # a worker maps it for itself
+        # A worker maps it for itself, and has no use for the times.
+        return {**self.__dict__, "_mapped": None, "times": None}
 
 
 @dataclass(frozen=True)
@@ -87,31 +106,66 @@ def probe(path: Path) -> Head:
     """Size and length as the file's head gives them, without decoding."""
     with open_video(path) as container:
         stream = container.streams.video[0]
-        return Head(stream.frames, stream.height, stream.width)
+        length = container.duration / 1e6 if container.duration else 0.0
+        late = abs(container.start_time or 0) > 0.1e6
+        return Head(stream.frames, stream.height, stream.width, length, late, _aspect(stream))
 
 
-def decode(path: Path, size: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Grey frames of `size` x `size`, one by one; scaled where the video has another size."""
+def _aspect(stream: Any) -> float:
+    pixel = float(stream.sample_aspect_ratio or 1)
+    return pixel * stream.width / stream.height if stream.width and stream.height else 1.0
+
+
+def decode(
+    path: Path, size: int, letterbox: bool = False
+) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.uint8]], float | None]]:
+    """Grey frames of `size` x `size`, one by one, with the second at which each is shown.
+
+    Where the video has another size it is scaled: to the whole square, or with `letterbox` as
+    large as its shape allows, between bars of grey, which the model sees as 0.
+    """
     import av
 
     with open_video(path) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"  # decode on several cores
+        aspect = _aspect(stream) if letterbox else 1.0
+        width, height = (max(1, round(size * min(1.0, part))) for part in (aspect, 1 / aspect))
+        top, left = (size - height) // 2, (size - width) // 2
+        # Players count from where the file begins, which need not be where its clock does.
+        origin = None if container.start_time is None else container.start_time / 1e6
         count = 0
         try:
             for frame in container.decode(stream):
-                if (frame.width, frame.height) != (size, size):
-                    frame = frame.reformat(size, size, "gray", interpolation="AREA")
+                shown = None if frame.time is None else float(frame.time)
+                origin = shown if origin is None else origin
+                if (frame.width, frame.height) != (width, height):
+                    frame = frame.reformat(width, height, "gray", interpolation="AREA")
+                picture = frame.to_ndarray(format="gray")
+                if letterbox:
+                    square = np.full((size, size), BAR, np.uint8)
+                    square[top : top + height, left : left + width] = picture
+                    picture = square
                 count += 1
-                yield frame.to_ndarray(format="gray")
+                yield picture, None if shown is None or origin is None else shown - origin
         except av.error.FFmpegError as error:
             raise InvalidVideo(f"breaks off after {count} frames ({_words(error)})") from None
         if count < stream.frames or count == 0:
             raise InvalidVideo(f"is cut short: {count} of its {stream.frames} frames are there")
 
 
-def load_frames(videos: Sequence[Path], size: int, cache: Path, threads: int = 1) -> Decoded:
+def load_frames(
+    videos: Sequence[Path],
+    size: int,
+    cache: Path,
+    threads: int = 1,
+    letterbox: Collection[Path] = (),
+    timed: Collection[Path] = (),
+) -> Decoded:
     """The frames of every video, from the cache where they are in it.
+
+    Those in `letterbox` keep their shape when they are scaled. Those in `timed` need the times of
+    their frames, which caches of version 0.1 do not hold: there they are decoded again.
 
     Safe with several ranks and runs at once: each video is decoded by one of them.
     """
@@ -123,7 +177,9 @@ def load_frames(videos: Sequence[Path], size: int, cache: Path, threads: int = 1
             f"the frame cache {cache} cannot be made ({error.strerror}); set cache_dir to a "
             "folder that can be written"
         ) from None
-    entries = [CachedVideo(video, size, cache) for video in videos]
+    entries = [
+        CachedVideo(video, size, cache, video in letterbox, video in timed) for video in videos
+    ]
     _check_space([entry for entry in entries if not entry.known], cache)
     with ThreadPoolExecutor(max(1, threads)) as pool:
         # First what nobody else is at, then what others may have finished meanwhile.
@@ -143,11 +199,14 @@ def load_frames(videos: Sequence[Path], size: int, cache: Path, threads: int = 1
 class CachedVideo:
     """One video's place in the cache."""
 
-    def __init__(self, video: Path, size: int, cache: Path) -> None:
+    def __init__(
+        self, video: Path, size: int, cache: Path, letterbox: bool = False, timed: bool = False
+    ) -> None:
         facts = video.stat()
-        identity = (str(video.resolve()), facts.st_size, facts.st_mtime_ns, size, "gray-1")
+        form = "gray-letterbox-1" if letterbox else "gray-1"
+        identity = (str(video.resolve()), facts.st_size, facts.st_mtime_ns, size, form)
         key = hashlib.blake2b(repr(identity).encode(), digest_size=8).hexdigest()
-        self.video, self.size = video, size
+        self.video, self.size, self.letterbox, self.timed = video, size, letterbox, timed
         self.frames = cache / f"{video.stem}-{key}.frames"
         self.facts = self.frames.with_suffix(".json")
 
@@ -164,9 +223,11 @@ class CachedVideo:
             shape = (int(facts["frames"]), self.size, self.size)
             if self.frames.stat().st_size != shape[0] * self.size**2:
                 return None
+            if self.timed and "times" not in facts:
+                return None
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return FrameFile(self.frames, shape)
+        return FrameFile(self.frames, shape, facts.get("times"))
 
     def fill(self, wait: bool) -> bool:
         """Decode the video unless the cache knows it; True if that was done here."""
@@ -180,12 +241,13 @@ class CachedVideo:
 
     def _decode(self) -> None:
         partial = self.frames.with_suffix(".partial")
-        count, problem = 0, None
+        problem = None
+        times: list[float | None] = []
         try:
             with partial.open("wb") as file:
-                for frame in decode(self.video, self.size):
+                for frame, shown in decode(self.video, self.size, self.letterbox):
                     file.write(np.ascontiguousarray(frame).tobytes())
-                    count += 1
+                    times.append(shown)
                 file.flush()
                 os.fsync(file.fileno())  # before the rename: a crash leaves all of it or none
             partial.replace(self.frames)
@@ -198,9 +260,21 @@ class CachedVideo:
                 f"the frames of {self.video} cannot be written to {partial.parent} "
                 f"({error.strerror}); make room there, or set cache_dir to another folder"
             ) from None
-        facts = {"source": str(self.video), "frames": count, "problem": problem}
+        facts = {
+            "source": str(self.video),
+            "frames": len(times),
+            "problem": problem,
+            "times": _increasing(times),
+        }
         partial.write_text(json.dumps(facts))
         partial.replace(self.facts)  # last: what has this file is whole
+
+
+def _increasing(times: Sequence[float | None]) -> list[float] | None:
+    """The times, or None if one is missing or not later than the one before."""
+    known = [round(shown, 6) for shown in times if shown is not None]
+    rising = all(one < two for one, two in pairwise(known))
+    return known if rising and len(known) == len(times) else None
 
 
 @contextmanager
