@@ -65,7 +65,9 @@ def small_config(
 def from_config(task: Task, config: Any) -> Any:
     """A model with fresh weights, from torch's generator as it stands."""
     try:
-        return getattr(transformers(), CLASSES[task]).from_config(config, dtype=torch.float32)
+        return getattr(transformers(), CLASSES[task]).from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     except ValueError as error:
         raise ModelError(
             f"a {config.model_type!r} model cannot do task={task}: {first_line(error)}"
@@ -77,13 +79,20 @@ def load_model(task: Task, name: str, config: Any, new_head: bool = False) -> An
 
     new_head: its head may have another size than the config says; then it is learnt anew.
     """
-    path = Path(name).expanduser()
-    if path.is_file() or (path.is_dir() and not any(any(path.glob(end)) for end in WEIGHTS)):
+    if not has_weights(name):
         return from_config(task, config)
     # By default the weights come in the type they were saved in; training in bf16 alone learns
     # badly, while mixed precision wants float32 weights.
     more = {"ignore_mismatched_sizes": True} if new_head else {}
     return fetch(CLASSES[task], "model", name, config=config, dtype=torch.float32, **more)
+
+
+def has_weights(name: str) -> bool:
+    """Whether a folder holds weights; what is not here is a hub name, and models there do."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return any(any(path.glob(end)) for end in WEIGHTS)
+    return not path.is_file()
 
 
 def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
@@ -97,7 +106,11 @@ def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
     try:
         with no_progress_bar():
             loader = getattr(transformers(), kind)
-            return loader.from_pretrained(str(path) if path.exists() else name, **more)
+            # Explicitly: left open, transformers would ask on the terminal whether to run
+            # code that came with the model.
+            return loader.from_pretrained(
+                str(path) if path.exists() else name, trust_remote_code=False, **more
+            )
     except (OSError, ValueError, KeyError) as error:
         if path.exists():
             raise ModelError(
