@@ -17,6 +17,7 @@ from pydantic import Field
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.fine_tuning import PRETRAINED_RATE, high_rate_note
+from multi_gpu_training.recipes.hugging_face import fetch, has_weights
 from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
 from multi_gpu_training.recipes.transformer import sequences, text, tokens
 from multi_gpu_training.recipes.transformer import transformer_model as models
@@ -122,7 +123,7 @@ def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None)
         sizes = options.layers, options.width, options.heads, options.dropout
         config = models.small_config(options.task, words.size, length, *sizes)
     else:
-        config = models.fetch("AutoConfig", "model", options.model)
+        config = fetch("AutoConfig", "model", options.model)
     models.check(config, length, words.size, None if small else words.longest)
     fresh = small or options.from_scratch
     if labels is not None:
@@ -201,7 +202,7 @@ def _callbacks(
 def is_pretrained(options: TransformerOptions) -> bool:
     """Whether training starts from weights that someone has trained."""
     fresh = options.model == SMALL or options.from_scratch
-    return not fresh and models.has_weights(options.model)
+    return not fresh and has_weights(options.model)
 
 
 def defaults_for(options: TransformerOptions) -> dict[str, float]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from multi_gpu_training.errors import ModelError
-from multi_gpu_training.recipes.user_data import library
+from multi_gpu_training.recipes.hugging_face import fetch, first_line, has_weights, transformers
 
 Task = Literal["causal", "masked", "classification"]
 
@@ -19,13 +16,6 @@ CLASSES = {
     "masked": "AutoModelForMaskedLM",
     "classification": "AutoModelForSequenceClassification",
 }
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-
-
-def transformers() -> Any:
-    """The library, which only this recipe needs."""
-    needed = "the transformer recipe needs the transformers library"
-    return library("transformers", needed, extra="transformer")
 
 
 def small_config(
@@ -85,61 +75,6 @@ def load_model(task: Task, name: str, config: Any, new_head: bool = False) -> An
     # badly, while mixed precision wants float32 weights.
     more = {"ignore_mismatched_sizes": True} if new_head else {}
     return fetch(CLASSES[task], "model", name, config=config, dtype=torch.float32, **more)
-
-
-def has_weights(name: str) -> bool:
-    """Whether a folder holds weights; what is not here is a hub name, and models there do."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return any(any(path.glob(end)) for end in WEIGHTS)
-    return not path.is_file()
-
-
-def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
-    """`kind.from_pretrained(name)` of transformers, with errors that say what to do."""
-    path = Path(name).expanduser()
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(
-            f"{option}={name!r} is not there; give a folder that save_pretrained has written, or "
-            "a name of the Hugging Face hub"
-        )
-    try:
-        with no_progress_bar():
-            loader = getattr(transformers(), kind)
-            # Explicitly: left open, transformers would ask on the terminal whether to run
-            # code that came with the model.
-            return loader.from_pretrained(
-                str(path) if path.exists() else name, trust_remote_code=False, **more
-            )
-    except (OSError, ValueError, KeyError) as error:
-        if path.exists():
-            raise ModelError(
-                f"{option}={name!r} cannot be loaded by {kind}: {first_line(error)}; give a folder "
-                "that save_pretrained has written"
-            ) from None
-        raise ModelError(
-            f"{option}={name!r} is no folder here, and the Hugging Face hub did not give it: "
-            f"{first_line(error)}; check the name and the network, or fetch it where there is one "
-            f"(hf download {name} --local-dir {Path(name).name}) and give the folder"
-        ) from None
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """The console is the run's: no bar of transformers in it."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def check(config: Any, length: int, size: int, longest: int | None = None) -> None:
