@@ -295,7 +295,7 @@ def test_a_pretrained_models_own_processor_gives_the_same_pixels(tmp_path: Path)
     }
     from multi_gpu_training.recipes.image.image_classifier import Asked, read_preprocessing
     from multi_gpu_training.recipes.image.image_decoding import decode
-    from multi_gpu_training.recipes.image.image_files import ImageRef
+    from multi_gpu_training.recipes.image.image_list import ImageRef
     from multi_gpu_training.recipes.image.image_model import NormaliseChannels
 
     for name, facts in processors.items():

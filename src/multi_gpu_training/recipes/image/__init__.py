@@ -38,13 +38,8 @@ from multi_gpu_training.recipes.image.image_decoding import (
     Preprocessing,
     check_images,
 )
-from multi_gpu_training.recipes.image.image_files import (
-    FoundImages,
-    ImageRef,
-    class_counts_note,
-    find_images,
-    is_idx,
-)
+from multi_gpu_training.recipes.image.image_files import find_images, is_idx
+from multi_gpu_training.recipes.image.image_list import FoundImages, ImageRef, class_counts_note
 from multi_gpu_training.recipes.image.image_model import (
     Mode,
     Normalise,
@@ -153,7 +148,7 @@ def reads_files(options: ImageOptions) -> bool:
 
 def _check_together(options: ImageOptions) -> None:
     """Options that would do nothing are an error."""
-    plain = ImageOptions()
+    plain = ImageOptions.model_validate({})
     problems = []
     if not reads_files(options):
         problems = [

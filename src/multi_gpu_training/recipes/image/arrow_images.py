@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.recipes.image.image_files import (
-    COLUMNAR,
+from multi_gpu_training.recipes.image.image_list import (
     LABEL_COLUMNS,
     PARTS,
     FoundImages,
@@ -20,6 +19,7 @@ from multi_gpu_training.recipes.image.image_files import (
 )
 from multi_gpu_training.recipes.user_data import library, refuse
 
+COLUMNAR = (".parquet", ".arrow")
 IMAGE_COLUMNS = ("image", "img", "images", "picture")
 
 

@@ -162,7 +162,7 @@ def from_folder(asked: Asked, classes: list[str]) -> tuple[nn.Module, list[str]]
     same_size = len(own) == len(classes)
     for name, value in labels_of(classes).items():
         setattr(config, name, value)
-    fresh: nn.Module | None = None
+    fresh: Any = None
     if same_size or not asked.is_pretrained:
         try:
             fresh = getattr(transformers(), AUTO).from_config(
@@ -173,7 +173,6 @@ def from_folder(asked: Asked, classes: list[str]) -> tuple[nn.Module, list[str]]
                 f"model={asked.name!r} cannot classify images: {first_line(error)}"
             ) from None
     if not asked.is_pretrained:
-        assert fresh is not None
         return fresh, classes
     more = {"ignore_mismatched_sizes": True, "dtype": torch.float32}
     model = fetch(AUTO, "model", asked.name, config=config, **more)

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.image.arrow_images import read_row
-from multi_gpu_training.recipes.image.image_files import ImageRef
+from multi_gpu_training.recipes.image.image_list import ImageRef
 from multi_gpu_training.recipes.user_data import library
 
 Fit = Literal["crop", "pad", "stretch"]

@@ -15,7 +15,7 @@ from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.recipes.hugging_face import no_progress_bar, weights_to_keep
 from multi_gpu_training.recipes.image.image_classifier import PROCESSOR, ClassifierOf
 from multi_gpu_training.recipes.image.image_decoding import Preprocessing
-from multi_gpu_training.recipes.image.image_files import ImageList
+from multi_gpu_training.recipes.image.image_list import ImageList
 from multi_gpu_training.recipes.user_data import listed
 from multi_gpu_training.training.callbacks import Callback, Run
 
@@ -80,7 +80,7 @@ class ImageRunFiles(Callback):
             (run.folder / "skipped-images.tsv").write_text(text)
 
     def on_end(self, run: Run) -> None:
-        body = run.model.body if isinstance(run.model, ClassifierOf) else None
+        body: Any = run.model.body if isinstance(run.model, ClassifierOf) else None
         if not run.placement.is_main or sys.exception() is not None:
             return  # a run that failed or was stopped leaves its checkpoints, not a result
         if not hasattr(body, "save_pretrained"):
