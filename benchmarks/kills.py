@@ -1,6 +1,7 @@
 """`kill -9` at random instants, hundreds of times: does every run end as if nothing had happened?
 
     python benchmarks/kills.py --trials 200 --lanes 6 --out kills.json
+    python benchmarks/kills.py --trials 300 --while-saving --mode single
     python benchmarks/kills.py --quick
 
 The training of subject.py (two ranks, two loader workers each, about 50 MB of state, a checkpoint
@@ -10,6 +11,9 @@ trains or saves. A killed rank is made good by the supervision; after the others
 `--resume auto`. Looked at are the exit code, every bit of the final weights, optimizer state and
 history, the steps that were done again (from the events and the manifests), and the processes,
 temporary files and shared memory that were left.
+
+`--mode single` trains in one process instead, and `--while-saving` lets every kill fall while a
+checkpoint is being written.
 
 `--lanes` trainings run side by side. `--out` is written after each of them and read at the start:
 the same command goes on with what is missing. Beside it lies the table, as Markdown.
@@ -35,6 +39,7 @@ from subject import EVERY, Reference, Subject, ended_at_last, shared_memory, und
 
 PATIENCE_S = 180.0
 KINDS = {"tree": 9, "rank": 9, "launcher": 2}  # and how often
+MODES = {"ddp": {}, "single": {"training_mode": "single", "world_size": 1, "batch_size": 8}}
 RESTARTS = 3  # of one launch, the default of max_restarts
 
 
@@ -49,6 +54,8 @@ def main() -> None:
     parser.add_argument("--reach-s", type=float, default=2.0, help="kills fall within it")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no trial after it")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mode", choices=MODES, default="ddp")
+    parser.add_argument("--while-saving", action="store_true", help="kill only then")
     parser.add_argument("--quick", action="store_true", help="four trials with a small model")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -77,7 +84,8 @@ class Campaign:
         with tempfile.TemporaryDirectory(prefix="kills-") as folder:
             given = self.given
             self.folder = Path(folder)
-            self.reference = undisturbed(self.folder / "u", given.steps, given.width, PATIENCE_S)
+            sizes = (given.steps, given.width, PATIENCE_S)
+            self.reference = undisturbed(self.folder / "u", *sizes, **MODES[given.mode])
             lanes = [threading.Thread(target=self._lane) for _ in range(given.lanes)]
             for lane in lanes:
                 lane.start()
@@ -88,7 +96,8 @@ class Campaign:
     def _lane(self) -> None:
         while (number := self._next_run()) is not None:
             chance = random.Random(1000 * self.given.seed + number)
-            subject = Subject(self.folder / str(number), self.given.steps, self.given.width)
+            sizes = (self.given.steps, self.given.width)
+            subject = Subject(self.folder / str(number), *sizes, **MODES[self.given.mode])
             with ended_at_last(subject):
                 found = Ordeal(subject, chance, self).run()
             subject.remove()
@@ -136,7 +145,8 @@ class Campaign:
         lines = [
             f"{self.machine()}",
             "",
-            f"Two ranks, two workers each, {self.reference.state_bytes / 1e6:.0f} MB of state, "
+            f"{'Two ranks' if self.given.mode == 'ddp' else 'One process'}, two workers each, "
+            f"{self.reference.state_bytes / 1e6:.0f} MB of state, "
             f"{self.given.steps} steps, a checkpoint every {EVERY}; {len(kills)} kills in "
             f"{len(runs)} trainings, {self.given.lanes} side by side.",
             "",
@@ -154,6 +164,7 @@ class Campaign:
             )
         too_far = sum(kill["resumed_from"] < kill["completed"] for kill in kills)
         facts = {
+            "kills while a checkpoint was being written": sum(kill["saving"] for kill in kills),
             "trainings with every bit of the undisturbed one": f"{sum(r['same'] for r in runs)} "
             f"of {len(runs)}",
             "kills that cost more than the steps since the last completed checkpoint": too_far,
@@ -194,7 +205,8 @@ class Campaign:
         return found
 
     def _settings(self) -> dict[str, Any]:
-        return {"steps": self.given.steps, "width": self.given.width}
+        chosen = ("steps", "width", "mode", "while_saving")
+        return {name: getattr(self.given, name) for name in chosen}
 
 
 class Ordeal:
@@ -212,7 +224,7 @@ class Ordeal:
     def run(self) -> dict[str, Any]:
         self._start(resume=False)
         while self.subject.ended != 0 and self.gave_up < 4:
-            early = self.chance.random() < 0.2
+            early = self.chance.random() < 0.2 and not self.campaign.given.while_saving
             if self._wait_for_the_instant(early) and self.campaign.take():
                 self._kill(early)
                 continue
@@ -236,8 +248,14 @@ class Ordeal:
             delay = self.chance.uniform(0, self.campaign.reference.start_s)
         elif not subject.wait(lambda: subject.steps_since(self._began) > 0, PATIENCE_S):
             return False
+        if self.campaign.given.while_saving:
+            let = subject.newest() + EVERY * self.chance.randrange(4)  # saves that are let through
+            subject.wait(lambda: subject.newest() >= let, PATIENCE_S)
+            if not subject.wait(lambda: subject.saving(), PATIENCE_S, 0.001):
+                return False
+            delay = self.chance.uniform(0, 0.05)  # of a save of about that length
         due = time.time() + delay
-        subject.wait(lambda: time.time() >= due, delay + 1)
+        subject.wait(lambda: time.time() >= due, delay + 1, 0.001)
         return subject.ended is None and subject.newest() < subject.steps
 
     def _kill(self, early: bool) -> None:
@@ -248,6 +266,7 @@ class Ordeal:
         if kind == "rank" and len(victims) < 2:
             kind = "tree"
         kill = {"kind": kind, "early": early, "completed": subject.newest(), "time": time.time()}
+        kill["saving"] = subject.saving()
         self.kills.append(kill)
         if kind == "rank":
             kill["rank"] = chance.randrange(2)

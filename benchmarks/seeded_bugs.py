@@ -1,10 +1,10 @@
 """Seed bugs into small training scripts, and see whether `mgt verify` finds and names them.
 
-    python benchmarks/seeded_bugs.py --out benchmarks/seeded_bugs.md
+    python benchmarks/seeded_bugs.py --out tables.md
     python benchmarks/seeded_bugs.py --only batchnorm_cnn --show
 
-The ranks of every training are forked from this process, which has torch loaded: a script takes a
-second or two instead of twenty. `--launch` starts them as the command does.
+The servers that fork the ranks (`planning/verify/rank_server.py`) are kept from script to script:
+otherwise this is what the command does.
 """
 
 from __future__ import annotations
@@ -13,88 +13,20 @@ import argparse
 import os
 import platform
 import re
-import signal
-import socket
-import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
-from typing import Any
 
+import seeded_scripts
+import seeded_scripts_more
 import torch
-import torch._dynamo  # every optimizer imports it
-from seeded_scripts import BUGS, CORRECT, HEADER
 
-import multi_gpu_training.manager  # noqa: F401
-from multi_gpu_training.distributed.cleanup import end_workers
-from multi_gpu_training.launch import rank_main
-from multi_gpu_training.measure.request import VARIABLE
-from multi_gpu_training.measure.script_runner import TIMED_OUT, ScriptRunner
 from multi_gpu_training.planning.verify import VerifyReport, verify
+from multi_gpu_training.planning.verify.rank_server import RankServers
 
-
-def start_forked(runner: ScriptRunner, request: Any, log: Path) -> int:
-    """Stands in for `ScriptRunner.start`: the ranks are forks of this process."""
-    path = request.save()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = [
-        fork_rank(runner.command, path, log, rank, request.ranks, port)
-        for rank in range(request.ranks)
-    ]
-    codes: dict[int, int] = {}
-    ended_at = None
-    deadline = time.monotonic() + 240
-    while len(codes) < len(children):
-        for rank, pid in enumerate(children):
-            if rank not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-                    ended_at = ended_at or time.monotonic()
-        now = time.monotonic()
-        failed = any(codes.values())
-        if now > deadline or (ended_at and now > ended_at + (3 if failed else 20)):
-            for rank, pid in enumerate(children):
-                if rank not in codes:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-            if not failed:
-                log.write_text(log.read_text() + "\nhang: a rank waits for one that has left\n")
-                return TIMED_OUT
-            break
-        time.sleep(0.01)
-    return next((code for code in codes.values() if code), 0)
-
-
-def fork_rank(command: Any, request: str, log: Path, rank: int, ranks: int, port: int) -> int:
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.environ |= {VARIABLE: request, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-        if ranks > 1:
-            values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
-            os.environ |= {key: str(value) for key, value in values.items()}
-            os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        torch.set_num_threads(1)
-        rank_main.as_rank(lambda: rank_main.run_command(list(command)))
-        code: Any = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    end_workers(all_children=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)  # exit functions are this process's parent's
+SETS = (seeded_scripts, seeded_scripts_more)
+BUGS = seeded_scripts.BUGS | seeded_scripts_more.BUGS
+CORRECT = seeded_scripts.CORRECT | seeded_scripts_more.CORRECT
 
 
 def judge(name: str, report: VerifyReport | None) -> str:
@@ -115,14 +47,19 @@ def judge(name: str, report: VerifyReport | None) -> str:
     return "wrong cause" if found else "failed without cause"
 
 
-def run_one(name: str, folder: Path, ranks: list[int], show: bool) -> tuple[str, str, float]:
+def run_one(
+    name: str, folder: Path, ranks: list[int], servers: RankServers, show: bool
+) -> tuple[str, str, float]:
     script = folder / f"{name}.py"
-    script.write_text(HEADER + (CORRECT[name] if name in CORRECT else BUGS[name][1]))
+    header = next(part.HEADER for part in SETS if name in part.BUGS or name in part.CORRECT)
+    script.write_text(header + (CORRECT[name] if name in CORRECT else BUGS[name][1]))
+    for beside, text in seeded_scripts_more.FILES.get(name, {}).items():
+        (folder / beside).write_text(text)
     begun = time.monotonic()
     report: VerifyReport | None = None
     said = ""
     try:
-        report = verify([str(script)], ranks, 8, "cpu", lambda text: None)
+        report = verify([str(script)], ranks, 8, "cpu", lambda text: None, servers)
         lines = [*report.notes, *report.problems]
         said = " / ".join(lines)
     except Exception as error:
@@ -136,24 +73,26 @@ def run_one(name: str, folder: Path, ranks: list[int], show: bool) -> tuple[str,
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=[], help="names, or parts of them")
+    parser.add_argument("--set", type=int, choices=(0, 1), help="the first scripts, or the others")
     parser.add_argument("--ranks", default="2,3")
     parser.add_argument("--show", action="store_true", help="what verify says of each script")
-    parser.add_argument("--launch", action="store_true", help="start ranks as the command does")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if not args.launch:
-        ScriptRunner.start = start_forked  # type: ignore[method-assign]
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)
     ranks = [int(part) for part in args.ranks.split(",")]
     names = [
         name
         for name in [*BUGS, *CORRECT]
-        if not args.only or any(part in name for part in args.only)
+        if (not args.only or any(part in name for part in args.only))
+        and (args.set is None or name in SETS[args.set].BUGS | SETS[args.set].CORRECT)
     ]
     rows = []
-    with tempfile.TemporaryDirectory(prefix="mgt-seeded-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="mgt-seeded-") as folder,
+        RankServers(max(ranks)) as servers,
+    ):
         for name in names:
-            verdict, said, seconds = run_one(name, Path(folder), ranks, args.show)
+            verdict, said, seconds = run_one(name, Path(folder), ranks, servers, args.show)
             rows.append((name, verdict, said, seconds))
             if not args.show:
                 print(f"{name:40} {verdict:24} {seconds:5.1f} s", flush=True)
@@ -167,7 +106,7 @@ def tables(rows: list[tuple[str, str, str, float]], ranks: str) -> str:
     lines = [
         "# Seeded bugs",
         "",
-        f"`mgt verify --ranks {ranks}` of every script in `seeded_scripts.py`, by "
+        f"`mgt verify --ranks {ranks}` of the scripts in `seeded_scripts*.py`, by "
         f"`benchmarks/seeded_bugs.py`. {platform.machine()}, {os.cpu_count()} cores, CPU ranks "
         f"over gloo, torch {torch.__version__}, Python {platform.python_version()}.",
         "",

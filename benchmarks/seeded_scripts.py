@@ -108,23 +108,6 @@ for epoch in range(4):
 m.finish()
 """,
 )
-BUGS["augment_seeded_by_rank"] = (
-    r"looks otherwise|generator|data per rank",
-    """
-class Jittered(Dataset):
-    def __init__(self):
-        self.base = images()
-        self.noise = np.random.default_rng(RANK)
-    def __len__(self):
-        return len(self.base)
-    def __getitem__(self, i):
-        x, y = self.base[i]
-        return x + 0.1 * float(self.noise.normal()), y
-
-net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
-manager(batch_size=10).fit(net, Jittered(), optimizer=sgd(0.02, momentum=0.9))
-""",
-)
 BUGS["augment_sign_on_odd_ranks"] = (
     r"looks otherwise|depends on the rank|data per rank",
     """
@@ -1319,4 +1302,19 @@ manager().fit(mlp(8, 5), TensorDataset(x, t), optimizer=adamw(),
 """
 CORRECT["early_stopping_by_config"] = """
 manager(early_stopping_patience=1, epochs=6, batch_size=40).fit(mlp(), table(), table(30), optimizer=sgd(0.01))
+"""
+# Generators that a dataset keeps are seeded per sample, whatever their own seed was.
+CORRECT["dataset_generator_seeded_by_rank"] = """
+class Jittered(Dataset):
+    def __init__(self):
+        self.base = images()
+        self.noise = np.random.default_rng(RANK)
+    def __len__(self):
+        return len(self.base)
+    def __getitem__(self, i):
+        x, y = self.base[i]
+        return x + 0.1 * float(self.noise.normal()), y
+
+net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
+manager(batch_size=10).fit(net, Jittered(), optimizer=sgd(0.02, momentum=0.9))
 """

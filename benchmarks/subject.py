@@ -53,10 +53,10 @@ class Noisy(torch.utils.data.Dataset):
         return self.inputs[index] + 0.1 * noise, index % 7
 
 
-manager = MultiGPUTrainingManager(MultiGPUConfig(
-    device="cpu", world_size=2, batch_size=4, num_workers=2, epochs=given["steps"] // 50,
-    checkpoint_frequency=5, log_every=1, progress="off", tensorboard=False, save_dir="runs",
-    run_name="it", resume=given["resume"], **given["settings"]))
+usual = dict(device="cpu", world_size=2, batch_size=4, num_workers=2, epochs=given["steps"] // 50,
+             checkpoint_frequency=5, log_every=1, progress="off", tensorboard=False,
+             save_dir="runs", run_name="it", resume=given["resume"])
+manager = MultiGPUTrainingManager(MultiGPUConfig(**{**usual, **given["settings"]}))
 torch.manual_seed(2)
 wide, noise = given["width"], given["dropout"]
 model = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), nn.Dropout(noise), nn.Linear(wide, wide),
@@ -121,13 +121,13 @@ class Subject:
         code = self.launcher.poll()
         return code if code is None or code >= 0 else 128 - code
 
-    def wait(self, for_what: Callable[[], Any], within_s: float) -> bool:
+    def wait(self, for_what: Callable[[], Any], within_s: float, every_s: float = 0.01) -> bool:
         """Until it happens, or the launcher ends or time is up: then False."""
         deadline = time.monotonic() + within_s
         while not for_what():
             if self.ended is not None or time.monotonic() > deadline:
                 return bool(for_what())
-            time.sleep(0.01)
+            time.sleep(every_s)
         return True
 
     def tree(self) -> list[psutil.Process]:
@@ -194,6 +194,10 @@ class Subject:
         found = self.checkpoints.glob("step-*/manifest.json")
         return max((int(path.parent.name.removeprefix("step-")) for path in found), default=0)
 
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written, or was when it was killed."""
+        return any(self.checkpoints.glob(".staged-*"))
+
     def result(self) -> str:
         """Every bit of the final weights and of the optimizer's state, and the history, hashed."""
         last = self.checkpoints / f"step-{self.steps:08d}"
@@ -216,7 +220,6 @@ class Subject:
     def litter(self) -> list[str]:
         """Temporary files and folders it left, in its folder for them and among its checkpoints."""
         found = [path.name for path in self.temporary.iterdir()]
-        found = [name for name in found if not name.startswith("torchinductor_")]  # torch's cache
         return found + [path.name for path in self.checkpoints.glob(".*")]
 
     def remove(self) -> None:
@@ -251,9 +254,14 @@ class Reference:
 
 
 def undisturbed(
-    folder: Path, steps: int, width: int, patience_s: float, dropout: float = 0.2
+    folder: Path,
+    steps: int,
+    width: int,
+    patience_s: float,
+    dropout: float = 0.2,
+    **settings: Any,
 ) -> Reference:
-    subject = Subject(folder, steps, width, dropout)
+    subject = Subject(folder, steps, width, dropout, **settings)
     with ended_at_last(subject):
         began = time.time()
         subject.start()

@@ -106,6 +106,7 @@ SHOWN_IN = {
         "keep_best": "test_keep_best_keeps_the_best_of_all_epochs",
         "on_save_failure": "test_on_save_failure_says_whether_training_goes_on",
         "resume": "test_resume_goes_on_where_the_run_was",
+        "resume_anyway": "test_resume_anyway_goes_on_with_another_seed",
         "best_metric": "test_best_metric_names_the_best_checkpoint",
         "best_metric_mode": "test_best_metric_mode_says_which_way_is_better",
         "early_stopping_patience": ("test_early_stopping_patience_ends_a_run_that_gets_no_better"),

@@ -90,6 +90,14 @@ def test_resume_goes_on_where_the_run_was(tmp_path: Path) -> None:
         trained(tmp_path / "parts", **{**KEPT, "epochs": 3})
 
 
+def test_resume_anyway_goes_on_with_another_seed(tmp_path: Path) -> None:
+    trained(tmp_path, **KEPT)
+    more = {**KEPT, "epochs": 3, "seed": 5, "resume": "auto"}
+    with pytest.raises(RankError, match=r"seed +0 +5 +refused"):
+        trained(tmp_path, **more)
+    assert trained(tmp_path, **more, resume_anyway=True)["steps"] == [9, 10, 11, 12]
+
+
 def test_a_resumed_run_keeps_its_global_batch_on_another_number_of_ranks(tmp_path: Path) -> None:
     """Two ranks of 4 samples make steps of 8; one rank goes on with steps of 8, not of 4."""
     trained(tmp_path, world=2, **{**KEPT, "epochs": 1})
@@ -253,7 +261,7 @@ def test_forecast_is_kept_with_the_run(tmp_path: Path) -> None:
     expected.write_text('{"rows": []}')
     with pytest.raises(RankError, match=r"is not a forecast; give the forecast\.json"):
         trained(tmp_path, forecast=str(expected))
-    with pytest.raises(RankError, match=r"forecast=nothing\.json cannot be read: .*No such"):
+    with pytest.raises(RankError, match=r"forecast=.*/nothing\.json cannot be read: .*No such"):
         trained(tmp_path, forecast="nothing.json")
 
 

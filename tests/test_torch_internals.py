@@ -332,3 +332,17 @@ def test_names_of_ddp(tmp_path: Path) -> None:
     assert (first["apart"], second["apart"]) == (0.0, 1.0)  # not exchanged
     assert str(first["sizes"]).split(",")[0].strip().isdigit()
     assert (first["released"], second["released"]) == ([[0.0, 0.0]], [[1.0, 1.0]])
+
+
+def test_without_gradient_hooks_keeps_hooks_from_running_and_gives_them_back() -> None:
+    model, seen = nn.Linear(2, 1), []
+    model.weight.register_hook(lambda grad: seen.append("hook"))
+    handle = model.bias.register_post_accumulate_grad_hook(lambda p: seen.append("after"))
+    with torch_internals.without_gradient_hooks(model.parameters()):
+        model(torch.ones(1, 2)).sum().backward()
+    assert seen == []
+    model(torch.ones(1, 2)).sum().backward()
+    assert sorted(seen) == ["after", "hook"]
+    handle.remove()
+    model(torch.ones(1, 2)).sum().backward()
+    assert sorted(seen) == ["after", "hook", "hook"]

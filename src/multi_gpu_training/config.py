@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from multi_gpu_training.errors import ConfigError
@@ -196,6 +204,11 @@ class MultiGPUConfig(BaseModel):
         "stop", description="replicas that differ where they should be equal"
     )
     resume: str | None = Field(None, description="auto, or a checkpoint folder")
+    resume_anyway: bool = Field(
+        False,
+        description="resume although a changed setting (seed, data, optimizer) makes it another "
+        "training; MGT_RESUME_ANYWAY=1 does the same",
+    )
     best_metric: str | None = Field(
         None, description="validation metric that names the best checkpoint; None is loss"
     )
@@ -207,7 +220,7 @@ class MultiGPUConfig(BaseModel):
     )
 
     # Watching
-    save_dir: str = "runs"
+    save_dir: str = Field("runs", validate_default=True)
     recipe: str = "custom"
     run_name: str | None = Field(
         None, description="name of the run's folder, without slashes; None: the time of its start"
@@ -246,7 +259,15 @@ class MultiGPUConfig(BaseModel):
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads a bare `off` as false
 
-    @field_validator("run_name")
+    @field_validator("save_dir", "resume", "forecast")
+    @classmethod
+    def _absolute(cls, value: str | None, info: ValidationInfo) -> str | None:
+        """Paths are meant from where the config is made, whatever `os.chdir` does later."""
+        if value is None or (info.field_name == "resume" and value == "auto"):
+            return value
+        return os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 - as it was spelled
+
+    @field_validator("run_name", "recipe")
     @classmethod
     def _one_folder(cls, value: str | None) -> str | None:
         problem = None if value is None else name_problem(value)

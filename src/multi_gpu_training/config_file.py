@@ -5,6 +5,7 @@ read_override      one `key=value`
 flatten            sections and other spellings -> MultiGPUConfig field names
 merge              one flat layer over another: overrides over a file
 split              fields for MultiGPUConfig | options for the recipe
+storable           settings as a run folder may keep them: without secrets
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode, unknown_key
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.redaction import redact_values
 
 READY_CONFIGS = Path(__file__).parent / "configs"
 SELF = "_self_"  # Hydra's word for the file's own keys in its list of defaults
@@ -63,12 +65,35 @@ def read_config_file(name: str) -> dict[str, Any]:
     merged = _with_defaults(path, ())
     try:
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        _remember_references(OmegaConf.to_container(merged), values)
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{path}: {error.full_key}: {_reason(error)}; set {error.full_key}, or what it refers "
             "to, here or in a file of `defaults`"
         ) from None
     return cast(dict[str, Any], values)
+
+
+def storable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings for a file that outlives the run: what a config file took from the environment is
+    written as the reference it was, and what still looks like a secret is left out."""
+    kept = {}
+    for name, value in settings.items():
+        source, resolved = _references.get(str(name), (None, None))
+        kept[str(name)] = source if source is not None and resolved == value else value
+    return redact_values(kept)
+
+
+# Field or option -> (the text with ${...} in a config file, its value)
+_references: dict[str, tuple[str, Any]] = {}
+
+
+def _remember_references(written: Any, values: Any, fields: Mapping[str, str] = ALIASES) -> None:
+    for key, value in written.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            _remember_references(value, values[key], ALIASES | SECTIONS.get(key, {}))
+        elif isinstance(value, str) and "${oc.env:" in value:
+            _references[fields.get(str(key), str(key))] = (value, values[key])
 
 
 def read_override(text: str) -> tuple[str, Any]:
@@ -81,13 +106,18 @@ def read_override(text: str) -> tuple[str, Any]:
         )
     try:
         # OmegaConf reads 2e-3 as a number; YAML 1.1, and so PyYAML, reads it as text.
-        typed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=True)
+        written = OmegaConf.from_dotlist([f"value={value}"])
+        typed = OmegaConf.to_container(written, resolve=True)
+        spelled = OmegaConf.to_container(written)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{text!r}: the value cannot be read ({_reason(error)}); to pass it as text, quote it: "
             f"{key}='\"...\"'"
         ) from None
-    return key, cast(dict[str, Any], typed)["value"]
+    name = key.rpartition(".")[2]
+    found = cast(dict[str, Any], typed)["value"]
+    _remember_references({name: cast(dict[str, Any], spelled)["value"]}, {name: found})
+    return key, found
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.setup import Given, Records, Training
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
+from multi_gpu_training.training.compile_cache import keep_compile_cache
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.loop import TrainingLoop
 from multi_gpu_training.training.loss import LossFn
@@ -84,6 +85,7 @@ class MultiGPUTrainingManager:
             self.config = self._measurement.adapt(self.config)
         start_ranks_if_needed(self.config)
         end_on_signals(*SILENT_ENDS)
+        keep_compile_cache()
         reproducible = self._measurement is not None and self._measurement.reproducible
         set_arithmetic(self.config, reproducible)
         self.placement = place(self.config)
@@ -244,6 +246,7 @@ class MultiGPUTrainingManager:
         try:
             if self._failure() is None:
                 self.trainer.execution.verify()  # the weights of your own loop, too
+                self.trainer.strategy.sync_buffers()
                 self.trainer.nan_guard.look(now=True)
                 if self.config.consistency_check_every:
                     self.trainer.check_replicas()

@@ -24,6 +24,13 @@ def protect_output() -> None:
             setattr(sys, name, cast(TextIO, _SafeStream(stream, descriptor)))
 
 
+def printable(text: str) -> str:
+    """Text from a file or another machine without control characters, which a terminal obeys."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
 def _fill_closed_descriptors() -> None:
     """Open /dev/null where 0, 1 or 2 is closed: the next file to be opened would take its place,
     and whatever a library prints would end up in a checkpoint."""

@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
 from multi_gpu_training.checkpoint.saver import Save
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_file import storable
 from multi_gpu_training.data.feeding import (
     Data,
     Loader,
@@ -57,7 +60,7 @@ from multi_gpu_training.training.learning_rate import (
     scale_rate,
 )
 from multi_gpu_training.training.loop import TrainingLoop
-from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
+from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss, untrained_part
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 from multi_gpu_training.training.oom import drop_oom_hint, leave_oom_hint, take_oom_hint
 from multi_gpu_training.training.optimizer import choose_optimizer
@@ -93,6 +96,7 @@ def open_records(
     identity = placement.identity
     events = EventFile(
         folder.events(identity.rank),
+        folder.make_again,
         run=folder.path.name,
         attempt=identity.attempt,
         rank=identity.rank,
@@ -137,7 +141,7 @@ class Training:
         self.progress = progress
         self.balance = balance
         self.measurement = measurement
-        self.options: dict[str, Any] = json.loads(json.dumps(dict(recipe_options), default=str))
+        self.options: dict[str, Any] = json.loads(json.dumps(storable(recipe_options), default=str))
         self.config, self.placement, self.state = trainer.config, trainer.placement, trainer.state
         self.callbacks = trainer.state.callbacks
         self.epoch_metrics = MetricsCollector()
@@ -255,9 +259,13 @@ class Training:
         saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
         if saved is not None and (saved != size or (steps or loader.steps) != loader.steps):
             epoch_is_over = self.progress.epochs_done > state.epoch
-            state.position = place_after_resume(
-                loader, state.position, saved, size, epoch_is_over, steps
-            )
+            if may_resume_anyway(self.config):  # samples may come twice, or not at all
+                place = state.position * saved // size
+                state.position = min(place, loader.steps or place)
+            else:
+                state.position = place_after_resume(
+                    loader, state.position, saved, size, epoch_is_over, steps
+                )
         loader.seek(state.epoch, state.position)
 
     # Data and model
@@ -298,6 +306,9 @@ class Training:
         if self.measurement is not None:
             self.measurement.prepare(model)
         self.model = trainer.build(model, self.loss_fn, self.control)
+        untrained = untrained_part(self.loss_fn)
+        if untrained is not None and not isinstance(given.optimizer, Optimizer):
+            say(untrained)
         note = trainer.take_optimizer(choose_optimizer(given.optimizer, self.model, config, say))
         if note:
             say(note)
@@ -305,6 +316,15 @@ class Training:
         scaling = scale_rate(state.optimizer, config, self.sizes.global_batch, base)
         state.schedule = choose_schedule(
             given.scheduler, state.optimizer, config, scaling, self.train_loader.steps
+        )
+        self.fault_tolerance.run_state.description = RunDescription(
+            config,
+            self.options,
+            state.optimizer,
+            state.schedule,
+            self.train_loader,
+            self.sizes.global_batch,
+            restarted=self.placement.identity.attempt > 0,
         )
         announce(say, config, state, self.sizes, self.train_loader, scaling, self.folder)
 
@@ -373,6 +393,8 @@ class Training:
         console, logger, add = self.console, self.logger, self.callbacks.add
         resident = isinstance(loader, ResidentLoader)
         wait = InputWait(self.placement.device, resident, logger.info)
+        spikes = LossSpikes(config.on_loss_spike, self.fault_tolerance.record_fault)
+        self.fault_tolerance.register("loss_spikes", spikes)
         log = IntervalLog(
             config,
             state,
@@ -380,7 +402,7 @@ class Training:
             self.epoch_metrics,
             self.sizes.global_batch,
             wait,
-            LossSpikes(config.on_loss_spike, self.fault_tolerance.record_fault),
+            spikes,
             lambda metrics: self.loop.check_finite(metrics),
         )
         if not resident:  # data on the device are never waited for

@@ -8,7 +8,8 @@ does. Nothing else in the package may touch a private name of torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -121,6 +122,23 @@ def sparse_values(tensor: Tensor) -> Tensor:
 def version(tensor: Tensor) -> int:
     """How often a tensor was written to in place."""
     return tensor._version
+
+
+@contextmanager
+def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let no hook of the user run on the gradients of these tensors in a `with` block. Hooks can
+    be added and removed by public names, but not found; DDP's own are others."""
+    kept = []
+    for tensor in tensors:
+        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+            if hooks:
+                kept.append((hooks, dict(hooks)))
+                hooks.clear()  # the same object: torch looks into it when a gradient comes
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)
 
 
 def queue_after_backward(call: Callable[[], None]) -> None:

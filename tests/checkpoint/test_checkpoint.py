@@ -157,7 +157,7 @@ def test_checkpoints_of_format_1_are_read(tmp_path: Path) -> None:
     manifest["format"] = 99
     manifest["sha256"] = integrity.digest(manifest)
     (path / "manifest.json").write_text(integrity.manifest_text(manifest))
-    assert damage(path) == "format 99 is not known to this version"
+    assert "format 99, which is not known to this version" in str(damage(path))
 
 
 def test_every_type_of_tensor_is_read_by_any_safetensors_reader(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -174,6 +175,47 @@ def test_training_outlives_a_full_disk_and_saves_again_when_there_is_space(
         assert {e["step"] for e in events if e["event"] == "step"} >= {1, 2, 3, 12, 13, 14, 15, 16}
 
 
+def test_a_nearly_full_disk_saves_again_after_killed_saves(tmp_path: Path) -> None:
+    """Room for two checkpoints; killed saves have left three halves of one. A start clears them
+    away, and so does a save that finds the disk full."""
+    with small_disk(tmp_path / "disk", 400) as disk:
+        settings = {"run_name": "it", "enable_fault_tolerance": True, "batch_size": 2}
+        settings |= {"on_save_failure": "stop", "keep_last": 1, "progress": "off"}
+
+        def fit(steps: int, **more: Any) -> None:
+            given = {**settings, "max_steps": steps, **more}
+            given.setdefault("training_mode", "single")
+            manager = manager_for(disk, **given)
+            manager.fit(nn.Linear(4, 1), points(), loss_fn=squares, callbacks=more_hooks)
+
+        more_hooks: list[Callback] = []
+        fit(2)
+        checkpoints = disk / "custom" / "it" / "checkpoints"
+
+        def leave(number: int) -> None:
+            staged = checkpoints / f".staged-step-00000009-{number}-0123456789abcdef"
+            staged.mkdir()
+            stat = os.statvfs(disk)
+            room = stat.f_bavail * stat.f_bsize // (2 if number < 2 else 1)
+            (staged / "model.safetensors").write_bytes(b"x" * max(0, room - 4096))
+
+        for number in range(3):
+            leave(number)
+        fit(4, resume="auto")
+        assert not list(checkpoints.glob(".staged-*"))
+
+        class Fill(Callback):
+            def on_step_end(self, manager: Any, result: Any) -> None:
+                leave(2)  # after the start: only the save itself can find it
+
+        more_hooks.append(Fill())
+        fit(5, resume="auto")
+        assert not list(checkpoints.glob(".staged-*"))
+        assert CheckpointStore(checkpoints).newest_intact()[0] == checkpoints / "step-00000005"
+        more_hooks.clear()
+        gc.collect()  # managers map the files that they resumed from
+
+
 def test_a_read_only_disk_is_named(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 2000) as disk:
         store = CheckpointStore(disk / "run")
@@ -186,7 +228,7 @@ def test_a_read_only_disk_is_named(tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
         newer = store.save(state(2))
         assert store.newest_intact() == (newer, [])
-        assert json.loads((store.folder / "lineage.json").read_text()) == [
+        assert json.loads((store.folder / "lineage.json").read_text())["entries"] == [
             {"attempt": 1, "from_step": 1}
         ]
 

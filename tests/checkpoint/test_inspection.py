@@ -32,7 +32,7 @@ def test_a_run_is_listed_with_what_each_checkpoint_holds(
     for word in ("step-00000012", "step-00000008", "step-00000004", "intact", "best", "loss"):
         assert word in shown
     assert "--resume auto continues from step-00000012" in shown
-    assert "unfinished, cleared by the next save: .staged-step-00000016-0-1" in shown
+    assert "unfinished, cleared by the next start or save: .staged-step-00000016-0-1" in shown
     assert show_checkpoints(str(run), as_json=True) == 0
     listing = json.loads(capsys.readouterr().out)
     first = listing["checkpoints"][0]

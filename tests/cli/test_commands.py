@@ -7,25 +7,24 @@ import json
 import os
 import pty
 import re
-import runpy
 import struct
-import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from processes import Program, Said, mgt_here
-from ranks import run_ranks
 from typer.main import get_command
 
 from multi_gpu_training.cli.app import app
 from multi_gpu_training.cli.train_command import TrainFlags, resolve
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.measure.script_runner import ScriptRunner
+from multi_gpu_training.planning import verify
+from multi_gpu_training.planning.verify.rank_server import RankServers
 
 Mgt = Callable[..., Said]
 
@@ -247,8 +246,8 @@ def test_a_recipe_says_what_it_does_and_can_be_gone_on_with(mgt: Mgt, tmp_path: 
         r"^schedule: cosine to 0 at step \d+, warm-up over \d+ steps instead of \d+ \(at most 0\.1",
         r"^Epoch 1/2 - train loss [\d.]+, acc [\d.]+% \| val loss [\d.]+, acc [\d.]+%",
         r"^Epoch 2/2 - ",
-        r"^  saved best model: runs/image/[\w-]+/checkpoints/step-\d+ \(accuracy 0\.\d+\)$",
-        r"^curves: tensorboard --logdir runs/image/[\w-]+/tensorboard$",
+        r"^  saved best model: /.*/runs/image/[\w-]+/checkpoints/step-\d+ \(accuracy 0\.\d+\)$",
+        r"^curves: tensorboard --logdir /.*/runs/image/[\w-]+/tensorboard$",
     ):
         assert re.search(line, said.out, re.MULTILINE), f"{line}\n{said.out}"
     assert "\r" not in said.out and "\x1b" not in said.out, "plain lines without a terminal"
@@ -384,31 +383,10 @@ if __name__ == "__main__":
 """
 
 
-def run_in_rank(script: str, request: str) -> int:
-    """Run a script in a rank of the pool as `mgt verify` runs it in a process of its own."""
-    os.environ["MGT_MEASURE"] = request
-    hook = sys.excepthook
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        sys.excepthook = hook
-        del os.environ["MGT_MEASURE"]
-    return 0
-
-
 @pytest.fixture
-def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `mgt verify` train in the ranks of the tests: seconds less for each of its runs."""
-
-    def start(runner: Any, request: Any, log: Path) -> int:
-        (script,) = runner.command
-        code = max(run_ranks(request.ranks, run_in_rank, script, request.save()))
-        log.write_text("")
-        return code
-
-    monkeypatch.setattr(ScriptRunner, "start", start)
+def served_ranks(rank_servers: RankServers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `mgt verify` fork its ranks from the servers of all tests."""
+    monkeypatch.setattr(verify, "RankServers", lambda ranks: nullcontext(rank_servers))
 
 
 @pytest.mark.parametrize(
@@ -422,7 +400,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["correct", "synchronised", "batchnorm", "no weight"],
 )
 def test_verify_passes_what_is_right_and_names_what_is_not(
-    mgt: Mgt, warm_ranks: None, tmp_path: Path, script: str, code: int, named: str
+    mgt: Mgt, served_ranks: None, tmp_path: Path, script: str, code: int, named: str
 ) -> None:
     path = tmp_path / "script.py"
     path.write_text(MODEL + script + FIT)

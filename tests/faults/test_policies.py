@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,39 @@ def test_on_loss_spike_says_what_happens(tmp_path: Path, monkeypatch: Any) -> No
     assert seen["rollback"]["passed"] == [(0, step - 1)]
     assert seen["rollback"]["steps"] == SAMPLES // 2 - 1 and seen["rollback"]["error"] is None
     assert seen["stop"]["error"][0] == "LossSpikeError"
+
+
+def test_a_healthy_loss_near_zero_gives_few_warnings_and_never_stops_a_run() -> None:
+    """177,000 logged losses that fall by factors of a million and jump by factors of a thousand on
+    their way, as those of a small network on clean data do."""
+    chance = random.Random(3)
+    told: list[Any] = []
+    warn, stop = LossSpikes("warn", lambda *fault: told.append(fault)), LossSpikes("stop")
+    for step in range(177_000):
+        level = 2.3 * max(1e-7, 0.9998**step)
+        jump = 10 ** chance.uniform(0, 4) if chance.random() < 0.02 else 1.0
+        loss = min(2.5, level * jump * chance.lognormvariate(0, 0.5))
+        for spikes in (warn, stop):
+            spikes.look(loss, step, 0, step, 1)
+    assert len(told) <= 10
+    with pytest.raises(LossSpikeError):  # a run that blows up is still stopped
+        stop.look(1e3, 177_001, 0, 1, 1)
+
+
+def test_spikes_are_told_ever_more_rarely_and_a_new_level_is_taken_as_such() -> None:
+    told: list[Any] = []
+    spikes = LossSpikes("warn", lambda *fault: told.append(fault))
+    for step in range(4000):
+        growing = 10.0 * 2.2 ** (step // 40) if step % 40 == 39 else 1.0
+        spikes.look(growing, step, 0, step, 1)
+    assert 2 <= len(told) <= 7 and "more since the last warning" in told[-1][2]
+    level = LossSpikes("warn")
+    for _ in range(20):
+        level.is_spike(1.0)
+    assert [level.is_spike(50.0) for _ in range(40)].count(True) == 16
+    again = LossSpikes("warn")
+    again.load_state_dict(json.loads(json.dumps(level.state_dict())))
+    assert again.state_dict() == level.state_dict()
 
 
 def test_a_spike_is_far_above_a_noisy_curve_and_a_flat_one() -> None:

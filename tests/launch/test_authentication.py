@@ -36,15 +36,16 @@ from multi_gpu_training.distributed.cluster_token import (
     read_token,
 )
 from multi_gpu_training.distributed.identity import Identity
+from multi_gpu_training.distributed.meeting_place import way_in
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.sockets import listening_socket
+from multi_gpu_training.distributed.sockets import connected_users, listening_socket
 from multi_gpu_training.distributed.store_relay import (
     GuardedStore,
     HostedStore,
     StoreRelay,
     remote_upstream,
 )
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.launch.elastic.messages import MessageServer, ask
 from multi_gpu_training.launch.elastic.rendezvous import Rendezvous
 from multi_gpu_training.launch.engine import Hosts
@@ -106,21 +107,17 @@ def test_the_token_comes_from_a_file_or_the_environment(
     assert "the-secret-itself" not in str(caught.value)
 
 
-def test_several_machines_refuse_to_start_without_a_token(tmp_path: Path) -> None:
+def test_several_machines_refuse_to_start_without_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "train.py").write_text("raise SystemExit('started')")
-    command = [sys.executable, "-m", "multi_gpu_training", "run", "--nnodes", "2"]
-    command += [
-        "--master-addr",
-        "192.0.2.1",
-        "--num-gpus",
-        "1",
-        "--recovery-timeout",
-        "1",
-        "train.py",
-    ]
-    env = {k: v for k, v in os.environ.items() if k not in (TOKEN, TOKEN_FILE, INSECURE)}
-    found = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert found.returncode == 2 and "--insecure-network" in found.stderr, found.stderr
+    for name in (TOKEN, TOKEN_FILE, INSECURE):
+        monkeypatch.delenv(name, raising=False)
+    words = ["run", "--nnodes", "2", "--master-addr", "192.0.2.1", "--num-gpus", "1"]
+    monkeypatch.setattr(sys, "argv", ["mgt", *words, str(tmp_path / "train.py")])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "--insecure-network" in capsys.readouterr().err
 
 
 # Messages
@@ -143,12 +140,12 @@ def test_nodes_with_another_token_do_not_meet_and_say_why(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     port = free_port()
-    stranger = Rendezvous(1, 2, 1, 1, (HERE, port), HERE, 3.0, OTHER_KEY)
-    with node(0, port) as first:
-        met = together(first.next_round, stranger.next_round)
+    stranger = Rendezvous(1, 2, 1, 1, (HERE, port), HERE, 1.0, OTHER_KEY)
+    with node(0, port):
+        (met,) = together(stranger.next_round)
         stranger.shutdown()
-    assert met[0] == (0, 1)
-    assert "another cluster token" in str(met[1])
+    assert "another cluster token" in str(met)
+    assert "another cluster token: it left" in capsys.readouterr().err
 
 
 class Recorder:
@@ -303,7 +300,7 @@ def client(port: int, timeout_s: float = 10.0) -> TCPStore:
 
 def test_the_store_itself_answers_nobody_but_its_relay() -> None:
     guarded = GuardedStore(5.0)
-    if not guarded.guarded:
+    if not guarded.key:
         pytest.skip("this kernel has no TCP MD5 signatures")
     for source in (HERE, "127.0.0.2"):
         with socket.socket() as stranger:
@@ -366,9 +363,9 @@ def test_relays_carry_the_store_to_another_machine_with_the_token_only(
         assert len(other.get("big")) == 300_000
         assert other.clone().add("n", 2) == 2
         with pytest.raises(RuntimeError):
-            client(relays[1].port, 2.0)
+            client(relays[1].port, 1.0)
         with pytest.raises(RuntimeError):  # the gate does not speak TCPStore
-            client(gate.port, 2.0)
+            client(gate.port, 1.0)
     finally:
         for found in (*relays, gate):
             found.close()
@@ -378,7 +375,9 @@ def test_relays_carry_the_store_to_another_machine_with_the_token_only(
 # Ranks that no launcher of ours started
 
 BY_HAND = """
-import json, sys, psutil
+import json, sys, time, psutil
+from datetime import timedelta
+import torch.distributed as dist
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.distributed.placement import place
 
@@ -389,6 +388,13 @@ found = [c.laddr.ip for p in (me, *me.children()) for c in p.net_connections("tc
          if c.status == psutil.CONN_LISTEN]
 everybody = placement.gather_json(found)
 assert placement.all_min(placement.dp_rank) == 0
+for child in me.children():
+    child.terminate()  # as Slurm does with every process of a step
+time.sleep(0.5)
+store = dist.distributed_c10d._get_default_store()
+store.set(f"saved/{placement.dp_rank}", "yes")
+store.wait([f"saved/{rank}" for rank in range(2)], timedelta(seconds=20))
+placement.barrier()
 if placement.is_main:
     print(json.dumps(everybody))
 placement.close()
@@ -396,7 +402,9 @@ placement.close()
 
 
 @pytest.mark.timeout(200)
-def test_ranks_started_by_hand_do_not_listen_on_every_interface(tmp_path: Path) -> None:
+def test_ranks_started_by_hand_listen_on_loopback_alone_and_keep_their_store_on_sigterm(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text(BY_HAND)
     port = free_port()
     ranks = []
@@ -414,20 +422,107 @@ def test_ranks_started_by_hand_do_not_listen_on_every_interface(tmp_path: Path) 
     assert addresses[0] and {a for rank in addresses for a in rank} <= {HERE}, said
 
 
-def prove(token: bytes) -> str:
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_rank_does_not_wait_for_ever_at_a_port_of_another_program(
+    says: bytes, key: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multi_gpu_training.distributed.sockets.default_address", lambda: HERE)
+
+    def answer() -> None:
+        with suppress(OSError):
+            while True:
+                callers.append(server.accept()[0])
+                callers[-1].sendall(says * 3)
+
+    callers: list[socket.socket] = []
+    with listening_socket(HERE, 0) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(LaunchError, match=r"another program|did not answer"):
+            way_in(1, HERE, server.getsockname()[1], 0.5, key)
+        server.shutdown(socket.SHUT_RDWR)
+    for caller in callers:
+        caller.close()
+
+
+def prove() -> list[str]:
     from multi_gpu_training.distributed.meeting_place import prove_membership
-    from multi_gpu_training.errors import LaunchError
 
     placement = Placement(Identity(dist.get_rank(), 0, 2, 1), "cpu", dist.group.WORLD)
-    key = token if dist.get_rank() == 0 else b"the right token"
-    try:
-        prove_membership(dist.get_rank(), key, placement.gather, "here")
-    except LaunchError as error:
-        return str(error)
-    return "proved"
+    said = []
+    for token in (b"the right token", b"another token"):
+        key = token if dist.get_rank() == 0 else b"the right token"
+        try:
+            prove_membership(dist.get_rank(), key, placement.gather, "here")
+            said.append("proved")
+        except LaunchError as error:
+            said.append(str(error))
+    return said
 
 
 def test_a_rank_proves_the_token_before_it_takes_part() -> None:
-    assert run_ranks(2, prove, b"the right token") == ["proved", "proved"]
-    first, second = run_ranks(2, prove, b"another token")
-    assert "ranks [1] did not prove" in first and "ranks [0] did not prove" in second
+    first, second = run_ranks(2, prove)
+    assert [first[0], second[0]] == ["proved", "proved"]
+    assert "ranks [1] did not prove" in first[1] and "ranks [0] did not prove" in second[1]
+
+
+# Machines that lack something
+
+LACKS = """
+import socket
+
+class Poor(socket.socket):
+    def __init__(self, family=-1, *more, **named):
+        if family == socket.AF_NETLINK:
+            raise OSError(97, "Address family not supported by protocol")
+        super().__init__(family, *more, **named)
+
+    def setsockopt(self, level, name, *more):
+        if level == socket.IPPROTO_TCP and name == 32:
+            raise OSError(92, "Protocol not available")
+        return super().setsockopt(level, name, *more)
+
+socket.socket = Poor
+"""
+SUM = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+t = torch.ones(1)
+dist.all_reduce(t)
+print("sum", t.item())
+dist.destroy_process_group()
+"""
+HIDE = 'mount -t proc -o subset=pid proc /proc && exec "$@"'
+
+
+def test_a_container_without_signatures_netlink_and_proc_net_trains_and_warns(
+    tmp_path: Path,
+) -> None:
+    hide = ["unshare", "-m", "sh", "-c", HIDE, "sh"]
+    if os.geteuid() != 0 or subprocess.run([*hide, "true"], capture_output=True).returncode:
+        pytest.skip("this machine cannot hide /proc/net")
+    (tmp_path / "sitecustomize.py").write_text(LACKS)
+    (tmp_path / "sum.py").write_text(SUM)
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    words = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2", "sum.py"]
+    env = {**os.environ, "PYTHONPATH": path}
+    found = subprocess.run(
+        [*hide, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == 0 and found.stdout.count("2.0") == 2, found.stderr
+    assert "no TCP MD5 signatures, so other users" in found.stderr
+    assert "neither netlink nor /proc/net tells here who connects" in found.stderr
+
+
+def test_the_kernel_says_who_connects_with_and_without_netlink(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with listening_socket(HERE, 0) as server, socket.socket(socket.AF_INET6) as mapped:
+        port = server.getsockname()[1]
+        mapped.connect((f"::ffff:{HERE}", port))  # as torch does
+        with socket.create_connection((HERE, port)) as plain:
+            ends = [end.getsockname()[1] for end in (mapped, plain)]
+            assert [connected_users(end, port) for end in ends] == [[os.geteuid()]] * 2
+            monkeypatch.setattr(socket, "AF_NETLINK", -5)
+            assert [connected_users(end, port) for end in ends] == [[os.geteuid()]] * 2
+            assert len(connected_users(0, port)) == 2

@@ -124,8 +124,12 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path) -> None:
 
 def test_a_config_that_is_no_text_is_as_good_as_none(tmp_path: Path) -> None:
     folder = whole_run(tmp_path / "run")
-    (folder.path / "config.yaml").write_bytes(b"\xff\xfe: : [")
-    assert read_run(folder.path).config == {}
+    bomb = b"a: &a [1, 1]\nb: &b [*a, *a]\nc: [*b, *b]\n"
+    for content in (b"\xff\xfe: : [", b"[" * 100_000, b"- " * 100_000, bomb):
+        (folder.path / "config.yaml").write_bytes(content)
+        run = read_run(folder.path)
+        assert run.config == {}
+        assert any("config.yaml" in problem for problem in run.problems)
 
 
 def test_steps_that_were_computed_again_count_once(tmp_path: Path) -> None:

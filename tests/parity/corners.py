@@ -79,8 +79,6 @@ def fit_or_loop(
 
     manager = manager_for(folder, **settings(max_grad_norm=clip, **more))
     manager.fit(model, data(), loss_fn=loss_fn, optimizer=optimizer, callbacks=[Between()])
-    # A rank that had no sample of the last batch has older ones.
-    manager.trainer.strategy.sync_buffers()
     return result(manager.model)
 
 
@@ -105,10 +103,13 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 # The cases
 
 
-def gan(folder: Path, by_hand: bool) -> Result:
+def gan(folder: Path, by_hand: bool, norm: bool = False) -> Result:
     """Two trainings in one process; each generator step leaves gradients in the critic."""
-    generator, critic = mlp(), mlp()
-    for layer in (critic[0], generator[2]):
+    # Without a bias before BatchNorm, whose gradient is nothing but rounding.
+    generator, critic = mlp(*[nn.BatchNorm1d(8).double()] * norm), mlp()
+    if norm:
+        generator[0].bias = None
+    for layer in (critic[0], generator[-1]):
         nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(5))
 
     def fake(batch: list[Tensor]) -> Tensor:
@@ -129,7 +130,8 @@ def gan(folder: Path, by_hand: bool) -> Result:
                 loss_fn(model, batch).backward()
                 optimizer.step()
     else:
-        managers = [manager_for(folder / name, **settings()) for name in ("critic", "generator")]
+        names = "critic", "generator"
+        managers = [manager_for(folder / name, **settings(sync_bn=norm)) for name in names]
         _, critics, _ = managers[0].setup_training(
             critic, data(), loss_fn=critic_loss, optimizer=adamw
         )
@@ -145,6 +147,11 @@ def gan(folder: Path, by_hand: bool) -> Result:
     return {
         f"{n}.{k}": v for n, m in (("g", generator), ("d", critic)) for k, v in result(m).items()
     }
+
+
+def gan_with_batchnorm(folder: Path, by_hand: bool) -> Result:
+    """The critic's loss calls the generator, whose ranks talk, also where they have no sample."""
+    return gan(folder, by_hand, norm=True)
 
 
 def backward_in_a_callback(folder: Path, by_hand: bool) -> Result:
@@ -423,6 +430,133 @@ def dice_between_steps(folder: Path, by_hand: bool) -> Result:
     return found | {"drawn": torch.stack(drawn)}
 
 
+def steps_in_which_nothing_counts(folder: Path, by_hand: bool) -> Result:
+    """Momentum and weight decay move the weights all the same."""
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Any:
+        counts = (batch[2] // BATCH != 1).double()
+        losses = (model(batch[0]) - batch[1]).square().squeeze(1)
+        return (losses * counts).sum() / counts.sum().clamp(min=1), counts.sum()
+
+    return fit_or_loop(folder, by_hand, mlp(), loss_fn, adamw)
+
+
+class Annealed(nn.Module):
+    """Counts its forwards in Python and in a buffer, and multiplies by what it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = mlp()
+        torch.nn.utils.parametrizations.spectral_norm(self.model[0])
+        self.calls = 0
+        self.register_buffer("counted", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.counted += 1
+        return self.model(x) * (1 + 0.1 * self.calls)  # type: ignore[no-any-return]
+
+
+def counted_in_python(folder: Path, by_hand: bool) -> Result:
+    """Model and loss are called equally often on every rank, also on one without a sample."""
+    calls: list[int] = []
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        calls.append(1)
+        return squares(model, batch) / len(calls)
+
+    return fit_or_loop(folder, by_hand, Annealed(), loss_fn, sgd)
+
+
+def eval_mode_in_part(folder: Path, by_hand: bool) -> Result:
+    """A frozen part whose BatchNorm the user put into eval mode, with validations in between."""
+    model = mlp(nn.BatchNorm1d(8).double(), nn.BatchNorm1d(8).double())
+    model[1].eval().requires_grad_(False)
+    model[1].running_mean += 0.5
+    model[0].bias = None
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        assert not model[1].training  # type: ignore[index]
+
+    if by_hand:
+        return fit_or_loop(folder, by_hand, model, squares, sgd, between)
+    manager = manager_for(folder, **settings(sync_bn=True))
+    manager.fit(model, data(), data(), loss_fn=squares, optimizer=sgd)
+    assert model.training and not model[1].training
+    return result(manager.model)
+
+
+def gradients_clipped_by_value(folder: Path, by_hand: bool) -> Result:
+    """A callback changes the gradients of a step whose loss has a weight."""
+    limit = 0.01
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Any:
+        weight = 1.0 + batch[2].double()
+        losses = (model(batch[0]) - batch[1]).square().squeeze(1)
+        return (losses * weight).sum() / weight.sum(), weight.sum()
+
+    class Clips(Callback):
+        def on_optimizer(self, run: Any) -> None:
+            nn.utils.clip_grad_value_(run.model.parameters(), limit)
+
+    model = mlp()
+    if not by_hand:
+        manager = manager_for(folder, **settings())
+        manager.fit(model, data(), loss_fn=loss_fn, optimizer=sgd, callbacks=[Clips()])
+        return result(model)
+
+    def clipping(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = sgd(parameters)
+        optimizer.register_step_pre_hook(
+            lambda *_: nn.utils.clip_grad_value_(model.parameters(), limit)
+        )
+        return optimizer
+
+    return fit_or_loop(folder, by_hand, model, loss_fn, clipping)
+
+
+def mean_over_rows(folder: Path, by_hand: bool) -> Result:
+    """KLDivLoss(reduction="batchmean") of distributions over 8 places and 2 rows per sample."""
+    model = nn.Sequential(mlp()[0], nn.Unflatten(1, (2, 4)), nn.LogSoftmax(2))
+    inputs = data().tensors[0]
+    targets = TensorDataset(inputs, inputs.repeat(1, 2)[:, :8].unflatten(1, (2, 4)).softmax(2))
+    criterion = nn.KLDivLoss(reduction="batchmean")
+    if not by_hand:
+        manager_for(folder, **settings()).fit(model, targets, loss_fn=criterion, optimizer=sgd)
+        return result(model)
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        rows = targets.tensors[1][batch[2]]
+        return criterion(model(batch[0]), rows)  # type: ignore[no-any-return]
+
+    return fit_or_loop(folder, by_hand, model, loss_fn, sgd)
+
+
+def zipped_batches(folder: Path, by_hand: bool) -> Result:
+    """Batches of the loader beside batches of the user, of another size, that all ranks see."""
+    model = mlp()
+    unlabelled = data().tensors[0][3:8].cos()
+    others = [(unlabelled, unlabelled.abs(), unlabelled.sum())] * 9
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return squares(model, batch[0]) + 0.1 * model(batch[1][0]).square().mean()
+
+    if by_hand:
+        optimizer = sgd(model.parameters())
+        for batch in zip(batches(), others, strict=False):
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            optimizer.step()
+        return result(model)
+    manager = manager_for(folder, **settings())
+    _, loader, _ = manager.setup_training(model, data(), loss_fn=loss_fn, optimizer=sgd)
+    for _ in range(EPOCHS):
+        for batch in zip(loader, others, strict=False):
+            manager.trainer.train_step(batch)
+    manager.finish()
+    return result(model)
+
+
 CASES: list[Case] = [
     gan,
     backward_in_a_callback,
@@ -442,6 +576,13 @@ CASES: list[Case] = [
     light_first_rank,
     rates_set_by_the_user,
     dice_between_steps,
+    gan_with_batchnorm,
+    steps_in_which_nothing_counts,
+    counted_in_python,
+    eval_mode_in_part,
+    gradients_clipped_by_value,
+    mean_over_rows,
+    zipped_batches,
 ]
 
 

@@ -235,7 +235,7 @@ def test_two_machines_under_torchrun_are_both_checked(tmp_path: Path) -> None:
             *("--nproc-per-node", 1, "--master-addr", "127.0.0.1", "--master-port", port),
             *("-m", "multi_gpu_training", "check", "--device", "cpu", "--save-dir", save_dir),
             cwd=tmp_path / f"node-{rank}",
-            env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+            env={"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "MGT_INSECURE_NETWORK": "1"},
         )
 
     with node(0, "runs") as first, node(1, str(tmp_path / "file")) as second:

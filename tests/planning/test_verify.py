@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-import os
-import runpy
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from multi_gpu_training.measure.batch_rows import row_hashes, row_leaves, same_rows, take_rows
-from multi_gpu_training.measure.script_runner import MeasureError, ScriptRunner
+from multi_gpu_training.measure.script_runner import MeasureError
 from multi_gpu_training.measure.tensor_sketch import combined, difference, sketch
 from multi_gpu_training.planning import verify as verification
-from multi_gpu_training.planning.verify import VerifyReport, verify
+from multi_gpu_training.planning.verify import VerifyReport, recorded_run, verify
 from multi_gpu_training.planning.verify.mismatch import differs
+from multi_gpu_training.planning.verify.rank_server import RankServers
+
+Verified = Callable[..., VerifyReport]
 
 START = """
+from types import SimpleNamespace
 import torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -37,36 +38,14 @@ adamw = lambda p: torch.optim.AdamW(p, lr=1e-4)
 """
 
 
-def run_in_rank(script: str, request: str) -> int:
-    os.environ["MGT_MEASURE"] = request
-    hook = sys.excepthook
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    finally:
-        sys.excepthook = hook
-        del os.environ["MGT_MEASURE"]
-    return 0
-
-
 @pytest.fixture
-def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train in the ranks of the tests: seconds less for each training."""
+def verified(rank_servers: RankServers, tmp_path: Path) -> Callable[..., VerifyReport]:
+    def verified(script: str, ranks: tuple[int, ...] = (2,)) -> VerifyReport:
+        path = tmp_path / "script.py"
+        path.write_text(START + script)
+        return verify([str(path)], ranks, 6, "cpu", lambda text: None, rank_servers)
 
-    def start(runner: Any, request: Any, log: Path) -> int:
-        (script,) = runner.command
-        code = max(run_ranks(request.ranks, run_in_rank, script, request.save()))
-        log.write_text("")
-        return code
-
-    monkeypatch.setattr(ScriptRunner, "start", start)
-
-
-def verified(folder: Path, script: str, ranks: tuple[int, ...] = (2,)) -> VerifyReport:
-    path = folder / "script.py"
-    path.write_text(START + script)
-    return verify([str(path)], ranks, 6, "cpu", lambda text: None)
+    return verified
 
 
 BUGS = {
@@ -114,6 +93,45 @@ BUGS = {
         "m(b[0] + torch.randn(b[0].shape, generator=g)), b[1]))",
         "draws from a generator of its own",
     ),
+    "a ratio of sums whose divisor depends on the model": (
+        "def dice(m, b):\n"
+        "    p, t = m(b[0]).softmax(1), F.one_hot(b[1], 3)\n"
+        "    return 1 - (p * t).sum() / (p.pow(2).sum() + t.sum())\n"
+        "manager.fit(net, data, loss_fn=dice, optimizer=sgd)",
+        "the loss is computed over the batch as a whole",
+    ),
+    "one gradient divided by the world size": (
+        "net[0].weight.register_hook(lambda g: g / WORLD)\nmanager.fit(net, data, optimizer=sgd)",
+        "the gradient of 0.weight is divided by the number of ranks",
+    ),
+    "values normalised by a rank's part of the batch": (
+        "data = TensorDataset(x, torch.randn(80, 3) * 2 + 1)\n"
+        "_, loader, _ = manager.setup_training(net, data, loss_fn=nn.MSELoss(), optimizer=sgd)\n"
+        "for x, y in loader:\n"
+        "    manager.trainer.train_step((x, (y - y.mean()) / y.std()))\n"
+        "manager.finish()",
+        "is scaled and shifted on each rank by statistics of its own part",
+    ),
+    "samples mixed in collate_fn": (
+        "def collate(rows):\n"
+        "    x = torch.stack([row[0] for row in rows]); return x + 3 * x.flip(0), x\n"
+        "net = nn.Linear(6, 6)\n"
+        "loader = DataLoader(data, batch_size=10, shuffle=True, collate_fn=collate)\n"
+        "manager.fit(net, loader, loss_fn=nn.MSELoss(), optimizer=sgd)",
+        "mixing in collate_fn",
+    ),
+    "BatchNorm with accumulation": (
+        "manager.config.gradient_accumulation_steps = 2\n"
+        "net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))\n"
+        "manager.fit(net, data, optimizer=sgd)",
+        "BatchNorm (1) normalises each rank's part alone",
+    ),
+    "a vocabulary in the order of a set": (
+        "words = {word: place for place, word in enumerate({f'word {i}' for i in range(80)})}\n"
+        "order = [words[f'word {i}'] for i in range(80)]\n"
+        "manager.fit(net, TensorDataset(x[order], y), optimizer=sgd)",
+        "data per rank",
+    ),
     "rate scaled by the ranks": (
         "manager.fit(net, data, optimizer=lambda p: torch.optim.SGD(p, lr=1e-6 * WORLD))",
         "the rate is scaled by the number of ranks: 2e-06 on 2 ranks, 1e-06 on one",
@@ -122,17 +140,15 @@ BUGS = {
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_seeded_bug_fails_and_its_cause_is_named(
-    warm_ranks: None, tmp_path: Path, name: str
-) -> None:
+def test_a_seeded_bug_fails_and_its_cause_is_named(verified: Verified, name: str) -> None:
     script, expected = BUGS[name]
-    report = verified(tmp_path, script)
+    report = verified(script)
     assert report.problems and not report.passed
     causes = [line for line in report.problems if line.startswith("cause: ")]
     assert len(causes) == 1 and expected in causes[0], report.problems
 
 
-def test_correct_scripts_pass(warm_ranks: None, tmp_path: Path) -> None:
+def test_correct_scripts_pass(verified: Verified) -> None:
     scripts = {
         "casts, constants and states in float32": (
             "class Cell(nn.Module):\n"
@@ -162,55 +178,86 @@ def test_correct_scripts_pass(warm_ranks: None, tmp_path: Path) -> None:
             "manager.finish()"
         ),
     }
+    scripts["graphs, of which a batch has one tensor of nodes"] = (
+        "rows = [(torch.randn(2 + i % 4, 3), torch.randn(2 + i % 4)) for i in range(54)]\n"
+        "def collate(rows):\n"
+        "    parts = [torch.cat(part) for part in zip(*rows)]\n"
+        "    return SimpleNamespace(x=parts[0], y=parts[1], num_graphs=len(rows))\n"
+        "loader = DataLoader(rows, batch_size=9, collate_fn=collate)\n"
+        "manager.fit(nn.Linear(3, 1), loader, optimizer=sgd, loss_fn=lambda m, b: ("
+        "F.mse_loss(m(b.x)[:, 0], b.y), torch.tensor(float(len(b.y)))))"
+    )
+    scripts["a gradient that is zero but for rounding, a layer unfrozen later"] = (
+        "class Thaw(Callback):\n"
+        "    def on_epoch_begin(self, run, epoch): run.model[0].requires_grad_(epoch > 0)\n"
+        "net[0].requires_grad_(False)\n"
+        "triplets = TensorDataset(*torch.randn(3, 24, 6))\n"
+        "manager.fit(net, triplets, optimizer=sgd, callbacks=[Thaw()], "
+        "loss_fn=lambda m, b: F.triplet_margin_loss(*map(m, b)))"
+    )
     for name, script in scripts.items():
-        report = verified(tmp_path, script, (2, 3))
+        report = verified(script, (2, 3))
         assert report.passed, (name, report.problems, report.notes)
         assert report.conditions.double and report.own is not None
         assert all(outcome.gradients < 1e-12 for outcome in report.outcomes), name
 
 
-def test_noise_in_the_model_is_not_comparable_and_named(warm_ranks: None, tmp_path: Path) -> None:
+def test_noise_in_the_model_is_not_comparable_and_named(verified: Verified) -> None:
     script = (
         "manager.fit(net, data, optimizer=sgd,"
         " loss_fn=lambda m, b: F.cross_entropy(m(F.dropout(b[0], 0.3)), b[1]))"
     )
-    report = verified(tmp_path, script)
+    report = verified(script)
     assert not report.passed and not report.problems
     assert report.not_comparable is not None and "draws random numbers" in report.not_comparable
     assert any("everything agrees" in line for line in report.notes)
 
 
-def test_batches_that_grow_with_the_ranks_are_not_comparable(
-    warm_ranks: None, tmp_path: Path
-) -> None:
+def test_batches_that_grow_with_the_ranks_are_not_comparable(verified: Verified) -> None:
     script = (
         "manager.setup_training(net, data, optimizer=sgd)\n"
         "for part in torch.arange(80)[RANK::WORLD].split(5):\n"
         "    manager.trainer.train_step((x[part], y[part]))\n"
         "manager.finish()"
     )
-    report = verified(tmp_path, script)
+    report = verified(script)
     assert report.not_comparable is not None
     assert "a step sees 10 samples on 2 ranks and 5 on one" in report.not_comparable
 
 
 def test_a_diagnosis_that_raises_does_not_hide_the_finding(
-    warm_ranks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verified: Verified, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
         raise KeyError("broken")
 
     monkeypatch.setattr(verification, "diagnose", broken)
-    report = verified(tmp_path, BUGS["loss divided by the world size"][0])
+    report = verified(BUGS["loss divided by the world size"][0])
     assert "step 1: the loss is" in report.problems[0]
     assert "the diagnosis itself failed (KeyError('broken'))" in report.problems[1]
 
 
-def test_an_early_end_shows_its_error_and_its_place(tmp_path: Path) -> None:
+def test_an_early_end_shows_its_error_and_its_place(
+    rank_servers: RankServers, tmp_path: Path
+) -> None:
     path = tmp_path / "train.py"
     path.write_text("\n\nraise ValueError('no such column: age')\n")
     with pytest.raises(MeasureError, match=r"no such column: age.*train.py:3"):
-        verify([str(path)], (2,), 6, "cpu", lambda text: None)
+        verify([str(path)], (2,), 6, "cpu", lambda text: None, rank_servers)
+
+
+def test_ranks_that_wait_for_each_other_are_ended_and_named(
+    verified: Verified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_run, "IDLE_S", 4.0)
+    script = (
+        "class Log(Callback):\n"
+        "    def on_step_end(self, run, result):\n"
+        "        if WORLD > 1 and RANK == 0: torch.distributed.barrier()\n"
+        "manager.fit(net, data, optimizer=sgd, callbacks=[Log()])"
+    )
+    report = verified(script)
+    assert any("control flow that depends on the rank" in line for line in report.problems)
 
 
 def test_nan_against_a_number_differs() -> None:

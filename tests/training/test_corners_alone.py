@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from tiny import FEATURES, flat, line, manager_for, points, sgd, squares
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -409,3 +410,106 @@ def test_a_compiled_model_is_saved_and_resumed_under_its_plain_names(tmp_path: P
     plain = nn.Sequential(nn.Linear(FEATURES, 1))
     again.fit(plain, points(16), loss_fn=squares, optimizer=torch.optim.AdamW)
     assert torch.equal(flat(plain), flat(model))
+
+
+# Criteria, hooks and networks beside the model
+
+
+def test_training_accuracy_leaves_out_ignored_labels(tmp_path: Path) -> None:
+    labels = torch.arange(16) % 2
+    labels[::4] = -100
+    inputs = F.one_hot(labels.clamp(min=0), FEATURES).float()
+    model = nn.Linear(FEATURES, FEATURES)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(FEATURES) * 9)  # every label that counts is predicted
+    manager = manager_for(tmp_path, batch_size=4, training_mode="single")
+    data = TensorDataset(inputs, labels)
+    found = manager.fit(model, data, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd)
+    assert found.metrics["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("kind", [nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss])
+def test_shapes_that_a_criterion_would_spread_over_each_other_are_refused(
+    tmp_path: Path, kind: type[nn.Module]
+) -> None:
+    inputs, targets = points().tensors
+    data = TensorDataset(inputs, targets.squeeze(1))
+    manager = manager_for(tmp_path, batch_size=4, training_mode="single")
+    with pytest.raises(ModelError, match=r"shape \(4, 1\) but the target \(4,\)"):
+        manager.fit(line(), data, loss_fn=kind(), optimizer=sgd)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_in_eval_mode_is_trained_in_train_mode_but_for_parts_that_the_user_left(
+    tmp_path: Path, whole: bool
+) -> None:
+    model = nn.Sequential(nn.Dropout(0.1), line())
+    model.eval()
+    if not whole:
+        model[1].train()
+    manager = manager_for(tmp_path, batch_size=8, training_mode="single")
+    data = points()
+    _, loader, val = manager.setup_training(model, data, data, loss_fn=squares, optimizer=sgd)
+    modes = []
+    for epoch in range(2):
+        manager.train_epoch(loader, epoch)
+        modes.append([module.training for module in model.modules()])
+        manager.evaluate(val)
+        assert [module.training for module in model.modules()] == modes[-1]
+        model.eval()  # as a loop of one's own does, to look at samples
+    manager.finish()
+    assert modes == [[True] * 3 if whole else [False, False, True]] * 2
+
+
+def train_with_hooks(folder: Path) -> tuple[int, bool]:
+    """Hooks that no zero must reach, and a communication hook that each step must call."""
+    model = nn.Sequential(line(), nn.Linear(1, 1))
+    model[1].requires_grad_(False)
+    calls: list[int] = []
+
+    def communicate(state: Any, bucket: Any) -> Any:
+        calls.append(manager.step)
+        return default_hooks.allreduce_hook(state, bucket)
+
+    communicate.__annotations__.clear()  # DDP compares them with its classes, not with strings
+    model[0].weight.register_hook(lambda grad: grad * (1 / float(grad.norm())))
+
+    def after(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad *= 1 / float(parameter.grad.norm())
+
+    model[0].bias.register_post_accumulate_grad_hook(after)
+    manager = manager_for(folder, global_batch_size=8)
+    _, loader, _ = manager.setup_training(model, points(), loss_fn=squares, optimizer=sgd)
+    manager.trainer.wrapped.register_comm_hook(manager.placement.group, communicate)
+    for batch in loader:
+        manager.trainer.train_step(batch)
+        model[1].requires_grad_(True)  # DDP is built again
+    manager.finish()
+    return max(calls, default=-1), bool(flat(model).isfinite().all())
+
+
+def test_gradient_hooks_see_no_zeros_and_communication_hooks_stay(tmp_path: Path) -> None:
+    assert run_ranks(2, train_with_hooks, tmp_path) == [(1, True)] * 2
+
+
+def train_with_teacher(folder: Path, training: bool) -> str:
+    teacher = nn.Sequential(nn.Linear(FEATURES, 1), nn.BatchNorm1d(1)).train(training)
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch[0])
+        return F.mse_loss(model(batch[0]), wanted)
+
+    manager = manager_for(folder, global_batch_size=8, sync_bn=True)
+    try:
+        manager.fit(line(), points(), loss_fn=loss_fn, optimizer=sgd)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_teacher_whose_batchnorm_would_be_each_ranks_own_is_refused(tmp_path: Path) -> None:
+    for refusal in run_ranks(2, train_with_teacher, tmp_path, True):
+        assert "BatchNorm1d of 1 features" in refusal and ".eval()" in refusal
+    assert run_ranks(2, train_with_teacher, tmp_path, False) == ["", ""]

@@ -45,9 +45,12 @@ def is_own(name: str) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file and flush it to the disk."""
-    path.write_text(text)
-    flush(path)
+    """Write a small new file and flush it to the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(descriptor)
 
 
 def flush(path: Path) -> None:

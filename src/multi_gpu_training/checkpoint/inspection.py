@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ class CheckpointListing:
     newest_intact: str | None
     leftovers: list[str]
     owner: dict[str, Any] | None
+    lineage_problem: str | None = None
 
     def plain(self) -> dict[str, Any]:
         found = asdict(self)
@@ -59,6 +61,8 @@ def inspect(given: Path) -> CheckpointListing:
     store = CheckpointStore(folder)
     if paths is None:
         paths = store.folders()
+    store.lineage.entries()
+    lineage_problem = store.lineage.problem
     items = [_look(store, path) for path in paths]
     intact = [item.name for item in items if item.problem is None and item.current]
     return CheckpointListing(
@@ -67,6 +71,7 @@ def inspect(given: Path) -> CheckpointListing:
         newest_intact=intact[0] if intact else None,
         leftovers=[path.name for path in store.leftovers()],
         owner=owner(folder.parent),
+        lineage_problem=lineage_problem,
     )
 
 
@@ -84,10 +89,12 @@ def _where(given: Path) -> tuple[Path, Sequence[Path] | None]:
 
 
 def _look(store: CheckpointStore, path: Path) -> ListedCheckpoint:
-    sizes = [file.stat().st_size for file in path.iterdir() if file.is_file()]
+    sizes = [0]
+    with contextlib.suppress(OSError):
+        sizes = [file.lstat().st_size for file in path.iterdir()]
     best = store.folder / "best"
     item = ListedCheckpoint(path.name, str(path), sum(sizes), damage(path))
-    item.best = best.exists() and best.resolve().name == path.name
+    item.best = best.is_dir() and best.resolve().name == path.name
     item.current = store.on_timeline(path)
     facts = trusted_manifest(path)
     for name in ("step", "epoch", "created", "world_size", "global_batch_size", "score"):

@@ -9,46 +9,131 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from multi_gpu_training.safe_files import (
+    Count,
+    Ranks,
+    Sha256,
+    Signed,
+    UnreadableFile,
+    digest,
+    open_regular,
+    parse_json,
+    read_text,
+)
 
 FORMATS = (1, 2)  # 2 records large files by the hash of their chunks' hashes
 FORMAT = FORMATS[-1]
 MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json")
 CHUNK_BYTES = 16 * 2**20
+MOST_CHUNKS = 2**18  # of one file: 4 TiB
+MOST_MANIFEST = 256 * 2**20  # it lists tensors that share memory, of which a model may have many
 Bytes = bytes | memoryview
 
 
 # The manifest
 
 
+class FileFacts(BaseModel):
+    """What a manifest records about one file."""
+
+    bytes: Count
+    sha256: Sha256 | None = None
+    sha256_of_chunks: Sha256 | None = None
+    chunk_bytes: Annotated[int, Field(gt=0, le=2**30)] | None = None
+
+    @model_validator(mode="after")
+    def _one_hash(self) -> Self:
+        if (self.sha256 is None) == (self.sha256_of_chunks is None):
+            raise ValueError("a file has one hash")
+        whole = self.sha256 is not None
+        if not whole and self.bytes > (self.chunk_bytes or 0) * MOST_CHUNKS:
+            raise ValueError("chunk_bytes does not fit the file")
+        return self
+
+
+class Score(BaseModel):
+    metric: str
+    value: float
+    smaller_is_better: bool
+
+
+class Manifest(Signed):
+    """What is believed of a manifest; further facts may stand beside these."""
+
+    format: Count
+    step: Count
+    epoch: Count
+    attempt: Count = 0
+    files: dict[Annotated[str, Field(max_length=255)], FileFacts]
+    aliases: dict[str, str]
+    created: Annotated[str, Field(max_length=64)] | None = None
+    world_size: Ranks | None = None
+    global_batch_size: Annotated[int, Field(gt=0, le=2**53)] | None = None
+    metrics: dict[str, float] | None = None
+    score: Score | None = None
+    options: dict[str, Any] | None = None
+    history: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        strange = [name for name in self.files if not is_plain_name(name)]
+        if strange:
+            raise ValueError(f"{strange[0]!r:.80} is not the name of a file in a checkpoint")
+        missing = [name for name in FILES if name not in self.files]
+        if missing:
+            raise ValueError(f"it lists no {missing[0]}")
+        return self
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name stays in its folder: no slashes, no dot in front, nothing unprintable."""
+    return name.isprintable() and not {"/", "\\"} & {*name} and name[:1] not in ("", ".")
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint says about itself, without loading it."""
-    facts: dict[str, Any] = json.loads((path / MANIFEST).read_text())
+    """Return what a checkpoint says about itself, without loading it.
+
+    Raises an OSError or a ValueError that names the manifest if it is not as it was written.
+    """
+    text = read_text(path / MANIFEST, MOST_MANIFEST)
+    facts = parse_json(text, dict[str, Any], MANIFEST)
+    if facts.get("format") not in FORMATS and isinstance(facts.get("format"), int):
+        raise UnreadableFile(
+            f"{MANIFEST} has format {facts['format']}, which is not known to this version"
+        )
+    try:
+        if facts.get("sha256") != digest(facts):
+            raise UnreadableFile(f"{MANIFEST} was changed")
+    except RecursionError:
+        raise UnreadableFile(f"{MANIFEST} is nested too deeply") from None
+    parse_json(text, Manifest, MANIFEST)
+    # A change between the values, such as a space, leaves the digest as it was.
+    if facts["format"] >= 2 and text != manifest_text(facts):
+        raise UnreadableFile(f"{MANIFEST} was changed")
     return facts
 
 
 def trusted_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest if it is as it was written, else nothing."""
     try:
-        facts = read_manifest(path)
-        return facts if facts["sha256"] == digest(facts) else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return read_manifest(path)
+    except (OSError, ValueError):
         return {}
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
     """Format a manifest as it stands in its file."""
     return json.dumps(manifest, indent=1)
-
-
-def digest(manifest: dict[str, Any]) -> str:
-    """Hash a manifest, without the hash that it carries itself."""
-    text = json.dumps({k: v for k, v in manifest.items() if k != "sha256"}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # Hashing
@@ -127,22 +212,18 @@ def _sha256(read: Callable[[], Sequence[Bytes]]) -> bytes:
     return found.digest()
 
 
-def _has_hash(path: Path, facts: dict[str, Any]) -> bool:
-    """Whether a file of the right size has the recorded hash."""
+def _has_hash(descriptor: int, facts: dict[str, Any]) -> bool:
+    """Whether an open file of the right size has the recorded hash."""
     if "sha256" in facts:  # format 1 recorded every file this way, whatever its size
-        with path.open("rb") as file:
+        with os.fdopen(os.dup(descriptor), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == str(facts["sha256"])
-    size = int(facts["chunk_bytes"])
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with HashThreads() as threads:
-            found = FileHash(threads, size)
-            for at in range(0, facts["bytes"], size):
-                found.add(size, lambda at=at: [os.pread(descriptor, size, at)])  # type: ignore[misc]
-            whole = found.facts().get("sha256_of_chunks")
-    finally:
-        os.close(descriptor)
-    return whole == str(facts["sha256_of_chunks"])
+    size = facts["chunk_bytes"]
+    with HashThreads() as threads:
+        found = FileHash(threads, size)
+        for at in range(0, facts["bytes"], size):
+            found.add(size, lambda at=at: [os.pread(descriptor, size, at)])  # type: ignore[misc]
+        whole = found.facts().get("sha256_of_chunks")
+    return bool(whole == facts["sha256_of_chunks"])
 
 
 # Verifying
@@ -154,27 +235,49 @@ def damage(path: Path, on_hash: Callable[[Path], None] | None = None) -> str | N
     `on_hash` is called with each file before it is read and hashed.
     """
     try:
+        if not path.is_dir():
+            return "it is not a folder"
         manifest = read_manifest(path)
-        if manifest["sha256"] != digest(manifest):
-            return f"{MANIFEST} was changed"
-        # A change between the values, such as a space, leaves the digest as it was.
-        if manifest["format"] >= 2 and (path / MANIFEST).read_text() != manifest_text(manifest):
-            return f"{MANIFEST} was changed"
-        if manifest["format"] not in FORMATS:
-            return f"format {manifest['format']} is not known to this version"
-        for name, facts in manifest["files"].items():
-            file = path / name
-            if file.stat().st_size != facts["bytes"]:
-                return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-            if on_hash is not None:
-                on_hash(file)
-            if not _has_hash(file, facts):
-                return f"{name} was changed"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"unreadable ({error})"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError) as error:
+        text = _reason(error)
+        return text if text.startswith(MANIFEST) else f"{MANIFEST} cannot be read: {text}"
+    named = re.fullmatch("step-([0-9]{1,16})", path.name)
+    if named and path.is_symlink():
+        return "it is a symbolic link, not a folder"
+    if named and int(named[1]) != manifest["step"]:
+        # An old checkpoint under a newer one's name would win over all others.
+        return f"it is the checkpoint of step {manifest['step']}, under another name"
+    for name, facts in manifest["files"].items():
+        try:
+            problem = _file_damage(path / name, facts, on_hash)
+        except FileNotFoundError:
+            problem = "is missing"
+        except OSError as error:
+            problem = f"cannot be read: {_reason(error)}"
+        if problem is not None:
+            return f"{name} {problem}"
     return None
+
+
+def _file_damage(
+    file: Path, facts: dict[str, Any], on_hash: Callable[[Path], None] | None
+) -> str | None:
+    descriptor = open_regular(file)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != facts["bytes"]:
+            return f"has {size} bytes instead of {facts['bytes']}"
+        if on_hash is not None:
+            on_hash(file)
+        return None if _has_hash(descriptor, facts) else "was changed"
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def fingerprint(path: Path) -> str:
@@ -183,7 +286,7 @@ def fingerprint(path: Path) -> str:
     The time of the last change is the kernel's own and cannot be set back.
     """
     try:
-        stats = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+        stats = [(file.name, file.lstat()) for file in sorted(path.iterdir())]
     except OSError as error:
         return str(error)
     seen = [(n, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for n, s in stats]

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from multi_gpu_training.checkpoint.changed_settings import Change, RunDescription, table
 from multi_gpu_training.checkpoint.integrity import fingerprint
 from multi_gpu_training.checkpoint.snapshot import Snapshot
 from multi_gpu_training.checkpoint.store import CheckpointStore, read_verified
@@ -83,6 +84,7 @@ class RunState:
         self.placement = placement
         self.hosts = hosts
         self.settings = settings
+        self.description: RunDescription | None = None  # once there is an optimizer
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._resumed: dict[str, Any] | None = None
 
@@ -118,6 +120,7 @@ class RunState:
         per_rank = {name: to_text(state) for name, state in states["per_rank"].items()}
         mine = {"random": random_state(self.placement.device), "registered": per_rank}
         ranks = self.placement.gather_json(mine)
+        made_with = {} if self.description is None else {"made_with": self.description.facts}
         return Snapshot(
             step=training.step,
             epoch=training.epoch,
@@ -130,30 +133,54 @@ class RunState:
                 "replicated": states["replicated"],
                 "ranks": ranks,
                 "config": self.settings(),
+                **made_with,
             },
             facts={"world_size": self.placement.dp_size, **facts},
         )
 
     def restore(self, snapshot: Snapshot, where: str) -> str | None:
         """Load a snapshot; `where` names it in errors. Return what the user should know."""
-        training, state = self.training, snapshot.state
-        load_model_state(training.model, snapshot.model, snapshot.aliases, state["extra"], where)
-        load_optimizer_state(training.model, training.optimizer, snapshot.optimizer, where)
+        try:
+            return self._load(snapshot, where)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            # Its hashes are right: it was written like this, by other code or to do harm.
+            raise CheckpointError(
+                f"{where} does not hold what this run needs ({type(error).__name__}: "
+                f"{error!s:.300}); resume with the code that wrote it, or from another checkpoint"
+            ) from error
+
+    def _load(self, snapshot: Snapshot, where: str) -> str | None:
+        training, notes = self.training, []
+        model, optimizer = training.model, training.optimizer
+        changes: list[Change] = []
+        # The model first: another one says more about what went wrong than any setting.
+        extra = snapshot.state["extra"]
+        load_model_state(model, snapshot.model, snapshot.aliases, extra, where)
+        if self.description is not None:
+            fresh = optimizer_state(model, optimizer)
+            snapshot, changes = self.description.adapt(snapshot, fresh)
+        state = snapshot.state
+        load_optimizer_state(model, optimizer, snapshot.optimizer, where)
         training.load_state_dict(state["trainer"])
+        if self.description is not None and changes:
+            self.description.settle(snapshot.step)
+            notes.append(
+                f"settings changed since step {snapshot.step} was saved:\n{table(changes)}"
+            )
         self._resumed = state
         ranks, world = state["ranks"], self.placement.dp_size
         # On another number of ranks the generators start afresh. Nothing is lost: what training
         # draws is derived from the step.
         if len(ranks) == world:
             set_random_state(ranks[self.placement.dp_rank]["random"], self.placement.device)
+        else:
+            notes.append(
+                f"the checkpoint was written by {len(ranks)} ranks, now there are {world}: same "
+                "samples in the same order"
+            )
         for name in self._registered:
             self._restore(name, state)
-        if len(ranks) == world:
-            return None
-        return (
-            f"the checkpoint was written by {len(ranks)} ranks, now there are {world}: same "
-            "samples in the same order"
-        )
+        return "\n".join(notes) or None
 
     def _restore(self, name: str, state: dict[str, Any]) -> None:
         """Give a registered object its saved state, if there is one for it."""

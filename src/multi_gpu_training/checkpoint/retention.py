@@ -10,8 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.checkpoint.durable import flush, own_name, write_text
+from pydantic import BaseModel
 
+from multi_gpu_training.checkpoint.durable import flush, own_name, write_text
+from multi_gpu_training.checkpoint.integrity import trusted_manifest
+from multi_gpu_training.safe_files import (
+    Count,
+    Signed,
+    UnreadableFile,
+    digest,
+    parse_json,
+    read_text,
+    signed,
+)
+
+LINEAGE = "lineage.json"
+COPY = "lineage.copy.json"
 STAGED_LINEAGE = ".lineage-"
 
 
@@ -72,26 +86,56 @@ def score_of(facts: dict[str, Any]) -> float | None:
     return -value if smaller else value
 
 
+class LineageEntry(BaseModel):
+    attempt: Count
+    from_step: Count
+
+
+class LineageFile(Signed):
+    """`lineage.json`: every attempt and the step that it started from."""
+
+    entries: list[LineageEntry]
+
+
 class Lineage:
     """Which attempt of a run started from which step: `lineage.json` beside the checkpoints.
 
-    An attempt is what trains between a start or resume and the next resume.
+    An attempt is what trains between a start or resume and the next resume. Without this file an
+    abandoned checkpoint would look like the newest one, so there is a copy of it, and every
+    manifest holds the history up to its checkpoint. `problem` says what was wrong with the file
+    when it was last read, and what was done about it.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.attempt = 0
+        self.problem: str | None = None
         self._unwritten: list[dict[str, int]] | None = None
 
     def entries(self) -> list[dict[str, int]]:
         """Return every attempt so far."""
         if self._unwritten is not None:
             return list(self._unwritten)
+        self.problem = None
         try:
-            found: list[dict[str, int]] = json.loads((self.folder / "lineage.json").read_text())
-            return found
+            return _read(self.folder / LINEAGE)
+        except FileNotFoundError:
+            problem = "is missing"
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            problem = f"is damaged ({str(reason).removeprefix(f'{LINEAGE} ')})"
+        found, source = self._other_sources()
+        if found or problem != "is missing":  # a run that was never resumed has none
+            self.problem = f"{LINEAGE} {problem}; the history of the run was taken from {source}"
+        return found
+
+    def _other_sources(self) -> tuple[list[dict[str, int]], str]:
+        try:
+            return _read(self.folder / COPY), COPY
         except (OSError, ValueError):
-            return []
+            return derived([trusted_manifest(path) for path in self.folder.glob("step-*")]), (
+                "the manifests, which do not know of a later start without a checkpoint"
+            )
 
     def branch(self, from_step: int) -> None:
         """Start a new attempt from `from_step`; it is on the disk after `write`."""
@@ -114,13 +158,44 @@ class Lineage:
         """Put what is new on the disk."""
         if self._unwritten is None:
             return
-        staged = self.folder / f"{STAGED_LINEAGE}{own_name()}"
-        try:
-            write_text(staged, json.dumps(self._unwritten))
-            staged.replace(self.folder / "lineage.json")
-        except OSError:
-            with contextlib.suppress(OSError):
-                staged.unlink(missing_ok=True)
-            raise
+        text = json.dumps(signed({"entries": self._unwritten}))
+        # The copy first: whichever of the two survives, it knows of this attempt.
+        for name in (COPY, LINEAGE):
+            staged = self.folder / f"{STAGED_LINEAGE}{own_name()}"
+            try:
+                write_text(staged, text)
+                if (self.folder / name).is_dir():  # nothing of ours: it must not stop every save
+                    (self.folder / name).rename(self.folder / f"{name}-moved-{own_name()}")
+                staged.replace(self.folder / name)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    staged.unlink(missing_ok=True)
+                raise
         flush(self.folder)
         self._unwritten = None
+
+
+def _read(path: Path) -> list[dict[str, int]]:
+    text = read_text(path)
+    if text.startswith("["):  # version 0.1 wrote a plain list
+        found = parse_json(text, list[LineageEntry], path.name)
+    else:
+        facts = parse_json(text, dict[str, Any], path.name)
+        if facts.get("sha256") != digest(facts):
+            raise UnreadableFile(f"{path.name} was changed")
+        found = parse_json(text, LineageFile, path.name).entries
+    return [entry.model_dump() for entry in found]
+
+
+def derived(manifests: Sequence[dict[str, Any]]) -> list[dict[str, int]]:
+    """Work out a run's history from what its manifests say."""
+    told = [facts["history"] for facts in manifests if "history" in facts]
+    if told:
+        return [{"attempt": a, "from_step": s} for a, s in max(told, key=len)]
+    # Those of version 0.1 only number their attempt: it began before its first checkpoint.
+    first: dict[int, int] = {}
+    for facts in manifests:
+        attempt, step = facts.get("attempt", 0), facts.get("step", 0)
+        if attempt:
+            first[attempt] = min(first.get(attempt, step), step)
+    return [{"attempt": a, "from_step": max(0, first[a] - 1)} for a in sorted(first)]

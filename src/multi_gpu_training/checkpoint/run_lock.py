@@ -18,7 +18,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.redaction import redact_command
+from multi_gpu_training.safe_files import Count, open_regular, parse_json
+from multi_gpu_training.safe_output import printable
 
 NAME = ".lock"
 # A killed process keeps its files open until the kernel has cleaned up, which a GPU makes slow.
@@ -39,7 +44,7 @@ class RunLock:
             descriptor, count = _held[self._key]
             _held[self._key] = (descriptor, count + 1)
             return
-        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = open_regular(folder / NAME, os.O_RDWR | os.O_CREAT)
         try:
             held = _take(descriptor, folder, grace_s)
         except BaseException:
@@ -51,6 +56,11 @@ class RunLock:
             return
         _held[self._key] = (descriptor, 1)
         _sign(descriptor)
+
+    @property
+    def held(self) -> bool:
+        """False where the file system has no locks: then another run may be in the folder."""
+        return self._key is not None
 
     def release(self) -> None:
         key, self._key = self._key, None
@@ -66,7 +76,7 @@ class RunLock:
 def owner(folder: Path) -> dict[str, Any] | None:
     """Return who trains in this folder now, if anyone does."""
     try:
-        descriptor = os.open(folder / NAME, os.O_RDWR)
+        descriptor = open_regular(folder / NAME, os.O_RDWR)
     except OSError:
         return None
     try:
@@ -113,7 +123,7 @@ def _sign(descriptor: int) -> None:
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": " ".join(sys.orig_argv)[:500],
+        "command": " ".join(redact_command(sys.orig_argv))[:500],
     }
     # On a full disk the lock holds all the same; nobody can read whose it is.
     with contextlib.suppress(OSError):
@@ -121,10 +131,17 @@ def _sign(descriptor: int) -> None:
         os.pwrite(descriptor, json.dumps(signature).encode(), 0)
 
 
+class _Signature(BaseModel):
+    pid: Count
+    host: str
+    since: str
+    command: str
+
+
 def _signature(descriptor: int) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        return found if isinstance(found, dict) else {}
+        found = parse_json(os.pread(descriptor, 4096, 0), _Signature, NAME)
+        return {n: printable(v) if isinstance(v, str) else v for n, v in found.model_dump().items()}
     return {}
 
 

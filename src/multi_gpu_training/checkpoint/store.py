@@ -8,13 +8,14 @@
         state.json
         manifest.json          sizes and hashes of the others, and of itself; written last
       best -> step-00000100
-      lineage.json             which attempt started from which step
+      lineage.json             which attempt started from which step, and lineage.copy.json
 
 A checkpoint is staged in a temporary folder, flushed to the disk, and renamed into place.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -30,11 +31,27 @@ from multi_gpu_training.checkpoint import durable, integrity, retention
 from multi_gpu_training.checkpoint.integrity import trusted_manifest
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.safe_files import read_json, signed
 from multi_gpu_training.state_dicts import unpack
 
 _STAGED = ".staged-"
 _OLD = ".old-"
 _BEST = ".best-"
+# What reading a file of nonsense raises.
+_NONSENSE = (
+    SafetensorError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+    RuntimeError,
+    OSError,
+)
+_MOST_STATE = 4 * 2**30  # state.json holds each rank's state, with what the user registered
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class CheckpointStore:
@@ -68,24 +85,34 @@ class CheckpointStore:
 
     def write(self, captured: Capture) -> Path:
         """Write what was captured; when this returns it is safe on the disk."""
-        final = self.path_of(captured.step)
-        staged = self._staged_name(final)
+        captured.copy.wait()
         try:
-            captured.copy.wait()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.lineage.write()
-            staged.mkdir()
-            self._write_files(staged, captured)
-            self._move_into_place(staged, final)
-        except BaseException as error:
-            shutil.rmtree(staged, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
+            try:
+                return self._write(captured)
+            except OSError as error:
+                # What killed saves left may be all that fills the disk.
+                if error.errno not in _FULL or not self.clear_leftovers():
+                    raise
+                return self._write(captured)
+        except OSError as error:
             raise CheckpointError(
                 f"could not save step {captured.step} in {self.folder}: "
                 f"{error.strerror or error}; earlier checkpoints are untouched. Free some space "
                 "or choose another --save-dir"
             ) from error
+
+    def _write(self, captured: Capture) -> Path:
+        final = self.path_of(captured.step)
+        staged = self._staged_name(final)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lineage.write()
+            staged.mkdir()
+            self._write_files(staged, captured)
+            self._move_into_place(staged, final)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
         return final
 
     def _write_files(self, staged: Path, captured: Capture) -> None:
@@ -111,8 +138,8 @@ class CheckpointStore:
             for descriptor in opened:
                 os.close(descriptor)
         manifest = {**captured.manifest, "attempt": self.attempt, "files": files}
-        manifest["sha256"] = integrity.digest(manifest)
-        durable.write_text(staged / integrity.MANIFEST, integrity.manifest_text(manifest))
+        manifest["history"] = [[e["attempt"], e["from_step"]] for e in self.lineage.entries()]
+        durable.write_text(staged / integrity.MANIFEST, integrity.manifest_text(signed(manifest)))
         durable.flush(staged)
 
     def _move_into_place(self, staged: Path, final: Path) -> None:
@@ -144,6 +171,8 @@ class CheckpointStore:
     def install(self, staged: Path, final: Path) -> str | None:
         """Take a checkpoint that came from elsewhere; return what is wrong with it, if anything."""
         problem = integrity.damage(staged)
+        if problem is None and self.path_of(integrity.read_manifest(staged)["step"]) != final:
+            problem = "it is of another step"
         if problem is not None:
             return f"{final.name} did not arrive intact: {problem}"
         self._move_into_place(staged, final)
@@ -187,6 +216,8 @@ class CheckpointStore:
 
     def prune(self) -> None:
         """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
+        # First: what an earlier save replaced must not come back once its successor is dropped.
+        self.clear_leftovers()
         found = []
         for path in self.folders():
             score = retention.score_of(trusted_manifest(path))
@@ -196,13 +227,20 @@ class CheckpointStore:
         for path in retention.to_drop(found, intact, self.keep_last, self.keep_best, best):
             shutil.rmtree(path, ignore_errors=True)
             self.verifier.forget(path)
+
+    def clear_leftovers(self) -> bool:
+        """Remove what killed saves left; whether there was anything. Needs the run's lock."""
+        self.recover()
+        cleared = False
         for path in self.leftovers():
-            if durable.is_own(path.name):
+            if durable.is_own(path.name):  # another save of this very process
                 continue
+            cleared = True
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+        return cleared
 
     def branch(self, from_step: int) -> None:
         """Continue from `from_step`, and abandon what earlier attempts saved after it."""
@@ -225,6 +263,9 @@ class CheckpointStore:
     def newest_intact(self) -> tuple[Path | None, list[str]]:
         """Return the newest checkpoint whose every byte is as written, and why newer ones fail."""
         damaged: list[str] = []
+        self.lineage.entries()
+        if self.lineage.problem is not None:
+            damaged.append(self.lineage.problem)
         for path in self.folders():
             if not self.on_timeline(path):
                 continue
@@ -239,15 +280,17 @@ class CheckpointStore:
         return sorted(self.folder.glob("step-*"), key=_step, reverse=True)
 
     def leftovers(self) -> list[Path]:
-        """Return what crashed saves have left; the next save clears it away."""
+        """Return what crashed saves have left; the next start or save clears it away."""
         patterns = (f"{_STAGED}*", f"{_OLD}*", f"{_BEST}*", f"{retention.STAGED_LINEAGE}*")
         return sorted(path for pattern in patterns for path in self.folder.glob(pattern))
 
     def recover(self) -> None:
         """Finish or undo what a crash interrupted."""
         for old in self.folder.glob(f"{_OLD}step-*"):
-            name = re.match(r"step-\d+", old.name.removeprefix(_OLD))
-            if name and not (self.folder / name[0]).exists():
+            name = re.match("step-[0-9]+", old.name.removeprefix(_OLD))
+            if name is None or durable.is_own(old.name) or (self.folder / name[0]).exists():
+                continue
+            if integrity.damage(old) is None:
                 old.rename(self.folder / name[0])
 
     def on_timeline(self, path: Path) -> bool:
@@ -260,7 +303,7 @@ class CheckpointStore:
 
 def _step(path: Path) -> int:
     digits = path.name.removeprefix("step-")
-    return int(digits) if digits.isdigit() else -1
+    return int(digits) if re.fullmatch("[0-9]{1,16}", digits) else -1
 
 
 # Reading
@@ -276,8 +319,8 @@ def load(path: Path) -> Snapshot:
 
 def read_verified(path: Path) -> Snapshot:
     """Read a checkpoint that was verified, here or by another rank that sees the same files."""
-    manifest = integrity.read_manifest(path)
-    plain = _read(path / "state.json", lambda file: json.loads(file.read_text()))
+    manifest = _read(path, integrity.read_manifest)
+    plain = _read(path / "state.json", lambda file: read_json(file, dict[str, Any], _MOST_STATE))
     model, optimizer, state = (
         _read(path / f"{name}.safetensors", load_file) for name in ("model", "optimizer", "state")
     )
@@ -296,8 +339,8 @@ def _read(file: Path, how: Callable[[Path], Any]) -> Any:
     """Read a file with `how`. Its hash is right, so any error is the doing of whoever wrote it."""
     try:
         return how(file)
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except _NONSENSE as error:
         raise CheckpointError(
-            f"{file} does not hold what a checkpoint holds ({type(error).__name__}: {error}); "
-            "resume from another checkpoint, and ask where this one comes from"
+            f"{file} does not hold what a checkpoint holds ({type(error).__name__}: "
+            f"{error!s:.300}); resume from another checkpoint, and ask where this one comes from"
         ) from error

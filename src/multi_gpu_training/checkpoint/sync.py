@@ -8,7 +8,6 @@ against the manifest and rename them into place. Nothing that arrives is execute
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -20,11 +19,12 @@ from typing import Any
 import torch
 
 from multi_gpu_training.checkpoint.durable import flush, write_text
-from multi_gpu_training.checkpoint.integrity import MANIFEST, trusted_manifest
+from multi_gpu_training.checkpoint.integrity import MANIFEST, is_plain_name, trusted_manifest
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError
+from multi_gpu_training.safe_files import read_json
 
 CHUNK = 16 << 20
 
@@ -94,9 +94,9 @@ def _is_known(folder: Path, identity: Identity) -> bool:
     if identity.attempt == 0:
         return True
     try:
-        facts = json.loads((folder / "environment.json").read_text())
+        facts = read_json(folder / "environment.json", dict[str, Any])
         return bool(facts.get("run_id") == identity.run_id)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return False
 
 
@@ -138,7 +138,7 @@ def agree_on_newest(
     path = None
     if source is not None:
         chosen = offers[source]
-        path = store.folder / chosen["name"]
+        path = store.path_of(int(chosen["step"]))  # not by the name, which came over the network
         same = ("step", "attempt", "tensors")
         needy = [r for r in hosts.writers if any(offers[r][k] != chosen[k] for k in same)]
         if needy:
@@ -237,7 +237,7 @@ def send(
         head = {"manifest": (path / MANIFEST).read_text(), "sizes": sizes}
     head = placement.gather_json(head)[source]
     # The names came over the network: they must not lead out of the staging folder.
-    strange = [n for n, _ in head["sizes"] if n != Path(n).name or n.startswith(".")]
+    strange = [n for n, _ in head["sizes"] if not is_plain_name(n)]
     if strange:
         raise CheckpointError(f"{path.name} is not a checkpoint: it has files named {strange}")
     problem: str | None = None

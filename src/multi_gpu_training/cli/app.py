@@ -57,6 +57,12 @@ Warmup = Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs"
 AsJson = Annotated[bool, Option("--json", help="for programs")]
 NodeRank = Annotated[int | None, Machines()]
 MasterAddr = Annotated[str | None, Machines()]
+ClusterToken = Annotated[
+    str | None, Machines(help="file of `mgt cluster token`, the same everywhere")
+]
+InsecureNetwork = Annotated[
+    bool, Machines("--insecure-network", help="no token: trust the network")
+]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port")
 
 
@@ -91,18 +97,17 @@ def train(
     data_dir: Annotated[str | None, Training(help="your data")] = None,
     save_dir: Annotated[str | None, Training(help="where runs are kept")] = None,
     resume: Annotated[str | None, Training(help="auto, or a checkpoint folder")] = None,
+    resume_anyway: Annotated[
+        bool | None, Training("--resume-anyway", help="although seed or data changed")
+    ] = None,
     seed: Annotated[int | None, Training()] = None,
     deterministic: Annotated[bool | None, Training()] = None,
     nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
-    cluster_token: Annotated[
-        str | None, Machines(help="file of `mgt cluster token`, the same everywhere")
-    ] = None,
-    insecure_network: Annotated[
-        bool, Machines("--insecure-network", help="no token: trust the network")
-    ] = False,
+    cluster_token: ClusterToken = None,
+    insecure_network: InsecureNetwork = False,
     # torch.distributed.launch adds it; the environment says the same.
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
@@ -198,6 +203,8 @@ def check(
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines()] = None,
+    cluster_token: ClusterToken = None,
+    insecure_network: InsecureNetwork = False,
 ) -> None:
     """Check this machine before training: software, GPUs, links, disk, network, real ranks.
 
@@ -205,9 +212,12 @@ def check(
     Ends with 1 if anything fails. On several machines start it on each, or with torchrun.
     """
     from multi_gpu_training.cli.check_command import CheckFlags, check
+    from multi_gpu_training.distributed.cluster_token import remember
 
+    remember(cluster_token, insecure_network)
     command = [target, *ctx.args] if target is not None else []
-    raise typer.Exit(check(CheckFlags(command, **others(ctx, "target"), hosts=machines(ctx))))
+    flags = others(ctx, "target", "cluster_token", "insecure_network")
+    raise typer.Exit(check(CheckFlags(command, **flags, hosts=machines(ctx))))
 
 
 @app.command(context_settings={**EXTRA, **NAMES})

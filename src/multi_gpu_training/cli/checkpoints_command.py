@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from multi_gpu_training.checkpoint.inspection import CheckpointListing, ListedCheckpoint, inspect
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_output import printable
 
 
 def show_checkpoints(run: str, as_json: bool) -> int:
@@ -35,18 +37,22 @@ def _print(listing: CheckpointListing, console: Console) -> None:
     for title in ("checkpoint", "epoch", "saved", "ranks", "size", "metrics", "", "state"):
         table.add_column(title, no_wrap=title != "metrics", overflow="fold")
     for item in listing.checkpoints:
-        table.add_row(*_row(item))
+        table.add_row(*(escape(printable(cell)) for cell in _row(item)))
     if listing.checkpoints:
         console.print(table)
     for item in listing.checkpoints:
         if item.problem is not None:
-            console.print(f"{item.name} is damaged: {item.problem}", markup=False)
+            text = printable(f"{item.name} is damaged: {item.problem}")
+            console.print(text, markup=False)
+    if listing.lineage_problem is not None:
+        console.print(printable(listing.lineage_problem), markup=False)
     if listing.leftovers:
-        names = ", ".join(listing.leftovers)
-        console.print(f"unfinished, cleared by the next save: {names}", markup=False)
+        names = printable(", ".join(listing.leftovers))
+        console.print(f"unfinished, cleared by the next start or save: {names}", markup=False)
     if listing.owner is not None:
         by = listing.owner
-        console.print(f"in use by process {by.get('pid', '?')} on {by.get('host', '?')}")
+        text = f"in use by process {by.get('pid', '?')} on {by.get('host', '?')}"
+        console.print(text, markup=False)
     if listing.newest_intact is None:
         console.print(f"no intact checkpoint in {listing.folder}", markup=False)
     else:

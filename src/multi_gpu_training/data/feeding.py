@@ -353,9 +353,9 @@ def place_after_resume(
             f"global_batch_size={saved}, as it was, or from the end of an epoch"
         )
     # Batches that a batch sampler or the dataset itself forms: positions count those.
-    changed = loader.steps != steps if steps is not None else saved != size
-    if isinstance(source, BatchSamplerBatches) and steps is None:
-        changed = False  # an older checkpoint, which recorded a size that means nothing here
+    changed = steps is not None and loader.steps != steps
+    if not isinstance(source, BatchSamplerBatches):  # for which the size means nothing
+        changed = changed or saved != size
     if changed and position:
         was = f"{steps} batches" if steps is not None else f"batches of {saved}"
         raise ConfigError(

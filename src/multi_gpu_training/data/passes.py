@@ -30,6 +30,7 @@ class EpochLoader(ABC):
         self.trained: Share | None = None
         self._pass: object = None
         self._newest: Share | None = None  # of the batch that was handed out last
+        self._given: Any = None  # that batch
         self._claimed: Share | None = None  # the one that `recognise` last found in a batch
         self._left: int | None = None  # the epoch that a loop broke off
 
@@ -46,7 +47,7 @@ class EpochLoader(ABC):
     def seek(self, epoch: int, start: int = 0) -> None:
         """Begin the next pass there."""
         self.epoch, self.start = epoch, start
-        self.trained = self._newest = self._left = None
+        self.trained = self._newest = self._given = self._left = None
         self._pass = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -57,7 +58,7 @@ class EpochLoader(ABC):
         self._pass = this
         try:
             for batch in self.one_pass():
-                self._newest = share_of(batch)
+                self._newest, self._given = share_of(batch), batch
                 yield batch
         finally:
             # Not where somebody has sought another place since: a rollback, or a stop.
@@ -83,16 +84,24 @@ class EpochLoader(ABC):
             ):
                 return None
             share = self._newest
-        self._claimed = share
+        marked = self._claimed = share
         # The weight of the step is learned with the gradients, on every rank alike: what a loop
         # leaves out, adds or keeps from earlier steps may differ from rank to rank.
         share = replace(share, changed=True, window_count=0)
-        if not all_ours and not fits(batch, share.count) and count(batch) != share.count:
+        known = all_ours or self._holds_newest(batch, marked) or fits(batch, share.count)
+        if not known and count(batch) != share.count:
             share = replace(share, count=count(batch), indices=(), sample_seed=0)
         if (share.epoch, share.position) < (place[0], place[1] - 1):
             # Kept from earlier steps: the place in the data stays.
             share = replace(share, epoch=place[0], position=max(0, place[1] - 1))
         return share
+
+    def _holds_newest(self, batch: Any, share: Share) -> bool:
+        """Whether every tensor of the newest batch is in this one, beside others of the user."""
+        if share is not self._newest:
+            return False
+        given = sum(1 for _ in tensors_of(self._given))
+        return 0 < given == sum(share_of(tensor) is share for tensor in tensors_of(batch))
 
     def _marked(self, batch: Any) -> tuple[Share | None, bool]:
         """The share that the batch's tensors carry, and whether all of them carry it."""

@@ -154,11 +154,14 @@ class Channel:
         length = _length(self._read(_LENGTH.size))
         return self._keys.check(self._read(_MAC), self._read(length))
 
+    def close(self) -> None:
+        self._socket.close()
+
     def __enter__(self) -> Channel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
+        self.close()
 
     def _greet(self, token: bytes, purpose: bytes) -> _Keys:
         hello = caller_hello(purpose)
@@ -203,6 +206,8 @@ def caller_proof(
             f"the clocks differ by {abs(their_time - time.time()):.0f} s",
             f"{MAX_SKEW_S:g} s are allowed: synchronise them (NTP)",
         )
+    if status != _OK:
+        raise Refused("another program answers there", "choose another port")
     greeting = hello + reply
     if not hmac.compare_digest(mac(), _mac(token, b"server" + greeting)):
         raise Refused("the other machine has another cluster token", "give the same file to all")
@@ -276,9 +281,12 @@ async def admit_with_token(
         await writer.drain()
         if status != _OK:
             raise Refused("wrong version" if status == _OTHER_VERSION else "clock too far off")
-        proof = await reader.readexactly(_MAC)
     except asyncio.IncompleteReadError:
         raise Refused("handshake cut short") from None
+    try:
+        proof = await reader.readexactly(_MAC)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        raise Refused("another cluster token: it left when it saw our proof") from None
     greeting = hello + reply
     if asked != purpose or not hmac.compare_digest(proof, _mac(token, b"caller" + greeting)):
         raise Refused("wrong HMAC in the handshake")

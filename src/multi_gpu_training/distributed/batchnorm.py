@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ModelError
@@ -19,9 +22,17 @@ from multi_gpu_training.torch_internals import (
 
 
 class Attendance:
-    """Whether this rank's samples count in the micro-batch that is being computed."""
+    """Whether this rank's samples count in the micro-batch that is being computed.
+
+    exchanged: whether ranks talked in a BatchNorm since somebody set it to False.
+    """
 
     present = True
+    exchanged = False
+
+
+# One for the process: the loss of one training may call the model of another.
+ATTENDANCE = Attendance()
 
 
 class SyncBatchNorm(BatchNormBase):
@@ -32,15 +43,15 @@ class SyncBatchNorm(BatchNormBase):
     """
 
     placement: Placement
-    seen: Attendance
 
     @disable_dynamo  # ranks talk in here
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.track_running_stats:
             return BatchNormBase.forward(self, input)
         check_dimensions(self, input)
+        ATTENDANCE.exchanged = True
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.placement, self.seen.present
+            input, self.weight, self.bias, self.eps, self.placement, ATTENDANCE.present
         )
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
@@ -190,10 +201,33 @@ class _Normalise(torch.autograd.Function):
         )
 
 
+@contextmanager
+def no_norm_alone() -> Iterator[None]:
+    """Refuse, in a `with` block, a BatchNorm that would normalise over this rank's samples alone:
+    one outside the model, such as that of a teacher which the loss calls."""
+
+    def look(module: nn.Module, _: Any) -> None:
+        if not isinstance(module, BatchNormBase) or isinstance(module, SyncBatchNorm):
+            return
+        if module.training or not module.track_running_stats:
+            raise ModelError(
+                f"sync_bn=true, but the loss calls a {type(module).__name__} of "
+                f"{module.num_features} features in training mode that is not part of the model: "
+                "each rank would normalise its own samples alone. Call .eval() on the network that "
+                "it belongs to, make that a part of the model, or set sync_bn=false"
+            )
+
+    handle = register_module_forward_pre_hook(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 _kinds: dict[type[BatchNormBase], type[SyncBatchNorm]] = {}
 
 
-def synchronise_batchnorm(model: nn.Module, placement: Placement, seen: Attendance) -> nn.Module:
+def synchronise_batchnorm(model: nn.Module, placement: Placement) -> nn.Module:
     """Let every BatchNorm of `model` normalise over all ranks. It stays the same object: under
     every name it is registered by, with its parameters and hooks."""
     for name, module in model.named_modules():
@@ -201,7 +235,7 @@ def synchronise_batchnorm(model: nn.Module, placement: Placement, seen: Attendan
             if not isinstance(module, SyncBatchNorm):
                 module.__class__ = _synchronised(type(module), name)
             assert isinstance(module, SyncBatchNorm)
-            module.placement, module.seen = placement, seen
+            module.placement = placement
     return model
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import atexit
 import hmac
 import os
+import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,10 +22,16 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from multi_gpu_training.distributed import sockets
+from multi_gpu_training.distributed.authenticated_channel import (
+    HANDSHAKE_S,
+    STORE,
+    Channel,
+    Refused,
+)
 from multi_gpu_training.distributed.cluster_token import PUBLIC_KEY, network_key
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.sockets import LOOPBACK, listening_socket
-from multi_gpu_training.distributed.store_relay import GuardedStore, RelayProcess
+from multi_gpu_training.distributed.store_relay import KNOCK, GuardedStore, RelayProcess
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 _NONCE = _PROOF = 32
@@ -34,8 +42,10 @@ def meets_here(identity: Identity) -> bool:
     """Whether all ranks are on this machine, so that nothing needs to leave it."""
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         return not identity.on_several_hosts
-    asked = os.environ.get("MASTER_ADDR", LOOPBACK)
-    return sockets.is_loopback(asked) or os.environ.get("SLURM_JOB_NUM_NODES") == "1"
+    if sockets.is_loopback(os.environ.get("MASTER_ADDR", LOOPBACK)):
+        return True
+    alone = "LOCAL_WORLD_SIZE" in os.environ and not identity.on_several_hosts
+    return alone or os.environ.get("SLURM_JOB_NUM_NODES") == "1"
 
 
 def prepare(identity: Identity) -> bytes | None:
@@ -48,11 +58,20 @@ def prepare(identity: Identity) -> bytes | None:
     if meets_here(identity):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return None
-    if not launcher_hosts():
-        asked = os.environ["MASTER_ADDR"]
-        for name, value in sockets.interface_variables(_own_address(identity, asked)).items():
-            os.environ.setdefault(name, value)
+    choose_interface(os.environ["MASTER_ADDR"])
     return network_key(f"rank {identity.rank} of a run on several machines")
+
+
+def choose_interface(asked: str) -> None:
+    """Let gloo and NCCL talk over the interface that leads to rank 0.
+
+    Left to itself gloo takes the address of the machine's own name, which may be loopback.
+    """
+    if sockets.is_loopback(asked):
+        return  # a launcher of ours is there, and has set them
+    own = sockets.address_towards(_gate_address(asked), 0.0, lambda seconds: None)
+    for name, value in sockets.interface_variables(own).items():
+        os.environ.setdefault(name, value)
 
 
 def launcher_hosts() -> bool:
@@ -60,20 +79,78 @@ def launcher_hosts() -> bool:
 
 
 def join_store(identity: Identity, patience: timedelta, key: bytes | None) -> Any:
-    """The store that all ranks meet at. `key` is what `prepare` gave."""
+    """The store that all ranks meet at, once all are there. `key` is what `prepare` gave."""
+    rank, world = identity.rank, identity.world_size
     if launcher_hosts():
-        rank, world = identity.rank, identity.world_size
-        return next(rendezvous("env://", rank, world, timeout=patience))[0]
-    asked, port = os.environ["MASTER_ADDR"], _port()
+        store = next(rendezvous("env://", rank, world, timeout=patience))[0]
+    else:
+        asked, port = os.environ["MASTER_ADDR"], _port()
+        port = way_in(rank, asked, port, patience.total_seconds(), key)
+        store = TCPStore(LOOPBACK, port, is_master=False, timeout=patience)
+    # gloo and NCCL would wait far longer, and could not say for whom.
+    store.set(f"mgt/here/{rank}", identity.host)
+    names = [f"mgt/here/{other}" for other in range(world)]
+    try:
+        store.wait(names, patience)
+    except RuntimeError:
+        missing = [other for other, name in enumerate(names) if not store.check([name])]
+        raise LaunchError(
+            f"rank {rank} on {identity.host}: ranks {missing} of {world} did not come to "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
+            f"{patience.total_seconds():g} s (recovery_timeout); look for their messages there, "
+            "and for connections that were refused here"
+        ) from None
+    return store
+
+
+def way_in(rank: int, asked: str, port: int, patience_s: float, key: bytes | None) -> int:
+    """The port on loopback at which this rank reaches the store that rank 0 hosts at `asked`."""
+    address = LOOPBACK if key is None else _gate_address(asked)
     token = None if key is None else key.hex()
-    if identity.rank == 0:
-        port = _host(LOOPBACK if key is None else _own_address(identity, asked), port, token)
-    elif key is not None:
-        # Speaks to rank 0's relay for this rank, and proves that it may.
-        local = listening_socket(LOOPBACK, 0)
-        port, remote = local.getsockname()[1], port
-        _keep(RelayProcess([local], address=sockets.resolved(asked), port=remote, token=token))
-    return TCPStore(LOOPBACK, port, is_master=False, timeout=patience)
+    if rank == 0:
+        return _host(address, port, token)
+    _await_gate(address, port, key, patience_s)
+    if key is None:
+        return port
+    # Speaks to rank 0's relay for this rank, and proves that it may.
+    local = listening_socket(LOOPBACK, 0)
+    own = int(local.getsockname()[1])
+    _keep(RelayProcess([local], address=address, port=port, token=token))
+    return own
+
+
+def _await_gate(address: str, port: int, key: bytes | None, patience_s: float) -> None:
+    """Wait for rank 0 to open its gate. LaunchError: it did not, or something else is there.
+
+    torch waits for ever where another program listens, and never says why it was refused.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return _knock(address, port, key, min(HANDSHAKE_S, patience_s))
+        except Refused as error:
+            raise LaunchError(f"rank 0 at {address}:{port}: {error}") from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"rank 0 did not answer at {address}:{port} within {patience_s:g} s "
+                    f"({error}); start it with the same MASTER_ADDR and MASTER_PORT, and let "
+                    "its firewall pass that port, which no other program may use"
+                ) from None
+        time.sleep(0.2)
+
+
+def _knock(address: str, port: int, key: bytes | None, limit_s: float) -> None:
+    if key is not None:
+        Channel(address, port, key, STORE, limit_s).close()
+        return
+    with socket.create_connection((address, port), limit_s) as gate:
+        gate.sendall(KNOCK)
+        answer = gate.recv(len(KNOCK))
+    if answer != KNOCK:
+        if not answer:
+            raise ConnectionError("it closed the connection")
+        raise Refused("another program answers there", "choose another MASTER_PORT")
 
 
 def _host(address: str, port: int, token: str | None) -> int:
@@ -83,9 +160,9 @@ def _host(address: str, port: int, token: str | None) -> int:
         listening.append(listening_socket(LOOPBACK, 0))
     own = int(listening[-1].getsockname()[1])
     store = GuardedStore(timedelta(minutes=30).total_seconds())
-    key = store.key.hex() if store.guarded else ""
     _kept.append(store)
-    _keep(RelayProcess(listening, address=LOOPBACK, port=store.port, key=key, token=token))
+    relay = {"address": LOOPBACK, "port": store.port, "key": store.key.hex(), "token": token}
+    _keep(RelayProcess(listening, **relay))
     return own
 
 
@@ -101,13 +178,11 @@ def _port() -> int:
     return int(text)
 
 
-def _own_address(identity: Identity, asked: str) -> str:
-    """This machine's address in the cluster: where rank 0 listens, where gloo and NCCL talk."""
-    if identity.rank == 0:
-        found = sockets.resolved(asked)
-        # Debian has the machine's own name at 127.0.1.1, where no other machine gets to.
-        return sockets.default_address() if sockets.is_loopback(found) else found
-    return sockets.address_towards(asked, 0.0, lambda seconds: None)
+def _gate_address(asked: str) -> str:
+    """Where rank 0 listens for the other machines."""
+    found = sockets.resolved(asked)
+    # Debian has the machine's own name at 127.0.1.1, where no other machine gets to.
+    return sockets.default_address() if sockets.is_loopback(found) else found
 
 
 def prove_membership(rank: int, key: bytes, gather: Callable[[Tensor], Tensor], host: str) -> None:

@@ -17,7 +17,12 @@ from torch.nn.parameter import is_lazy
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DivergenceError, ModelError
-from multi_gpu_training.torch_internals import DDPWithBufferHook, ddp_logging_data, ignore_in_ddp
+from multi_gpu_training.torch_internals import (
+    DDPWithBufferHook,
+    ddp_logging_data,
+    ignore_in_ddp,
+    without_gradient_hooks,
+)
 
 # torch 2.13 renamed the argument and warns about the old name.
 _BUFFERS = (
@@ -32,10 +37,12 @@ class Replicas(DDPWithBufferHook):
 
     hook_s: seconds that the user's communication hooks took on the host so far. They run inside
     the backward, between the gradients of one bucket and the next, and would look like computing.
+    comm_hook: the user's (state, hook), for a wrapper that takes the place of this one.
     """
 
     placement: Placement
     hook_s = 0.0
+    comm_hook: tuple[Any, Callable[..., Any]] | None = None
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         @functools.wraps(hook)  # DDP reads its signature
@@ -47,6 +54,16 @@ class Replicas(DDPWithBufferHook):
                 self.hook_s += time.perf_counter() - begun
 
         super().register_comm_hook(state, timed)
+        self.comm_hook = state, hook
+
+    def take_comm_hook(self, comm_hook: tuple[Any, Callable[..., Any]], group: Any) -> None:
+        """Use the hook of a wrapper that is gone, and whose process group was `group`."""
+        state, hook = comm_hook
+        if state is not None and state is group:  # as torch's own hooks have it
+            state = self.placement.group
+        elif group is not None and getattr(state, "process_group", None) is group:
+            state.process_group = self.placement.group
+        self.register_comm_hook(state, hook)
 
     # A rank that is early waits here for rank 0's buffers: that is communication, not computing.
 
@@ -90,9 +107,11 @@ def settle_buckets(ddp: DistributedDataParallel, zero_loss: Callable[[], Tensor]
     It does so after the first exchange. Left to the first real step, a resumed run would add
     gradients in another order than the run it continues.
     """
-    for _ in range(2):
-        zero_loss().backward()
-        ddp.zero_grad(set_to_none=True)
+    # The user's hooks expect gradients of a batch: zeros may be an error to them.
+    with without_gradient_hooks(ddp.parameters()):
+        for _ in range(2):
+            zero_loss().backward()
+            ddp.zero_grad(set_to_none=True)
 
 
 def check_same_model(model: nn.Module, placement: Placement) -> None:

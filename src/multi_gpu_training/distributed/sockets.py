@@ -1,4 +1,4 @@
-"""Addresses and listening sockets: where launchers and ranks of a run meet.
+"""Addresses and sockets: where launchers and ranks of a run meet, and which users connect there.
 
 Everything listens on one address only. PyTorch's own rendezvous listens on every interface, and
 for several nodes it unpickles what it reads from the network.
@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 
 from multi_gpu_training.errors import ConfigError, LaunchError
 
 LOOPBACK = "127.0.0.1"
+ESTABLISHED, ANY_STATE = 1 << 1, 0xFFFFFFFF
+_NETLINK_SOCK_DIAG, _BY_FAMILY, _DUMP_REQUEST = 4, 20, 0x301
+_ERROR, _DONE = 2, 3
 
 
 def is_loopback(address: str) -> bool:
@@ -33,7 +38,8 @@ def listening_socket(address: str, port: int) -> socket.socket:
         listening.close()
         raise ConfigError(
             f"port {port} for {address} cannot be used: {error.strerror}; choose another "
-            "--master-port, or drop it for a free one; --master-addr must be an address of node 0"
+            "--master-port (MASTER_PORT), or drop it for a free one; --master-addr (MASTER_ADDR) "
+            "must be an address of node 0"
         ) from None
     return listening
 
@@ -70,15 +76,18 @@ def address_towards(host: str, patience_s: float, pause: Callable[[float], None]
 
 def default_address() -> str:
     """This machine's own address on its default route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    # Addresses for documentation; nothing is sent, only the route is looked up.
+    for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the route
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((target, 9))
+                return str(probe.getsockname()[0])
         except OSError:
-            raise LaunchError(
-                "MASTER_ADDR is a name that means loopback on this machine, and it has no default "
-                "route; give the address at which the other machines reach it"
-            ) from None
-        return str(probe.getsockname()[0])
+            continue
+    raise LaunchError(
+        "MASTER_ADDR is a name that means loopback on this machine, and it has no default "
+        "route; give the address at which the other machines reach it"
+    )
 
 
 def interface_of(address: str) -> str | None:
@@ -94,3 +103,53 @@ def interface_variables(address: str) -> dict[str, str]:
     name = "lo" if is_loopback(address) else interface_of(address)
     chosen = {v: os.environ.get(v, name) for v in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {variable: found for variable, found in chosen.items() if found is not None}
+
+
+# Who is connected, on this machine
+
+
+def connected_users(source: int, target: int, states: int = ESTABLISHED) -> list[int]:
+    """Whose sockets here are connected from port `source` (0: any) to port `target`.
+
+    OSError: this kernel or container does not say.
+    """
+    try:
+        return [
+            uid
+            for family in (socket.AF_INET, socket.AF_INET6)  # torch's client is IPv6, mapped
+            for uid in _ask_kernel(family, source, target, states)
+        ]
+    except OSError:
+        return list(_read_tables(source, target, states))
+
+
+def _ask_kernel(family: int, source: int, target: int, states: int) -> Iterator[int]:
+    """From netlink (man 7 sock_diag): the kernel picks them, whatever the number of sockets."""
+    wanted = struct.pack("=BBxxI", family, socket.IPPROTO_TCP, states)
+    wanted += struct.pack("!HH", source, target).ljust(48, b"\0")
+    header = struct.pack("=IHHII", 16 + len(wanted), _BY_FAMILY, _DUMP_REQUEST, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.settimeout(5.0)
+        kernel.send(header + wanted)
+        while True:
+            answer = kernel.recv(1 << 16)
+            while answer:
+                length, kind = struct.unpack_from("=IH", answer)
+                if kind == _ERROR:
+                    raise OSError(-struct.unpack_from("=i", answer, 16)[0], "sock_diag")
+                if kind == _DONE:
+                    return
+                yield struct.unpack_from("=I", answer, 80)[0]  # idiag_uid
+                answer = answer[(length + 3) & ~3 :]
+
+
+def _read_tables(source: int, target: int, states: int) -> Iterator[int]:
+    """From /proc/net, where there is no sock_diag."""
+    for name in ("tcp", "tcp6"):
+        file = Path("/proc/net", name)
+        if name == "tcp6" and not file.exists():  # a kernel without IPv6
+            continue
+        for row in map(str.split, file.read_text().splitlines()[1:]):
+            here, there = (int(end.rpartition(":")[2], 16) for end in row[1:3])
+            if there == target and source in (0, here) and states >> int(row[3], 16) & 1:
+                yield int(row[7])

@@ -16,15 +16,15 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.distributed.authenticated_channel import (
@@ -40,15 +40,22 @@ from multi_gpu_training.distributed.authenticated_channel import (
     call,
     relay,
 )
-from multi_gpu_training.distributed.sockets import LOOPBACK, is_loopback, listening_socket
+from multi_gpu_training.distributed.sockets import (
+    ANY_STATE,
+    LOOPBACK,
+    connected_users,
+    is_loopback,
+    listening_socket,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _TCP_MD5SIG_EXT = 32
 _PREFIX = 1  # the key is for a range of addresses; of length 0: for all
-_ESTABLISHED = "01"
-_MAPPED = "0000000000000000FFFF0000"
+
+# Whoever asks this wants to know whether a relay of ours is there; torch begins otherwise.
+KNOCK = b"MGT: is rank 0 there?"
 
 Upstream = Callable[[], AbstractAsyncContextManager[Stream]]
 
@@ -70,7 +77,10 @@ def guard(listening: socket.socket, key: bytes) -> bool:
 
 
 class GuardedStore:
-    """A TCPStore of this process that only holders of `key` can connect to."""
+    """A TCPStore of this process that only holders of `key` can connect to.
+
+    No key: this kernel cannot do that, and whoever is on this machine can.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         from torch._C._distributed_c10d import TCPStore
@@ -89,13 +99,28 @@ class GuardedStore:
             )
             # Its own client has connected by now and could not sign.
             with listening:
-                self.guarded = guard(listening, self.key)
-            if not self.guarded or not _strangers(self.port):
-                return
-            self.store = None  # somebody was there before the guard: begin again elsewhere
+                if not guard(listening, self.key):
+                    self.key = b""
+                    _warn("this kernel has no TCP MD5 signatures")
+                    return
+            with suppress(OSError):  # `admission` warns
+                if connected_users(0, self.port, ANY_STATE) != [os.geteuid()]:
+                    self.store = None  # somebody came before the guard: begin again elsewhere
+                    continue
+            return
 
     def upstream(self) -> Upstream:
-        return guarded_upstream(self.port, self.key if self.guarded else b"")
+        return guarded_upstream(self.port, self.key)
+
+
+def _warn(why: str) -> None:
+    print(
+        f"warning: {why}, so other users of this machine could reach the ranks' store and change "
+        "or end the run; where there are others that you do not trust, use another kernel or "
+        "container",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def guarded_upstream(port: int, key: bytes) -> Upstream:
@@ -143,13 +168,21 @@ def remote_upstream(address: str, port: int, token: bytes) -> Upstream:
 def admission(listening: socket.socket, token: bytes | None, purpose: bytes) -> Admit:
     """Who may talk to `listening`: on loopback this user alone, and who knows `token` if given."""
     local = is_loopback(listening.getsockname()[0])
+    tells_users = local
+    try:
+        connected_users(0, listening.getsockname()[1])
+    except OSError:
+        tells_users = False
+        if local:
+            _warn("neither netlink nor /proc/net tells here who connects")
 
     async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Stream:
-        if local:
-            uid = _peer_uid(writer.get_extra_info("socket"))
-            if uid is None:
+        if tells_users:
+            ours, theirs = (writer.get_extra_info(end)[1] for end in ("sockname", "peername"))
+            users = connected_users(theirs, ours)
+            if not users:
                 raise Refused("gone before it was asked")
-            if uid != os.geteuid():
+            if users != [os.geteuid()]:
                 raise Refused("another user of this machine")
         if token is not None:
             return await admit_with_token(reader, writer, token, purpose)
@@ -166,8 +199,13 @@ class StoreRelay:
         self, listening: socket.socket, upstream: Upstream, token: bytes | None = None
     ) -> None:
         async def serve(stream: Stream) -> None:
-            async with upstream() as store:
-                await relay(stream, store)
+            first = await stream.receive()
+            if first == KNOCK:
+                await stream.send(first)
+            elif first:
+                async with upstream() as store:
+                    await store.send(first)
+                    await relay(stream, store)
 
         admit = admission(listening, token, STORE)
         host, port = listening.getsockname()[:2]
@@ -189,55 +227,12 @@ class HostedStore:
     def __init__(self, address: str, port: int, timeout_s: float, token: bytes | None) -> None:
         listening = listening_socket(address, port)  # says first if the port is taken
         self._guarded = GuardedStore(timeout_s)
-        if not self._guarded.guarded:
-            print(
-                "warning: this kernel has no TCP MD5 signatures: other users of this machine "
-                "can reach the ranks' store",
-                file=sys.stderr,
-            )
         self._relay = StoreRelay(listening, self._guarded.upstream(), token)
         self.port = self._relay.port
 
     def close(self) -> None:
         self._relay.close()
         self._guarded.store = None
-
-
-# Who is at the other end, on this machine
-
-
-def _peer_uid(connection: Any) -> int | None:
-    """The user at the other end of a loopback connection, from the kernel's own table."""
-    ours, theirs = _hex(connection.getsockname()), _hex(connection.getpeername())
-    for prefix, table in _tables():
-        _, found, rest = table.partition(f" {prefix}{theirs} {prefix}{ours} {_ESTABLISHED} ")
-        if found:
-            return int(rest.split(maxsplit=4)[3])
-    return None
-
-
-def _strangers(port: int) -> bool:
-    """Whether another user is connected to this port."""
-    rows = [line.split() for _, table in _tables() for line in table.splitlines()[1:]]
-    return any(r[2].endswith(f":{port:04X}") and int(r[7]) != os.geteuid() for r in rows)
-
-
-def _tables() -> Iterator[tuple[str, str]]:
-    """The TCP connections of this machine, each table with what IPv4 addresses begin with in it.
-
-    torch's client is an IPv6 socket, also where it talks IPv4.
-    """
-    for prefix, name in (("", "tcp"), (_MAPPED, "tcp6")):
-        with suppress(OSError):
-            yield prefix, Path(f"/proc/net/{name}").read_text()
-
-
-def _hex(address: tuple[Any, ...]) -> str:
-    """An address as the kernel writes it: words of 32 bits in the machine's own order."""
-    host, port = str(address[0]).removeprefix("::ffff:"), int(address[1])
-    raw = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
-    words = struct.unpack(f"={len(raw) // 4}I", raw)
-    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
 
 
 # Ranks without a launcher of ours: the relay is a process, because a rank may be busy
@@ -284,6 +279,9 @@ class RelayProcess:
 
 
 def main() -> None:
+    # Slurm signals every process of a step: the ranks still need this one while they save.
+    for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)
     request = RelayRequest(**json.loads(sys.stdin.readline()))
     token = None if request.token is None else bytes.fromhex(request.token)
     if request.key is not None:

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from multi_gpu_training.distributed.cleanup import die_with_parent
+from multi_gpu_training.distributed.sockets import LOOPBACK
 
 STAGES = ("start", "meet", "join", "values", "curve", "training", "end")
 # Exit codes: the answer was given in lines before.
@@ -32,8 +33,9 @@ FAILED, ABSENT = 1, 3
 class TrialRequest:
     """What one rank must do.
 
-    `limit_s` is the longest that it waits for the others. `hosts_store`: the ranks meet in this
-    process. `facts` is what its machine tells rank 0.
+    `limit_s` is the longest that it waits for the others. `hosted`: a launcher like torchrun has
+    the store where the ranks meet, else rank 0 has it. `key`, in hex, is what ranks on several
+    machines must know. `facts` is what its machine tells rank 0.
     """
 
     rank: int
@@ -44,7 +46,8 @@ class TrialRequest:
     backend: str
     limit_s: float
     sizes: list[int]
-    hosts_store: bool = False
+    hosted: bool = False
+    key: str | None = field(default=None, repr=False)
     prefix: str = "mgt-check"
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -67,6 +70,8 @@ class RankTrial:
         self.request = request
         self.voice = voice
         self.store: Any = None
+        self._key = None if request.key is None else bytes.fromhex(request.key)
+        self._where = (request.address, request.port)
 
     def run(self) -> int:
         """The exit code."""
@@ -114,22 +119,23 @@ class RankTrial:
         """The store through which the ranks find each other."""
         from torch._C._distributed_c10d import PrefixStore
 
+        from multi_gpu_training.distributed.meeting_place import choose_interface, way_in
+
         request = self.request
-        store = self._connect(request.hosts_store)
+        choose_interface(request.address)
+        if not request.hosted:
+            limit_s = request.limit_s
+            port = way_in(request.rank, request.address, request.port, limit_s, self._key)
+            self._where = (LOOPBACK, port)
+        store = self._connect()
         self.voice.say(met=f"{request.address}:{request.port}")
         return PrefixStore(request.prefix, store)
 
-    def _connect(self, hosts: bool) -> Any:
+    def _connect(self) -> Any:
         from torch._C._distributed_c10d import TCPStore
 
-        request = self.request
-        return TCPStore(
-            request.address,
-            request.port,
-            is_master=hosts,
-            timeout=timedelta(seconds=request.limit_s),
-            wait_for_workers=False,
-        )
+        limit = timedelta(seconds=self.request.limit_s)
+        return TCPStore(*self._where, is_master=False, timeout=limit)
 
     def _absent(self) -> list[int]:
         """The ranks that did not come; none where all did, with what each had to say."""
@@ -173,7 +179,7 @@ class RankTrial:
 
         known: dict[int, str] = {}
         with suppress(Exception):  # the store may go before this process does
-            store = PrefixStore(self.request.prefix, self._connect(False))
+            store = PrefixStore(self.request.prefix, self._connect())
             while True:
                 for rank in range(1, self.request.world_size):
                     key = f"at/{rank}"
@@ -212,6 +218,8 @@ class RankTrial:
         import torch.distributed as dist
         from torch._C._distributed_c10d import PrefixStore
 
+        from multi_gpu_training.distributed.meeting_place import prove_membership
+
         request = self.request
         self.device = torch.device(request.device)
         if self.device.type == "cuda":
@@ -226,8 +234,20 @@ class RankTrial:
             timeout=timedelta(seconds=3 * request.limit_s + 30),
             device_id=self.device if request.backend == "nccl" else None,
         )
+        if self._key is not None:
+            prove_membership(request.rank, self._key, self._gather, socket.gethostname())
         dist.all_reduce(torch.ones(1, device=self.wire))
         return {"seconds": time.monotonic() - begun}
+
+    def _gather(self, tensor: Any) -> Any:
+        """The tensors of all ranks, stacked."""
+        import torch
+        import torch.distributed as dist
+
+        mine = tensor.to(self.wire)
+        parts = [torch.empty_like(mine) for _ in range(self.request.world_size)]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts).cpu()
 
     @property
     def wire(self) -> Any:

@@ -34,13 +34,13 @@ def row_hashes(rows: Rows, count: int) -> list[str]:
     return found
 
 
-def shared_hash(batch: Any, count: int) -> str:
-    """A hash of the tensors that belong to no single sample."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path, split, value in _leaves(batch, count):
-        if split is None and isinstance(value, Tensor):
-            digest.update(path.encode() + _bytes(value))
-    return digest.hexdigest()
+def sample_dims(batch: Any, count: int) -> dict[str, int | None]:
+    """Per tensor of the batch, which dimension counts its samples."""
+    return {
+        path: _sample_dim(value, count)
+        for path, _, value in _leaves(batch, count)
+        if isinstance(value, Tensor)
+    }
 
 
 def same_rows(one: Any, other: Any) -> bool:

@@ -34,7 +34,7 @@ from torch.utils.data import (
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import attach, map_tensors, share_of
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.measure.batch_rows import row_hashes, row_leaves, shared_hash
+from multi_gpu_training.measure.batch_rows import row_hashes, row_leaves, sample_dims
 from multi_gpu_training.measure.comparable_math import DoubleMath, SampleNoise
 from multi_gpu_training.measure.request import MeasuredRun, Measurement, MeasureRequest
 from multi_gpu_training.measure.split_probe import SplitProbe
@@ -143,7 +143,7 @@ class Recorder(Callback):
                 "count": share.count,
                 "window": share.window_count,
                 "hashes": row_hashes(rows, share.count),
-                "shared": shared_hash(batch, share.count),
+                "layout": sample_dims(batch, share.count),
                 "kept": None,
             }
         )
@@ -322,6 +322,7 @@ class Replay:
         self.starts: dict[int, list[Tensor]] = {}
         self.parts: dict[int, list[tuple[Any, float, Tensor, float]]] = {}
         self.ends: dict[int, tuple[list[dict[str, Any]], dict[str, Tensor]]] = {}
+        self.frozen: dict[int, set[str]] = {}
 
     def _tensors(self) -> list[Tensor]:
         model = self.run.model
@@ -344,6 +345,8 @@ class Replay:
             named = self.run.model.named_parameters()
             after = {name: p.detach().clone() for name, p in named}
             self.ends[step] = copy.deepcopy(settings), after
+            named = self.run.model.named_parameters()
+            self.frozen[step] = {name for name, p in named if p.grad is None}
 
     def compare(self) -> dict[str, Any]:
         """How far each step's result is from the plain one; or why that cannot be said."""
@@ -402,6 +405,9 @@ class Replay:
             weights = weights + weight.to(device)
         optimizer.zero_grad()
         (total / weights).backward()
+        for name, parameter in model.named_parameters():
+            if name in self.frozen[step]:  # and trained since
+                parameter.grad = None
         limit = run.config.max_grad_norm
         if limit is not None:
             nn.utils.clip_grad_norm_(model.parameters(), limit)

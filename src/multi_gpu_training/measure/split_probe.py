@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.measure.batch_rows import take_rows
-from multi_gpu_training.measure.tensor_sketch import sketches
+from multi_gpu_training.measure.tensor_sketch import combined, furthest, sketches
 from multi_gpu_training.measure.trainer_access import BATCH_NORMS
 from multi_gpu_training.training.loss import Loss, LossFn, read_loss
 
@@ -143,6 +143,8 @@ class SplitProbe:
             return "unknown"
         tolerance = max(self.tolerance, 1e-9) * 10
         found = _name_structure(single, pairs, tolerance)
+        if found == "weighted" and not self._weights_are_constant(blocks, single, pairs):
+            return "statistics"
         if found != "mixed":
             return found
         # Every sample twice: means and other statistics stay, pairs meet new partners.
@@ -151,6 +153,32 @@ class SplitProbe:
         doubled = self._of([*rows, *rows]), self._of(sorted([*rows, *rows]))
         same = all(abs(once - twice) <= tolerance * max(abs(once), 1e-12) for twice in doubled)
         return "statistics" if same else "pairs"
+
+    def _weights_are_constant(
+        self,
+        blocks: Sequence[list[int]],
+        single: Sequence[float],
+        pairs: dict[tuple[int, int], float],
+    ) -> bool:
+        """Whether gradients are averaged with the weights of the losses. In a ratio of sums whose
+        divisor depends on the model they are not, and no weight makes its parts add up."""
+        for (a, b), found in pairs.items():
+            apart = single[a] - single[b]
+            if abs(apart) <= 1e-3 * abs(found):
+                continue  # the weight would be nothing but rounding
+            share = (found - single[b]) / apart
+            grads = [
+                self._measure(take_rows(self.batch, rows, self.count))["grads"]
+                for rows in (blocks[a], blocks[b], blocks[a] + blocks[b])
+            ]
+            mixed = {
+                name: combined([(share, grads[0][name]), (1 - share, grads[1][name])])
+                for name in grads[2]
+                if name in grads[0] and name in grads[1]
+            }
+            apart, _ = furthest({name: grads[2][name] for name in mixed}, mixed, 1e-3)
+            return apart <= 1e-4
+        return True
 
     def _of(self, rows: Sequence[int]) -> float:
         return self._loss(take_rows(self.batch, rows, self.count)).mean.item()

@@ -79,7 +79,7 @@ def summary(
         rows.append([f"best {progress.metric}", best])
     console.table("Summary", ["", ""], rows)
     console.line(f"run folder: {run.path}")
-    if config.enable_fault_tolerance:
+    if (run.checkpoints / "best").is_dir():
         console.line(f"best model: {run.checkpoints / 'best'}")
     if config.tensorboard:
         console.line(f"curves: tensorboard --logdir {run.tensorboard}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from rich.console import Console as RichConsole
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -50,9 +51,15 @@ class Console:
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if not self.main or self.style == "off":
             return
-        table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
+        # Names of metrics and runs are data: acc[/top5] is not a closing tag.
+        table = Table(
+            *map(escape, columns),
+            title=escape(title),
+            title_justify="left",
+            show_header=any(columns),
+        )
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))
         self._rich.print(table)
 
     def start_bar(self, title: str, total: int | None, done: int = 0) -> None:
@@ -60,11 +67,11 @@ class Console:
         if not self.main or self.style != "bar":
             return
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.completed}/{task.total}"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=self._rich,
             transient=True,
         )

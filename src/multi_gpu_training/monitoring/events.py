@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.event_crc import with_crc
+from multi_gpu_training.redaction import redact
+from multi_gpu_training.safe_files import check_folder, open_regular
 
-SCHEMA = 1
+SCHEMA = 2  # lines end with a checksum
 
 
 class EventFile:
@@ -24,16 +30,23 @@ class EventFile:
     there is space again, and an `events_lost` line says how many are missing.
     """
 
-    def __init__(self, path: Path | None, **identity: Any) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        on_deleted: Callable[[], None] = lambda: None,
+        **identity: Any,
+    ) -> None:
         self.identity = {"v": SCHEMA, **identity, "host": socket.gethostname()}
         self.lost = 0
+        self._path = path
+        self._missed = False  # the file is gone and could not be made again
+        self._on_deleted = on_deleted
         self._file: BinaryIO | None = None
         self._torn = False  # the last line may have been cut short
         self._turn = threading.Lock()  # the device is watched by another thread
         if path is not None:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("ab", buffering=0)
+                self._open(path)
             except OSError as error:
                 print(f"no events are recorded: {error}; training goes on", file=sys.stderr)
 
@@ -53,6 +66,7 @@ class EventFile:
             "event": event,
             **{key: _plain(value) for key, value in fields.items()},
         }
+        self._look_for_file()
         if self.lost:
             note = {**record, "event": "events_lost", "count": self.lost}
             note = {key: note[key] for key in (*self.identity, "time", "clock", "event", "count")}
@@ -63,10 +77,50 @@ class EventFile:
         if not self._append(record):
             self.lost = 1
 
+    def _open(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_folder(path.parent)
+        descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._file, self._torn = os.fdopen(descriptor, "ab", buffering=0), False
+        self._opened = os.fstat(descriptor)
+
+    def _look_for_file(self) -> None:
+        """Begin a new file where somebody has deleted the run folder, or moved it away: nobody
+        would find what is written into the old one."""
+        assert self._file is not None and self._path is not None
+        try:
+            if os.path.samestat(self._path.lstat(), self._opened):
+                return
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return
+        old = self._file
+        try:
+            self._on_deleted()
+            self._open(self._path)
+        except (OSError, ConfigError) as error:
+            if not self._missed:  # tried again with the next event
+                self._missed = True
+                print(
+                    f"warning: {self._path} was deleted or moved and cannot be made again "
+                    f"({error}); events go to where nobody finds them; training goes on",
+                    file=sys.stderr,
+                )
+            return
+        self._missed = False
+        old.close()
+        text = (
+            f"{self._path} was deleted or moved while the run goes on, and was made again; what "
+            "it held is no longer there. Do not touch the folder of a run before its end"
+        )
+        print(f"warning: {text}", file=sys.stderr)
+        note = {**self.identity, "time": time.time(), "clock": time.perf_counter()}
+        self._append({**note, "event": "log", "level": "warning", "message": text})
+
     def _append(self, record: dict[str, Any]) -> bool:
         assert self._file is not None
-        line = ("\n" if self._torn else "") + json.dumps(record) + "\n"
-        raw = line.encode()
+        raw = (b"\n" if self._torn else b"") + with_crc(json.dumps(record)) + b"\n"
         try:
             written = self._file.write(raw)
             if written == len(raw):
@@ -128,7 +182,9 @@ def _plain(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if isinstance(value, (str, int, float, bool, type(None))):
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, (int, float, bool, type(None))):
         return value
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -16,22 +17,51 @@ import torch
 from omegaconf import OmegaConf
 
 from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, find_checkpoint_hosts
 from multi_gpu_training.config import MultiGPUConfig, name_problem
+from multi_gpu_training.config_file import storable
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.redaction import redact_command
+from multi_gpu_training.safe_files import (
+    check_folder,
+    clear_drafts,
+    make_private,
+    parse_json,
+    read_bytes,
+    read_json,
+    signed,
+    write_atomically,
+)
+
+FORECAST = "forecast.json"
 
 
 class RunFolder:
     """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints."""
 
     def __init__(
-        self, path: Path, lock: RunLock | None = None, hosts: CheckpointHosts | None = None
+        self,
+        path: Path,
+        lock: RunLock | None = None,
+        hosts: CheckpointHosts | None = None,
+        facts: dict[str, str] | None = None,
     ) -> None:
         self.path = path
         self.hosts = hosts
         self._lock = lock
+        self._facts = facts or {}  # name -> text of the files that describe the run
+
+    def make_again(self) -> None:
+        """Bring back what can be brought back after somebody deleted the folder in mid-run."""
+        _make(self.path)
+        for name, text in self._facts.items():
+            write_atomically(self.path / name, text)
+        if self._lock is not None:
+            self._lock.release()  # of a file that is gone
+            self._lock = RunLock(self.path, grace_s=0.0)
 
     def close(self) -> None:
         """Let another run have the folder."""
@@ -63,8 +93,8 @@ def open_run(
     if placement.is_main:
         try:
             path = _choose(config, placement.identity)
-            (path / "events").mkdir(parents=True, exist_ok=True)
-            lock = RunLock(path)
+            _make(path)
+            lock = _locked(path)
             _keep_forecast(path, config.forecast)
             answer = {"name": path.name if path.parent == _base(config) else None}
         except ConfigError as error:
@@ -78,16 +108,41 @@ def open_run(
         raise ConfigError(answer["problem"])
     if not placement.is_main:
         path = _told_path(config, placement.identity, answer.get("name"))
-    settings = {**config.plain(), **(options or {})}
+    facts: dict[str, str] = {}
     try:
         hosts = find_checkpoint_hosts(placement, path)
         if hosts.writes and not placement.is_main:
-            lock = RunLock(path)
+            lock = _locked(path)
         if hosts.writes:
-            _write_facts(path, settings, placement.identity)
+            facts = _facts(path, {**config.plain(), **(options or {})}, placement.identity)
+            for name, text in facts.items():
+                write_atomically(path / name, text)
     except OSError as error:
+        if lock is not None:
+            lock.release()
         raise ConfigError(_unwritable(error, config)) from None
-    return RunFolder(path, lock, hosts)
+    return RunFolder(path, lock, hosts, facts)
+
+
+def _make(path: Path) -> None:
+    """The folder of a run, which only its owner may read: it may hold paths, data and names."""
+    make_private(path)
+    make_private(path / "events")
+
+
+def _locked(path: Path) -> RunLock:
+    """The folder's lock, and with it the right to tidy up after whoever was killed here."""
+    lock = RunLock(path)
+    if lock.held:
+        try:
+            clear_drafts(path)
+            if (path / "checkpoints").is_dir():
+                check_folder(path / "checkpoints")
+                CheckpointStore(path / "checkpoints").clear_leftovers()
+        except BaseException:
+            lock.release()
+            raise
+    return lock
 
 
 def _base(config: MultiGPUConfig) -> Path:
@@ -123,10 +178,9 @@ def _is_another_run(path: Path, config: MultiGPUConfig, identity: Identity) -> b
     if config.run_name is not None or config.resume is not None or not identity.on_several_hosts:
         return False
     try:
-        return bool(
-            json.loads((path / "environment.json").read_text())["run_id"] != identity.run_id
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        facts = read_json(path / "environment.json", dict[str, Any])
+        return bool(facts["run_id"] != identity.run_id)
+    except (OSError, ValueError, KeyError):
         return any(path.glob("checkpoints/step-*"))
 
 
@@ -163,8 +217,9 @@ def _choose(config: MultiGPUConfig, identity: Identity) -> Path:
     name = datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ["", *(f"-{i}" for i in range(2, 1000))]:
         path = base / (name + suffix)
+        base.mkdir(parents=True, exist_ok=True)
         try:
-            path.mkdir(parents=True)
+            path.mkdir(mode=0o700)
             return path
         except FileExistsError:
             continue
@@ -173,7 +228,7 @@ def _choose(config: MultiGPUConfig, identity: Identity) -> Path:
 
 def latest_run(base: Path) -> Path | None:
     """The run under `base` that saved a checkpoint last."""
-    saved = [(c.stat().st_mtime, c.parent.parent) for c in base.glob("*/checkpoints/step-*")]
+    saved = [(c.lstat().st_mtime, c.parent.parent) for c in base.glob("*/checkpoints/step-*")]
     return max(saved)[1] if saved else None
 
 
@@ -186,9 +241,9 @@ def _run_of(base: Path, run_id: str) -> Path | None:
     found = []
     for file in sorted(base.glob("*/environment.json")):
         try:
-            if json.loads(file.read_text()).get("run_id") == run_id:
+            if read_json(file, dict[str, Any]).get("run_id") == run_id:
                 found.append(file.parent)
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             continue
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
@@ -200,10 +255,14 @@ def _run_of(base: Path, run_id: str) -> Path | None:
     return found[0] if found else None
 
 
-def _write_facts(path: Path, settings: dict[str, Any], identity: Identity) -> None:
-    (path / "config.yaml").write_text(OmegaConf.to_yaml(settings))
-    facts = {"run_id": identity.run_id, **environment()}
-    (path / "environment.json").write_text(json.dumps(facts, indent=1))
+def _facts(path: Path, settings: dict[str, Any], identity: Identity) -> dict[str, str]:
+    """The files that describe the run, with hashes by which the report finds a changed one."""
+    texts = {"config.yaml": OmegaConf.to_yaml(storable(settings))}
+    hashed = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    if (path / FORECAST).exists():
+        hashed[FORECAST] = hashlib.sha256(read_bytes(path / FORECAST)).hexdigest()
+    facts = {"run_id": identity.run_id, **environment(), "files": hashed}
+    return {**texts, "environment.json": json.dumps(signed(facts), indent=1)}
 
 
 def _keep_forecast(path: Path, forecast: str | None) -> None:
@@ -211,17 +270,17 @@ def _keep_forecast(path: Path, forecast: str | None) -> None:
     if forecast is None:
         return
     given = Path(forecast)
-    file = given / "forecast.json" if given.is_dir() else given
+    file = given / FORECAST if given.is_dir() else given
     try:
         text = file.read_text()
-        found = json.loads(text)
+        found = parse_json(text, dict[str, Any], file.name)
     except (OSError, ValueError) as error:
         raise ConfigError(f"forecast={forecast} cannot be read: {error}") from None
-    if not isinstance(found, dict) or "gpus" not in found:
+    if "gpus" not in found:
         raise ConfigError(
             f"forecast={forecast} is not a forecast; give the forecast.json of `mgt estimate`"
         )
-    (path / "forecast.json").write_text(text)
+    write_atomically(path / FORECAST, text)
 
 
 def environment() -> dict[str, Any]:
@@ -234,7 +293,7 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed as a package"
     return {
-        "command": sys.orig_argv,
+        "command": redact_command(sys.orig_argv),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),

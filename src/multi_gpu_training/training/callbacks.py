@@ -104,7 +104,8 @@ class Callback:
         on_forward                      about to compute the loss of a micro-batch
         on_backward                     about to compute its gradients
         on_exchange                     own gradients are there; ranks now wait for each other
-        on_optimizer                    last micro-batch only: about to move the weights
+        on_optimizer                    last micro-batch only: gradients are those of the whole
+                                        step, not clipped yet (fp16: still scaled)
         on_micro_batch_end              also after a failure
         on_save_begin, on_save_end      training stands still while its state is copied
         on_compare_begin, on_compare_end

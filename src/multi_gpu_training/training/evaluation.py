@@ -15,6 +15,7 @@ from multi_gpu_training.training.loss import (
     Pairs,
     SupervisedLoss,
     criterion_weight,
+    ignored_label,
     is_classification,
     predict,
     read_loss,
@@ -35,9 +36,9 @@ def evaluate(
     device: torch.device,
     batch_size_fn: BatchSizeFn | None = None,
 ) -> MetricsCollector:
-    """Collect this rank's part. The model is put back into the mode it was in."""
+    """Collect this rank's part. Every module is put back into the mode it was in."""
     collected = MetricsCollector()
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
@@ -59,7 +60,8 @@ def evaluate(
                 mean = torch.where(counts, mean, torch.zeros_like(mean))
                 collected.add_mean(mean, weight, pairs)
     finally:
-        model.train(was_training)
+        for module, training in modes:
+            module.training = training
     return collected
 
 
@@ -74,6 +76,6 @@ def _measure(
     criterion = loss_fn.criterion_for(output, target)
     mean = criterion(output, target)
     if is_classification(output, target):
-        valid = target != getattr(criterion, "ignore_index", -100)
+        valid = target != ignored_label(criterion)
         collected.add_predictions(output.argmax(1)[valid], target[valid], output.shape[1])
     return mean, criterion_weight(criterion, output, target), {}

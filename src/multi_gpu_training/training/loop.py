@@ -146,7 +146,7 @@ class TrainingLoop:
             if self.train_loader.epoch != epoch:
                 self.train_loader.seek(epoch)
             self.renew_shares()
-        trainer.model.train()
+        trainer.state.enter_training_mode()
         trainer.execution.mark()  # recorded steps are taken back to here at the furthest
         while True:
             for call in self.callbacks.on_epoch_begin:  # after a rollback, again
@@ -226,6 +226,7 @@ class TrainingLoop:
         # on its way from the device is logged, then the rest belongs to the epoch's metrics.
         trainer.execution.verify()
         self.log.end_epoch()
+        trainer.strategy.sync_buffers()  # of ranks whose samples ended before the epoch did
         self.epoch_metrics.merge(trainer.read_metrics())
         trainer.state.metrics.reset()
         metrics = self.epoch_metrics.compute(trainer.placement)

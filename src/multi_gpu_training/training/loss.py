@@ -77,7 +77,9 @@ def choose_loss(given: Any) -> LossFn:
         if _takes_the_model(given):
             return ModuleLoss(given)
         # A criterion with another base class may use the word for something else.
-        known = ("mean",) if isinstance(given, CriterionBase) else ("mean", "none", None)
+        known: tuple[str | None, ...] = ("mean", "batchmean")
+        if not isinstance(given, CriterionBase):
+            known += ("none", None)
         if getattr(given, "reduction", "mean") not in known:
             raise ModelError(
                 f"{type(given).__name__}(reduction={given.reduction!r}): use reduction='mean', "
@@ -97,6 +99,21 @@ def _takes_the_model(module: nn.Module) -> bool:
     kind = first.annotation if isinstance(first.annotation, str) else ""
     is_module = isinstance(first.annotation, type) and issubclass(first.annotation, nn.Module)
     return is_module or kind.endswith("Module") or first.name in ("model", "net", "network")
+
+
+def untrained_part(loss_fn: LossFn) -> str | None:
+    """In words, the parameters of a criterion that could be trained; the optimizer moves those of
+    the model alone."""
+    module = loss_fn.module if isinstance(loss_fn, ModuleLoss) else None
+    if isinstance(loss_fn, SupervisedLoss):
+        module = loss_fn.criterion
+    count = 0 if module is None else sum(p.requires_grad for p in module.parameters())
+    if not count:
+        return None
+    return (
+        f"loss: {count} parameters of {type(module).__name__} are not trained; to train them, make "
+        "it a part of the model, and let loss_fn return what the model computes"
+    )
 
 
 class ModuleLoss:
@@ -137,8 +154,11 @@ class SupervisedLoss:
         mean = criterion(output, target)
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         if is_classification(output, target):
-            hits = (output.detach().argmax(1) == target).sum()
-            metrics["accuracy"] = (hits, float(target.numel()))
+            hits = (output.detach().argmax(1) == target).sum()  # no class is the ignored label
+            counted: Tensor | float = float(target.numel())
+            if not self.every_label_counts:
+                counted = (target != ignored_label(criterion)).sum()
+            metrics["accuracy"] = (hits, counted)
         plain = isinstance(output, Tensor) and output.ndim == 2
         if self.every_label_counts and plain and not _class_weights(criterion):
             return Loss(mean, None, metrics)
@@ -148,8 +168,8 @@ class SupervisedLoss:
         """See beforehand whether a TensorDataset has a label that does not count."""
         if type(dataset) is not TensorDataset or dataset.tensors[-1].is_floating_point():
             return
-        ignored = getattr(self.criterion, "ignore_index", -100)
-        self.every_label_counts = not bool((dataset.tensors[-1] == ignored).any())
+        ignored = dataset.tensors[-1] == ignored_label(self.criterion)
+        self.every_label_counts = not bool(ignored.any())
 
     @property
     def description(self) -> str:
@@ -165,10 +185,11 @@ class SupervisedLoss:
     def criterion_for(self, output: Tensor, target: Tensor) -> nn.Module:
         if self.criterion is None:
             self.criterion = nn.MSELoss() if target.is_floating_point() else nn.CrossEntropyLoss()
-        if isinstance(self.criterion, nn.MSELoss) and output.shape != target.shape:
+        if isinstance(self.criterion, _ELEMENTWISE) and output.shape != target.shape:
             raise ModelError(
                 f"the model's output has shape {tuple(output.shape)} but the target "
-                f"{tuple(target.shape)}; make them equal, or give a loss_fn"
+                f"{tuple(target.shape)}, which {type(self.criterion).__name__} would spread over "
+                "each other, within each rank's samples; make them equal, or give a loss_fn"
             )
         if isinstance(output, Tensor) and self._device != output.device:
             self.criterion.to(output.device)
@@ -202,6 +223,25 @@ class SupervisedLoss:
         return ((labels[..., 1:] if shifted else labels) != -100).sum().double()
 
 
+# Criteria that broadcast outputs and targets of different shapes, most of them with a warning.
+_ELEMENTWISE = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCEWithLogitsLoss,
+    nn.KLDivLoss,
+    nn.PoissonNLLLoss,
+    nn.SoftMarginLoss,
+)
+
+
+def ignored_label(criterion: nn.Module | None) -> int:
+    """The label that counts for nothing."""
+    label: int = getattr(criterion, "ignore_index", -100)
+    return label
+
+
 def _class_weights(criterion: nn.Module) -> bool:
     return getattr(criterion, "weight", None) is not None
 
@@ -233,6 +273,8 @@ def criterion_weight(criterion: nn.Module, output: Any, target: Any) -> Tensor |
     """What a criterion divided its mean by; None where that is the sample count."""
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
+    if getattr(criterion, "reduction", None) == "batchmean":  # a sum over rows, by their number
+        return torch.tensor(float(output.shape[0]), dtype=torch.float64, device=output.device)
     if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or target.is_floating_point():
         if output.ndim > 2 and not isinstance(criterion, nn.CTCLoss):
             return torch.tensor(float(target.numel()), dtype=torch.float64, device=output.device)

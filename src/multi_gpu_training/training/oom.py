@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
 from multi_gpu_training.data.batch import share_of
@@ -23,6 +24,7 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.parts import in_parts, step_batches, versions
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DataError, MemoryShortError
+from multi_gpu_training.safe_files import Count, Ranks, read_json, write_atomically
 from multi_gpu_training.torch_internals import BatchNormBase, forget_scaler_steps
 from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.state_broadcast import broadcast_state
@@ -276,12 +278,17 @@ class OomRecovery:
         self.parts = max(1, parts) if int(state["parts"]) > 1 else 1
 
 
+class _OomHint(BaseModel):
+    parts: Ranks
+    whole: Count
+
+
 def leave_oom_hint(folder: Path, recovery: OomRecovery) -> None:
     """Write into the run's folder, for ranks that are started again, that half of what was tried
     is to be tried next."""
     with suppress(OSError):
         state = {**recovery.state_dict(), "parts": 2 * recovery.parts}
-        (folder / _HINT).write_text(json.dumps(state))
+        write_atomically(folder / _HINT, json.dumps(state))
 
 
 def take_oom_hint(folder: Path, recovery: OomRecovery, placement: Placement) -> None:
@@ -289,7 +296,7 @@ def take_oom_hint(folder: Path, recovery: OomRecovery, placement: Placement) -> 
     Collective."""
     hint: Any = None
     with suppress(OSError, ValueError):
-        hint = json.loads((folder / _HINT).read_text())
+        hint = read_json(folder / _HINT, _OomHint).model_dump()
     before = recovery.state_dict()
     for state in [found for found in placement.gather_json(hint) if found]:
         recovery.load_state_dict(state)

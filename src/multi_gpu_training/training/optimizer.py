@@ -44,8 +44,9 @@ def choose_optimizer(
     if strangers:
         raise ModelError(
             f"the optimizer holds {len(strangers)} parameters that are not the model's; "
-            "build it from this model's parameters, or give a function of them; a criterion with "
-            "parameters to train must be a part of the model"
+            "build it from this model's parameters, or give a function of them. A criterion with "
+            "parameters to train must be a part of the model: a module that holds both and returns "
+            "the loss from forward(input, target), with loss_fn=lambda model, batch: model(*batch)"
         )
     return built
 

@@ -27,7 +27,7 @@ def untouched(state: StepState) -> Iterator[None]:
     norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     alone = Placement(state.placement.identity, device)
     present, state.attendance.present = state.attendance.present, True
-    model.train()
+    state.enter_training_mode()
     for norm in norms:
         norm.placement = alone
     try:

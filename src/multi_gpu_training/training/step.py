@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from multi_gpu_training.distributed.batchnorm import ATTENDANCE
 from multi_gpu_training.training.loss import LossFn, Pairs, read_loss
 from multi_gpu_training.training.precision import Precision
 
@@ -110,6 +111,7 @@ class StepModule(nn.Module):
         self.precision = precision
         self.replicated = False
         self.finds_unused = False  # ranks tell each other which parameters they used
+        self.needs_graph = False  # every micro-batch must go through model and loss, backward too
         parameters = [p for p in model.parameters() if p.requires_grad]
         exact = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         # Its gradient carries the step's total weight along with the gradients of the model:
@@ -123,14 +125,15 @@ class StepModule(nn.Module):
         )
 
     def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
-        """This rank's part of a step: `count` of `window_count` samples, or None for no batch.
+        """This rank's part of a step: `count` of `window_count` samples; for none, a stand-in
+        batch or None.
 
         A mean over samples is scaled here and now. A mean over other weights is scaled as if the
         step's weight were its sample count; the tally adds up what it really is, and
         `Strategy.weigh` makes up for the difference. So both kinds may meet in one step.
         """
-        if batch is None:
-            return self.absent()
+        if count == 0:
+            return self.absent(batch)
         with self.precision.autocast():
             loss = read_loss(self.compiled(self.model, batch), self.tally.device)
         mean, weight = loss.mean, loss.weight
@@ -142,31 +145,63 @@ class StepModule(nn.Module):
         if weight is None:
             weight = mean.new_full((), count, dtype=torch.float64)
         # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN. So is the
-        # gradient of 0/0, whatever it is multiplied by; where the weight can be read, it has none.
-        if weight.device.type == "cpu" and not float(weight) > 0:
-            mean = _NoGradient.apply(mean)  # type: ignore[no-untyped-call]
+        # gradient of 0/0, whatever it is multiplied by: where it can be read, parameters get zeros
+        # instead, as they do from a mean over at least one sample.
+        zeros = None
+        if weight.device.type == "cpu" and not float(weight) > 0 and not mean.isfinite():
+            mean = no_gradient(mean)
+            zeros = self.zero_gradients()
         else:
             mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
         share = weight.to(self.tally.dtype)
         scaled = mean * (share * (ranks / window_count) if window_count else share)
+        scaled = scaled if zeros is None else scaled + zeros
         return MicroResult(scaled, self.tally * share, mean.detach(), weight, loss.metrics)
 
     # Straight to the work: torch's own __call__ only adds hooks, which nobody has on this module.
     __call__ = forward
 
-    def absent(self) -> MicroResult:
+    def absent(self, batch: Any = None) -> MicroResult:
         """Take part in a step without a sample: zero loss, zero gradient for every parameter.
 
         Where DDP looks for unused parameters, no gradient instead: one that no rank uses must
-        stay without.
+        stay without. `batch` is a stand-in: model and loss see it as often as on every other
+        rank, and what they count in Python stays in step.
         """
-        total = self.tally * 0.0
+        nothing = self.tally * 0.0
+        mean = None if batch is None else self._rehearse(batch)
+        if mean is None:
+            scaled = nothing + self.zero_gradients()
+        else:
+            scaled = no_gradient(mean) if self.finds_unused else zero_loss(mean)
+        return MicroResult(scaled, nothing, torch.zeros_like(nothing), None, {})
+
+    def _rehearse(self, batch: Any) -> Tensor | None:
+        """Compute a stand-in. Returns its loss if the other ranks wait for this one in its
+        backward as well."""
+        ATTENDANCE.exchanged = False
+        try:
+            with self.precision.autocast():
+                result = self.loss_fn(self.model, batch)
+        except Exception:
+            # A stand-in has one sample, which some losses and layers refuse. Nobody waits for it.
+            if self.needs_graph or ATTENDANCE.exchanged:
+                raise
+            return None
+        if self.needs_graph or ATTENDANCE.exchanged:
+            return read_loss(result, self.tally.device).mean
+        return None
+
+    def zero_gradients(self) -> Tensor:
+        """A zero that gives every parameter a zero gradient; only what DDP asks for in any case
+        where it looks for unused parameters."""
+        total = torch.zeros_like(self.tally)
         found = self.sparse
         for parameter in self.model.parameters():
-            sparse = id(parameter) in found  # DDP asks for those in any case
+            sparse = id(parameter) in found
             if parameter.requires_grad and (sparse or not self.finds_unused):
                 total = total + _Zero.apply(parameter, sparse)  # type: ignore[no-untyped-call]
-        return MicroResult(total, self.tally * 0.0, torch.zeros_like(total), None, {})
+        return total
 
     @property
     def sparse(self) -> set[int]:
@@ -178,14 +213,13 @@ class StepModule(nn.Module):
         }
 
 
-def zero_loss(result: MicroResult) -> Tensor:
-    """The result with every gradient zero. Selected, not multiplied: the loss may be NaN."""
-    total = result.scaled if result.tally is None else result.scaled + result.tally
-    never = torch.zeros((), dtype=torch.bool, device=total.device)
-    return torch.where(never, total, torch.zeros_like(total))
+def zero_loss(loss: Tensor) -> Tensor:
+    """The loss with every gradient zero. Selected, not multiplied: it may be NaN."""
+    never = torch.zeros((), dtype=torch.bool, device=loss.device)
+    return torch.where(never, loss, torch.zeros_like(loss))
 
 
-def no_gradient(result: MicroResult) -> Tensor:
-    """A zero whose backward runs through the result's graph and gives no parameter a gradient."""
-    nothing: Tensor = _NoGradient.apply(result.scaled)  # type: ignore[no-untyped-call]
+def no_gradient(loss: Tensor) -> Tensor:
+    """A zero whose backward runs through the loss's graph and gives no parameter a gradient."""
+    nothing: Tensor = _NoGradient.apply(loss)  # type: ignore[no-untyped-call]
     return nothing

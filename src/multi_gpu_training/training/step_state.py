@@ -22,7 +22,7 @@ from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
-from multi_gpu_training.distributed.batchnorm import Attendance
+from multi_gpu_training.distributed.batchnorm import ATTENDANCE
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import OWN_CODE, note_phase
 from multi_gpu_training.errors import DataError, ModelError
@@ -61,7 +61,7 @@ class StepState:
         self.precision = Precision(config, placement.device, bool(config.use_mixed_precision))
         self.metrics = MetricsCollector()
         self.callbacks = CallbackList()
-        self.attendance = Attendance()
+        self.attendance = ATTENDANCE
         self.step = self.epoch = self.position = 0
         self.micro = self.given = self.replayed = 0
         self.weighted, self.unweighted = False, 0
@@ -72,6 +72,7 @@ class StepState:
         self.parameters: list[nn.Parameter]
         self._frozen: list[nn.Parameter] = []
         self._groups: list[list[Tensor]] = []
+        self._in_eval: list[nn.Module] = []  # modules that are not trained in train mode
         self.optimizer: Optimizer
         self.rates: Rates
         self.schedule: Schedule
@@ -79,7 +80,6 @@ class StepState:
         self.augment: Augment | None = None
         self.batch_size_fn: BatchSizeFn | None = None
         self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
-        self.noise_stream = 0  # another number draws other noise for the same steps
         self._noise_base: int | None = None
         self._generators = [torch.default_generator]
         self._borrowed: dict[torch.Generator, Tensor] = {}
@@ -163,6 +163,19 @@ class StepState:
         if len(before) != len(self.parameters) or not all(map(is_, before, self.parameters)):
             self.strategy.take_parameters()
 
+    # Modes of the modules
+
+    def enter_training_mode(self) -> None:
+        """Put the model into the mode it is trained in: that of each module as the user left it.
+        Where all of them are in eval mode, that of the last time; the first time, train mode,
+        which `from_pretrained` and others leave to whoever trains."""
+        modules = list(self.model.modules())
+        if not any(module.training for module in modules):
+            self.model.train()
+            for module in self._in_eval:
+                module.training = False  # not what is inside, as `eval()` does
+        self._in_eval = [module for module in modules if not module.training]
+
     # Before a micro-batch is computed
 
     def seed_noise(self, on_host: bool = True) -> None:
@@ -174,7 +187,7 @@ class StepState:
         """
         if self._noise_base is None:
             rank = self.placement.dp_rank
-            self._noise_base = derive_seed(self.config.seed, rank, self.noise_stream)
+            self._noise_base = derive_seed(self.config.seed, rank, 0)
             device = self.placement.device
             if device.type == "cuda" and len(self._generators) == 1:
                 self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -222,7 +235,7 @@ class StepState:
             return next((t.shape[0] for t in tensors_of(batch) if t.ndim), 1)
 
     def stand_in(self, share: Share) -> Any:
-        """A sample as the loss gets it, for an empty share whose model must run all the same."""
+        """A sample as the loss gets it, for an empty share: model and loss run all the same."""
         assert self.loader is not None
         batch = self.loader.stand_in(share)
         self._epoch_key.set(share.sample_seed)

@@ -131,7 +131,7 @@ class MultiGPUTrainer(ABC):
         model.to(device)
         check_same_model(model, self.placement)
         if self.config.sync_bn and self.placement.dp_size > 1:
-            model = synchronise_batchnorm(model, self.placement, state.attendance)
+            model = synchronise_batchnorm(model, self.placement)
         self.fast_defaults = choose_fast_defaults(self.config, model, device)
         if self.fast_defaults.channels_last:
             lay_out_channels_last(model)

@@ -21,6 +21,8 @@ from multi_gpu_training.launch.local import LocalEngine, Meeting
 from multi_gpu_training.launch.restart_policy import Fault, RestartVerdict
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
 
+DEFAULT_PORT = 29500
+
 
 class ElasticEngine(LocalEngine):
     """Restarts the ranks here when the set of nodes changes, and ends when all nodes have ended."""
@@ -60,7 +62,7 @@ class ElasticEngine(LocalEngine):
             hosts.nodes,
             hosts.node_rank,
             self.plan.ranks_here,
-            (master, hosts.master_port or 29500),
+            (master, hosts.master_port or DEFAULT_PORT),
             address,
             patience_s,
             self._key,
@@ -110,7 +112,7 @@ class ElasticEngine(LocalEngine):
         except NotMet as error:
             raise LaunchError(
                 f"node {hosts.node_rank} of {hosts.nodes} did not meet the others at "
-                f"{hosts.master_addr}:{hosts.master_port or 'the default port'} within "
+                f"{hosts.master_addr}:{hosts.master_port or DEFAULT_PORT} within "
                 f"recovery_timeout={self.plan.recovery_timeout:g} s ({error}); check that every "
                 "node is started with the same --master-addr and --master-port and can reach it"
             ) from None

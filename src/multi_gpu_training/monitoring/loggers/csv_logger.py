@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 from multi_gpu_training.monitoring.loggers import LoggedRun
+from multi_gpu_training.safe_files import open_regular, write_atomically
 
 COLUMNS = ("step", "name", "value")
 
@@ -28,15 +31,14 @@ class CsvLogger:
         self._path = path
         self._file: TextIO | None = None
         try:
-            kept = [row for row in _rows(path) if int(row["step"]) <= step]
-            draft = path.with_suffix(".draft")
-            with draft.open("w", newline="") as file:
-                table = csv.DictWriter(file, COLUMNS)
-                table.writeheader()
-                table.writerows(kept)
-            draft.replace(path)  # never without the rows of before
-            self._file = path.open("a", newline="", buffering=1)
-        except (OSError, ValueError, KeyError) as error:
+            text = io.StringIO(newline="")
+            table = csv.writer(text)
+            table.writerow(COLUMNS)
+            table.writerows(row for row in _rows(path) if int(row[0]) <= step)
+            write_atomically(path, text.getvalue())  # never without the rows of before
+            flags = os.O_WRONLY | os.O_APPEND
+            self._file = os.fdopen(open_regular(path, flags), "a", newline="", buffering=1)
+        except (OSError, ValueError, csv.Error) as error:
             self._give_up(error)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -59,8 +61,14 @@ class CsvLogger:
         self._file = None
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
+def _rows(path: Path) -> list[list[str]]:
+    """The rows below the title; a ValueError if this is not one of our tables."""
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
         return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    with os.fdopen(descriptor, newline="") as file:
+        title, *rows = list(csv.reader(file)) or [list(COLUMNS)]
+    if tuple(title) != COLUMNS or any(len(row) != len(COLUMNS) for row in rows):
+        raise ValueError("it is not a table of metrics; move it away")
+    return rows

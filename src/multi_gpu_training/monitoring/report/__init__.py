@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from multi_gpu_training.errors import MultiGPUError
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.picture import draw_run
 from multi_gpu_training.monitoring.report.run_record import RunRecord, read_runs
+from multi_gpu_training.safe_files import check_replaceable, write_atomically
 
 
 def write_report(folders: Sequence[Path | str], out: Path | str | None = None) -> Path:
@@ -23,12 +25,19 @@ def write_page(runs: Sequence[RunRecord], out: Path | str | None = None) -> Path
     path = Path(out)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(runs))
+        picture = path.parent / "metrics.png"
         if len(runs) == 1:
-            draw_run(runs[0], path.parent / "metrics.png")
+            check_replaceable(picture)  # before anything is written
+        write_atomically(path, page(runs), mode=0o666)
+        if len(runs) == 1:
+            drawn = io.BytesIO()
+            draw_run(runs[0], drawn)
+            if drawn.getvalue():
+                write_atomically(picture, drawn.getvalue(), mode=0o666)
     except OSError as error:
         raise MultiGPUError(
-            f"the report cannot be written to {path}: {error.strerror}; choose another --out"
+            f"the report cannot be written to {error.filename or path}: {error.strerror}; choose "
+            "another --out"
         ) from error
     return path
 

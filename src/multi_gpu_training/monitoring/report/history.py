@@ -22,7 +22,7 @@ class Timeline:
     def __init__(self, lines: EventLines) -> None:
         self.lines = lines
         self.starts = [
-            (place, int(event.get("step", 0)), event)
+            (place, event.get("step") or 0, event)
             for place, event in lines.rare
             if event["event"] == "rank"
         ]

@@ -15,6 +15,7 @@ from multi_gpu_training.monitoring.report.figures import Figures, figures
 from multi_gpu_training.monitoring.report.page import SCRIPT, STYLE
 from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.verdict import Verdict, judge
+from multi_gpu_training.redaction import redact_values
 
 MOST_CELLS = 8_000
 MOST_ROWS = 64
@@ -161,7 +162,9 @@ def _rest(run: RunRecord) -> Iterator[str]:
     yield _table(["after", "what", ""], rows) if rows else "<p>None.</p>"
     for title, values in (("Settings", run.config), ("Environment", run.environment)):
         if values:
-            listed = [[key, json.dumps(value, default=str)] for key, value in values.items()]
+            # Files of older versions hold commands and settings with their secrets.
+            shown = redact_values(values)
+            listed = [[key, json.dumps(value, default=str)] for key, value in shown.items()]
             yield f"<h2>{title}</h2><details><summary>{len(listed)} entries</summary>"
             yield _table(["", ""], listed) + "</details>"
 

@@ -7,8 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, TypeAdapter
+
+from multi_gpu_training.monitoring.event_crc import is_damaged
+from multi_gpu_training.safe_files import Count, Ranks, read_bytes
+
+MOST_BYTES = 64 * 2**30
 FREQUENT = ("step", "phases", "device")
 MOST_STEPS = 20_000
 MOST_SAMPLES = 2_000
@@ -27,9 +33,10 @@ class EventLines:
     raw: bytes
     frequent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     rare: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    damaged: int = 0
+    damaged: int = 0  # lines that are no events; `events` adds what it finds
     torn: bool = False
     count: int = 0
+    _bad: set[int] = field(default_factory=set)
 
     def text(self, place: int) -> bytes:
         """The line around a place in the file."""
@@ -41,27 +48,34 @@ class EventLines:
             event = parsed(self.text(place))
             if event is not None:
                 yield event
+            elif place not in self._bad:
+                self._bad.add(place)
+                self.damaged += 1
 
 
 def read_lines(path: Path, with_steps: bool) -> EventLines:
     """The lines of a file; `with_steps`: also what was logged of each step, which is the same on
     every rank."""
-    raw = path.read_bytes()
+    raw = read_bytes(path, MOST_BYTES)
     found = EventLines(raw, {kind: [] for kind in FREQUENT})
     last = raw[raw.rfind(b"\n") + 1 :]
     # No newline at its end: it was being written when the run ended.
     found.torn = bool(last.strip()) and parsed(last) is None
     whole = len(raw) - len(last) if found.torn else len(raw)
     lists = {kind.encode(): places for kind, places in found.frequent.items()}
+    seen: set[bytes] = set()
     for head in (EVERY if with_steps else WITHOUT_STEPS).finditer(raw, 0, whole):
         kind, step = head.groups()
         places = lists.get(kind)
         if places is None:
-            event = parsed(found.text(head.start()))
-            if event is not None:
+            text = found.text(head.start())
+            event = parsed(text)
+            # Every line has its own time: one that comes twice was copied, not written.
+            if event is not None and text not in seen:
+                seen.add(text)
                 found.rare.append((head.start(), event))
         else:
-            number = int(step) if step is not None else _step(found.text(head.start()))
+            number = int(step[:16]) if step is not None else _step(found.text(head.start()))
             places.append((head.start(), number))
     found.count = len(found.rare) + sum(map(len, found.frequent.values()))
     passed_over = 0 if with_steps else raw.count(b'"event": "step"', 0, whole)
@@ -69,12 +83,31 @@ def read_lines(path: Path, with_steps: bool) -> EventLines:
     return found
 
 
+class _Event(BaseModel):
+    """What the report believes of an event; further fields are shown, never computed with
+    before they are looked at."""
+
+    event: str
+    step: Count | None = None
+    epoch: Count | None = None
+    rank: Count | None = None
+    attempt: Count = 0
+    world_size: Ranks | None = None
+    time: Annotated[float, Field(ge=0, le=1e11)] | None = None
+
+
 def parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        event = json.loads(text)
-    except ValueError:
+    """The event of a line; None if somebody, or the disk, has changed it."""
+    if is_damaged(text):
         return None
-    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+    try:
+        _CHECK.validate_python(event := json.loads(text), strict=True)
+    except (ValueError, RecursionError):
+        return None
+    return dict(event)
+
+
+_CHECK = TypeAdapter(_Event)
 
 
 def thinned(values: list[Any], most: int) -> list[Any]:

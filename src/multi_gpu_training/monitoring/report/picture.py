@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from multi_gpu_training.monitoring.report import curves
 from multi_gpu_training.monitoring.report.charts import Series
@@ -13,7 +14,7 @@ MOST = 6
 MOST_POINTS = 2_000
 
 
-def draw_run(run: RunRecord, path: Path) -> None:
+def draw_run(run: RunRecord, path: Path | BinaryIO) -> None:
     """Loss, speed and what else was logged or read of the devices."""
     panels = curves.training_curves([run], ["training"])
     chosen = [(name, "step", series) for name, series in panels.items()][:4]
@@ -22,7 +23,9 @@ def draw_run(run: RunRecord, path: Path) -> None:
     draw(chosen[:MOST], path, run.name)
 
 
-def draw(panels: Sequence[tuple[str, str, Sequence[Series]]], path: Path, title: str = "") -> None:
+def draw(
+    panels: Sequence[tuple[str, str, Sequence[Series]]], path: Path | BinaryIO, title: str = ""
+) -> None:
     """A picture with a panel for each (name, unit of x, lines). Nothing without panels."""
     if not panels:
         return
@@ -40,10 +43,11 @@ def draw(panels: Sequence[tuple[str, str, Sequence[Series]]], path: Path, title:
             stride = -(-len(line.x) // MOST_POINTS) or 1
             x, y = line.x[::stride], line.y[::stride]
             axes.plot(x, y, linewidth=1.2, label=line.name, marker="o" if len(x) < 3 else "")
-        axes.set_title(name, fontsize=10)
+        axes.set_title(name, fontsize=10, parse_math=False)  # a name may hold any number of $
         axes.set_xlabel(x_unit, fontsize=8)
         axes.grid(alpha=0.3)
         if len(series) > 1:
-            axes.legend(fontsize=7)
-    figure.suptitle(title)
+            for text in axes.legend(fontsize=7).get_texts():
+                text.set_parse_math(False)
+    figure.suptitle(title, parse_math=False)
     figure.savefig(path, dpi=100)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from multi_gpu_training.checkpoint.run_lock import owner
 from multi_gpu_training.errors import ConfigError
@@ -30,7 +29,9 @@ from multi_gpu_training.monitoring.report.lines import (
     read_lines,
     thinned,
 )
+from multi_gpu_training.safe_files import digest, read_bytes, read_json, read_yaml
 
+MOST_RANKS = 2**20
 INTERVAL = ("interval_steps", "interval_s", "interval_input_s", "interval_checkpoint_s")
 QUEUED = tuple(f"queued_{phase}_s" for phase in PHASES)
 COLUMNS = (*(f"{phase}_s" for phase in PHASES), "step_s", *INTERVAL, "cpu_s", *QUEUED, "time")
@@ -100,25 +101,33 @@ class RunRecord:
 def read_run(folder: Path | str) -> RunRecord:
     """Read a run that ended, crashed or is still going. Raises ConfigError where there is none."""
     path = Path(folder)
-    files = sorted((path / "events").glob("rank-*.jsonl"), key=_rank_of)
+    found_files = (path / "events").glob("rank-*.jsonl")
+    files = sorted((f for f in found_files if _rank_of(f) < MOST_RANKS), key=_rank_of)
     if not path.is_dir():
         raise ConfigError(f"mgt report: {folder} is not there; give runs/RECIPE/NAME")
     if not files:
         raise ConfigError(_no_run(path))
-    first = next((file for file in files if file.stat().st_size), files[0])
-    lines = {_rank_of(f): read_lines(f, with_steps=f is first) for f in files}
+    first = next((file for file in files if file.lstat().st_size), files[0])
+    lines = {_rank_of(f): _lines(f, with_steps=f is first) for f in files}
     if not any(found.count for found in lines.values()):
+        damaged = sum(found.damaged + found.torn for found in lines.values())
         raise ConfigError(
-            f"mgt report: {path} has event files but no event in them; the run ended before it "
-            "wrote anything: look at its console output"
+            f"mgt report: {path} has event files but no event in them; "
+            + (
+                f"{damaged} lines are damaged: restore events/ from a copy"
+                if damaged
+                else "the run ended before it wrote anything: look at its console output"
+            )
         )
     cuts = {rank: Timeline(found) for rank, found in lines.items()}
     world = _world_of(lines, newest_start(cuts))
+    problems: list[str] = []
+    described = _read_facts(path, problems)
     run = RunRecord(
         path=path,
-        config=_yaml(path / "config.yaml"),
-        environment=_json(path / "environment.json"),
-        forecast=_json(path / "forecast.json"),
+        config=described["config.yaml"],
+        environment=described["environment.json"],
+        forecast=described["forecast.json"],
         ranks=[rank for rank, found in lines.items() if found.count and rank < world],
         world_size=world,
     )
@@ -130,7 +139,16 @@ def read_run(folder: Path | str) -> RunRecord:
             readings = thinned(found.frequent["device"], MOST_READINGS)
             run.devices[rank] = list(found.events(readings))
     _judge(run, lines, cuts)
+    run.problems += problems
     return run
+
+
+def _lines(file: Path, with_steps: bool) -> EventLines:
+    try:
+        return read_lines(file, with_steps)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"mgt report: {file} cannot be read: {reason}") from None
 
 
 def _take_steps(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
@@ -168,7 +186,7 @@ def _take_samples(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, 
 def _take_rare(run: RunRecord, rank: int, found: EventLines, cut: Timeline) -> None:
     for number, (_, _, event) in enumerate(cut.starts):
         if event and number:
-            run.notable.append({**event, "event": "restart" if event["attempt"] else "resume"})
+            run.notable.append({**event, "event": "restart" if event.get("attempt") else "resume"})
     for _, event in found.rare:
         kind = event["event"]
         if kind in ("rank", "work"):
@@ -234,7 +252,7 @@ def _no_run(path: Path) -> str:
 
 def _rank_of(path: Path) -> int:
     digits = path.stem.removeprefix("rank-")
-    return int(digits) if digits.isdigit() else 1_000_000
+    return int(digits) if digits.isascii() and digits.isdigit() else MOST_RANKS
 
 
 def _world_of(lines: dict[int, EventLines], newest: Event) -> int:
@@ -249,20 +267,37 @@ def _world_of(lines: dict[int, EventLines], newest: Event) -> int:
     return max(sizes[0] if sizes else max(lines) + 1, least)
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):  # ValueError: no UTF-8
-        return {}
-    return found if isinstance(found, dict) else {}
+def _read_facts(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """The files that describe a run, and what is wrong with them."""
+    readers: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "environment.json": lambda file: read_json(file, dict[str, Any]),
+        "config.yaml": read_yaml,
+        "forecast.json": lambda file: read_json(file, dict[str, Any]),
+    }
+    found: dict[str, dict[str, Any]] = {name: {} for name in readers}
+    hashes: dict[str, Any] = {}
+    for name, read in readers.items():
+        try:
+            found[name] = read(path / name)
+            if name == "environment.json":
+                if "sha256" in found[name] and found[name].pop("sha256") != digest(found[name]):
+                    problems.append(f"{name} was changed after the run wrote it")
+                else:
+                    hashes = found[name].pop("files", {})
+            elif name in hashes and _sha256(path / name) != hashes[name]:
+                problems.append(f"{name} was changed after the run wrote it")
+        except FileNotFoundError:
+            if name != "forecast.json" or name in hashes:
+                problems.append(f"{name} is missing")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {error.strerror}")
+        except (ValueError, RecursionError) as error:
+            problems.append(str(error) or f"{name} is nested too deeply")
+    return found
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def is_number(value: Any) -> bool:

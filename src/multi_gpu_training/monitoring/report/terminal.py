@@ -16,6 +16,7 @@ from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.verdict import judge
+from multi_gpu_training.safe_output import printable
 
 SHADES = " ░▒▓█"
 LEVELS = "▁▂▃▄▅▆▇█"
@@ -43,15 +44,11 @@ def _show_run(run: RunRecord, console: Console) -> None:
     found, verdict = figures(run), judge(run)
     more = "".join(f"\n- {line}" for line in (*verdict.more, *verdict.notes))
     colour = "red" if verdict.causes else "green" if verdict.kind == "none" else "yellow"
-    console.print(
-        Panel(escape(verdict.headline + more), title=escape(run.name), border_style=colour)
-    )
-    console.print(
-        escape("  ".join(f"{name}: {value}" for name, value in wording.tiles(run, found)))
-    )
+    console.print(Panel(_data(verdict.headline + more), title=_data(run.name), border_style=colour))
+    console.print(_data("  ".join(f"{name}: {value}" for name, value in wording.tiles(run, found))))
     forecast = wording.forecast_line(found)
     if forecast:
-        console.print(escape(forecast))
+        console.print(_data(forecast))
     loss = run.column("loss")
     if len(loss) > 1:
         console.print(f"loss  {loss[0]:.4g} {_spark(loss)} {loss[-1]:.4g}")
@@ -59,10 +56,15 @@ def _show_run(run: RunRecord, console: Console) -> None:
     if steps is not None:
         console.print(_phase_table(steps))
         for line in _heat_lines(steps):
-            console.print(escape(line), highlight=False)
+            console.print(_data(line), highlight=False)
     rows = wording.event_rows(run)
     if rows:
         console.print(_table(["after", "what", ""], rows[-MOST_EVENTS:], "Events"))
+
+
+def _data(text: str) -> str:
+    """What a run's files say, as it is: neither markup nor control characters act."""
+    return escape(printable(text))
 
 
 def _phase_table(steps: Steps) -> Table:
@@ -113,7 +115,7 @@ def _spark(values: list[float]) -> str:
 def _table(title: Sequence[str], rows: Sequence[Sequence[str]], name: str) -> Table:
     table = Table(title=name, title_justify="left")
     for cell in title:
-        table.add_column(cell, overflow="fold")
+        table.add_column(_data(cell), overflow="fold")
     for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+        table.add_row(*(_data(str(cell)) for cell in row))
     return table

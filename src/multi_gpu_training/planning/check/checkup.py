@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multi_gpu_training.distributed.cluster_token import network_key
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.planning.check import machine, software
 from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Level
 from multi_gpu_training.planning.check.devices import used_gpus
@@ -165,7 +167,14 @@ class Checkup:
         if together and blocked:
             yield MEETING.fail("the ranks were not started", f"first fix: {blocked[0].topic}")
             return
-        self.team = team = self.topology.team(self.context.gpu_count, self.options.timeout_s)
+        team = self.topology.team(self.context.gpu_count, self.options.timeout_s)
+        if not self.topology.one_machine:
+            try:
+                team = replace(team, key=network_key("`mgt check` on several machines").hex())
+            except ConfigError as error:
+                yield MEETING.fail("the ranks were not started", error.problems[0])
+                return
+        self.team = team
         self.members = try_out(team, self._facts(found))
         if self.main:
             yield from self._others(self.members[0], found)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from multi_gpu_training.distributed.sockets import is_loopback
 from multi_gpu_training.distributed.trial import ABSENT, TrialRequest
 from multi_gpu_training.planning.check.check_report import Finding, Group
 from multi_gpu_training.planning.check.network_check import answer
@@ -18,7 +19,6 @@ from multi_gpu_training.planning.forecast.interconnect import CURVE_COLUMNS
 
 GROUP = Group("Ranks")
 SUMS, MEETING = GROUP.about("all-reduce"), GROUP.about("meeting")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SIZES = [4**n * 1024 for n in range(1, 8)] + [2**25]  # 4 KiB to 32 MiB
 GPU_SIZES = [2**n for n in range(12, 29)]  # 4 KiB to 256 MiB
 TOLERANCE = 1e-4  # of the weights after three steps in float32, other orders of additions included
@@ -49,7 +49,7 @@ HANG = (
 def start(team: Team, facts: dict[str, object]) -> list[Watched]:
     """Real rank processes. The first of each machine carries its findings to rank 0."""
     env = dict(os.environ)
-    if team.address in LOOPBACK:
+    if is_loopback(team.address):
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not any(device.startswith("cuda") for device in team.devices):
         env["OMP_NUM_THREADS"] = "1"
@@ -65,7 +65,8 @@ def start(team: Team, facts: dict[str, object]) -> list[Watched]:
             team.backend,
             team.limit_s,
             GPU_SIZES if team.backend == "nccl" else SIZES,
-            hosts_store=rank == 0 and not team.hosted_elsewhere,
+            hosted=team.hosted_elsewhere,
+            key=team.key,
             prefix=f"mgt-check/{team.run_id}",
             facts=facts if number == 0 else {},
         )
@@ -238,6 +239,8 @@ def _not_met(team: Team, rank: int, complaint: str) -> Finding:
             f"rank 0 cannot open {place}: {complaint}",
             "choose another MASTER_PORT, and for MASTER_ADDR an address of this machine",
         )
+    if "cluster token" in complaint:
+        return MEETING.fail(f"rank {rank} was refused: {complaint}", "see `mgt cluster token`")
     reply = answer(team.address, team.port)
     if reply == "":
         return MEETING.fail(

@@ -6,10 +6,11 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from multi_gpu_training.distributed.identity import Identity, from_environment
+from multi_gpu_training.distributed.sockets import is_loopback
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.engine import Hosts
 from multi_gpu_training.planning.check.check_report import Finding, Group
@@ -47,6 +48,7 @@ class Team:
     limit_s: float
     hosted_elsewhere: bool = False
     run_id: str = ""
+    key: str | None = field(default=None, repr=False)  # what ranks on several machines must know
 
     @property
     def main(self) -> bool:
@@ -73,6 +75,15 @@ class Topology:
         if self.identity is not None:
             return max(1, -(-self.identity.world_size // self.identity.local_world_size))
         return self.hosts.nodes
+
+    @property
+    def one_machine(self) -> bool:
+        """Whether all ranks are on this machine, so that they need no token."""
+        from multi_gpu_training.distributed.meeting_place import meets_here  # imports torch
+
+        if self.identity is not None:
+            return meets_here(self.identity)
+        return self.nodes == 1 or is_loopback(self.hosts.master_addr or "")
 
     @property
     def together(self) -> bool:

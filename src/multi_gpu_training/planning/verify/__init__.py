@@ -1,5 +1,6 @@
 """`mgt verify`: train a few steps on one rank and on several, compare, and name the cause.
 
+rank_server    keeps processes with torch loaded, which fork the ranks
 recorded_run   trains the script under measure/recorder.py and reads what its ranks wrote
 mismatch       finds the first place where several ranks do not do what one does
 diagnosis      names the cause from that place, training the script again where it must
@@ -9,13 +10,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.measure.case import Failure
 from multi_gpu_training.measure.script_runner import MeasureError
 from multi_gpu_training.planning.verify.diagnosis import Diagnosis, diagnose
 from multi_gpu_training.planning.verify.mismatch import Mismatch, RankComparison, compare_runs
+from multi_gpu_training.planning.verify.rank_server import RankServers
 from multi_gpu_training.planning.verify.recorded_run import (
     Conditions,
     RecordedRun,
@@ -52,10 +56,17 @@ def verify(
     steps: int = 8,
     device: str = "auto",
     say: Callable[[str], None] = print,
+    servers: RankServers | None = None,
 ) -> VerifyReport:
-    """Run `command` (a script or `-m module`, with arguments) on 1 and on each of `ranks`."""
-    with tempfile.TemporaryDirectory(prefix="mgt-verify-") as folder:
-        run = VerifyRunner(list(command), Path(folder), steps, device, ranks, say)
+    """Run `command` (a script or `-m module`, with arguments) on 1 and on each of `ranks`.
+
+    servers: those that fork CPU ranks, for several calls; each call starts its own otherwise.
+    """
+    with ExitStack() as stack:
+        if servers is None and (device == "cpu" or not available_gpus()):
+            servers = stack.enter_context(RankServers(max(ranks)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mgt-verify-"))
+        run = VerifyRunner(list(command), Path(folder), steps, device, ranks, say, servers)
         return compare(run, ranks)
 
 

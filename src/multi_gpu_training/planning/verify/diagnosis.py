@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from multi_gpu_training.measure.batch_rows import row_hashes
 from multi_gpu_training.measure.tensor_sketch import (
     Sketches,
     combined,
@@ -128,10 +129,9 @@ class _Examination:
         self.again = again
         if again.steps == 0 and again.probe is None:
             return None
-        shorter = RecordedRun(1, again.managers, double=self.one.double)
-        repeated = compare_runs(self.one, shorter).mismatch
+        repeated = compare_runs(_up_to(self.one, again), again).mismatch
         if repeated is None or repeated.stage in ("length", "failed", "metrics"):
-            return None
+            return None  # a probe ends early
         where = {
             "start": "its first weights differ; call torch.manual_seed before the model is built",
             "data": "its samples differ: they come from a generator that is not seeded, or seeded "
@@ -219,9 +219,12 @@ class _Examination:
         module = name.rpartition(".")[0]
         if module in header["batchnorm"] and not header["sync_bn"]:
             return Diagnosis([_batchnorm([module])])
+        mine, theirs = self.lines()
+        others = _differing(mine["buffers"], theirs[0]["buffers"], self.tolerance)
+        names = ", ".join([name, *(other for other in others if other != name)])
         return Diagnosis(
             [
-                f"buffer {name} is not synchronised: it follows the samples of one rank (its part "
+                f"buffer {names} is not synchronised: it follows the samples of one rank (its part "
                 "of the batch), not the global batch. Average it over the ranks, or compute it "
                 "from the weights"
             ]
@@ -590,8 +593,42 @@ class _Examination:
         return (
             self._scaled_gradient(mine, theirs)
             or _shares_of_ranks(parts, many, weights)
+            or self._scaled_tensors(one, many, limit)
             or _changed_by_tensor(parts, many)
+            or self._backward_of_ranks(one, many, abs(ratio(whole, split, limit) - 1) <= limit)
             or self._unexplained()
+        )
+
+    def _scaled_tensors(self, one: Sketches, many: Sketches, limit: float) -> str | None:
+        """Whether some tensors' gradients are right but for one factor."""
+        names = _differing(one, many, limit)
+        factors = [ratio({name: one[name]}, {name: many[name]}, limit) for name in names]
+        if not names or any(abs(f - factors[0]) > 1e-3 * abs(factors[0]) for f in factors):
+            return None
+        for factor, done in ((1 / self.world, "divided"), (self.world, "multiplied")):
+            if abs(factors[0] - factor) < 1e-3 * factor:
+                return (
+                    f"the gradient of {', '.join(names[:3])} is {done} by the number of ranks "
+                    "(world size) in backward, by a hook or an autograd function"
+                )
+        if math.isnan(factors[0]):
+            return None
+        return (
+            f"the gradient of {', '.join(names[:3])} is {factors[0]:.4g} times that of one rank: a "
+            "hook or an autograd function scales it by something that depends on the rank or on "
+            "the number of ranks"
+        )
+
+    def _backward_of_ranks(self, one: Sketches, many: Sketches, adds_up: bool) -> str | None:
+        """One rank's gradients of the parts add up to those of the batch; the ranks' do not."""
+        if not adds_up:
+            return None
+        names = _differing(one, many, self.tolerance)
+        return (
+            f"the gradient of {', '.join(names[:3])} depends on the rank or on the number of "
+            "ranks: losses agree, and on one rank the gradients of the parts add up to those of "
+            "the batch. A gradient hook, a callback or an autograd function uses the rank, the "
+            "number of ranks (world size) or a generator of each process"
         )
 
     def _scaled_gradient(self, mine: dict[str, Any], theirs: list[dict[str, Any]]) -> str | None:
@@ -626,10 +663,9 @@ class _Examination:
         differing = []
         if self.alone.steps and self.ranks[0].steps:
             mine, theirs = self.alone.steps[-1], self.ranks[0].steps[-1]
-            _, name = furthest(mine["buffers"], theirs["buffers"], FLOOR)
-            differing = [name] if difference_of(mine["buffers"], theirs["buffers"]) else []
+            differing = _differing(mine["buffers"], theirs["buffers"], 1e-6)
         if differing:
-            return Diagnosis([f"buffer {differing[0]} is not synchronised"])
+            return Diagnosis([f"buffer {', '.join(differing)} is not synchronised"])
         return Diagnosis(
             [
                 f"weights and buffers agree, the metric {key} does not: it is a mean of means (a "
@@ -641,8 +677,25 @@ class _Examination:
         )
 
 
-def difference_of(one: Sketches, other: Sketches) -> bool:
-    return any(difference(one[name], other[name]) > 1e-6 * max(one[name][0], 1e-12) for name in one)
+def _differing(one: Sketches, other: Sketches, tolerance: float) -> list[str]:
+    return [
+        name
+        for name in one
+        if name in other
+        and not difference(one[name], other[name]) <= tolerance * max(one[name][0], 1e-12)
+    ]
+
+
+def _up_to(one: RecordedRun, again: RecordedRun) -> RecordedRun:
+    """One rank's record as far as a run got that may have ended in the middle of a step."""
+    managers = []
+    for (record, *_), (other, *_) in zip(one.managers, again.managers, strict=False):
+        steps = record.steps[: len(other.steps)]
+        if steps and len(other.steps) == len(steps):
+            steps = [*steps[:-1], {**steps[-1]}]
+            steps[-1]["micros"] = steps[-1]["micros"][: len(other.steps[-1]["micros"])]
+        managers.append([replace(record, steps=steps)])
+    return replace(one, managers=managers)
 
 
 def _batchnorm(names: Sequence[str]) -> str:
@@ -737,6 +790,15 @@ def _changed_by_tensor(parts: Sequence[Sketches], many: Sketches) -> str | None:
 
 def failure_cause(error: str, world: int) -> str:
     """What an error that only several ranks raise says about the script."""
+    if "This run cannot start:" in error:
+        # The check before training has named it already.
+        lines = error.partition("This run cannot start:")[2].strip().splitlines()
+        return lines[0].removeprefix("-").strip()
+    if "expects same model across all ranks" in error:
+        return (
+            "the parameters that are trained depend on the rank: another part of the model is "
+            "frozen (requires_grad), or another model is built"
+        )
     if "outside the trainer" in error:
         return (
             "the model is trained past the wrapper: the script calls backward and optimizer.step() "
@@ -748,8 +810,6 @@ def failure_cause(error: str, world: int) -> str:
             "trainer's own, for which ranks exchange nothing; add its loss to the one that loss_fn "
             "returns"
         )
-    if "built another model" in error:
-        return "the model that is built depends on the rank"
     if "by peer" in error:
         return (
             "a rank has left while the others went on: control flow that depends on the rank or on "
@@ -816,10 +876,10 @@ def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatc
     guilty = sorted({rank for rank, _ in places})
     who = _ranks(guilty)
     seen = seen_by(one)
-    strangers = [found.facts["theirs"][rank] for rank in guilty]
-    elsewhere = any(text in seen for micro in strangers for text in micro["hashes"])
+    # One rank has these very samples, but at other places.
+    elsewhere = sum(theirs[rank]["hashes"][place] in seen for rank, place in places)
     kind = _same_sample_otherwise(one, ranks, found)
-    if kind == "other sample" or (elsewhere and kind is None):
+    if 2 * elsewhere > len(places) or (elsewhere and kind == "other sample"):
         return Diagnosis(
             [
                 f"data per rank: a sample's number means another sample on {who}. The script "
@@ -831,15 +891,18 @@ def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatc
         return Diagnosis(
             [
                 f"a sample looks otherwise on {who} than on one rank: its augmentation or noise "
-                "depends on the rank or on its place in the process (a generator per process, "
-                "seeded by the rank, or drawn from in the order of loading). Draw from torch, "
-                "numpy or random without seeding them: they are seeded per sample"
+                "depends on the rank, on its place in the process or on the others of its part (a "
+                "generator per process, seeded by the rank or drawn from in the order of loading; "
+                "statistics, random numbers or mixing in collate_fn). Draw from torch, numpy or "
+                "random in __getitem__ without seeding them: they are seeded per sample"
             ]
         )
     return Diagnosis(
         [
-            f"data per rank: samples on {who} are not those of one rank. The data depend on the "
-            "rank: they are sharded, shuffled, generated or augmented per process"
+            f"data per rank: samples on {who} are not those of one rank, which does not have them "
+            "at other places either. The data depend on the rank: they are sharded, generated, "
+            "augmented or collated per process (a collate_fn sees a rank's part alone, and draws "
+            "its own random numbers)"
         ]
     )
 
@@ -890,9 +953,75 @@ def _cosine(one: Tensor, other: Tensor) -> float:
     return float(a @ b / (a.norm() * b.norm()).clamp_min(1e-30))
 
 
+def _changed_tensors(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch) -> str | None:
+    """Where the samples are the same but for some of their tensors: what happened to these."""
+    mine = one.kept_rows(found.facts["mine"]) if found.facts["mine"] is not None else None
+    theirs = [
+        (rank, record.kept_rows(micro))
+        for rank, (record, micro) in enumerate(zip(ranks, found.facts["theirs"], strict=True))
+        if micro is not None
+    ]
+    if mine is None or any(rows is None or rows.keys() != mine.keys() for _, rows in theirs):
+        return None
+    count = len(next(iter(mine.values()), []))
+    kept = {
+        path: row_hashes({path: leaf}, count)
+        for path, leaf in mine.items()
+        if len(leaf) == count and isinstance(leaf[0], Tensor)
+    }
+    homes: dict[str, dict[str, int]] = {}  # per tensor that says which sample it is, its places
+    for path, hashes in kept.items():
+        got = [
+            text
+            for _, rows in theirs
+            if rows is not None
+            for text in row_hashes({path: rows[path]}, len(rows[path]))
+        ]
+        if sorted(got) == sorted(hashes):
+            homes[path] = {text: place for place, text in enumerate(hashes)}
+    telling = max(homes, key=lambda path: len(homes[path]), default=None)
+    changed = [path for path in kept if path not in homes]
+    if telling is None or len(homes[telling]) < count or not changed:
+        return None
+    path = changed[0]
+    fits = []
+    for _, rows in theirs:
+        assert rows is not None
+        own = row_hashes({telling: rows[telling]}, len(rows[telling]))
+        before = [mine[path][homes[telling][text]] for text in own]
+        fits.append(_affine(before, rows[path]))
+    where = f"tensor {path.strip('.')} of the batch"
+    if all(fits):
+        return (
+            f"{where} is scaled and shifted on each rank by statistics of its own part of the "
+            "batch (normalised per rank), before it is handed to train_step: the same samples have "
+            "other values on one rank. Normalise over all ranks, or before the data are shared out"
+        )
+    return (
+        f"data per rank: the samples are the same but for {where}, which is drawn or computed by "
+        "each rank for itself, from its own generator, number or part of the batch"
+    )
+
+
+def _affine(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Whether one factor and one offset turn the first values into the second."""
+    if not before or any(not t.is_floating_point() for t in before):
+        return False
+    x = torch.stack([t.double().flatten() for t in before]).flatten()
+    y = torch.stack([t.double().flatten() for t in after]).flatten()
+    if x.numel() != y.numel() or x.numel() < 4:
+        return False
+    x0, y0 = x - x.mean(), y - y.mean()
+    left = y0 - x0 * (x0 @ y0) / (x0 @ x0).clamp_min(1e-30)
+    return float(left.norm()) <= 1e-4 * max(float(y0.norm()), 1e-30)
+
+
 def _own_batches(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch) -> Diagnosis:
     """The script hands its own batches to `train_step`."""
     total, alone = found.facts["total"], found.facts["total_one"]
+    changed = _changed_tensors(one, ranks, found)
+    if changed is not None:
+        return Diagnosis([changed])
     seen = [seen_by(rank) for rank in ranks]
     common = sum((seen[0] & seen[1]).values())
     if common:

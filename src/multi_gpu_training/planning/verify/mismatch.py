@@ -116,8 +116,7 @@ class PairedRecords:
         """The largest difference of gradients, of updates, and the tensor of the first."""
         grad, move, name = 0.0, 0.0, "-"
         for alone, ranks in self._steps():
-            mine, theirs = (_nonzero(line.get("grads", {})) for line in (alone, ranks[0]))
-            apart, where = furthest(mine, theirs, FLOOR)
+            apart, where = furthest(*_filled(alone.get("grads"), ranks[0].get("grads")), FLOOR)
             if not apart <= grad:
                 grad, name = apart, where
             apart, _ = self._moves(alone, ranks[0])
@@ -226,6 +225,12 @@ class PairedRecords:
     def _same_samples(
         self, mine: dict[str, Any] | None, theirs: Sequence[dict[str, Any] | None]
     ) -> bool:
+        # Samples that cannot be told apart by content, such as the nodes of several graphs, are
+        # told by their numbers.
+        if mine is not None and any(o and o["layout"] != mine["layout"] for o in theirs):
+            numbers = [index for other in theirs if other is not None for index in other["indices"]]
+            if numbers and sorted(numbers) == sorted(mine["indices"]):
+                return True
         # A whole batch on every rank is wasteful, but gives the same result.
         return match_rows(self.one, self.many, mine, theirs).same or self._all_whole(mine, theirs)
 
@@ -266,19 +271,21 @@ class PairedRecords:
             pairs: list[tuple[dict[str, Any], dict[str, Any]]]
             pairs = list(zip_longest(mine, theirs, fillvalue={}))
             for group, (a, b) in enumerate(pairs):
-                for key in sorted({*a, *b}):
-                    if _setting_differs(a.get(key), b.get(key)):
-                        name = "learning rate" if key == "lr" else key
-                        text = (
-                            f"{name} of parameter group {group} is {_shown(b.get(key))} on rank "
-                            f"{rank}, on one rank {_shown(a.get(key))}"
-                        )
-                        facts = {"key": key, "one": a.get(key), "many": b.get(key), "rank": rank}
-                        differ = [r for r, o in enumerate(ranks) if o["settings"] != theirs]
-                        yield Mismatch(
-                            "settings", step, text, 0, name, ranks_differ=differ, facts=facts
-                        )
-                        return
+                keys = [key for key in {*a, *b} if _setting_differs(a.get(key), b.get(key))]
+                if not keys:
+                    continue
+                # One schedule may set several; the rate says most.
+                keys.sort(key=lambda key: (key != "lr", key))
+                key = keys[0]
+                name = ", ".join("learning rate" if key == "lr" else key for key in keys)
+                text = (
+                    f"{name} of parameter group {group} is {_shown(b.get(key))} on rank {rank}, "
+                    f"on one rank {_shown(a.get(key))}"
+                )
+                facts = {"key": key, "one": a.get(key), "many": b.get(key), "rank": rank}
+                differ = [r for r, o in enumerate(ranks) if o["settings"] != theirs]
+                yield Mismatch("settings", step, text, 0, name, ranks_differ=differ, facts=facts)
+                return
 
     def _grads(
         self, step: int, alone: dict[str, Any], ranks: list[dict[str, Any]]
@@ -292,7 +299,7 @@ class PairedRecords:
                 differ = [r for r, o in enumerate(ranks) if o["grads"] != ranks[0]["grads"]]
                 yield Mismatch("grads", step, text, 0, name, apart, differ)
                 return
-        apart, name = furthest(_nonzero(alone["grads"]), _nonzero(ranks[0]["grads"]), FLOOR)
+        apart, name = furthest(*_filled(alone["grads"], ranks[0]["grads"]), FLOOR)
         limit = self.limits.first_grads if step == 1 else self.limits.grads
         if not apart <= limit:
             text = f"the gradient of {name} differs from one rank's by {apart:.1e}"
@@ -345,9 +352,10 @@ class PairedRecords:
             yield Mismatch("length", min(counts[0], alone) + 1, text)
 
 
-def _nonzero(grads: Sketches) -> Sketches:
+def _filled(one: Sketches | None, other: Sketches | None) -> tuple[Sketches, Sketches]:
     """No gradient and one of zeros are the same here; whether the weight moves is seen later."""
-    return {name: found for name, found in grads.items() if found[0] != 0}
+    zeros = {name: [0.0] * len(found) for name, found in {**(one or {}), **(other or {})}.items()}
+    return {**zeros, **(one or {})}, {**zeros, **(other or {})}
 
 
 def step_loss(ranks: Sequence[dict[str, Any]]) -> float:

@@ -16,9 +16,10 @@ import torch
 from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.measure.batch_rows import same_rows
 from multi_gpu_training.measure.case import Case, Failure
-from multi_gpu_training.measure.script_runner import ScriptRunner
+from multi_gpu_training.planning.verify.rank_server import RankServers, ServedRunner
 
 TIMEOUT_S = 1800.0  # of one training; a script may take minutes to read its data
+IDLE_S = 20.0  # after which ranks that do nothing wait for each other; at least
 
 
 @dataclass
@@ -93,6 +94,7 @@ class VerifyRunner:
         device: str,
         ranks: Sequence[int],
         say: Callable[[str], None],
+        servers: RankServers | None = None,
     ) -> None:
         self.command = command
         self.folder = folder
@@ -100,6 +102,7 @@ class VerifyRunner:
         self.device = device
         self.most = max(ranks)
         self.say = say
+        self.servers = servers
         self.count = 0
         self.alone_s = 0.0  # how long one rank took: several may take a few times that
 
@@ -115,7 +118,7 @@ class VerifyRunner:
         several = f"{ranks} rank{'s' if ranks > 1 else ''}"
         looking = ", looking closer" if probe else ""
         self.say(f"training {steps} steps on {several} ({conditions.describe()}{looking})")
-        runner = ScriptRunner(
+        runner = ServedRunner(
             self.command,
             self.folder / f"{self.count:03d}",
             steps,
@@ -124,13 +127,14 @@ class VerifyRunner:
             ranks_at_hand=self.most,
             timeout_flag="",
         )
+        runner.servers = self.servers
         runner.measured = 1  # a request that is wrong here may be right under other conditions
         settings: dict[str, Any] = {}
         if conditions.sync_bn is not None:
             settings["sync_bn"] = conditions.sync_bn
         if ranks > 1:
             # Ranks that wait for one that has left must not wait for long.
-            settings["hang_timeout_s"] = max(20.0, 4 * self.alone_s)
+            settings["hang_timeout_s"] = max(IDLE_S, 4 * self.alone_s)
         more = {
             "double": conditions.double,
             "as_is": conditions.as_is,

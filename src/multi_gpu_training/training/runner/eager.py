@@ -9,19 +9,25 @@ which is what one GPU computes on the whole global batch.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.batchnorm import no_norm_alone
 from multi_gpu_training.distributed.progress_slot import BACKWARD, OPTIMIZER, note_phase
 from multi_gpu_training.errors import ModelError
+from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.torch_internals import queue_after_backward
 from multi_gpu_training.training.loss import Pairs
 from multi_gpu_training.training.nan_guard import NanGuard
 from multi_gpu_training.training.state_rollback import StepStart
 from multi_gpu_training.training.step import MicroResult, StepResult
 from multi_gpu_training.training.step_state import StepState
+
+_NOTHING = nullcontext()
 
 
 class EagerRunner:
@@ -64,11 +70,15 @@ class EagerRunner:
             if guard.spares:
                 guard.keep_buffers()
         try:
-            with strategy.no_sync(share.last):
+            with strategy.no_sync(share.last), self._first_look():
                 for call in callbacks.on_forward:
                     call(share)
                 if share.count == 0:
-                    stand_in = None if state.loader is None else state.stand_in
+                    # A recorded step runs no Python: there, only a model that talks needs one.
+                    wanted = state.loader is not None and (
+                        state.step_module.needs_graph or not _is_recording(state)
+                    )
+                    stand_in = state.stand_in if wanted else None
                     result = strategy.absent(share, stand_in)
                 else:
                     batch = state.prepare(batch, samples)
@@ -93,6 +103,7 @@ class EagerRunner:
                 (scaled if result.tally is None else scaled + result.tally).backward()
             norm = self._move_weights(share) if share.last else None
         finally:
+            state.attendance.present = True  # what runs between steps counts
             for call in callbacks.on_micro_batch_end:
                 call()
         return guard.spare(result, share) if guard.spares else result, norm
@@ -107,12 +118,12 @@ class EagerRunner:
         note_phase(OPTIMIZER)
         state, guard = self.state, self.guard
         config, scaler, optimizer = state.config, state.precision.scaler, state.optimizer
-        for call in state.callbacks.on_optimizer:
-            call()
         if not self._checked:
             self._check_gradients()
             self._checked = True
         state.strategy.weigh(share.window_count, state.weighted, state.unweighted)
+        for call in state.callbacks.on_optimizer:  # gradients are those of the whole step now
+            call()
         if guard.mode == "read":
             if guard.finds():
                 guard.refuse(share)
@@ -137,6 +148,15 @@ class EagerRunner:
         self._checked = False
         self.guard.take_new_parameters()
 
+    def _first_look(self) -> AbstractContextManager[None]:
+        """Context of the first step's micro-batches: later ones do not pay for looking."""
+        state = self.state
+        if self._checked or not state.config.sync_bn or state.placement.dp_size == 1:
+            return _NOTHING
+        # torch warns about hooks on all modules where the user compiled some of them.
+        compiled = any(plain_name(name) != name for name, _ in state.model.named_parameters())
+        return _NOTHING if compiled else no_norm_alone()
+
     def _check_gradients(self) -> None:
         if self.state.config.find_unused_parameters:
             return
@@ -154,3 +174,9 @@ class EagerRunner:
         mean, weight, metrics, share = self._computed
         self.state.note(MicroResult(mean, None, mean, weight, metrics), share)
         return self.state.advance(mean, None, share)
+
+
+def _is_recording(state: StepState) -> bool:
+    """Whether a CUDA graph is being made of what runs now."""
+    cuda = state.placement.device.type == "cuda"
+    return cuda and torch.cuda.is_current_stream_capturing()

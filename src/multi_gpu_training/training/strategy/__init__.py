@@ -8,7 +8,7 @@ and saying what a checkpoint holds. A new way to train (sharded, say) is one new
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,8 +21,8 @@ from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.state_dicts import plain_name
-from multi_gpu_training.torch_internals import foreach_mul_, sparse_values
-from multi_gpu_training.training.step import MicroResult, StepModule, no_gradient, zero_loss
+from multi_gpu_training.torch_internals import RunningStatsBase, foreach_mul_, sparse_values
+from multi_gpu_training.training.step import MicroResult, StepModule
 
 # (batch, count, window_count, ranks) -> what this rank's part of the step gives
 Forward = Callable[[Any, int, int, int], MicroResult]
@@ -54,7 +54,10 @@ class Strategy(ABC):
         model = step_module.model
         self._find_parameters()
         self.forward_exchanges = any(isinstance(m, SyncBatchNorm) for m in model.modules())
-        step_module.finds_unused = self.config.find_unused_parameters
+        finds_unused = step_module.finds_unused = self.config.find_unused_parameters
+        step_module.needs_graph = self.forward_exchanges or (
+            finds_unused and self.config.static_graph
+        )
         self.wrapped = self.make_wrapper(step_module)
         return self.wrapped
 
@@ -115,20 +118,23 @@ class Strategy(ABC):
 
     def absent(self, share: Share, stand_in: StandIn | None) -> MicroResult:
         """Take part in a micro-batch of which this rank has no sample: the others wait for it."""
-        config, module = self.config, self.step_module
-        finds_unused = config.find_unused_parameters
-        needs_forward = self.forward_exchanges or (finds_unused and config.static_graph)
-        if not needs_forward or stand_in is None:
-            return self.forward(None, 0, share.window_count, 1)
-        # Ranks talk in the forward and backward of BatchNorm: this one must compute something.
-        buffers = [buffer.clone() for buffer in module.model.buffers()]
-        result = self.forward(stand_in(share), 0, share.window_count, 1)
-        if not config.sync_bn:
-            for buffer, before in zip(module.model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-        # A parameter that only the stand-in used must stay without a gradient.
-        scaled = no_gradient(result) if finds_unused else zero_loss(result)
-        return result._replace(scaled=scaled, tally=module.tally * 0.0)
+        module = self.step_module
+        # A stand-in comes from the manager's loader, and says nothing about the user's batches.
+        ours = share.window_count > 0 or share.changed or module.needs_graph
+        batch = None if stand_in is None or not ours else stand_in(share)
+        kept = [(buffer, buffer.clone()) for buffer in self._sample_statistics()]
+        result = self.forward(batch, 0, share.window_count, 1)
+        for buffer, before in kept:
+            # Past autograd: the backward of a BatchNorm would miss the version it has seen.
+            buffer.data.copy_(before)
+        return result
+
+    def _sample_statistics(self) -> Iterator[Tensor]:
+        """Buffers that a stand-in must not change: what this rank alone has seen of the samples.
+        Others (counters, spectral norms) follow from the steps and the weights."""
+        for module in self.step_module.model.modules():
+            if isinstance(module, RunningStatsBase) and not isinstance(module, SyncBatchNorm):
+                yield from module.buffers(recurse=False)
 
     def weigh(self, window_count: int, weighted: bool, unweighted: int) -> None:
         """Divide the gradients by the weight of the whole step, over all ranks.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from multi_gpu_training.distributed.replicas import (
     Replicas,
@@ -31,16 +31,21 @@ class DDPStrategy(Strategy):
     """A copy of the model in every process. Without a process group it trains unwrapped."""
 
     ddp: Replicas | None = None
+    _left: tuple[Any, Any] | None = None  # the user's communication hook and its group
 
     def make_wrapper(self, step_module: StepModule) -> nn.Module:
         if self.placement.group is None:
             return step_module
         step_module.replicated = True
         self.ddp = replicate(step_module, self.placement, self.config)
+        if self._left is not None:
+            self.ddp.take_comm_hook(*self._left)
         return self.ddp
 
     def unwrap(self) -> None:
         if self.ddp is not None:
+            if self.ddp.comm_hook is not None:
+                self._left = self.ddp.comm_hook, self.ddp.process_group
             remove_ddp_hooks(self.ddp)
             self.ddp = None
         super().unwrap()
@@ -65,7 +70,12 @@ class DDPStrategy(Strategy):
         # A static graph remembers how often each parameter is used: it must see a real batch.
         model, seen = self.step_module.model, batch()
         buffers = [buffer.clone() for buffer in model.buffers()]
-        settle_buckets(ddp, lambda: zero_loss(self.forward(seen, 1, 1, 1)))
+
+        def loss() -> Tensor:
+            scaled, tally, *_ = self.forward(seen, 1, 1, 1)
+            return zero_loss(scaled if tally is None else scaled + tally)
+
+        settle_buckets(ddp, loss)
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
 
