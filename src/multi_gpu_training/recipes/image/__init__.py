@@ -202,7 +202,8 @@ def _from_files(config: MultiGPUConfig, options: ImageOptions, asked: Asked | No
             "model": options.model or _mode(options),
             "model_args": options.model_args,
             **{part: image_run.digest(found.parts[part], root) for part in ("train", "val")},
-        }
+        },
+        config.resume_anyway,
     )
     lines += [note] if note else []
     return Job(

@@ -27,6 +27,7 @@ from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.image.arrow_images import read_row
 from multi_gpu_training.recipes.image.image_list import ImageRef
 from multi_gpu_training.recipes.user_data import library
+from multi_gpu_training.safe_files import write_atomically
 
 Fit = Literal["crop", "pad", "stretch"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -215,13 +216,8 @@ def _read_verdict(kept: Path, key: str) -> dict[int, str] | None:
 
 
 def _keep_verdict(kept: Path, key: str, corrupt: dict[int, str]) -> None:
-    partial = kept.with_suffix(f".{os.getpid()}")
-    try:
-        partial.write_text(json.dumps({"key": key, "corrupt": corrupt}))
-        partial.replace(kept)
-    except OSError:  # a folder that cannot be written: every rank looks for itself
-        with suppress(OSError):
-            partial.unlink()
+    with suppress(OSError):  # a folder that cannot be written: every rank looks for itself
+        write_atomically(kept, json.dumps({"key": key, "corrupt": corrupt}), 0o644)
 
 
 @contextmanager

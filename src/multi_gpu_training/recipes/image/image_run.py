@@ -17,6 +17,7 @@ from multi_gpu_training.recipes.image.image_classifier import PROCESSOR, Classif
 from multi_gpu_training.recipes.image.image_decoding import Preprocessing
 from multi_gpu_training.recipes.image.image_list import ImageList
 from multi_gpu_training.recipes.user_data import listed
+from multi_gpu_training.safe_files import write_atomically
 from multi_gpu_training.training.callbacks import Callback, Run
 
 
@@ -24,7 +25,8 @@ class ImageFacts:
     """Saved with the run, so that a resume with other classes, pixels or images is refused: the
     weights would load, and be wrong."""
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
+    def __init__(self, facts: Mapping[str, Any], resume_anyway: bool = False) -> None:
+        self.resume_anyway = resume_anyway
         self.facts: dict[str, Any] = json.loads(json.dumps(facts))
 
     def state_dict(self) -> dict[str, Any]:
@@ -32,7 +34,7 @@ class ImageFacts:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         changed = [name for name, was in state.items() if self.facts.get(name) != was]
-        if changed:
+        if changed and not self.resume_anyway:
             lines = [
                 f"{name}: {_short(state[name])} then, {_short(self.facts.get(name))} now"
                 for name in changed
@@ -40,7 +42,7 @@ class ImageFacts:
             raise CheckpointError(
                 "the checkpoint's run had other images or prepared them otherwise ("
                 + "; ".join(lines)
-                + "); resume with the same data and options, or start a new run"
+                + "); resume with the same data and options, start a new run, or set resume_anyway=true"
             )
 
 
@@ -74,10 +76,10 @@ class ImageRunFiles(Callback):
             run.say(line)
         if not run.placement.is_main:
             return
-        (run.folder / "images.json").write_text(json.dumps(self.facts.facts, indent=1))
+        write_atomically(run.folder / "images.json", json.dumps(self.facts.facts, indent=1))
         if self.skipped:
             text = "".join(f"{name}\t{why}\n" for name, why in self.skipped.items())
-            (run.folder / "skipped-images.tsv").write_text(text)
+            write_atomically(run.folder / "skipped-images.tsv", text)
 
     def on_end(self, run: Run) -> None:
         body: Any = run.model.body if isinstance(run.model, ClassifierOf) else None
