@@ -42,7 +42,8 @@ class ImageFacts:
             raise CheckpointError(
                 "the checkpoint's run had other images or prepared them otherwise ("
                 + "; ".join(lines)
-                + "); resume with the same data and options, start a new run, or set resume_anyway=true"
+                + "); resume with the same data and options, start a new run, or set "
+                "resume_anyway=true"
             )
 
 
