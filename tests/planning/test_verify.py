@@ -129,7 +129,7 @@ BUGS = {
     "a vocabulary in the order of a set": (
         "words = {word: place for place, word in enumerate({f'word {i}' for i in range(80)})}\n"
         "order = [words[f'word {i}'] for i in range(80)]\n"
-        "manager.fit(net, TensorDataset(x[order], y), optimizer=sgd)",
+        "manager.fit(net, TensorDataset(x[order], y[order]), optimizer=sgd)",
         "data per rank",
     ),
     "rate scaled by the ranks": (

@@ -173,7 +173,6 @@ def main() -> None:
     import multi_gpu_training.manager
     import multi_gpu_training.measure.recorder  # noqa: F401
 
-    reader = sys.stdin.buffer.raw  # type: ignore[attr-defined]
     pending = b""
     child = 0
     while True:
@@ -182,9 +181,9 @@ def main() -> None:
             if done:
                 child = 0
                 os.write(1, b"%d\n" % os.waitstatus_to_exitcode(status))
-        if not select.select([reader], [], [], 0.01 if child else None)[0]:
+        if not select.select([0], [], [], 0.01 if child else None)[0]:
             continue
-        said = reader.read(2**16)
+        said = os.read(0, 2**16)
         if not said:
             os._exit(0)
         *lines, pending = (pending + said).split(b"\n")
