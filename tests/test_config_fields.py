@@ -66,6 +66,7 @@ SHOWN_IN = {
         "base_batch_size": "test_base_batch_size_is_what_the_rate_was_chosen_for",
         "warmup_epochs": "test_warmup_epochs_count_in_epochs",
         "warmup_steps": "test_warmup_steps_raise_the_rate_evenly",
+        "warmup_max_share": "test_warmup_max_share_leaves_the_rest_of_a_short_run",
         "schedule": "test_schedule_shapes_the_rate",
         "schedule_step_epochs": "test_schedule_step_epochs_says_when_the_rate_drops",
         "schedule_gamma": "test_schedule_gamma_says_how_far_the_rate_drops",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from multi_gpu_training import ConfigError, MultiGPUConfig
+from multi_gpu_training.recipes.recipe import find_recipe
 
 RATE = 0.1  # of `sgd`
 
@@ -93,6 +94,25 @@ def test_warmup_epochs_count_in_epochs(tmp_path: Path) -> None:
     assert rates(tmp_path, warmup_epochs=1.0, epochs=2) == pytest.approx(
         [RATE * share for share in (0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0, 1.0)]
     )
+
+
+def test_warmup_max_share_leaves_the_rest_of_a_short_run(tmp_path: Path) -> None:
+    shortened = rates(tmp_path, warmup_steps=3, warmup_max_share=0.25)
+    assert shortened == pytest.approx([RATE / 2, RATE, RATE, RATE])
+    # The run is as long as max_steps says, not as its epochs do.
+    assert rates(tmp_path, warmup_epochs=1.0, warmup_max_share=0.5, max_steps=2) == pytest.approx(
+        [RATE / 2, RATE]
+    )
+    # A warm-up that fits is left alone.
+    assert rates(tmp_path, warmup_steps=1, warmup_max_share=0.25) == shortened
+
+
+def test_a_recipes_own_warm_up_takes_a_tenth_of_the_run_at_most_and_yours_stays() -> None:
+    recipe = find_recipe("image")
+    assert recipe.config({"epochs": 1}).warmup_max_share == 0.1
+    assert recipe.config({"epochs": 1, "warmup_epochs": 1}).warmup_max_share == 1.0
+    assert recipe.config({"epochs": 1, "warmup_steps": 9}).warmup_max_share == 1.0
+    assert recipe.config({"warmup_max_share": 0.5}).warmup_max_share == 0.5
 
 
 def test_schedule_shapes_the_rate(tmp_path: Path) -> None:

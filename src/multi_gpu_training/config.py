@@ -129,6 +129,9 @@ class MultiGPUConfig(BaseModel):
     )
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NaturalInt = 0
+    warmup_max_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="largest part of the run that is warm-up; 0.1 for a recipe's own warm-up"
+    )
     schedule: str = Field("constant", json_schema_extra={"enum": list(SCHEDULES)})
     schedule_step_epochs: PositiveInt = Field(30, description="schedule=step: epochs between drops")
     schedule_gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="factor of a drop")

@@ -19,6 +19,7 @@ from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.loader import Feeding, ShareLoader
 from multi_gpu_training.data.order import ShuffledBatches
 from multi_gpu_training.recipes.recipe import Job, find_recipe
+from multi_gpu_training.recipes.transformer import text
 from multi_gpu_training.recipes.transformer.attention import use_causal_attention
 from multi_gpu_training.recipes.transformer.losses import is_direct
 from multi_gpu_training.recipes.transformer.sequences import (
@@ -328,7 +329,7 @@ def test_the_best_weights_are_handed_over_not_the_last(tmp_path: Path, texts: Pa
     # A rate far too high: the first epoch is better than the last.
     settings = {
         "epochs": 3,
-        "learning_rate": 0.3,
+        "learning_rate": 3.0,
         "schedule": "constant",
         "enable_fault_tolerance": True,
     }
@@ -422,3 +423,69 @@ def test_a_bare_bert_trains_in_data_parallel_mode_with_the_users_own_loss(
     result = manager.fit(model, loader, loss_fn=loss_fn, epochs=1)
     assert result.steps == 5
     assert not torch.equal(model.pooler.dense.weight, before["pooler.dense.weight"])
+
+
+# Fine-tuning
+
+
+def test_pretrained_weights_get_a_rate_that_keeps_them(tmp_path: Path) -> None:
+    recipe = find_recipe("transformer")
+    folder = str(tiny_bert(tmp_path / "bert"))
+
+    def rate(**options: Any) -> float:
+        return recipe.config({}, recipe.options(**options)).learning_rate
+
+    assert rate() == 2e-3
+    assert 2e-5 <= rate(model=folder) <= 5e-5
+    assert 2e-5 <= rate(model="gpt2") <= 5e-5
+    assert rate(model=folder, from_scratch=True) == 2e-3
+    assert rate(model=f"{folder}/config.json") == 2e-3
+    (tmp_path / "bert" / "model.safetensors").unlink()
+    assert rate(model=folder) == 2e-3  # a config alone makes fresh weights
+    given = recipe.config({"learning_rate": 3e-3}, recipe.options(model="gpt2"))
+    assert given.learning_rate == 3e-3
+
+
+@pytest.mark.parametrize(("rate", "said"), [(2e-3, True), (1e-3, False)])
+def test_a_high_rate_for_pretrained_weights_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rate: float, said: bool
+) -> None:
+    folder = str(tiny_bert(tmp_path / "bert", kind=transformers.BertForMaskedLM))
+    options = {"model": folder, "task": "masked", "sequence_length": 16}
+    settings = {"max_steps": 1, "learning_rate": rate, "progress": "lines"}
+    recipe = find_recipe("transformer")
+    quiet = {"device": "cpu", "tensorboard": False, "save_dir": str(tmp_path)}
+    recipe.train(recipe.config({**quiet, **settings}), recipe.options(**options))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("learning_rate=0.002 is high for pretrained weights" in shown) == said
+
+
+def test_fine_tuning_with_the_defaults_beats_training_from_scratch(tmp_path: Path) -> None:
+    """One tiny model, taught half of a text; then 20 steps on the other half, for three seeds."""
+    found = text.read_corpus(None).train
+    for name, part in (("first", found[::2]), ("second", found[1::2])):
+        (tmp_path / f"{name}.txt").write_text("\n".join(part))
+    taught = {"data_dir": str(tmp_path / "first.txt"), "sequence_length": 64}
+    _, _, folder = train_with_defaults(
+        tmp_path, {"max_steps": 80}, {**taught, "layers": 1, "width": 32, "heads": 2}
+    )
+    options = {**taught, "model": f"{folder}/model", "data_dir": str(tmp_path / "second.txt")}
+    for seed in range(3):
+        same = {"max_steps": 20, "seed": seed}
+        tuned = train_with_defaults(tmp_path, same, options)[0]["loss"]
+        fresh = train_with_defaults(tmp_path, same, {**options, "from_scratch": True})[0]["loss"]
+        assert tuned < fresh - 0.1, f"seed {seed}: {tuned} against {fresh}"
+
+
+def train_with_defaults(folder: Path, settings: dict[str, Any], options: dict[str, Any]) -> Any:
+    recipe = find_recipe("transformer")
+    quiet = {
+        "device": "cpu",
+        "progress": "off",
+        "tensorboard": False,
+        "save_dir": str(folder),
+        "enable_fault_tolerance": False,
+    }
+    chosen = recipe.options(**options)
+    result = recipe.train(recipe.config({**quiet, **settings}, chosen), chosen)
+    return result.metrics, None, result.folder

@@ -131,6 +131,9 @@ def test_folder_without_text(tmp_path: Path, task: str) -> None:
         ("train.jsonl", '{"text": "a"', "line 1: "),
         ("train.csv", "text,kind\na,1\n", "line 2: there is no label (found text, kind)"),
         ("train.tsv", "text\tlabel\n", "holds no sample"),
+        ("train.csv", 'text,label\n"a\n\nb",1\n\nc,\n', "line 6: there is no label"),
+        ("train.csv", "text,label\na, b,1\n", "line 2: 3 fields, but the first line names 2"),
+        ("train.csv", 'text,label\na,1\n"b,2\nc,3\n', "line 3: "),
     ],
 )
 def test_line_without_text_or_label(tmp_path: Path, name: str, text: str, found: str) -> None:
@@ -138,6 +141,34 @@ def test_line_without_text_or_label(tmp_path: Path, name: str, text: str, found:
     message = problem(task="classification", data_dir=str(tmp_path))
     assert name in message
     assert found in message
+
+
+def test_all_rows_that_lack_something_are_named_at_once(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("text,label\na,\nb,1\n,2\n")
+    message = problem(task="classification", data_dir=str(tmp_path))
+    assert "line 2: there is no label" in message and "line 4: there is no text" in message
+    (tmp_path / "train.tsv").write_text("text\tlabel\na\t1\n")
+    message = problem(task="classification", data_dir=str(tmp_path))
+    assert "has train.csv and train.tsv; keep one of them" in message
+
+
+def test_code_that_comes_with_a_model_is_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "was-run"
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.MyConfig"}}'
+    )
+    (folder / "mine.py").write_text(
+        "from pathlib import Path\nfrom transformers import PretrainedConfig\n"
+        f"Path({str(marker)!r}).touch()\nclass MyConfig(PretrainedConfig):\n"
+        "    model_type = 'mine'\n"
+    )
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever is asked says yes
+    assert "cannot be loaded by AutoConfig" in problem(model=str(folder), tokenizer="bytes")
+    assert not marker.exists()
 
 
 def test_options_that_contradict_each_other(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformer_folders import tiny_bert, transformers
 
+from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.transformer.sequences import (
     IGNORED,
     Masking,
@@ -41,12 +43,74 @@ def test_padded_text_is_a_sample_a_line() -> None:
     assert found.tokens[0, 3:].tolist() == [256] * 5
 
 
-def test_every_tenth_sample_is_held_back() -> None:
-    train, val = hold_back(Sequences(torch.arange(25)[:, None]))
-    assert val.tokens.flatten().tolist() == [9, 19]
-    assert len(train) == 23
-    train, val = hold_back(Sequences(torch.arange(3)[:, None]))
-    assert (train.tokens.flatten().tolist(), val.tokens.flatten().tolist()) == ([0, 1], [2])
+def test_a_tenth_of_the_samples_is_held_back_by_the_seed() -> None:
+    samples = Sequences(torch.arange(200)[:, None])
+    train, val = hold_back(samples, seed=3)
+    chosen = val.tokens.flatten().tolist()
+    assert len(chosen) == 20
+    assert sorted([*chosen, *train.tokens.flatten().tolist()]) == list(range(200))
+    assert chosen != list(range(9, 200, 10))
+    assert torch.equal(hold_back(samples, seed=3)[1].tokens, val.tokens)
+    assert not torch.equal(hold_back(samples, seed=4)[1].tokens, val.tokens)
+    train, val = hold_back(Sequences(torch.arange(3)[:, None]), seed=0)
+    assert (len(train), len(val)) == (2, 1)
+
+
+def classified(folder: Path, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Labels of the training and the validation samples that the recipe makes."""
+    recipe = find_recipe("transformer")
+    options = recipe.options(task="classification", data_dir=str(folder), width=16, layers=1)
+    job = recipe.build(recipe.config({"seed": seed}), options)
+    return job.dataset.tensors[-1].tolist(), job.val_dataset.tensors[-1].tolist()
+
+
+def test_labels_in_a_regular_order_are_all_in_the_validation_samples(tmp_path: Path) -> None:
+    # Every tenth row has the same label here, and the rarest has two rows.
+    rows = [f"text {n},{'ab'[n % 2]}" for n in range(60)] + ["rare one,c", "rare two,c"]
+    (tmp_path / "train.csv").write_text("\n".join(["text,label", *rows]))
+    train, val = classified(tmp_path)
+    assert sorted(val) == [0, 0, 0, 1, 1, 1, 2]
+    assert sorted(train) == [0] * 27 + [1] * 27 + [2]
+
+
+def test_validation_files_of_every_format_are_validated_with(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a book")
+    (tmp_path / "val.txt").write_text("to validate with")
+    corpus = read_corpus(str(tmp_path))
+    assert (corpus.train, corpus.val) == (["a book"], ["to validate with"])
+    (tmp_path / "val.txt").unlink()
+    (tmp_path / "val.jsonl").write_text('{"text": "one"}\n{"text": "two"}')
+    assert read_corpus(str(tmp_path)).val == ["one", "two"]
+    (tmp_path / "val.jsonl").unlink()
+    (tmp_path / "val.csv").write_text("label,text\n1,three")
+    (tmp_path / "train.jsonl").write_text('{"text": "a", "label": 1}')
+    assert read_corpus(str(tmp_path)).val == ["three"]
+    assert read_labelled(str(tmp_path)).val == [("three", "1")]
+
+
+def test_a_single_file_is_read_as_data_dir(tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("a book")
+    (tmp_path / "reviews.tsv").write_text("text\tlabel\nfine\tgood\n")
+    corpus = read_corpus(str(tmp_path / "book.txt"))
+    assert (corpus.name, corpus.train, corpus.val) == ("book.txt", ["a book"], None)
+    assert read_corpus(str(tmp_path / "reviews.tsv")).train == ["fine"]
+    assert read_labelled(str(tmp_path / "reviews.tsv")).train == [("fine", "good")]
+
+
+def test_line_breaks_inside_a_text_stay_in_it(tmp_path: Path) -> None:
+    text = "one\u2028two\x85three\x0cfour"
+    row = json.dumps({"text": text, "label": "x"}, ensure_ascii=False)
+    (tmp_path / "train.jsonl").write_text(f"{row}\n{row}\n", encoding="utf-8")
+    assert read_labelled(str(tmp_path)).train == [(text, "x")] * 2
+    (tmp_path / "train.jsonl").unlink()
+    (tmp_path / "train.csv").write_text('\ufefftext,label\n"one\n\ntwo",x\n\nthree,y\n')
+    assert read_labelled(str(tmp_path)).train == [("one\n\ntwo", "x"), ("three", "y")]
+    assert len(pad_lines(["one\u2028two\nthree"], ByteTokens(), 8)) == 2
+
+
+def test_a_text_longer_than_csvs_own_limit_is_read(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text(f"text,label\n{'a' * 200_000},x\n")
+    assert len(read_labelled(str(tmp_path)).train[0][0]) == 200_000
 
 
 def test_masking_follows_berts_rule() -> None:

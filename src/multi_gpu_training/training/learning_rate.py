@@ -121,9 +121,14 @@ class RateCurve:
                 "max_steps or steps_per_epoch"
             )
         self.optimizer = optimizer
+        asked = config.warmup_steps or round(config.warmup_epochs * (epoch_steps or 0))
+        # A default meant for a long run must not keep a short one below its rate throughout.
+        share = config.warmup_max_share
+        warmup = asked if total is None else min(asked, math.floor(total * share))
+        self._shortened = f" instead of {asked} (at most {share:g} of the run)" * (warmup < asked)
         self.at = ScheduleStep(
             step=0,
-            warmup=config.warmup_steps or round(config.warmup_epochs * (epoch_steps or 0)),
+            warmup=warmup,
             total=total or 0,
             drop_every=config.schedule_step_epochs * (epoch_steps or 1),
             gamma=config.schedule_gamma,
@@ -171,8 +176,8 @@ class RateCurve:
 
     def describe(self) -> str:
         text = f"schedule: {self.name}" + self.schedule.words.format(**asdict(self.at))
-        warmup = self.at.warmup
-        return text + (f", warm-up over {warmup} steps" if warmup else "")
+        warmup, shortened = self.at.warmup, self._shortened
+        return text + (f", warm-up over {warmup} steps{shortened}" if warmup or shortened else "")
 
 
 class BroughtScheduler:

@@ -68,7 +68,7 @@ class ImageData:
         """Whether a mirrored image keeps its label: clothes do, digits do not."""
         return self.name == "fashion-mnist"
 
-    def describe(self, augment: bool) -> str:
+    def describe(self, augment: bool, flip: bool) -> str:
         """One line that says what is trained on."""
         height, width = self.size
         text = (
@@ -76,7 +76,7 @@ class ImageData:
             f"{len(self.test.labels):,} for testing, {height}x{width}"
         )
         if augment:
-            text += f", shifted by up to {SHIFT} px" + (" and mirrored" if self.flip else "")
+            text += f", shifted by up to {SHIFT} px" + (" and mirrored" if flip else "")
         return text
 
 
@@ -228,8 +228,10 @@ class Moved:
         return [self.move(images, random), labels]
 
     def move(self, images: Tensor, random: SampleRandom) -> Tensor:
-        """(batch, height, width), each image cut from itself with a border of background."""
-        count, height, width = images.shape
+        """(batch, height, width) or (batch, channels, height, width), each image cut from itself
+        with a border of background."""
+        count, height, width = images.shape[0], *images.shape[-2:]
+        planes = images.shape[1:-2].numel()  # colours move together
         padded = F.pad(images, [self.shift] * 4)
         draws = random.uniform(3)
         offsets = (draws[:, :2] * (2 * self.shift + 1)).long()
@@ -239,6 +241,7 @@ class Moved:
             columns = torch.where(draws[:, 2:] < 0.5, width - 1 - columns, columns)
         columns = columns + offsets[:, 1:]
         # One gather for the whole batch: a loop over images would cost a kernel each.
-        places = rows.unsqueeze(2) * padded.shape[2] + columns.unsqueeze(1)
-        flat = padded.view(count, -1)
-        return flat.gather(1, places.view(count, -1)).view(count, height, width)
+        places = rows.unsqueeze(2) * padded.shape[-1] + columns.unsqueeze(1)
+        flat = padded.view(count, planes, -1)
+        places = places.view(count, 1, -1).expand(-1, planes, -1)
+        return flat.gather(2, places).view(images.shape)

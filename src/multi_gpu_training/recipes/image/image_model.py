@@ -1,4 +1,4 @@
-"""The two models: a multilayer perceptron on flattened images, and a small convolutional net.
+"""The recipe's own models: a multilayer perceptron on flattened images, and a small CNN.
 
 Both are free of dropout and BatchNorm, so that any number of ranks learns exactly what one learns:
 dropout draws other noise on another number of ranks, and BatchNorm must be synchronised.
@@ -6,6 +6,7 @@ dropout draws other noise on another number of ranks, and BatchNorm must be sync
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -15,11 +16,14 @@ Mode = Literal["flatten", "cnn"]
 
 
 def build_model(
-    mode: Mode, size: tuple[int, int], classes: int, mean: float, spread: float
+    mode: Mode, size: tuple[int, int], classes: int, normalise: nn.Module, channels: int = 1
 ) -> nn.Module:
-    """The model for grey images of `size` (height, width), with one output a class."""
-    body = mlp(size[0] * size[1], classes) if mode == "flatten" else cnn(size, classes)
-    return nn.Sequential(Normalise(mean, spread), *body)
+    """The model for images of `size` (height, width), with one output per class."""
+    if mode == "flatten":
+        body = mlp(channels * size[0] * size[1], classes)
+    else:
+        body = cnn(size, classes, channels)
+    return nn.Sequential(normalise, *body)
 
 
 class Normalise(nn.Module):
@@ -41,6 +45,22 @@ class Normalise(nn.Module):
         return ((images.to(self.mean.dtype) - self.mean) / self.spread).unsqueeze(1)
 
 
+class NormaliseChannels(nn.Module):
+    """The same for bytes of (batch, channels, height, width): `mean` and `std` per channel, of
+    pixels between 0 and 1."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.register_buffer("mean", 255 * torch.tensor(mean).view(-1, 1, 1))
+        self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images.to(self.mean.dtype) - self.mean) / self.std
+
+
 def mlp(pixels: int, classes: int) -> nn.Sequential:
     """Three linear layers on the flattened image."""
     return nn.Sequential(
@@ -55,7 +75,7 @@ def mlp(pixels: int, classes: int) -> nn.Sequential:
     )
 
 
-def cnn(size: tuple[int, int], classes: int, width: int = 32) -> nn.Sequential:
+def cnn(size: tuple[int, int], classes: int, channels: int = 1, width: int = 32) -> nn.Sequential:
     """Three convolutions, each pair of pixels merged twice, and a head of two linear layers.
 
     One normalisation before the head is enough for so few layers, and keeps the step short: on
@@ -63,7 +83,7 @@ def cnn(size: tuple[int, int], classes: int, width: int = 32) -> nn.Sequential:
     """
     pixels = (size[0] // 4) * (size[1] // 4)
     return nn.Sequential(
-        *convolution(1, width),
+        *convolution(channels, width),
         nn.MaxPool2d(2),
         *convolution(width, 2 * width),
         *convolution(2 * width, 2 * width),

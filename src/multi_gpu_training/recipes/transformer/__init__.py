@@ -16,7 +16,9 @@ from pydantic import Field
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError, DataError
-from multi_gpu_training.recipes.recipe import Job, Options, Recipe
+from multi_gpu_training.recipes.fine_tuning import PRETRAINED_RATE, high_rate_note
+from multi_gpu_training.recipes.hugging_face import fetch, has_weights
+from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
 from multi_gpu_training.recipes.transformer import sequences, text, tokens
 from multi_gpu_training.recipes.transformer import transformer_model as models
 from multi_gpu_training.recipes.transformer.attention import use_causal_attention
@@ -31,6 +33,7 @@ from multi_gpu_training.recipes.transformer.losses import (
 from multi_gpu_training.recipes.transformer.sequences import Sequences
 from multi_gpu_training.recipes.transformer.tokens import Tokens
 from multi_gpu_training.recipes.transformer.transformer_model import Task
+from multi_gpu_training.training.callbacks import Callback
 
 SMALL = "small"
 
@@ -48,7 +51,7 @@ class TransformerOptions(Options):
     dropout: float = Field(0.0, ge=0, lt=1, description="of model=small")
     tokenizer: str | None = Field(None, description="bytes, a folder or a hub name; None: its own")
     pad_token: str | None = Field(None, description="word of the tokenizer to pad with")
-    data_dir: str | None = Field(None, description="folder with text; None is pydoc_data")
+    data_dir: str | None = Field(None, description="folder or file with text; None is pydoc_data")
     sequence_length: int = Field(128, gt=1, description="tokens of a sample")
     layout: Literal["packed", "padded"] = Field("packed", description="padded: a line a sample")
     mask_share: float = Field(0.15, gt=0, lt=1, description="masked: tokens to hide")
@@ -60,11 +63,11 @@ def build(config: MultiGPUConfig, options: TransformerOptions) -> Job:
     own = "bytes" if options.model == SMALL else options.model
     words = tokens.load_tokens(options.tokenizer or own, options.pad_token)
     if options.task == "classification":
-        return _classification(options, words)
-    return _language_model(options, words)
+        return _classification(options, words, config)
+    return _language_model(options, words, config)
 
 
-def _language_model(options: TransformerOptions, words: Tokens) -> Job:
+def _language_model(options: TransformerOptions, words: Tokens, config: MultiGPUConfig) -> Job:
     padded, masked = options.layout == "padded", options.task == "masked"
     tokens.require(words, pad=padded, mask=masked)
     corpus = text.read_corpus(options.data_dir)
@@ -72,10 +75,10 @@ def _language_model(options: TransformerOptions, words: Tokens) -> Job:
     cut = sequences.pad_lines if padded else sequences.pack
     train = cut(corpus.train, words, options.sequence_length)
     if corpus.val is None:
-        train, val = sequences.hold_back(train)
+        train, val = sequences.hold_back(train, config.seed)
     else:
         val = cut(corpus.val, words, options.sequence_length)
-    callbacks = [Export(words, _describe(corpus.name, train, val, words, model))]
+    callbacks = _callbacks(options, config, words, corpus.name, (train, val), model)
     if masked:
         assert words.mask is not None
         special = tuple(words.special())
@@ -97,11 +100,11 @@ def _language_model(options: TransformerOptions, words: Tokens) -> Job:
     )
 
 
-def _classification(options: TransformerOptions, words: Tokens) -> Job:
+def _classification(options: TransformerOptions, words: Tokens, config: MultiGPUConfig) -> Job:
     tokens.require(words, pad=True, mask=False)
     texts = text.read_labelled(options.data_dir)
     model = _model(options, words, texts.labels())
-    train, val = _classified(texts, options, words, models.label_numbers(model.config))
+    train, val = _classified(texts, options, words, models.label_numbers(model.config), config.seed)
     loss = ClassificationLoss()
     return Job(
         model=model,
@@ -109,7 +112,7 @@ def _classification(options: TransformerOptions, words: Tokens) -> Job:
         val_dataset=sequences.plain(*val),
         loss_fn=loss,
         eval_fn=loss.evaluate,
-        callbacks=[Export(words, _describe(texts.name, train[0], val[0], words, model))],
+        callbacks=_callbacks(options, config, words, texts.name, (train[0], val[0]), model),
     )
 
 
@@ -120,7 +123,7 @@ def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None)
         sizes = options.layers, options.width, options.heads, options.dropout
         config = models.small_config(options.task, words.size, length, *sizes)
     else:
-        config = models.fetch("AutoConfig", "model", options.model)
+        config = fetch("AutoConfig", "model", options.model)
     models.check(config, length, words.size, None if small else words.longest)
     fresh = small or options.from_scratch
     if labels is not None:
@@ -136,7 +139,11 @@ def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None)
 
 
 def _classified(
-    texts: text.Labelled, options: TransformerOptions, words: Tokens, numbers: dict[str, int]
+    texts: text.Labelled,
+    options: TransformerOptions,
+    words: Tokens,
+    numbers: dict[str, int],
+    seed: int,
 ) -> tuple[tuple[Sequences, torch.Tensor], tuple[Sequences, torch.Tensor]]:
     """Samples and labels for training and validation."""
     found = [*texts.train, *(texts.val or [])]
@@ -150,7 +157,7 @@ def _classified(
     samples = sequences.pad(encoded, words)
     labels = torch.tensor([numbers[label] for _, label in found])
     if texts.val is None:
-        train, val = sequences.held_back(len(found))
+        train, val = sequences.parts(len(found), seed, [label for _, label in found])
     else:
         train, val = torch.arange(len(found)).tensor_split([len(texts.train)])
     return (samples.select(train), labels[train]), (samples.select(val), labels[val])
@@ -178,6 +185,31 @@ def _check_together(options: TransformerOptions) -> None:
         raise ConfigError(problems)
 
 
+def _callbacks(
+    options: TransformerOptions,
+    config: MultiGPUConfig,
+    words: Tokens,
+    name: str,
+    parts: tuple[Sequences, Sequences],
+    model: Any,
+) -> list[Callback]:
+    """What is said at the start, and the model that is written at the end."""
+    callbacks: list[Callback] = [Export(words, _describe(name, *parts, words, model))]
+    note = high_rate_note(config.learning_rate) if is_pretrained(options) else None
+    return [*callbacks, Announce(note)] if note else callbacks
+
+
+def is_pretrained(options: TransformerOptions) -> bool:
+    """Whether training starts from weights that someone has trained."""
+    fresh = options.model == SMALL or options.from_scratch
+    return not fresh and has_weights(options.model)
+
+
+def defaults_for(options: TransformerOptions) -> dict[str, float]:
+    """Weights that are trained already are only adjusted: a high rate would undo them."""
+    return {"learning_rate": PRETRAINED_RATE} if is_pretrained(options) else {}
+
+
 def _describe(name: str, train: Sequences, val: Sequences, words: Tokens, model: Any) -> str:
     """One line that says what is trained on what."""
     parameters = sum(p.numel() for p in model.parameters())
@@ -202,4 +234,5 @@ recipe = Recipe(
     },
     options=TransformerOptions,
     build=build,
+    defaults_for=defaults_for,
 )

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
+from multi_gpu_training.recipes.hugging_face import no_progress_bar, weights_to_keep
 from multi_gpu_training.recipes.transformer.tokens import Tokens
-from multi_gpu_training.recipes.transformer.transformer_model import no_progress_bar
 from multi_gpu_training.training.callbacks import Callback, Run
 
 FOLDER = "model"
@@ -30,11 +28,7 @@ class Export(Callback):
         if not run.placement.is_main or sys.exception() is not None:
             return  # a run that failed or was stopped leaves its checkpoints, not a result
         folder = run.folder / FOLDER
-        best = run.folder / "checkpoints" / "best" / "model.safetensors"
-        weights, which = None, "the last"
-        # Without fault tolerance nothing is saved: a file there would be an older run's.
-        if run.config.enable_fault_tolerance and best.is_file():
-            weights, which = load_file(best), "the best"
+        weights, which = weights_to_keep(run)
         save(run.model, self.tokens, folder, weights)
         run.say(f"{which} weights for from_pretrained: {folder}")
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.held_out import held_out
 from multi_gpu_training.recipes.transformer.linear_cross_entropy import IGNORED
 from multi_gpu_training.recipes.transformer.tokens import Tokens
 
-HELD_BACK = 10  # every tenth sample is for validation where nothing else is
+VAL_SHARE = 0.1  # of the samples, for validation where nothing else is
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def pack(documents: Sequence[str], tokens: Tokens, length: int) -> Sequences:
 
 def pad_lines(documents: Sequence[str], tokens: Tokens, length: int) -> Sequences:
     """Each line that is not blank a sample of its own."""
-    lines = (line for document in documents for line in document.splitlines() if line.strip())
+    lines = (line for document in documents for line in document.split("\n") if line.strip())
     return pad((tokens.encode(line)[:length] for line in lines), tokens)
 
 
@@ -77,21 +78,26 @@ def pad(samples: Iterable[Tensor], tokens: Tokens) -> Sequences:
     return Sequences(padded, lengths)
 
 
-def hold_back(sequences: Sequences) -> tuple[Sequences, Sequences]:
+def hold_back(sequences: Sequences, seed: int) -> tuple[Sequences, Sequences]:
     """Training and validation samples."""
-    train, val = held_back(len(sequences))
+    train, val = parts(len(sequences), seed)
     return sequences.select(train), sequences.select(val)
 
 
-def held_back(count: int) -> tuple[Tensor, Tensor]:
-    """Which of `count` samples are for training and which for validation: every tenth, or the
-    last where there are fewer."""
+def parts(count: int, seed: int, labels: Sequence[str] | None = None) -> tuple[Tensor, Tensor]:
+    """Which of `count` samples are for training and which for validation: a tenth, drawn by the
+    seed, of every label alike."""
     if count < 2:
         raise DataError(
             f"the text makes {count} sample, which leaves none for validation; give more text, a "
             "smaller sequence_length, or validation data of its own"
         )
-    held = torch.arange(count) % HELD_BACK == min(HELD_BACK, count) - 1
+    held = held_out(count, VAL_SHARE, seed, labels)
+    if not held.any():
+        raise DataError(
+            f"each of the {count} samples has a label of its own, which leaves none for "
+            "validation; give more text, or validation data of its own"
+        )
     return ~held, held
 
 

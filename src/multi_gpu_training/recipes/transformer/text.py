@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.recipes.user_data import contents, existing_folder
+from multi_gpu_training.recipes.tables import TABLES, read_rows, read_text
+from multi_gpu_training.recipes.user_data import contents, existing_folder, refuse
 
 BUILT_IN = "pydoc_data"
 TOPICS = 6  # of the built-in text, that a paragraph may come from
-SUFFIXES = (".jsonl", ".csv", ".tsv")
+STEMS = ("train", "val")
 
 
 @dataclass(frozen=True)
@@ -57,53 +54,58 @@ def topics() -> dict[str, str]:
 # Running text
 
 
-def read_corpus(folder: str | None) -> Corpus:
-    """The documents of a folder: train.txt and val.txt, or all its .txt files for training."""
-    if folder is None:
+def read_corpus(data_dir: str | None) -> Corpus:
+    """The documents of a file or a folder: train and val, or all its files but val."""
+    if data_dir is None:
         return Corpus(f"{BUILT_IN} (Python's own documentation)", list(topics().values()))
-    path = existing_folder(folder, "a folder with .txt files")
-    train, val = path / "train.txt", path / "val.txt"
-    if train.is_file():
-        return Corpus(path.name, [read_text(train)], [read_text(val)] if val.is_file() else None)
-    files = sorted(path.glob("*.txt"))
+    path = Path(data_dir).expanduser()
+    if path.is_file():
+        return Corpus(path.name, documents(path))
+    path = existing_folder(data_dir, "a folder with .txt files, or a file")
+    # Plain text comes before tables, which may be there for task=classification.
+    train, val = (find(path, stem, (".txt",)) or find(path, stem, TABLES) for stem in STEMS)
+    files = [train] if train else sorted(file for file in path.glob("*.txt") if file != val)
     if not files:
         raise DataError(
-            f"data_dir={folder!r} holds no .txt file (it holds {contents(path)}); put train.txt "
+            f"data_dir={data_dir!r} holds no .txt file (it holds {contents(path)}); put train.txt "
             "there, and val.txt if you have one"
         )
-    return Corpus(path.name, [read_text(file) for file in files if file != val], None)
+    found = [document for file in files for document in documents(file)]
+    return Corpus(path.name, found, documents(val) if val else None)
 
 
-def read_text(path: Path) -> str:
-    """The text of a file that has some."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); "
-            "convert it, as in iconv -f latin1 -t utf-8"
-        ) from None
-    if not text.strip():
-        raise DataError(f"{path} is empty; put text into it or remove it")
-    return text
+def documents(path: Path) -> list[str]:
+    """A table has one per row, in its column `text`; any other file is one."""
+    if path.suffix not in TABLES:
+        return [read_text(path)]
+    return [text for (text,) in fields(path, ("text",))]
 
 
 # Texts with labels
 
 
-def read_labelled(folder: str | None) -> Labelled:
-    """Texts with labels: train and val as .jsonl, .csv or .tsv with `text` and `label`."""
-    if folder is None:
+def read_labelled(data_dir: str | None) -> Labelled:
+    """Texts with labels: train and val as .jsonl, .csv or .tsv with `text` and `label`, or one
+    such file."""
+    if data_dir is None:
         return topic_paragraphs()
-    path = existing_folder(folder, "a folder with train.jsonl, train.csv or train.tsv")
-    train = find(path, "train")
+    path = Path(data_dir).expanduser()
+    if path.is_file():
+        if path.suffix not in TABLES:
+            raise DataError(
+                f"data_dir={data_dir!r} is not a table; give a file with text and label that ends "
+                f"in {', '.join(TABLES)}, or a folder with such files"
+            )
+        return Labelled(path.name, pairs(path))
+    path = existing_folder(data_dir, "a folder with train.jsonl, train.csv or train.tsv")
+    train = find(path, "train", TABLES)
     if train is None:
         raise DataError(
-            f"data_dir={folder!r} has no train{', train'.join(SUFFIXES)} (it holds "
+            f"data_dir={data_dir!r} has no train{', train'.join(TABLES)} (it holds "
             f"{contents(path)}); put one there, each line a text and its label"
         )
-    val = find(path, "val")
-    return Labelled(path.name, list(pairs(train)), list(pairs(val)) if val else None)
+    val = find(path, "val", TABLES)
+    return Labelled(path.name, pairs(train), pairs(val) if val else None)
 
 
 def topic_paragraphs() -> Labelled:
@@ -118,40 +120,36 @@ def topic_paragraphs() -> Labelled:
     return Labelled(f"paragraphs of {TOPICS} topics of {BUILT_IN}", found)
 
 
-def pairs(path: Path) -> Iterator[tuple[str, str]]:
-    """(text, label) of every line."""
-    empty = True
-    for number, row in rows(path):
-        missing = [key for key in ("text", "label") if row.get(key) in (None, "")]
+def pairs(path: Path) -> list[tuple[str, str]]:
+    """(text, label) of every row."""
+    return [(text, label) for text, label in fields(path, ("text", "label"))]
+
+
+def fields(path: Path, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Those columns of every row; all rows that lack one are named at once."""
+    found, problems = [], []
+    for number, row in read_rows(path):
+        missing = [name for name in names if row.get(name) in (None, "")]
         if missing:
-            raise DataError(
+            problems.append(
                 f"{path}, line {number}: there is no {' and no '.join(missing)} (found "
-                f"{', '.join(map(str, row)) or 'nothing'}); give every line a text and a label"
+                f"{', '.join(map(str, row)) or 'nothing'}); give every line a "
+                f"{' and a '.join(names)}"
             )
-        yield str(row["text"]), str(row["label"])
-        empty = False
-    if empty:
-        raise DataError(f"{path} holds no sample; put lines with text and label into it")
+        found.append(tuple(str(row.get(name)) for name in names))
+    refuse(problems)
+    if not found:
+        raise DataError(f"{path} holds no sample; put lines with {' and '.join(names)} into it")
+    return found
 
 
-def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    text = read_text(path)
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(text.splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: {error}; write one object a line"
-                ) from None
-            yield number, row if isinstance(row, dict) else {}
-        return
-    separator = "\t" if path.suffix == ".tsv" else ","
-    yield from enumerate(csv.DictReader(text.splitlines(), delimiter=separator), 2)
-
-
-def find(folder: Path, stem: str) -> Path | None:
-    paths = (folder / f"{stem}{suffix}" for suffix in SUFFIXES)
-    return next((path for path in paths if path.is_file()), None)
+def find(folder: Path, stem: str, suffixes: tuple[str, ...]) -> Path | None:
+    """The one file of that name; several would leave open which is meant."""
+    paths = [folder / f"{stem}{suffix}" for suffix in suffixes]
+    found = [path for path in paths if path.is_file()]
+    if len(found) > 1:
+        raise DataError(
+            f"{folder} has {' and '.join(path.name for path in found)}; keep one of them, or give "
+            "the file itself as data_dir"
+        )
+    return found[0] if found else None

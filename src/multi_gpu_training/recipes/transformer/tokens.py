@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.hugging_face import fetch
 
 PIECE = 1 << 20  # characters that a tokenizer gets at once
 
@@ -133,8 +134,6 @@ def load_tokens(name: str, pad_token: str | None) -> Tokens:
         if pad_token is not None:
             raise DataError(f"pad_token={pad_token!r}: tokenizer=bytes has its own; drop pad_token")
         return ByteTokens()
-    from multi_gpu_training.recipes.transformer.transformer_model import fetch
-
     tokenizer = fetch("AutoTokenizer", "tokenizer", name)
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from multi_gpu_training.errors import ModelError
-from multi_gpu_training.recipes.user_data import library
+from multi_gpu_training.recipes.hugging_face import fetch, first_line, has_weights, transformers
 
 Task = Literal["causal", "masked", "classification"]
 
@@ -19,13 +16,6 @@ CLASSES = {
     "masked": "AutoModelForMaskedLM",
     "classification": "AutoModelForSequenceClassification",
 }
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
-
-
-def transformers() -> Any:
-    """The library, which only this recipe needs."""
-    needed = "the transformer recipe needs the transformers library"
-    return library("transformers", needed, extra="transformer")
 
 
 def small_config(
@@ -65,7 +55,9 @@ def small_config(
 def from_config(task: Task, config: Any) -> Any:
     """A model with fresh weights, from torch's generator as it stands."""
     try:
-        return getattr(transformers(), CLASSES[task]).from_config(config, dtype=torch.float32)
+        return getattr(transformers(), CLASSES[task]).from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
     except ValueError as error:
         raise ModelError(
             f"a {config.model_type!r} model cannot do task={task}: {first_line(error)}"
@@ -77,56 +69,12 @@ def load_model(task: Task, name: str, config: Any, new_head: bool = False) -> An
 
     new_head: its head may have another size than the config says; then it is learnt anew.
     """
-    path = Path(name).expanduser()
-    if path.is_file() or (path.is_dir() and not any(any(path.glob(end)) for end in WEIGHTS)):
+    if not has_weights(name):
         return from_config(task, config)
     # By default the weights come in the type they were saved in; training in bf16 alone learns
     # badly, while mixed precision wants float32 weights.
     more = {"ignore_mismatched_sizes": True} if new_head else {}
     return fetch(CLASSES[task], "model", name, config=config, dtype=torch.float32, **more)
-
-
-def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
-    """`kind.from_pretrained(name)` of transformers, with errors that say what to do."""
-    path = Path(name).expanduser()
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ModelError(
-            f"{option}={name!r} is not there; give a folder that save_pretrained has written, or "
-            "a name of the Hugging Face hub"
-        )
-    try:
-        with no_progress_bar():
-            loader = getattr(transformers(), kind)
-            return loader.from_pretrained(str(path) if path.exists() else name, **more)
-    except (OSError, ValueError, KeyError) as error:
-        if path.exists():
-            raise ModelError(
-                f"{option}={name!r} cannot be loaded by {kind}: {first_line(error)}; give a folder "
-                "that save_pretrained has written"
-            ) from None
-        raise ModelError(
-            f"{option}={name!r} is no folder here, and the Hugging Face hub did not give it: "
-            f"{first_line(error)}; check the name and the network, or fetch it where there is one "
-            f"(hf download {name} --local-dir {Path(name).name}) and give the folder"
-        ) from None
-
-
-@contextmanager
-def no_progress_bar() -> Iterator[None]:
-    """The console is the run's: no bar of transformers in it."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def check(config: Any, length: int, size: int, longest: int | None = None) -> None:
