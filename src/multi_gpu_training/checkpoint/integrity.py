@@ -123,10 +123,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return facts
 
 
+# Checkpoints whose manifest was found as it was written, and which file that was.
+_trusted: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
+_MOST_TRUSTED = 256
+
+
 def trusted_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest if it is as it was written, else nothing."""
+    """Return the manifest if it is as it was written, else nothing.
+
+    Every save lists all checkpoints several times, beside training: a file that did not change
+    since the last look is not read and hashed again.
+    """
     try:
-        return read_manifest(path)
+        found = (path / MANIFEST).lstat()
+        file = found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        known = _trusted.get(path)
+        if known is None or known[0] != file:
+            if len(_trusted) >= _MOST_TRUSTED:
+                _trusted.clear()
+            known = _trusted[path] = file, read_manifest(path)
+        return dict(known[1])
     except (OSError, ValueError):
         return {}
 
