@@ -54,10 +54,12 @@ def test_plain_loops_and_one_to_four_ranks_end_with_the_same_weights(
             assert well, f"{name}, {world} ranks: {cell} {note}"
 
 
-def test_a_difference_a_refusal_and_a_hang_are_told_apart() -> None:
+def test_a_difference_a_refusal_and_a_hang_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import numpy as np
 
-    sys.path.insert(0, FOLDER)
+    monkeypatch.syspath_prepend(FOLDER)
     import exactness
 
     case = next(iter(exactness.load_cases().values()))
