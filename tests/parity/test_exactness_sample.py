@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from ranks import run_ranks
 
 FOLDER = str(Path(__file__).parents[2] / "benchmarks")
@@ -22,14 +22,20 @@ SAMPLE = [
 ]
 
 
+def load() -> tuple[Any, dict[str, Any]]:
+    """The script, without its folder on the path of what runs after: it has a faults.py, too."""
+    sys.path.insert(0, FOLDER)
+    try:
+        import exactness
+
+        return exactness, exactness.load_cases()
+    finally:
+        sys.path[:] = [path for path in sys.path if path != FOLDER]
+
+
 def answers(names: list[str], folder: Path, by_hand: bool, rank_count: int) -> dict[str, Any]:
     """What this rank ends with in each case."""
-    sys.path.append(FOLDER)  # last: other tests use this process, and benchmarks/ has a faults.py
-    import os
-
-    import exactness
-
-    cases = exactness.load_cases()
+    exactness, cases = load()
     rank = int(os.environ.get("RANK", "0")) if rank_count > 1 else 0
     world = exactness.HAND if by_hand else rank_count
     return {
@@ -38,13 +44,8 @@ def answers(names: list[str], folder: Path, by_hand: bool, rank_count: int) -> d
     }
 
 
-def test_plain_loops_and_one_to_four_ranks_end_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    import exactness
-
-    cases = exactness.load_cases()
+def test_plain_loops_and_one_to_four_ranks_end_with_the_same_weights(tmp_path: Path) -> None:
+    exactness, cases = load()
     plain = run_ranks(1, answers, SAMPLE, tmp_path / "plain", True, 1)[0]
     for world in (1, 2, 3, 4):
         ranks = run_ranks(world, answers, SAMPLE, tmp_path / str(world), False, world)
@@ -54,15 +55,11 @@ def test_plain_loops_and_one_to_four_ranks_end_with_the_same_weights(
             assert well, f"{name}, {world} ranks: {cell} {note}"
 
 
-def test_a_difference_a_refusal_and_a_hang_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_difference_a_refusal_and_a_hang_are_told_apart() -> None:
     import numpy as np
 
-    monkeypatch.syspath_prepend(FOLDER)
-    import exactness
-
-    case = next(iter(exactness.load_cases().values()))
+    exactness, cases = load()
+    case = next(iter(cases.values()))
     plain = exactness.Answer({"w": np.ones(3)}, {"loss": 1.0})
     near = exactness.Answer({"w": np.ones(3) * (1 + 1e-14)}, {"loss": 1.0})
     far = exactness.Answer({"w": np.ones(3)}, {"loss": 1.01})
