@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint gpu-test clean
+.PHONY: train test test-engines lint gpu-test clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ test: $(VENV)/installed
 	$(BIN)/pytest; tests=$$?; \
 	wait $$lint; linted=$$?; cat $(LINT_LOG); \
 	if [ $$tests -ne 0 ]; then exit $$tests; fi; exit $$linted
+
+# Real servers, schedulers and long campaigns: too heavy for every commit.
+test-engines: $(VENV)/installed
+	$(BIN)/pytest -m engines
 
 gpu-test:
 	python3 -m pytest -m gpu
