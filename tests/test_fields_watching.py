@@ -75,6 +75,52 @@ def test_validate_every_validates_inside_an_epoch(tmp_path: Path) -> None:
     assert validated == [3, 6, 8, 9, 12, 15, 16]  # and once at the end of each epoch
 
 
+def test_validate_at_start_and_limit_val_batches_say_when_and_on_what(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def count(model: Any, batch: Any, metrics: Any) -> None:
+        seen.append((manager.step, len(batch[0])))
+        metrics.add("loss", 0.0, len(batch[0]))
+
+    settings = {"batch_size": 4, "training_mode": "single", "validate_at_start": True}
+    manager = manager_for(tmp_path, **settings, limit_val_batches=2)
+    manager.fit(line(), points(16), points(16), loss_fn=squares, eval_fn=count)
+    assert seen == [(0, 4), (0, 4), (4, 4), (4, 4)]
+
+
+def test_f1_average_says_what_f1_is(tmp_path: Path) -> None:
+    def predicted(model: Any, batch: Any, metrics: Any) -> None:
+        metrics.add_predictions(torch.tensor([0, 0, 1, 0]), torch.tensor([0, 0, 1, 1]), 2)
+
+    found = {}
+    for how in ("macro", "micro", "binary"):
+        manager = manager_for(tmp_path, training_mode="single", f1_average=how)
+        data = points(4)
+        result = manager.fit(line(), data, data, loss_fn=squares, eval_fn=predicted)
+        found[how] = round(result.metrics["f1"], 4)
+    assert found == {"macro": 0.7333, "micro": 0.75, "binary": 0.6667}
+
+
+def test_ema_decay_and_swa_average_the_weights(tmp_path: Path) -> None:
+    weights: list[Any] = []
+
+    class Watch(Callback):
+        def on_step_end(self, run: Any, result: Any) -> None:
+            weights.append(run.model.weight.detach().clone())
+
+    def averaged(**settings: Any) -> Any:
+        weights.clear()
+        manager = manager_for(tmp_path, batch_size=4, training_mode="single", **settings)
+        manager.fit(line(), points(20), loss_fn=squares, optimizer=sgd, callbacks=[Watch()])
+        return manager.model.weight
+
+    assert torch.allclose(averaged(swa_start=2, swa_every=3), (weights[1] + weights[4]) / 2)
+    found, by_hand = averaged(ema_decay=0.5), line().weight.detach()
+    for weight in weights:
+        by_hand = 0.5 * by_hand + 0.5 * weight
+    assert torch.allclose(found, by_hand)
+
+
 def test_loggers_write_where_they_are_asked_to(tmp_path: Path) -> None:
     manager = manager_for(tmp_path, training_mode="single", loggers=["csv"], log_every=1)
     manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
