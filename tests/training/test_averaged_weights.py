@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from recorder import HIDDEN, recording, set_hidden
 from safetensors.torch import load_file
 from tiny import FEATURES, line, manager_for, points, quiet, squares
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from multi_gpu_training import Callback, ConfigError, MultiGPUTrainingManager, TrainingMode
 
@@ -289,3 +291,13 @@ def test_a_wrong_average_is_one_sentence_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         quiet(tmp_path, **settings)
+
+
+def test_swa_over_a_stream_asks_how_often(tmp_path: Path) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(points(8))
+
+    manager = manager_for(tmp_path, swa_start=2)
+    with pytest.raises(ConfigError, match="length of this stream is not known; set swa_every"):
+        manager.setup_training(line(), Stream(), loss_fn=squares)

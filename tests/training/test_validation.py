@@ -282,6 +282,18 @@ def test_gather_puts_the_outputs_of_your_own_loop_in_order(tmp_path: Path) -> No
     manager.finish()
 
 
+def test_your_own_loop_validates_several_sets_or_one_of_them(tmp_path: Path) -> None:
+    manager = manager_for(tmp_path, **ALONE)
+    sets = {"a": points(5), "b": points(3)}
+    _, train_loader, loaders = manager.setup_training(line(), points(), sets, loss_fn=squares)
+    assert isinstance(loaders, dict)
+    manager.train_epoch(train_loader, 0)
+    assert manager.validate_epoch(loaders).keys() == {"a/loss", "b/loss"}
+    assert manager.validate_epoch(loaders["b"]).keys() == {"b/loss"}
+    assert manager.result().metrics.keys() == {"a/loss", "b/loss"}
+    manager.finish()
+
+
 class Nothing(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())

@@ -47,15 +47,17 @@ class AveragedWeights(Callback):
         self._config = config
         self._state = state
         self._every = config.swa_every or steps_per_epoch
-        self._owners: dict[str, Tensor] = {}  # by name: parameters and buffers of the model
-        self._live: dict[str, Tensor] = {}  # their values, as real numbers
+        # By name: parameters and buffers of the model, the same as real numbers, their average.
+        self._owners: dict[str, Tensor] = {}
+        self._live: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
+        self._by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         self._seen: list[nn.Parameter] | None = None
         self._trained: dict[str, Tensor] | None = None  # while the model holds the average
         if self.active and self.kind == "swa" and self._every is None:
             raise ConfigError(
-                f"swa_start={config.swa_start} averages once per epoch, and nobody knows how long "
-                "an epoch of this stream is; set swa_every to a number of steps"
+                f"swa_start={config.swa_start} averages once per epoch, but the length of this "
+                "stream is not known; set swa_every to a number of steps"
             )
         if self.active:
             self._look_up()
@@ -104,14 +106,9 @@ class AveragedWeights(Callback):
 
     def _move(self, weight: float) -> None:
         self.updates += 1
-        by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for name, average in self._average.items():
-            live = self._live[name]
-            to, of = by_type.setdefault(average.dtype, ([], []))
-            to.append(average)
-            of.append(live if live.dtype == average.dtype else live.to(average.dtype))
-        for to, of in by_type.values():
-            foreach_lerp_(to, of, weight)
+        for short, (averages, live) in self._by_type.items():
+            ends = [tensor.float() for tensor in live] if short in _SHORT else live
+            foreach_lerp_(averages, ends, weight)
 
     def _look_up(self) -> None:
         """Find the tensors to average. One that is new begins with the value it has."""
@@ -130,13 +127,19 @@ class AveragedWeights(Callback):
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
             name = plain_name(name)
-            live = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            # The parameter itself and no view of its memory, which somebody may replace.
+            live = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
             self._owners[name], self._live[name] = tensor, live
             if before.get(name) is not tensor:
                 kind = torch.float32 if live.dtype in _SHORT else live.dtype
-                average = self._average[name] = live.to(kind, copy=True)
+                average = self._average[name] = live.detach().to(kind, copy=True)
                 state.extra_tensors.append(average)  # restored where recorded steps are taken back
         self._average = {name: self._average[name] for name in self._live}
+        self._by_type = {}
+        for name, average in self._average.items():
+            averages, same = self._by_type.setdefault(self._live[name].dtype, ([], []))
+            averages.append(average)
+            same.append(self._live[name])
 
     # Where it is used
 
@@ -150,7 +153,7 @@ class AveragedWeights(Callback):
             names = {plain_name(name) for name, _ in self._state.model.named_buffers()}
             mine = [self._average[name] for name in sorted(names & self._average.keys())]
             self._state.placement.broadcast_tensors(mine)
-        self._trained = {name: live.clone() for name, live in self._live.items()}
+        self._trained = {name: live.detach().clone() for name, live in self._live.items()}
         self._put(self._average)
         try:
             yield

@@ -98,7 +98,8 @@ class Progress:
         if self.metric not in metrics and self.metric.removeprefix("val/") in metrics:
             self.metric = self.metric.removeprefix("val/")  # as it is called in the logs
         if not self._chosen and self.metric not in metrics and metrics:
-            self.metric = next(iter(metrics))
+            first = f"{self.sets[0]}/loss" if self.sets else ""
+            self.metric = first if first in metrics else next(iter(metrics))
         if self.metric not in metrics:
             raise ConfigError(
                 f"best_metric={self.metric!r} is not among the metrics of this run: "
