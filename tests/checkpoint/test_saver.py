@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import quickly
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import flat, line, manager_for, points, sgd, squares
@@ -277,7 +277,7 @@ def test_a_script_that_ends_or_dies_at_once_keeps_what_it_began_to_save(tmp_path
     started = {
         how: subprocess.Popen(
             [sys.executable, str(script), str(tmp_path / how), tests, how],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=quickly(),
             stderr=subprocess.PIPE,
             text=True,
         )

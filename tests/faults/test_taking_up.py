@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from processes import quickly
 from torch import Tensor
 
 from multi_gpu_training import ConfigError, MultiGPUConfig
@@ -131,13 +132,17 @@ for fold in range(3):
 """
 
 
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=quickly(), capture_output=True, text=True, timeout=200
+    )
+
+
 def run_folds(folder: Path, way: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     (folder / "folds.py").write_text(FOLDS.format(tests=str(Path(__file__).parent.parent)))
     command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
-    return subprocess.run(
-        [*command, "folds.py", way], cwd=folder, capture_output=True, text=True, timeout=200
-    )
+    return run(*command, "folds.py", way, cwd=folder)
 
 
 @pytest.mark.slow
@@ -240,13 +245,7 @@ manager.fit(nn.Linear(1, 1), [])
 def test_a_rank_under_torchrun_says_why_it_ends(tmp_path: Path) -> None:
     (tmp_path / "refused.py").write_text(REFUSED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "1", "refused.py", str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(*command, "--nproc-per-node", "1", "refused.py", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1
     assert "the training dataset list has 0 samples" in done.stderr, done.stderr
 
@@ -312,8 +311,6 @@ def test_a_fault_whose_policy_is_stop_is_not_restarted(tmp_path: Path) -> None:
     script = DIVERGING.format(tests=str(Path(__file__).parent.parent))
     (tmp_path / "diverging.py").write_text(script)
     command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
-    done = subprocess.run(
-        [*command, "diverging.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = run(*command, "diverging.py", cwd=tmp_path)
     assert done.returncode != 0 and "replicas differ" in done.stderr
     assert (tmp_path / "attempts").read_text() == "xx"  # both ranks, once
