@@ -41,6 +41,11 @@ for _number, _usual in (
         signal.signal(_number, _usual)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are numbered, not shown: packed ones hold the time, and workers must agree on names."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
