@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from processes import quickly
 from ranks import end_pools
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -77,7 +78,10 @@ def rank_servers() -> Iterator[Any]:
     """Processes that fork the ranks of `mgt verify`, for all tests: seconds less for each."""
     from multi_gpu_training.planning.verify.rank_server import RankServers
 
-    with RankServers(3) as servers:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", quickly()["PYTHONPATH"])
+        servers = RankServers(3)
+    with servers:
         yield servers
 
 
