@@ -168,11 +168,16 @@ def mgt_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
 ) -> Said:
     """`mgt WORDS` in this very process: no second to start it. Use it where no rank is started."""
+    import multi_gpu_training
     from multi_gpu_training.cli import main
 
     command = ["mgt", *map(str, words)]
     capsys.readouterr()
     with monkeypatch.context() as patch:
+        if not hasattr(sys.modules["__main__"], "__file__"):
+            # A test worker is no file; without one, commands take it for an interactive session.
+            file = multi_gpu_training.__file__
+            patch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
         patch.setattr(sys, "argv", command)
         patch.setattr(sys, "orig_argv", [sys.executable, *command])
         patch.setattr(sys, "excepthook", sys.excepthook)
