@@ -124,7 +124,7 @@ def test_a_save_waits_for_the_one_before_and_says_how_long(
     fit(tmp_path, checkpoint_frequency=3)  # and step 4, the end of the epoch
     first, second = events(tmp_path, "checkpoint")
     assert (first["step"], second["step"]) == (3, 4)
-    assert first["waited_s"] == 0 and 0.2 < second["waited_s"] <= 1.5
+    assert first["waited_s"] == 0 and 0.2 < second["waited_s"] <= first["write_s"] + 1
     # What training stood still for is not the writing.
     assert first["stall_s"] < 1 <= first["write_s"]
 
