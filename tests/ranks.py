@@ -87,16 +87,16 @@ class RankPool:
     def stacks(self, rank: int) -> str:
         """Where each thread of a rank is, and of the processes that it started."""
         file = Path(self.folder.name, f"stacks-{rank}.txt")
-        try:
-            process = psutil.Process(self.processes[rank].pid)
-            for one in (process, *process.children(recursive=True)):
-                with file.open("a") as notes:
-                    notes.write(f"\n--- rank {rank}, process {one.pid}, {one.status()}\n")
-                if _answers(one.pid):
-                    one.send_signal(WHERE)
+        pids = [self.processes[rank].pid]
+        with suppress(psutil.Error):
+            pids += [child.pid for child in psutil.Process(pids[0]).children(recursive=True)]
+        for pid in pids:
+            with file.open("a") as notes:
+                notes.write(f"\n--- rank {rank}, process {pid}\n")
+            with suppress(OSError):  # it is gone
+                if _answers(pid):
+                    os.kill(pid, WHERE)
                     time.sleep(0.2)  # it writes to the same file, after the line above
-        except psutil.NoSuchProcess as gone:
-            return f"--- rank {rank}: {gone}"
         return file.read_text(errors="replace")
 
     def end(self) -> None:
@@ -126,8 +126,8 @@ def end_pools() -> None:
 def _answers(pid: int) -> bool:
     """Whether a process has a handler for WHERE: the signal would end any other."""
     status = Path(f"/proc/{pid}/status").read_text()
-    (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (WHERE - 1) & 1)
+    caught = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(caught) and bool(int(caught[0], 16) >> (WHERE - 1) & 1)
 
 
 def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
