@@ -130,7 +130,7 @@ def _execute(folder: Path) -> None:
 def run_command(command: str, folder: Path) -> str:
     words = [sys.executable, "-m", "multi_gpu_training", *shlex.split(command)[1:]]
     done = subprocess.run(
-        words, cwd=folder, env=quickly(ON_CPU), capture_output=True, text=True, timeout=120
+        words, cwd=folder, env=quickly(ON_CPU), capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout
