@@ -481,12 +481,14 @@ def is_url(text: str) -> bool:
 
 def url_problem(text: str) -> str | None:
     """What keeps `text` from being a folder or a URL that runs can be kept at."""
+    if "::" in text and "://" in text:
+        return "use a plain URL like s3://bucket/runs, without ::"
     if not is_url(text):
         cut = re.match(r"(s3|gs|gcs|az|abfs|file|memory):(?!//)", text)
         return f"a URL begins with {cut[1]}://" if cut else None
     scheme, _, rest = text.partition("://")
-    if "::" in text or "?" in text or "#" in text:
-        return "use a plain URL like s3://bucket/runs, without ::, ? or #"
+    if "?" in text or "#" in text:
+        return "use a plain URL like s3://bucket/runs, without ? or #"
     if ":" in rest.partition("/")[0].partition("@")[0] and "@" in rest.partition("/")[0]:
         return (
             "a password in a URL would be written into files; take it out, and give it through the "

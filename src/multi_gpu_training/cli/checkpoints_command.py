@@ -52,10 +52,10 @@ def upload_run(run: str, url: str | None, wait_s: float) -> int:
     if url is None:
         raise ConfigError(f"mgt checkpoints upload {run}: its save_dir is not a URL; add --to URL")
     address = parse_address(url)
-    keep = {n: int(settings[n]) for n in ("keep_last", "keep_best") if n in settings}
+    keep = [int(settings.get(*field)) for field in (("keep_last", 3), ("keep_best", 1))]
     lock = RunLock(folder, grace_s=0.0)  # a run that trains uploads by itself
     try:
-        plan = UploadPlan(folder, address.url, ALONE, **keep)
+        plan = UploadPlan(folder, address.url, ALONE, *keep)
         missing = upload_now(plan, print, wait_s)
     except StorageError as error:
         raise ConfigError(f"mgt checkpoints upload: {error}") from None

@@ -56,16 +56,16 @@ class Lease:
 
     def __init__(self, folder: RemoteFolder, generation: int, facts: LeaseFile) -> None:
         self.generation = generation
-        self._folder = folder
+        self.folder = folder
         self._facts = facts
 
     def check(self) -> None:
         """Raise LeaseLost if another writer has taken the run."""
-        newest = _newest(self._folder)
+        newest = _newest(self.folder)
         if newest > self.generation:
-            by = _read(self._folder, newest)
+            by = _read(self.folder, newest)
             who = "another machine" if by is None else f"process {by.pid} on {printable(by.host)}"
-            raise LeaseLost(f"{who} has continued the run at {self._folder.url}")
+            raise LeaseLost(f"{who} has continued the run at {self.folder.url}")
 
     def renew(self) -> None:
         """Show that this writer lives."""
@@ -97,7 +97,7 @@ class Lease:
             thread.join()
 
     def _write(self) -> None:
-        self._folder.write(_name(self.generation), _bytes(self._facts))
+        self.folder.write(_name(self.generation), _bytes(self._facts))
 
 
 def take_lease(

@@ -30,11 +30,13 @@ class StorageError(Exception):
     """Object storage refused, or could not be reached. The message is one sentence with a remedy.
 
     lasting: whether waiting cannot help: a wrong name, or something that is not installed.
+    away: whether storage could not be reached at all.
     """
 
-    def __init__(self, text: str, lasting: bool = False) -> None:
+    def __init__(self, text: str, lasting: bool = False, away: bool = False) -> None:
         super().__init__(redact(text))
         self.lasting = lasting
+        self.away = away
 
 
 class RemoteFolder:
@@ -133,9 +135,9 @@ class RemoteFolder:
         return {name: int(facts["size"]) for name, facts in self._found(below).items()}
 
     def changed(self, below: str, file: str) -> float | None:
-        """When a file, of this name if there is one, was last written below a folder; None: never."""
+        """When a file whose name ends like this was last written below a folder; None: never."""
         found = self._found(below).items()
-        times = [_time_of(facts) for name, facts in found if name.endswith(f"/{file}" * bool(file))]
+        times = [_time_of(facts) for name, facts in found if name.endswith(file)]
         return max(times, default=None)
 
     def _found(self, below: str) -> dict[str, dict[str, Any]]:
@@ -183,7 +185,9 @@ class RemoteFolder:
     def _open(self) -> tuple[Any, str]:
         try:
             # Instances are shared by default, and with them what they remember.
-            return fsspec.core.url_to_fs(self.url, skip_instance_cache=self._scheme != "memory")
+            alone = self._scheme != "memory"
+            fs, root = fsspec.core.url_to_fs(self.url, skip_instance_cache=alone)
+            return fs, str(root)
         except ImportError as error:
             needed = str(known_implementations.get(self._scheme, {}).get("class", "")).split(".")[0]
             extra = EXTRAS.get(needed)
@@ -220,7 +224,9 @@ class RemoteFolder:
                 lasting=True,
             ) from None
         except Exception as error:
-            raise StorageError(f"{self.url}: {explain(error, doing)}") from None
+            text = explain(error, doing)
+            away = text.startswith("cannot be reached")
+            raise StorageError(f"{self.url}: {text}", away=away) from None
 
 
 def explain(error: Exception, doing: str) -> str:

@@ -77,7 +77,7 @@ def latest_remote_run(config: MultiGPUConfig) -> tuple[float, str] | None:
     base = RemoteFolder(f"{config.save_dir}/{config.recipe}")
     found = []
     for name in base.folders():
-        changed = base.changed(f"{name}/checkpoints", MANIFEST)
+        changed = base.changed(f"{name}/checkpoints", f"/{MANIFEST}")
         if changed is not None and name_problem(name) is None:
             found.append((changed, name))
     return max(found, default=None)
@@ -183,7 +183,9 @@ def _merged_history(run: RemoteRun, store: CheckpointStore) -> History:
     ours, theirs = store.lineage.entries(), run.lineage()
     shorter, longer = sorted((ours, theirs), key=len)
     local = {path: trusted_manifest(path) for path in store.folders()}
-    remote = {(one.manifest.get("attempt"), one.step): one.manifest for one in run.checkpoints()}
+    remote: dict[tuple[Any, Any], dict[str, Any]] = {
+        (one.manifest.get("attempt"), one.step): one.manifest for one in run.checkpoints()
+    }
     split = longer[: len(shorter)] != shorter
     for facts in local.values():
         other = remote.get((facts.get("attempt"), facts.get("step")))

@@ -68,8 +68,8 @@ class RemoteCheckpoint:
 class RemoteRun:
     """The run below a URL, seen anew with every call; manifests are read once."""
 
-    def __init__(self, url: str) -> None:
-        self.folder = RemoteFolder(url)
+    def __init__(self, place: str | RemoteFolder) -> None:
+        self.folder = RemoteFolder(place) if isinstance(place, str) else place
         self._manifests: dict[str, tuple[dict[str, Any], str | None]] = {}
 
     # What is there
@@ -161,7 +161,7 @@ class RemoteRun:
                     self.folder.upload(f"/dev/fd/{descriptor}", f"checkpoints/{name}/{file}")
             lease.check()
             self.folder.write(f"checkpoints/{name}/{MANIFEST}", text)
-            return sum(facts["bytes"] for facts in manifest["files"].values()) + len(text)
+            return len(text) + sum(int(facts["bytes"]) for facts in manifest["files"].values())
         finally:
             for descriptor in opened:
                 os.close(descriptor)

@@ -23,7 +23,7 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.safe_files import read_bytes
 from multi_gpu_training.storage.event_mirror import EventMirror
 from multi_gpu_training.storage.lease import BEAT_S, Lease, LeaseLost, take_lease
-from multi_gpu_training.storage.remote_folder import StorageError
+from multi_gpu_training.storage.remote_folder import RemoteFolder, StorageError
 from multi_gpu_training.storage.remote_run import RemoteRun, uploaded_name
 from multi_gpu_training.training.callbacks import RunLog
 
@@ -55,9 +55,10 @@ class Uploader:
         self.plan = plan
         self._lease = lease
         self._log = log
-        self._run = RemoteRun(plan.url)
-        self._watched = RemoteRun(plan.url)  # the second thread has its own connection
-        self._mirror = EventMirror(self._watched.folder, plan.folder / "events", plan.identity.rank)
+        # One connection for both threads: making one takes a second of the interpreter's time.
+        self._remote = RemoteFolder(plan.url) if lease is None else lease.folder
+        self._run = RemoteRun(self._remote)
+        self._mirror = EventMirror(self._remote, plan.folder / "events", plan.identity.rank)
         self._sent: dict[str, tuple[int, int]] = {}  # small files: time of change and size
         self._there: set[str] | None = None  # names of complete checkpoints there
         self._dropped: set[str] = set()  # by retention: not to be sent again
@@ -115,7 +116,7 @@ class Uploader:
     # Checkpoints
 
     def _send(self) -> None:
-        self._repeat(self._send_checkpoints, self._run, self.plan.every_s, self._news)
+        self._repeat(self._send_checkpoints, self.plan.every_s, self._news)
 
     def _send_checkpoints(self) -> None:
         lease = self._lease
@@ -126,7 +127,7 @@ class Uploader:
         if self._there is None:
             self._there = {c.name for c in self._run.checkpoints() if c.problem is None}
             with contextlib.suppress(Exception):  # not every storage has them, nor allows it
-                self._run.folder.drop_unfinished()
+                self._remote.drop_unfinished()
         entries = CheckpointStore(self.plan.folder / "checkpoints").lineage.entries()
         if entries != self._lineage:
             # Before the checkpoints of a new attempt: what it abandoned must not look newest.
@@ -172,12 +173,12 @@ class Uploader:
     def _watch(self) -> None:
         every = min(BEAT_S, self.plan.every_s) if self.plan.whole else self.plan.every_s
         self._next_files = 0.0
-        self._repeat(self._look_after, self._watched, every, self._end)
+        self._repeat(self._look_after, every, self._end)
 
     def _look_after(self) -> None:
         if self.plan.whole:
             if self._lease is None:
-                self._lease = take_lease(self._watched.folder, self.plan.identity)
+                self._lease = take_lease(self._remote, self.plan.identity)
                 self._news.set()
             self._lease.renew()
         if time.monotonic() < self._next_files and not self._end.is_set():
@@ -198,14 +199,12 @@ class Uploader:
                 data = read_bytes(path, LARGEST_FILE)
             except (OSError, ValueError):  # a folder, a link, too large
                 continue
-            self._watched.folder.write(path.name, data)
+            self._remote.write(path.name, data)
             self._sent[path.name] = state
 
     # Both
 
-    def _repeat(
-        self, work: Callable[[], None], run: RemoteRun, every_s: float, news: threading.Event
-    ) -> None:
+    def _repeat(self, work: Callable[[], None], every_s: float, news: threading.Event) -> None:
         """Do the work again and again, and once more after the end, whatever it raises."""
         failures = 0
         while not self._lost:
@@ -226,8 +225,9 @@ class Uploader:
             except Exception as error:
                 failures += 1
                 self._outage.failed(error)
-                with contextlib.suppress(Exception):
-                    run.folder.reopen()
+                if not getattr(error, "away", False):
+                    with contextlib.suppress(Exception):  # the credentials may have changed
+                        self._remote.reopen()
                 # Half of it at random: a thousand ranks must not come back at the same moment.
                 pause = min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10)) * random.uniform(0.5, 1.0)
                 if self._end.is_set():
@@ -281,8 +281,7 @@ class Outage:
 
 def upload_now(plan: UploadPlan, say: Callable[[str], None], wait_s: float) -> list[str]:
     """Upload what a run folder holds and its storage lacks; return what could not be uploaded."""
-    run = RemoteRun(plan.url)
-    lease = take_lease(run.folder, plan.identity, say)
+    lease = take_lease(RemoteFolder(plan.url), plan.identity, say)
     uploader = Uploader(plan, lease, _Said(say))
     uploader.start()
     uploader.close(wait_s, say)
