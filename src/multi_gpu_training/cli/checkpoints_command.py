@@ -52,10 +52,10 @@ def upload_run(run: str, url: str | None, wait_s: float) -> int:
     if url is None:
         raise ConfigError(f"mgt checkpoints upload {run}: its save_dir is not a URL; add --to URL")
     address = parse_address(url)
-    keep = [int(settings.get(*field)) for field in (("keep_last", 3), ("keep_best", 1))]
+    last, best = int(settings.get("keep_last", 3)), int(settings.get("keep_best", 1))
     lock = RunLock(folder, grace_s=0.0)  # a run that trains uploads by itself
     try:
-        plan = UploadPlan(folder, address.url, ALONE, *keep)
+        plan = UploadPlan(folder, address.url, ALONE, last, best)
         missing = upload_now(plan, print, wait_s)
     except StorageError as error:
         raise ConfigError(f"mgt checkpoints upload: {error}") from None
