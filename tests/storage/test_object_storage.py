@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from tiny import flat, line, manager_for, points, sgd
 from typer.testing import CliRunner
@@ -333,16 +335,44 @@ def test_upload_wait_s_bounds_the_end_of_a_run(
     assert "not uploaded" in capsys.readouterr().err  # and the test has ended
 
 
-def train_at(folder: str) -> None:
-    settings = {"training_mode": "ddp", "epochs": 1}
-    manager_at(Path(folder), **settings).fit(line(), points(), optimizer=sgd)
+def train_on_two_machines(folder: str, own_disks: bool, epochs: int) -> list[Any]:
+    """Each rank on its own machine, or both on one."""
+    rank = dist.get_rank()
+    before = dict(os.environ)
+    if own_disks:
+        os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    try:
+        settings = {"training_mode": "ddp", "epochs": epochs, "resume": "auto", "max_restarts": 0}
+        machine = f"disk-{rank}" if own_disks else "disk"
+        manager = manager_at(Path(folder), machine, **settings)
+        manager.setup_training(line(), points(), optimizer=sgd)
+        begun = manager.step
+        manager.loop.run()
+        manager.finish()
+        kept = sorted(path.name for path in manager.run.checkpoints.glob("step-*"))
+        return [begun, manager.step, kept]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def test_rank_0_uploads_the_events_of_all_ranks_on_its_disk(tmp_path: Path) -> None:
-    run_ranks(2, train_at, str(tmp_path))
-    index = json.loads((tmp_path / RUN / "events/index-0.json").read_text())
-    assert sorted(index["files"]) == ["rank-0.jsonl", "rank-1.jsonl"]
+@pytest.mark.parametrize("own_disks", [False, True])
+def test_ranks_on_one_or_two_machines_continue_on_empty_disks(
+    own_disks: bool, tmp_path: Path
+) -> None:
+    run_ranks(2, train_on_two_machines, str(tmp_path), own_disks, 1)
     assert complete(tmp_path)[-1] == "step-00000002"
+    for disk in tmp_path.glob("disk*"):
+        shutil.rmtree(disk)
+    again = run_ranks(2, train_on_two_machines, str(tmp_path), own_disks, 2)
+    assert [answer[:2] for answer in again] == [[2, 4], [2, 4]]
+    assert again[0][2] == again[1][2] and again[0][2][-1] == "step-00000004"
+    assert complete(tmp_path)[-1] == "step-00000004"
+    fetch_events(RemoteFolder(f"file://{tmp_path}/{RUN}"), tmp_path / "seen")
+    for rank in (0, 1):  # both ranks, before and after
+        lines = (tmp_path / "seen" / f"rank-{rank}.jsonl").read_text().splitlines()
+        kinds = [json.loads(text)["event"] for text in lines]
+        assert kinds.count("rank") == 2 and kinds.count("run_end") == 2
 
 
 def test_event_files_arrive_whole_whatever_is_renamed_or_cut_off(tmp_path: Path) -> None:
