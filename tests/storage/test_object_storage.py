@@ -24,11 +24,16 @@ from typer.testing import CliRunner
 
 from multi_gpu_training import Callback, MultiGPUConfig
 from multi_gpu_training.cli.app import app
+from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.storage.event_mirror import PIECE, EventMirror, fetch_events
 from multi_gpu_training.storage.lease import LeaseFile
-from multi_gpu_training.storage.remote_folder import RemoteFolder
+from multi_gpu_training.storage.remote_folder import RemoteFolder, StorageError
+from multi_gpu_training.storage.remote_resume import open_remote_run
 from multi_gpu_training.storage.remote_view import list_remote
+from multi_gpu_training.storage.uploader import Uploader, UploadPlan
 
 KEPT = {"batch_size": 4, "run_name": "run", "training_mode": "single", "checkpoint_frequency": 1}
 RUN = "remote/custom/run"
@@ -264,6 +269,24 @@ def test_two_copies_that_went_different_ways_are_not_mixed(tmp_path: Path) -> No
         manager_at(tmp_path, "a", epochs=3, resume="auto").setup_training(line(), points())
 
 
+def test_restarted_ranks_continue_from_their_disk_while_storage_is_away(tmp_path: Path) -> None:
+    trained(tmp_path, epochs=1)
+    run, url, told = local(tmp_path), f"file://{tmp_path}/{RUN}", []
+    config = manager_at(tmp_path, resume="auto").config
+    restarted = Identity(attempt=1, run_id="launch")
+    with away(tmp_path):
+        with pytest.raises(StorageError):  # a new start cannot know what is newest
+            open_remote_run(url, run, config, Identity(), told.append)
+        assert open_remote_run(url, run, config, restarted, told.append) is None
+    assert "going on from the local copy" in told[-1]
+    plan = UploadPlan(run, url, restarted)
+    uploader = Uploader(plan, None, StructuredLogger(Console(), EventFile(None)))
+    uploader.start()
+    wait_for(lambda: (tmp_path / RUN / "lease/00000002.json").exists())
+    uploader.close(20.0)
+    assert not uploader.missing()
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [
@@ -306,18 +329,22 @@ def test_local_dir_without_a_url_is_refused(tmp_path: Path) -> None:
 def test_local_dir_holds_the_copies_and_upload_every_shows_events_during_training(
     tmp_path: Path,
 ) -> None:
-    seen: list[int] = []
+    index = tmp_path / RUN / "events/index-0.json"
+    seen = [0]
 
     def look() -> None:
-        index = tmp_path / RUN / "events/index-0.json"
-        before = json.loads(index.read_text())["bytes"]["rank-0.jsonl"]
-        wait_for(lambda: json.loads(index.read_text())["bytes"]["rank-0.jsonl"] > before)
-        seen.append(before)
+        """Wait until more of the events can be seen there than before."""
 
-    wait = At(2, lambda: wait_for(lambda: (tmp_path / RUN / "events/index-0.json").exists()))
+        def shown() -> int:
+            there = json.loads(index.read_text())["bytes"] if index.exists() else {}
+            return int(there.get("rank-0.jsonl", 0))
+
+        wait_for(lambda: shown() > seen[-1])
+        seen.append(shown())
+
     manager = manager_at(tmp_path, epochs=1, upload_every=0.1, log_every=1)
-    manager.fit(line(), points(), optimizer=sgd, callbacks=[wait, At(3, look)])
-    assert seen and seen[0] > 0
+    manager.fit(line(), points(), optimizer=sgd, callbacks=[At(2, look), At(4, look)])
+    assert len(seen) == 3
     assert (local(tmp_path) / "checkpoints/step-00000004").is_dir()
 
 
