@@ -118,6 +118,15 @@ SHOWN_IN = {
         "tensorboard": "test_tensorboard_writes_curves",
         "progress": "test_progress_chooses_what_a_person_sees",
     },
+    "storage.test_object_storage": {
+        "local_dir": (
+            "test_local_dir_holds_the_copies_and_upload_every_shows_events_during_training"
+        ),
+        "upload_every": (
+            "test_local_dir_holds_the_copies_and_upload_every_shows_events_during_training"
+        ),
+        "upload_wait_s": "test_upload_wait_s_bounds_the_end_of_a_run",
+    },
     "test_fields_watching": {
         "loggers": "test_loggers_write_where_they_are_asked_to",
         "validate_every": "test_validate_every_validates_inside_an_epoch",

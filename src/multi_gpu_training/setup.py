@@ -53,6 +53,7 @@ from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
+from multi_gpu_training.storage.uploader import Uploader, UploadPlan
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
 from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
@@ -81,11 +82,19 @@ class Records:
     events: EventFile
     logger: StructuredLogger
     loggers: LoggerList
+    uploader: Uploader | None = None
+    upload_wait_s: float = 0.0
 
     def close(self) -> None:
         self.loggers.close()
         self.events.close()
+        if self.uploader is not None:  # after everything is written
+            self.uploader.close(self.upload_wait_s, self.logger.info)
         self.folder.close()
+
+    def checkpoints_changed(self) -> None:
+        if self.uploader is not None:
+            self.uploader.wake()
 
 
 def open_records(
@@ -95,7 +104,7 @@ def open_records(
     recipe_options: Mapping[str, Any],
 ) -> Records:
     """Choose, make and lock the run's folder, and open its events. Collective."""
-    folder = open_run(config, placement, recipe_options)
+    folder = open_run(config, placement, recipe_options, console.warn)
     identity = placement.identity
     events = EventFile(
         folder.events(identity.rank),
@@ -105,7 +114,21 @@ def open_records(
         rank=identity.rank,
         world_size=identity.world_size,
     )
-    return Records(folder, events, StructuredLogger(console, events), LoggerList())
+    records = Records(folder, events, StructuredLogger(console, events), LoggerList())
+    if folder.url is not None and folder.hosts is not None and folder.hosts.writes:
+        plan = UploadPlan(
+            folder.path,
+            folder.url,
+            identity,
+            config.keep_last,
+            config.keep_best,
+            config.upload_every,
+            whole=placement.is_main,
+        )
+        records.uploader = Uploader(plan, folder.lease, records.logger)
+        records.uploader.start()
+        console.line(f"uploading to {folder.url}")
+    return records
 
 
 @dataclass(frozen=True)
@@ -181,6 +204,10 @@ class Training:
         """well: the run has ended without an error."""
         if well:
             drop_oom_hint(self.folder)
+        # After an error the launcher waits to start the ranks again, and what asked the run to
+        # end gives it grace_s: what is not uploaded by then stays on the disk.
+        wait_s = self.config.upload_wait_s
+        self.records.upload_wait_s = wait_s if well else min(wait_s, self.control.time_left_s)
         self._taken.close()
 
     # Checkpoints and faults
@@ -215,6 +242,7 @@ class Training:
         if save.best and score is not None:
             value = f"{score['metric']} {score['value']:.4f}"
             self.console.line(f"  saved best model: {save.path} ({value})")
+        self.records.checkpoints_changed()
         for call in self.callbacks.on_checkpoint:
             call(save.path)
 
@@ -239,7 +267,7 @@ class Training:
         """Where to continue from, if anywhere. Its global batch is kept: on another number of ranks
         a batch_size per rank would give another one, and another order of samples."""
         config = self.config
-        path = self.fault_tolerance.find(config.resume)
+        path = self.fault_tolerance.find(self.records.folder.resume)
         if path is None:
             if config.resume is None:
                 self.fault_tolerance.refuse_to_overwrite()
@@ -258,6 +286,7 @@ class Training:
         except CheckpointError as error:
             changed = _changed_options(self.options, checkpoint)
             raise CheckpointError(f"{error}{changed}") from None
+        self.records.checkpoints_changed()  # from which step on this attempt differs
         manifest = read_manifest(checkpoint)
         saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
         if saved is not None and (saved != size or (steps or loader.steps) != loader.steps):

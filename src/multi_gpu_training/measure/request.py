@@ -176,6 +176,7 @@ def placed(config: MultiGPUConfig, request: MeasureRequest) -> dict[str, Any]:
         "monitor": False,
         "progress": "off",
         "save_dir": str(Path(request.out) / "runs"),
+        "local_dir": None,
         "max_restarts": 0,
     }
 
