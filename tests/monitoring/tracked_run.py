@@ -46,6 +46,7 @@ def main(folder: Path, trackers: str, ranks: int) -> None:
         enable_fault_tolerance=True,
         checkpoint_frequency=5,
         max_restarts=0,
+        report=False,
     )
     manager.fit(
         line, points(16), points(4), loss_fn=squares, optimizer=sgd, callbacks=[Killed(folder)]

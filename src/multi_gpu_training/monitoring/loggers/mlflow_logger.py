@@ -48,7 +48,10 @@ def open_logger(run: LoggedRun) -> TrackerLogger | None:
             f"logger_options.mlflow.tracking_uri={uri!r} is a file store, which MLflow 3 refuses; "
             "give sqlite:////absolute/path.db, or leave it out for a database in the run folder"
         )
-    return TrackerLogger(MlflowTracker(options, run.folder, run.settings, run.step), run)
+    tracker = MlflowTracker(options, run.folder, run.settings, run.step)
+    if tracker.remote:
+        _load()  # its seconds must not count as the server's
+    return TrackerLogger(tracker, run)
 
 
 class MlflowTracker:
@@ -70,7 +73,7 @@ class MlflowTracker:
         self._held: set[tuple[str, int]] = set()
 
     def open(self) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        _load()
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
@@ -140,6 +143,11 @@ class MlflowTracker:
         for name in self._client.get_run(self._run_id).data.metrics:
             for found in self._client.get_metric_history(self._run_id, name):
                 yield name, found.step
+
+
+def _load() -> None:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow  # noqa: F401
 
 
 def _forget_after(database: Path, run_id: str, step: int) -> None:

@@ -31,7 +31,7 @@ MOST_WAITING = 10_000  # calls of `log` that wait for the tracker; later ones ar
 MOST_AT_ONCE = 100
 TOGETHER_S = 0.5  # how long to collect: many small writes would compete with training for the GIL
 RETRY_S = (1.0, 5.0, 15.0, 60.0)
-OPEN_S = 15.0  # for a server to accept or refuse the credentials before training starts
+OPEN_S = 30.0  # for a server to accept or refuse the credentials before training starts
 # How long the end of a run may wait: a local tracker will get there, a server may be away for good,
 # and after a signal the scheduler will not wait either.
 CLOSE_LOCAL_S, CLOSE_REMOTE_S, CLOSE_STOPPED_S = 120.0, 20.0, 5.0

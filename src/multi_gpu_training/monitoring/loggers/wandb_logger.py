@@ -42,6 +42,8 @@ def open_logger(run: LoggedRun) -> TrackerLogger | None:
     if not run.is_main:
         return None
     options = WandbOptions(**run.options("wandb"))
+    if options.mode == "online":
+        _load()  # its seconds must not count as the server's
     return TrackerLogger(WandbTracker(options, run.folder, run.settings), run)
 
 
@@ -59,9 +61,7 @@ class WandbTracker:
         self._held: set[tuple[str, int]] = set()
 
     def open(self) -> None:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it reports to W&B even offline
-        import wandb
-
+        wandb = _load()
         options = self._options
         known = remembered(self._folder, "wandb")
         run_id = known.get("run_id") or secrets.token_hex(8)
@@ -116,3 +116,10 @@ class WandbTracker:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _load() -> Any:
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it reports to W&B even offline
+    import wandb
+
+    return wandb
