@@ -120,6 +120,7 @@ SHOWN_IN = {
     },
     "test_fields_watching": {
         "loggers": "test_loggers_write_where_they_are_asked_to",
+        "logger_options": "test_logger_options_reach_the_logger_and_secrets_do_not",
         "validate_every": "test_validate_every_validates_inside_an_epoch",
         "monitor": "test_monitor_records_phases_and_devices",
         "monitor_interval_s": "test_monitor_interval_s_is_how_often_devices_are_read",

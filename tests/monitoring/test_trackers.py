@@ -18,7 +18,7 @@ from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training import Callback, ConfigError
 from multi_gpu_training.monitoring.loggers import LoggedRun
-from multi_gpu_training.monitoring.loggers.tracker import Row, TrackerLogger
+from multi_gpu_training.monitoring.loggers.tracker import TrackedMetrics, TrackerLogger
 
 SCRIPT = Path(__file__).parent / "tracked_run.py"
 Points = Counter[tuple[str, int]]
@@ -40,7 +40,7 @@ class Service:
     def has(self, metric: str, step: int) -> bool:
         return (metric, step) in self.held
 
-    def log(self, rows: list[Row]) -> None:
+    def log(self, rows: list[TrackedMetrics]) -> None:
         self.values += [(name, row.step, v) for row in rows for name, v in row.metrics.items()]
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ def test_a_tracker_that_comes_back_gets_everything_in_order(
     class Flaky(Service):
         failures = 3
 
-        def log(self, rows: list[Row]) -> None:
+        def log(self, rows: list[TrackedMetrics]) -> None:
             if self.failures:
                 self.failures -= 1
                 raise TimeoutError

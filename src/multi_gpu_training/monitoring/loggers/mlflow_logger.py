@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.loggers import LoggedRun
 from multi_gpu_training.monitoring.loggers.tracker import (
-    Row,
+    TrackedMetrics,
     TrackerLogger,
     remember,
     remembered,
@@ -106,7 +106,7 @@ class MlflowTracker:
     def has(self, metric: str, step: int) -> bool:
         return (_allowed(metric), step) in self._held
 
-    def log(self, rows: list[Row]) -> None:
+    def log(self, rows: list[TrackedMetrics]) -> None:
         from mlflow.entities import Metric
 
         # The time belongs to the value: MLflow ignores what an error makes us send twice.

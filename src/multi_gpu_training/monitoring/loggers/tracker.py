@@ -37,7 +37,7 @@ OPEN_S = 30.0  # for a server to accept or refuse the credentials before trainin
 CLOSE_LOCAL_S, CLOSE_REMOTE_S, CLOSE_STOPPED_S = 120.0, 20.0, 5.0
 
 
-class Row(NamedTuple):
+class TrackedMetrics(NamedTuple):
     """Metrics of one step, and when they were logged: seconds since 1970."""
 
     step: int
@@ -60,7 +60,7 @@ class Tracker(Protocol):
 
     def has(self, metric: str, step: int) -> bool: ...
 
-    def log(self, rows: list[Row]) -> None: ...
+    def log(self, rows: list[TrackedMetrics]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -75,7 +75,7 @@ class TrackerLogger:
         self._journal_size = self._journal.stat().st_size if self._journal.exists() else 0
         self._resumed_at = run.step
         self._is_stopping = run.is_stopping
-        self._waiting: queue.Queue[Row] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[TrackedMetrics] = queue.Queue(MOST_WAITING)
         self._closing = threading.Event()
         self._opened = threading.Event()
         self._refused: ConfigError | None = None
@@ -95,7 +95,7 @@ class TrackerLogger:
         if self._refused is not None:
             return
         try:
-            self._waiting.put_nowait(Row(step, dict(metrics), time.time()))
+            self._waiting.put_nowait(TrackedMetrics(step, dict(metrics), time.time()))
         except queue.Full:
             self._dropped += 1
             self._warn(f"{MOST_WAITING} logs are waiting, and later ones are dropped")
@@ -130,7 +130,7 @@ class TrackerLogger:
     # In the thread
 
     def _run(self) -> None:
-        failures, rows, opened = 0, list[Row](), False
+        failures, rows, opened = 0, list[TrackedMetrics](), False
         while True:
             try:
                 if not opened:
@@ -160,26 +160,26 @@ class TrackerLogger:
                 self._closing.wait(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
 
-    def _take(self) -> list[Row]:
+    def _take(self) -> list[TrackedMetrics]:
         """What has come in the last moment; nothing is waited for once the run is closing."""
-        rows: list[Row] = []
+        rows: list[TrackedMetrics] = []
         self._closing.wait(TOGETHER_S)
         with contextlib.suppress(queue.Empty):
             while len(rows) < MOST_AT_ONCE:
                 rows.append(self._waiting.get_nowait())
         return self._new(rows)
 
-    def _missed(self) -> list[Row]:
+    def _missed(self) -> list[TrackedMetrics]:
         """What was logged up to the resumed step and is not in the tracker."""
         if not self._resumed_at:
             return []
         found = logged_metrics(self._journal, self._resumed_at, self._journal_size)
-        return self._new(Row(*row) for row in found)
+        return self._new(TrackedMetrics(*row) for row in found)
 
-    def _new(self, rows: Iterable[Row]) -> list[Row]:
+    def _new(self, rows: Iterable[TrackedMetrics]) -> list[TrackedMetrics]:
         """The rows without values that the tracker has. Each metric has one value per step: after
         going back to a checkpoint, steps come again."""
-        new: list[Row] = []
+        new: list[TrackedMetrics] = []
         for step, metrics, logged_at in rows:
             kept = {}
             for name, value in metrics.items():
@@ -188,7 +188,7 @@ class TrackerLogger:
                     if not self._tracker.has(name, step):
                         kept[name] = value
             if kept:
-                new.append(Row(step, kept, logged_at))
+                new.append(TrackedMetrics(step, kept, logged_at))
         return new
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.loggers import LoggedRun
 from multi_gpu_training.monitoring.loggers.tracker import (
-    Row,
+    TrackedMetrics,
     TrackerLogger,
     remember,
     remembered,
@@ -83,7 +83,7 @@ class TrackioTracker:
     def has(self, metric: str, step: int) -> bool:
         return False
 
-    def log(self, rows: list[Row]) -> None:
+    def log(self, rows: list[TrackedMetrics]) -> None:
         for step, metrics, _ in rows:
             self._run.log(metrics, step=step)
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.loggers import LoggedRun
 from multi_gpu_training.monitoring.loggers.tracker import (
-    Row,
+    TrackedMetrics,
     TrackerLogger,
     remember,
     remembered,
@@ -109,7 +109,7 @@ class WandbTracker:
     def has(self, metric: str, step: int) -> bool:
         return (metric, step) in self._held
 
-    def log(self, rows: list[Row]) -> None:
+    def log(self, rows: list[TrackedMetrics]) -> None:
         # Without `step=`: W&B drops values that come after those of a later step.
         for step, metrics, logged_at in rows:
             self._run.log({**metrics, STEP: step, "_timestamp": logged_at})
