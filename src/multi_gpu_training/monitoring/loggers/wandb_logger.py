@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from multi_gpu_training.monitoring.loggers.tracker import (
 )
 
 PACKAGE = "wandb"
+# W&B raises one class for a server that is away and for one that refuses.
+_REFUSAL = re.compile(r"\b40[13]\b|unauthori|authenticat|permission|API key", re.IGNORECASE)
 STEP = "trainer/global_step"  # the name that Lightning uses: dashboards fit both
 
 
@@ -94,8 +97,11 @@ class WandbTracker:
                     finish_timeout=15,
                 ),
             )
-        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+        except wandb.errors.Error as error:
             reason = " ".join(str(error).split())
+            usage = isinstance(error, wandb.errors.UsageError | wandb.errors.AuthenticationError)
+            if not usage and not _REFUSAL.search(reason):
+                raise
             raise ConfigError(
                 f"loggers: W&B does not accept the credentials ({reason}); run `wandb login`, set "
                 "WANDB_API_KEY, or set logger_options.wandb.mode=offline"
