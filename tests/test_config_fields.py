@@ -129,6 +129,7 @@ SHOWN_IN = {
     },
     "test_fields_watching": {
         "loggers": "test_loggers_write_where_they_are_asked_to",
+        "logger_options": "test_logger_options_reach_the_logger_and_secrets_do_not",
         "validate_every": "test_validate_every_validates_inside_an_epoch",
         "validate_at_start": "test_validate_at_start_and_limit_val_batches_say_when_and_on_what",
         "limit_val_batches": "test_validate_at_start_and_limit_val_batches_say_when_and_on_what",

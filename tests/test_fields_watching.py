@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -125,3 +127,33 @@ def test_loggers_write_where_they_are_asked_to(tmp_path: Path) -> None:
     manager = manager_for(tmp_path, training_mode="single", loggers=["csv"], log_every=1)
     manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
     assert "1,train/loss," in (manager.folder / "metrics.csv").read_text()
+
+
+def test_logger_options_reach_the_logger_and_secrets_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for Trackio, which need not be installed."""
+    asked: dict[str, Any] = {}
+    logged: list[tuple[int, float]] = []
+
+    class Tracked:
+        id = "abc"
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            logged.append((step, metrics["train/loss"]))
+
+        def finish(self) -> None:
+            asked["finished"] = True
+
+    stand_in = ModuleType("trackio")
+    stand_in.init = lambda **given: asked.update(given) or Tracked()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    options = {"trackio": {"project": "mine", "group": "first"}}
+    manager = manager_for(
+        tmp_path, training_mode="single", loggers=["trackio"], logger_options=options, log_every=1
+    )
+    manager.recipe_options["hub_token"] = "hf_secret"
+    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
+    assert (asked["project"], asked["group"], asked["finished"]) == ("mine", "first", True)
+    assert asked["config"]["hub_token"] == "***" and asked["config"]["log_every"] == 1
+    assert [step for step, _ in logged] == [1]

@@ -269,7 +269,12 @@ class MultiGPUConfig(BaseModel):
     log_every: PositiveInt = 20
     tensorboard: bool = True
     loggers: list[str] = Field(
-        [], description="where metrics go besides the run's events: csv, tensorboard"
+        [],
+        description="where metrics go besides the run's events: csv, tensorboard, wandb, mlflow, "
+        "trackio",
+    )
+    logger_options: dict[str, dict[str, Any]] = Field(
+        {}, description="options by logger, such as {wandb: {project: mine, mode: online}}"
     )
     validate_every: PositiveInt | None = Field(
         None, description="optimizer steps between validations inside an epoch"

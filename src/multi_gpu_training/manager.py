@@ -155,7 +155,7 @@ class MultiGPUTrainingManager:
                 "this manager has set up a training already; make another MultiGPUTrainingManager "
                 "for another training"
             )
-        check_loggers(self.config.loggers)
+        check_loggers(self.config)
         self._handled = sys.exception()  # somebody may train while handling an error
         options = self.recipe_options
         made = self._training = Training(

@@ -46,7 +46,13 @@ from multi_gpu_training.monitoring.announce import LossAnnouncement, announce
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.input_wait import InputWait
-from multi_gpu_training.monitoring.loggers import LoggedRun, Logger, LoggerList, open_loggers
+from multi_gpu_training.monitoring.loggers import (
+    LoggedRun,
+    Logger,
+    LoggerList,
+    chosen_loggers,
+    open_loggers,
+)
 from multi_gpu_training.monitoring.progress_bar import ProgressBar, ProgressLines
 from multi_gpu_training.monitoring.run_events import RunEvents
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
@@ -415,8 +421,17 @@ class Training:
         """Those that the config names, and the user's. Only once the run is resumed: a logger may
         drop what will be logged again."""
         main, config = self.placement.is_main, self.config
-        run = LoggedRun(self.folder, config, main, self.state.step, self.records.events)
-        names = ["jsonl", *(["tensorboard"] if config.tensorboard else []), *config.loggers]
+        settings = storable({**config.plain(), **self.options})
+        run = LoggedRun(
+            self.folder,
+            config,
+            main,
+            self.state.step,
+            self.records.events,
+            settings,
+            is_stopping=lambda: self.control.asked is not None,
+        )
+        names = chosen_loggers(config, self.console.line)
         self.records.loggers.loggers += [*open_loggers(names, run), *(given if main else ())]
 
     def _build_loop(self, given: Given) -> TrainingLoop:

@@ -173,6 +173,8 @@ def placed(config: MultiGPUConfig, request: MeasureRequest) -> dict[str, Any]:
         "forecast": None,
         "enable_fault_tolerance": False,
         "tensorboard": False,
+        "loggers": [],
+        "logger_options": {},
         "monitor": False,
         "progress": "off",
         "save_dir": str(Path(request.out) / "runs"),

@@ -87,7 +87,8 @@ def summary(
     console.line(f"run folder: {run.path}")
     if (run.checkpoints / "best").is_dir():
         console.line(f"best model: {run.checkpoints / 'best'}")
-    if config.tensorboard:
+    curves = config.tensorboard or "tensorboard" in config.loggers
+    if curves and run.tensorboard.is_dir():
         console.line(f"curves: tensorboard --logdir {run.tensorboard}")
 
 
