@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def fit(
         passed[0] += 1
         if passed[0] == stops_in:
             signal.raise_signal(signal.SIGTERM)
+            while not manager.control.ends_next:  # a thread hears of it
+                time.sleep(0.01)
 
     manager = manager_for(folder, **{**ALONE, **settings})
     manager.fit(
