@@ -77,6 +77,7 @@ class TrackerLogger:
         self._is_stopping = run.is_stopping
         self._waiting: queue.Queue[TrackedMetrics] = queue.Queue(MOST_WAITING)
         self._closing = threading.Event()
+        self._given_up = threading.Event()
         self._opened = threading.Event()
         self._refused: ConfigError | None = None
         self._sent: dict[str, int] = {}  # the last step of each metric
@@ -111,6 +112,7 @@ class TrackerLogger:
             if time.monotonic() - began > limit:
                 break
             self._thread.join(0.05)
+        self._given_up.set()
         left = self._waiting.qsize() + self._dropped
         if self._refused is None and (self._thread.is_alive() or left):
             self._warned = False
@@ -155,9 +157,10 @@ class TrackerLogger:
                 return
             except Exception as error:
                 self._warn(f"{type(error).__name__}: {error}")
-                if self._closing.is_set() and failures:
+                pause = RETRY_S[min(failures, len(RETRY_S) - 1)]
+                # A closing run leaves little time: try again soon, until `close` gives up.
+                if self._closing.wait(pause) and self._given_up.wait(min(pause, 1.0)):
                     return
-                self._closing.wait(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
 
     def _take(self) -> list[TrackedMetrics]:
