@@ -214,6 +214,13 @@ class TrainingLoop:
             self.save_checkpoint(wait=False)
         return self.reached_max_steps
 
+    def between_steps(self) -> None:
+        """Save where that is due, in a loop that calls backward itself."""
+        self.checkpoints.poll()
+        if self.checkpoints.due(self.trainer.step):
+            self.log.flush()
+            self.save_checkpoint(wait=False)
+
     def _end_of_training(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
         """All steps of the epoch are taken; it is closed now or by its validation."""
         note_phase(Phase.EPOCH)
