@@ -458,8 +458,8 @@ class Training:
         self.run_events = RunEvents(config, state, trainer.execution, self.sizes, loader, logger)
         self._taken.callback(self.run_events.stop)
         add(self.run_events)
-        chosen = given.loss_fn is None and isinstance(self.loss_fn, SupervisedLoss)
-        if chosen and self.manual is None:
+        own_loss = given.loss_fn is not None or self.manual is not None
+        if isinstance(self.loss_fn, SupervisedLoss) and not own_loss:
             add(LossAnnouncement(self.loss_fn, self.callbacks))
         self.callbacks.extend(given.callbacks)
         # What a callback of the user did to the weights is looked at in the same step.
