@@ -376,9 +376,11 @@ class MultiGPUTrainingManager:
         share = state.own_share(batch)
         if self._training.manual is not None:
             share = replace(share, first=True, last=True)
-        part, sample = shard(batch, size, share, placement.dp_rank, placement.dp_size)
+        part, sample, share = shard(batch, size, share, placement)
         if isinstance(self.train_loader, OwnBatches):
             self.train_loader.keep_template(sample)
+        if self._training.manual is not None:
+            self._training.manual.sharded(share)
         return part
 
     def steps_per_epoch(self, dataset: Data | None = None) -> int | None:

@@ -1,13 +1,14 @@
 """Trainings with their own backward, each as a plain loop and as a loop of ours.
 
-A case is a class: `build` makes modules and optimizers, `take` computes one step on a batch. A plain
-loop passes `take` torch's own functions; ours passes those of the trainer.
+A case is a class with modules and optimizers; `take` computes one step on a batch. A plain loop
+passes it `loss.backward`, ours `trainer.backward`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ Backward = Callable[..., Any]
 
 def mlp(*sizes: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for into, out in zip(sizes, sizes[1:], strict=False):
+    for into, out in pairwise(sizes):
         layers += [nn.Linear(into, out), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
@@ -34,8 +35,10 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Case:
-    """data: a batch is the rows of these tensors. closure: optimizers take one."""
+    """data: a batch is the rows of these tensors. waits: the end of the block moves."""
 
+    waits = False
+    settings: dict[str, Any] = {}
     data: tuple[Tensor, ...]
     modules: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
@@ -146,7 +149,9 @@ class ActorCritic(Case):
         backward(-(self.alpha.exp() * (chosen.detach() - 1)).mean(), self.ot)
         self.ot.step()
         with torch.no_grad():
-            for mine, theirs in zip(self.target.parameters(), self.critic.parameters(), strict=True):
+            for mine, theirs in zip(
+                self.target.parameters(), self.critic.parameters(), strict=True
+            ):
                 mine.lerp_(theirs, 0.1)
 
     def weights(self) -> list[Tensor]:
@@ -177,7 +182,22 @@ class LineSearch(Case):
         self.optimizer.step(closure)
 
 
-CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch]
+class Accumulation(Case):
+    """Micro-batches of a loader, clipped as a whole, moved by the last block of a step."""
+
+    waits = True
+    settings = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
+
+    def __init__(self) -> None:
+        self.modules = [mlp(3, 6, 1)]
+        self.optimizers = [torch.optim.Adam(self.modules[0].parameters(), lr=1e-2)]
+        self.data = (numbers(SAMPLES, 3), numbers(SAMPLES, 1, seed=1))
+
+    def take(self, batch: Any, backward: Backward) -> None:
+        backward(F.mse_loss(self.modules[0](batch[0]), batch[1]), self.optimizers[0])
+
+
+CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch, Accumulation]
 
 
 def build(kind: type[Case]) -> Case:
@@ -200,15 +220,18 @@ def plain(kind: type[Case]) -> list[Tensor]:
 
     for start in starts:
         case.take([part[start : start + BATCH] for part in case.data], backward)
+        if case.waits:
+            nn.utils.clip_grad_norm_(case.modules[0].parameters(), 0.3)
+            case.optimizers[0].step()
+            case.optimizers[0].zero_grad()
     return case.weights()
 
 
 def by_dataset(folder: Path, kind: type[Case], stops: int | None, **settings: Any) -> list[Tensor]:
     """The same through the loader of a dataset; `stops`: save and leave after that step."""
     case = build(kind)
-    manager = manager_for(
-        folder, shuffle=False, global_batch_size=BATCH, epochs=STEPS, max_steps=STEPS, **settings
-    )
+    settings = {"global_batch_size": BATCH, "epochs": STEPS, **case.settings, **settings}
+    manager = manager_for(folder, shuffle=False, max_steps=STEPS, **settings)
     trainer = manager.prepare(
         *case.modules,
         *case.optimizers,
@@ -260,4 +283,3 @@ def every_case(folder: Path) -> dict[str, Any]:
         again = train(parts, kind, None, resume="auto", **kept)
         found[kind.__name__] = whole, again
     return found
-

@@ -10,6 +10,7 @@ from multi_gpu_training.data.batch import attach, head, rows, tensors_of, to_dev
 from multi_gpu_training.data.loader import Feeding
 from multi_gpu_training.data.order import Share, cut
 from multi_gpu_training.data.passes import EpochLoader
+from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import DataError
 
 
@@ -45,15 +46,15 @@ class OwnBatches(EpochLoader):
         self._template = sample
 
 
-def shard(batch: Any, size: int, share: Share, rank: int, ranks: int) -> tuple[Any, Any]:
-    """This rank's rows of a batch of `size` samples that all ranks have made alike, carrying a
-    share like `share`, and one sample of it. A rank for which there is none gets that sample, to
-    compute on, with a share of nothing."""
+def shard(batch: Any, size: int, share: Share, placement: Placement) -> tuple[Any, Any, Share]:
+    """This rank's rows of a batch of `size` samples that all ranks have made alike, on its device
+    and carrying a share like `share`; one sample; that share. A rank for which there is no row gets
+    the sample, to compute on, with a share of nothing."""
     if not any(size in tensor.shape for tensor in tensors_of(batch)):
-        raise DataError(f"no tensor of this batch has {size} rows to share out over {ranks} ranks")
-    begin, end = cut(size, ranks, rank)
+        raise DataError(f"no tensor of this batch has {size} rows to share out over the ranks")
+    begin, end = cut(size, placement.dp_size, placement.dp_rank)
     sample = head(batch, 1, size)
     part = rows(batch, size, begin, end) if end > begin else head(batch, 1, size)
     whole = size if share.first and share.last else 0  # else it is learned with the gradients
     share = replace(share, count=end - begin, window_count=whole)
-    return attach(part, share), sample
+    return attach(to_device(part, placement.device), share), sample, share

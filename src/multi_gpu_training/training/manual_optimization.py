@@ -78,9 +78,12 @@ class ManualTrainer:
         held = sum(len(slot.find_parameters()) for slot in self._slots)
         # Else a backward is kept from reaching what no optimizer here trains.
         self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
-        self._inside = False
+        self._inside = self._has_batch = False
         self._share: Share
         self._weight: Number = 1.0
+        self._sharded: Share | None = None
+        # The losses of the step: (whose, name, loss x weight, weight); logged once it is taken.
+        self._noted: list[tuple[list[_Gradients], str, Number, Number]] = []
         self._unit: Number | None = None  # of the gradients that are not exchanged yet
         self._loss: Tensor | None = None
         self._norm: Tensor | None = None
@@ -89,6 +92,7 @@ class ManualTrainer:
         device = state.placement.device
         self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._mixed_up = torch.zeros((), dtype=torch.int64, device=device)
         self._own = False  # whether a backward under way is this trainer's
         self._watch: list[Any] = []
         state.callbacks.add(_LookBeforeSave(self.look))
@@ -129,7 +133,7 @@ class ManualTrainer:
         if self._inside:
             raise ModelError("trainer.step() inside of trainer.step(); end the first block before")
         note_step(state.step + 1, begun=True)
-        share = None if batch is None else self._share_of(batch)
+        share = self._sharded if batch is None else self._share_of(batch)
         self._weight = 1.0 if share is None else float(share.count)
         self._share = share or Share(state.epoch, state.position, (), 1, 0, True, True, state.step)
         share = self._share
@@ -145,14 +149,17 @@ class ManualTrainer:
                 call(state.step + 1)
             state.drop_gradients()
             self._unit = self._loss = self._norm = None
+            self._noted = []
             for slot in self._slots:
                 slot.reset()
-        self._inside = True
-        state.attendance.present = share.count > 0
+        self._inside, self._has_batch = True, batch is not None
+        self._attend(share)
         if batch is None:
             return None
         if share.count == 0:
-            return self._stand_in(batch, share)
+            if all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
+                return to_device(batch, placement.device)  # `shard` has left one in it
+            return state.stand_in(share)
         given = to_device(batch, placement.device)
         return state.prepare(given, state.sample_numbers(given, share))
 
@@ -167,18 +174,14 @@ class ManualTrainer:
         own = state.own_share(batch)  # the batch is all of the step, whatever the config says
         return Share(own.epoch, own.position, (), own.count, 0, True, True, own.key)
 
-    def _stand_in(self, batch: Any, share: Share) -> Any:
-        """A sample for a rank that has none: its code runs all the same, and weighs nothing."""
-        statistics = [
-            buffer
-            for module in self._state.model.modules()
-            if isinstance(module, RunningStatsBase) and not isinstance(module, SyncBatchNorm)
-            for buffer in module.buffers(recurse=False)
-        ]
-        self._kept = [(buffer, buffer.clone()) for buffer in statistics]
-        if all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
-            return to_device(batch, self._placement.device)  # `shard` has left one in it
-        return self._state.stand_in(share)
+    def _attend(self, share: Share) -> None:
+        """A rank without a sample computes on a stand-in, which leaves no trace in statistics."""
+        self._state.attendance.present = share.count > 0
+        if share.count == 0 and not self._kept:
+            for module in self._state.model.modules():
+                if isinstance(module, RunningStatsBase) and not isinstance(module, SyncBatchNorm):
+                    buffers = module.buffers(recurse=False)
+                    self._kept += [(buffer, buffer.clone()) for buffer in buffers]
 
     def _end(self) -> None:
         state, share = self._state, self._share
@@ -190,6 +193,9 @@ class ManualTrainer:
                         "step(closure) inside the block, and trainer.backward inside the closure"
                     )
                 slot.optimizer.step()
+        for slots, name, part, weight in self._noted if share.last else ():
+            if not all(slot.skipped for slot in slots):
+                state.metrics.add(name, part, weight)
         self._leave()
         loss = torch.zeros(()) if self._loss is None else self._loss
         if state.loader is not None and (share.window_count or share.changed):
@@ -201,8 +207,17 @@ class ManualTrainer:
             for schedule in self.schedules:
                 schedule.after_step(state.step)
 
+    def sharded(self, share: Share) -> None:
+        """`manager.shard` has cut a batch: the losses of this block weigh its samples, or those of
+        the next block, unless that is given another batch."""
+        self._sharded = share
+        if self._inside and not self._has_batch:
+            self._weight = float(share.count)
+            self._attend(share)
+
     def _leave(self) -> None:
         self._inside = self._own = False
+        self._sharded = None
         self._state.attendance.present = True
         for buffer, before in self._kept:
             buffer.data.copy_(before)
@@ -291,7 +306,7 @@ class ManualTrainer:
         if self._share.count:
             number = slots[0].number if len(slots) == 1 else 0
             name = name or ("loss" if number == 0 else f"loss_{number + 1}")
-            self._state.metrics.add(name, part, weight)
+            self._noted.append((slots, name, part, weight))
         self._loss = mean if self._loss is None else self._loss
         over_ranks = mean
         for slot in slots:
@@ -318,17 +333,21 @@ class ManualTrainer:
         else:
             numbers = (slot.loss, tag)
             sums = self._exchange.mean(slot.parameters, unit, slot.weight, (*numbers, slot.weight))
-            if sums.device.type == "cpu" and sums[1] != tag * self._placement.dp_size:
-                raise ModelError(
-                    f"in step {self._state.step + 1} ranks called backward for different "
-                    f"optimizers, this one for number {slot.number + 1} "
-                    f"({type(slot.optimizer).__name__}); every rank must make the same calls in "
-                    "the same order"
-                )
+            self._mixed_up += sums[1] != tag * self._placement.dp_size
+            if not sums.is_cuda:
+                self._check_order()
         weight = sums[2] if len(sums) > 2 else as_double(slot.weight, sums.device)
         loss = sums[0] / torch.where(weight > 0, weight, torch.ones_like(weight))
         slot.close()
         return loss
+
+    def _check_order(self) -> None:
+        if bool(self._mixed_up):
+            raise ModelError(
+                f"up to step {self._state.step + 1} ranks called backward for different "
+                "optimizers at the same time; every rank must make the same calls in the same "
+                "order"
+            )
 
     def _chosen(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> list[_Gradients]:
         if optimizer is None:
@@ -404,6 +423,7 @@ class ManualTrainer:
         for call in state.callbacks.on_optimizer:
             call()
         if self._bad(slot):
+            slot.skipped = True
             for parameter in slot.parameters:
                 parameter.grad = None  # which every optimizer leaves where it is
             return
@@ -446,6 +466,7 @@ class ManualTrainer:
 
     def look(self) -> None:
         """Raise if a gradient was not finite since the last look. Waits for the device."""
+        self._check_order()
         if bool(self._found):
             self._found.zero_()
             step = self._state.step
@@ -470,6 +491,7 @@ class _Gradients:
 
     due: a backward came since the optimizer moved. open: they are this rank's alone, the sum of
     micro-batches with `weight` and `loss`. earlier: those of losses before, exchanged already.
+    skipped: they were not finite, and the optimizer did not move in this step.
     """
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
@@ -479,7 +501,7 @@ class _Gradients:
         self.reset()
 
     def reset(self) -> None:
-        self.due = self.open = False
+        self.due = self.open = self.skipped = False
         self.weight: Number = 0.0
         self.loss: Number = 0.0
         self.earlier: list[Tensor | None] = []
