@@ -266,8 +266,8 @@ class Training:
             raise CheckpointError(f"{error}{changed}") from None
         manifest = read_manifest(checkpoint)
         saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
-        changed = saved != size or (steps or loader.steps) != loader.steps
-        if saved is not None and size and changed:
+        differs = saved != size or (steps or loader.steps) != loader.steps
+        if saved is not None and size and differs:
             epoch_is_over = self.progress.epochs_done > state.epoch
             if may_resume_anyway(self.config):  # samples may come twice, or not at all
                 place = state.position * saved // size
