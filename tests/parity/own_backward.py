@@ -194,7 +194,8 @@ class Accumulation(Case):
         self.data = (numbers(SAMPLES, 3), numbers(SAMPLES, 1, seed=1))
 
     def take(self, batch: Any, backward: Backward) -> None:
-        backward(F.mse_loss(self.modules[0](batch[0]), batch[1]), self.optimizers[0])
+        loss = F.mse_loss(self.modules[0](batch[0]), batch[1])
+        backward(loss, self.optimizers[0], weight=len(batch[0]))  # a stand-in has a row, too
 
 
 CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch, Accumulation]
@@ -215,7 +216,7 @@ def plain(kind: type[Case]) -> list[Tensor]:
     case = build(kind)
     starts = [start for _ in range(STEPS) for start in range(0, SAMPLES, BATCH)][:STEPS]
 
-    def backward(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def backward(loss: Tensor, optimizer: torch.optim.Optimizer, weight: int = 0) -> None:
         loss.backward()
 
     for start in starts:

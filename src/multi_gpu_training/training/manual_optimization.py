@@ -82,6 +82,7 @@ class ManualTrainer:
         self._share: Share
         self._weight: Number = 1.0
         self._sharded: Share | None = None
+        self._stood_in = False  # whether the newest shard was a stand-in
         # The losses of the step: (whose, name, loss x weight, weight); logged once it is taken.
         self._noted: list[tuple[list[_Gradients], str, Number, Number]] = []
         self._unit: Number | None = None  # of the gradients that are not exchanged yet
@@ -152,16 +153,16 @@ class ManualTrainer:
             self._noted = []
             for slot in self._slots:
                 slot.reset()
+        given = batch
+        if share.count:
+            given = to_device(batch, placement.device)
+            if batch is not None:
+                given = state.prepare(given, state.sample_numbers(given, share))
+        elif not all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
+            given = state.stand_in(share)  # else `shard` has left one in it
         self._inside, self._has_batch = True, batch is not None
         self._attend(share)
-        if batch is None:
-            return None
-        if share.count == 0:
-            if all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
-                return to_device(batch, placement.device)  # `shard` has left one in it
-            return state.stand_in(share)
-        given = to_device(batch, placement.device)
-        return state.prepare(given, state.sample_numbers(given, share))
+        return given
 
     def _share_of(self, batch: Any) -> Share:
         state = self._state
@@ -210,7 +211,7 @@ class ManualTrainer:
     def sharded(self, share: Share) -> None:
         """`manager.shard` has cut a batch: the losses of this block weigh its samples, or those of
         the next block, unless that is given another batch."""
-        self._sharded = share
+        self._sharded, self._stood_in = share, share.count == 0
         if self._inside and not self._has_batch:
             self._weight = float(share.count)
             self._attend(share)
@@ -274,7 +275,14 @@ class ManualTrainer:
             raise ModelError("trainer.backward(loss) belongs inside `with trainer.step():`")
         loss = _checked(loss)
         slots = self._chosen(optimizer)
-        weight = self._weight if weight is None else _plain_weight(weight)
+        if self._stood_in and self._sharded is None and not self._has_batch:
+            raise ModelError(
+                "the newest manager.shard had no row for this rank and gave it a stand-in, which "
+                "only that step knows; call it in every step, or share out at least as many rows "
+                "as there are ranks"
+            )
+        # What a stand-in weighs is nothing, whatever the loop counts in it.
+        weight = self._weight if weight is None or not self._weight else _plain_weight(weight)
         last = last and self._share.last
         mean, device = loss.detach(), self._placement.device
         plain = self._placement.dp_size == 1 and last and not any(slot.open for slot in slots)
