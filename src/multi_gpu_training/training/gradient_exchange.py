@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ModelError
@@ -69,6 +70,65 @@ class GradientExchange:
     def _sum(self, flat: Tensor) -> Tensor:
         wire = self._placement.wire
         return self._placement.sum(flat.to(wire)).to(flat.device)
+
+
+class OptimizerGradients:
+    """The gradients of one optimizer's parameters, between two of its steps.
+
+    due: a backward came since the optimizer moved. open: they are this rank's alone, the sum of
+    micro-batches with `weight` and `loss`. earlier: those of losses before, exchanged already.
+    skipped: they were not finite, and the optimizer did not move in this step.
+    """
+
+    def __init__(self, optimizer: Optimizer, number: int) -> None:
+        self.optimizer = optimizer
+        self.number = number
+        self.parameters: list[Tensor] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.due = self.open = self.skipped = False
+        self.weight: Number = 0.0
+        self.loss: Number = 0.0
+        self.earlier: list[Tensor | None] = []
+
+    def find_parameters(self) -> list[Tensor]:
+        groups = self.optimizer.param_groups
+        self.parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        return self.parameters
+
+    def open_up(self, plain: bool) -> None:
+        """Before a backward. plain: it may simply add to what is there."""
+        if self.open and any(p.grad is not None for p in self.parameters):
+            return
+        if not self.open:
+            self.find_parameters()
+            if not self.due:
+                for parameter in self.parameters:
+                    parameter.grad = None
+            if not plain:
+                self.earlier = [parameter.grad for parameter in self.parameters]
+                for parameter in self.parameters:
+                    parameter.grad = None
+        self.weight, self.loss = 0.0, 0.0
+
+    def close(self) -> None:
+        """The gradients are those of all ranks now: add what earlier losses gave."""
+        for parameter, before in zip(self.parameters, self.earlier, strict=True):
+            if before is not None:
+                grad = parameter.grad
+                parameter.grad = before if grad is None else before.add_(grad)
+        self.open, self.earlier = False, []
+
+
+def ratio(one: Number, other: Number, like: Tensor) -> Tensor | float:
+    """one / other, in the type of `like`; 1 where that is nothing of nothing."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        divisor = as_double(other, like.device)
+        safe = torch.where(divisor > 0, divisor, torch.ones_like(divisor))
+        kind = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
+        return (as_double(one, like.device) / safe).to(kind)
+    return one / other if other > 0 else 1.0
 
 
 def as_double(value: Number, device: torch.device) -> Tensor:

@@ -38,7 +38,12 @@ from multi_gpu_training.distributed.progress_slot import (
 from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
 from multi_gpu_training.torch_internals import RunningStatsBase
 from multi_gpu_training.training.callbacks import Callback, Run
-from multi_gpu_training.training.gradient_exchange import GradientExchange, as_double
+from multi_gpu_training.training.gradient_exchange import (
+    GradientExchange,
+    OptimizerGradients,
+    as_double,
+    ratio,
+)
 from multi_gpu_training.training.learning_rate import Schedule
 from multi_gpu_training.training.metrics import Number
 from multi_gpu_training.training.nan_guard import LOOK, flag_nonfinite
@@ -74,7 +79,9 @@ class ManualTrainer:
         self._after_step = after_step
         self._told = told
         self._exchange = GradientExchange(state.placement)
-        self._slots = [_Gradients(one, number) for number, one in enumerate(self.optimizers)]
+        self._slots = [
+            OptimizerGradients(one, number) for number, one in enumerate(self.optimizers)
+        ]
         held = sum(len(slot.find_parameters()) for slot in self._slots)
         # Else a backward is kept from reaching what no optimizer here trains.
         self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
@@ -84,7 +91,7 @@ class ManualTrainer:
         self._sharded: Share | None = None
         self._stood_in = False  # whether the newest shard was a stand-in
         # The losses of the step: (whose, name, loss x weight, weight); logged once it is taken.
-        self._noted: list[tuple[list[_Gradients], str, Number, Number]] = []
+        self._noted: list[tuple[list[OptimizerGradients], str, Number, Number]] = []
         self._unit: Number | None = None  # of the gradients that are not exchanged yet
         self._loss: Tensor | None = None
         self._norm: Tensor | None = None
@@ -294,7 +301,7 @@ class ManualTrainer:
         else:
             if self._unit is None:
                 self._unit = weight
-            scaled = loss if weight is self._unit else loss * _ratio(weight, self._unit, loss)
+            scaled = loss if weight is self._unit else loss * ratio(weight, self._unit, loss)
         for slot in slots:
             slot.open_up(plain)
         reach = None if self._holds_all and len(slots) == len(self._slots) else slots
@@ -328,12 +335,12 @@ class ManualTrainer:
             self._closure_loss = self._closure_loss + over_ranks
         return over_ranks
 
-    def _complete(self, slot: _Gradients) -> Tensor:
+    def _complete(self, slot: OptimizerGradients) -> Tensor:
         """Make this rank's sum of weighted gradients the mean over all ranks."""
         unit = 1.0 if self._unit is None else self._unit
         tag = float(slot.number + 1)
         if self._placement.dp_size == 1:
-            factor = _ratio(unit, slot.weight, slot.parameters[0])
+            factor = ratio(unit, slot.weight, slot.parameters[0])
             for parameter in slot.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
@@ -357,7 +364,9 @@ class ManualTrainer:
                 "order"
             )
 
-    def _chosen(self, optimizer: Optimizer | Sequence[Optimizer] | None) -> list[_Gradients]:
+    def _chosen(
+        self, optimizer: Optimizer | Sequence[Optimizer] | None
+    ) -> list[OptimizerGradients]:
         if optimizer is None:
             return self._slots
         wanted = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -400,7 +409,7 @@ class ManualTrainer:
 
         return (args[0],), {**kwargs, "closure": exchanged}
 
-    def _evaluate(self, closure: Callable[[], Any], slot: _Gradients) -> Any:
+    def _evaluate(self, closure: Callable[[], Any], slot: OptimizerGradients) -> Any:
         """Call a closure; line searches of all ranks must see the same loss, that of all ranks."""
         self._closure_loss = torch.zeros((), device=self._placement.device)
         value = closure()
@@ -412,7 +421,7 @@ class ManualTrainer:
             )
         return value if self._placement.dp_size == 1 else found
 
-    def _finish(self, slot: _Gradients) -> None:
+    def _finish(self, slot: OptimizerGradients) -> None:
         """Gradients as the optimizer takes them: complete, finite, clipped."""
         state, config = self._state, self._state.config
         if not slot.due:
@@ -449,7 +458,7 @@ class ManualTrainer:
     # NaN
 
     @torch.no_grad()
-    def _bad(self, slot: _Gradients) -> bool:
+    def _bad(self, slot: OptimizerGradients) -> bool:
         """Whether to leave the weights because a gradient is not finite; raises where the config
         says stop. A GPU is only asked now and then, unless such steps are to be skipped."""
         grads = [p.grad for p in slot.parameters if p.grad is not None]
@@ -494,55 +503,6 @@ class _LookBeforeSave(Callback):
         self._look()
 
 
-class _Gradients:
-    """The gradients of one optimizer's parameters, between two of its steps.
-
-    due: a backward came since the optimizer moved. open: they are this rank's alone, the sum of
-    micro-batches with `weight` and `loss`. earlier: those of losses before, exchanged already.
-    skipped: they were not finite, and the optimizer did not move in this step.
-    """
-
-    def __init__(self, optimizer: Optimizer, number: int) -> None:
-        self.optimizer = optimizer
-        self.number = number
-        self.parameters: list[Tensor] = []
-        self.reset()
-
-    def reset(self) -> None:
-        self.due = self.open = self.skipped = False
-        self.weight: Number = 0.0
-        self.loss: Number = 0.0
-        self.earlier: list[Tensor | None] = []
-
-    def find_parameters(self) -> list[Tensor]:
-        groups = self.optimizer.param_groups
-        self.parameters = [p for group in groups for p in group["params"] if p.requires_grad]
-        return self.parameters
-
-    def open_up(self, plain: bool) -> None:
-        """Before a backward. plain: it may simply add to what is there."""
-        if self.open and any(p.grad is not None for p in self.parameters):
-            return
-        if not self.open:
-            self.find_parameters()
-            if not self.due:
-                for parameter in self.parameters:
-                    parameter.grad = None
-            if not plain:
-                self.earlier = [parameter.grad for parameter in self.parameters]
-                for parameter in self.parameters:
-                    parameter.grad = None
-        self.weight, self.loss = 0.0, 0.0
-
-    def close(self) -> None:
-        """The gradients are those of all ranks now: add what earlier losses gave."""
-        for parameter, before in zip(self.parameters, self.earlier, strict=True):
-            if before is not None:
-                grad = parameter.grad
-                parameter.grad = before if grad is None else before.add_(grad)
-        self.open, self.earlier = False, []
-
-
 def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -562,16 +522,6 @@ def _plain_weight(weight: Number) -> Number:
     if isinstance(weight, Tensor):
         return weight.detach().double().reshape(()) if weight.is_cuda else float(weight)
     return float(weight)
-
-
-def _ratio(one: Number, other: Number, like: Tensor) -> Tensor | float:
-    """one / other, in the type of `like`; 1 where that is nothing of nothing."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        divisor = as_double(other, like.device)
-        safe = torch.where(divisor > 0, divisor, torch.ones_like(divisor))
-        kind = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
-        return (as_double(one, like.device) / safe).to(kind)
-    return one / other if other > 0 else 1.0
 
 
 def _is_finite(grad: Tensor) -> bool:
