@@ -28,6 +28,14 @@ from multi_gpu_training.schedules import SCHEDULES
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NaturalInt = Annotated[int, Field(ge=0)]
+# What to do about a value that is out of range, where the range alone does not say it.
+_REMEDIES = {
+    "limit_val_batches": "give the number of batches, or leave it out to validate on every sample",
+    "validate_every": "give a number of steps, or leave it out to validate after each epoch only",
+    "ema_decay": "0.999 and 0.9999 are usual; leave it out to use the trained weights as they are",
+    "swa_start": "give the step of the first average, or leave it out",
+    "swa_every": "give a number of steps, or leave it out to average once per epoch",
+}
 LONGEST_NAME = 200  # bytes; file systems allow 255, and temporary copies add a suffix
 
 
@@ -143,6 +151,18 @@ class MultiGPUConfig(BaseModel):
         "step", description="what a scheduler you bring counts"
     )
 
+    # Averaged weights
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="exponential moving average of the weights, for validation and checkpoints",
+    )
+    swa_start: NaturalInt | None = Field(
+        None, description="stochastic weight averaging (SWA): the step of the first average"
+    )
+    swa_every: PositiveInt | None = Field(
+        None, description="optimizer steps between weights that SWA averages; None: an epoch"
+    )
+
     # DDP
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
@@ -249,10 +269,23 @@ class MultiGPUConfig(BaseModel):
     log_every: PositiveInt = 20
     tensorboard: bool = True
     loggers: list[str] = Field(
-        [], description="where metrics go besides the run's events: csv, tensorboard"
+        [],
+        description="where metrics go besides the run's events: csv, tensorboard, wandb, mlflow, "
+        "trackio",
+    )
+    logger_options: dict[str, dict[str, Any]] = Field(
+        {}, description="options by logger, such as {wandb: {project: mine, mode: online}}"
     )
     validate_every: PositiveInt | None = Field(
         None, description="optimizer steps between validations inside an epoch"
+    )
+    validate_at_start: bool = Field(False, description="validate once before the first step")
+    limit_val_batches: PositiveInt | None = Field(
+        None, description="validate on the first so many global batches of each set; None: on all"
+    )
+    f1_average: Literal["macro", "micro", "binary"] = Field(
+        "macro",
+        description="what `f1` is: the mean over classes, over all samples, or that of class 1",
     )
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     monitor: bool = Field(
@@ -430,6 +463,16 @@ class MultiGPUConfig(BaseModel):
                 f"warmup_epochs={self.warmup_epochs:g} and warmup_steps={self.warmup_steps} "
                 "both set the warm-up; give one"
             )
+        if self.ema_decay is not None and self.swa_start is not None:
+            yield (
+                f"ema_decay={self.ema_decay:g} and swa_start={self.swa_start} are two ways to "
+                "average the weights; give one"
+            )
+        if self.swa_every is not None and self.swa_start is None:
+            yield (
+                f"swa_every={self.swa_every} does nothing without swa_start, the step of the first "
+                "average; give it, or drop swa_every"
+            )
         if self.mixed_precision_dtype != "auto" and self.use_mixed_precision is False:
             yield (
                 f"mixed_precision_dtype={self.mixed_precision_dtype} does nothing with "
@@ -510,4 +553,6 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
     if detail["type"] in ("extra_forbidden", "no_such_attribute"):
         return unknown_key(name, known)
     problem = detail["msg"].removeprefix("Value error, ")
-    return f"{name}={redact(repr(detail['input']))}: {problem[0].lower()}{problem[1:]}"
+    remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
+    shown = redact(repr(detail["input"]))
+    return f"{name}={shown}: {problem[0].lower()}{problem[1:]}{remedy}"
