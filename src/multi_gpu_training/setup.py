@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -219,6 +219,9 @@ class Training:
         """well: the run has ended without an error."""
         if well:
             drop_oom_hint(self.folder)
+            if self.records.folder.url is not None:
+                with suppress(RuntimeError):  # a rank may have failed in its last callback
+                    self.placement.barrier()  # one rank uploads the last events of all
         # After an error the launcher waits to start the ranks again, and what asked the run to
         # end gives it grace_s: what is not uploaded by then stays on the disk.
         wait_s = self.config.upload_wait_s
