@@ -118,6 +118,9 @@ SHOWN_IN = {
         "tensorboard": "test_tensorboard_writes_curves",
         "progress": "test_progress_chooses_what_a_person_sees",
     },
+    "checkpoint.test_signature": {
+        "signing_key_file": "test_a_run_with_a_key_resumes_only_from_what_it_signed",
+    },
     "test_fields_watching": {
         "loggers": "test_loggers_write_where_they_are_asked_to",
         "validate_every": "test_validate_every_validates_inside_an_epoch",

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 MIB = 2**20
 SMALL = 4 * MIB  # more than any file of ours beside checkpoints and events has
+MOST_VALUES = 50_000  # of a YAML file, which PyYAML reads at 10,000 in a second
 _DRAFT = ".draft-"
 _STALE_S = 60.0
 _KINDS = {
@@ -132,7 +133,7 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
     """The mapping in a YAML file without aliases: a few lines of them stand for gigabytes."""
     text = read_text(path, limit)
     try:
-        _check_yaml(text, path.name)
+        check_yaml(text, path.name)
         found = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, OverflowError) as error:
         problem = str(error).partition("\n")[0] or type(error).__name__
@@ -142,16 +143,38 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
     return found
 
 
-def _check_yaml(text: str, name: str) -> None:
-    """Refuse what takes PyYAML minutes or gigabytes, before it has read far into it."""
-    depth = 0
+def check_yaml(text: str, name: str, aliases: bool = False) -> None:
+    """Refuse what takes PyYAML minutes or gigabytes, before it has read far into it.
+
+    `aliases` are fine in what a person wrote, as long as they stand for little.
+    """
+    open_: list[str | None] = []  # anchors of the collections around the event
+    sizes: dict[str, int] = {}  # what an anchor stands for, in values
+    counts = [0]
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            raise UnreadableFile(f"{name} is unreadable (it has aliases, which we never write)")
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > 50:
+            if not aliases:
+                raise UnreadableFile(f"{name} is unreadable (it has aliases, which we never write)")
+            if event.anchor in open_:
+                raise UnreadableFile(f"{name} is unreadable (*{event.anchor} contains itself)")
+            counts[-1] += sizes.get(str(event.anchor), 1)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_.append(event.anchor)
+            counts.append(1)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_.pop(), counts.pop()
+            counts[-1] += size
+            if anchor is not None:
+                sizes[anchor] = size
+        else:
+            counts[-1] += 1
+        if len(open_) > 50:
             raise UnreadableFile(f"{name} is unreadable (it is nested too deeply)")
+        if sum(counts) > MOST_VALUES:
+            raise UnreadableFile(
+                f"{name} is unreadable (it holds, with its aliases, more than {MOST_VALUES:,} "
+                "values)"
+            )
 
 
 @cache

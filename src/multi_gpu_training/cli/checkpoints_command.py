@@ -10,18 +10,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from multi_gpu_training.checkpoint.inspection import CheckpointListing, ListedCheckpoint, inspect
+from multi_gpu_training.checkpoint.signature import read_signer
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.safe_output import printable
 
 
-def show_checkpoints(run: str, as_json: bool) -> int:
+def show_checkpoints(run: str, as_json: bool, verify_key: str | None = None) -> int:
     """Print the checkpoints of a run; return 0 if there is an intact one to resume from, else 1."""
     given = Path(run)
     if not given.is_dir():
         raise ConfigError(
             f"mgt checkpoints {run}: no such folder; give a run folder like runs/RECIPE/NAME"
         )
-    listing = inspect(given)
+    listing = inspect(given, read_signer(verify_key, signs=False))
     if as_json:
         print(json.dumps(listing.plain(), indent=1))
     else:
