@@ -208,7 +208,7 @@ def files() -> Iterator[Invocation]:
         yield Invocation(("checkpoints", name), (name,))
         yield train(f"--resume={name}", says=(name,))
         two = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--cluster-token", name)
-        yield Invocation(("run", *two, "ok.py"), (name,))
+        yield Invocation(("run", *two, "ok.py"), ("cluster-token",))
     for text in ("defaults: [bomb.yaml]", "defaults: 5", "defaults: [[x]]", "? [a]\n: 1", "- 1"):
         yield Invocation(("train", f"text:{text}", *ONE))
     for text in ("recipe: {a: 1}", "recipe: 5", "recipe: image\nlr: !!binary x", "recipe: ''"):

@@ -8,8 +8,10 @@ says: sizes are limited, and JSON must fit a schema. What cannot be used ends in
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -27,6 +29,7 @@ T = TypeVar("T")
 
 MIB = 2**20
 SMALL = 4 * MIB  # more than any file of ours beside checkpoints and events has
+MOST_ROWS = 1_000_000  # of a CSV file
 MOST_VALUES = 50_000  # of a YAML file, which PyYAML reads at 10,000 in a second
 _DRAFT = ".draft-"
 _STALE_S = 60.0
@@ -141,6 +144,21 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UnreadableFile(f"{path.name} is not a list of settings")
     return found
+
+
+def read_csv(path: Path, limit: int = SMALL) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the columns and the rows of a CSV file that the user names; links are fine."""
+    try:
+        text = read_text(path.resolve(), limit)
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        rows = [row for _, row in zip(range(MOST_ROWS + 1), reader, strict=False)]
+    except OSError as error:
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RuntimeError, csv.Error) as error:
+        raise UnreadableFile(f"{path} is not a CSV file ({error})") from None
+    if len(rows) > MOST_ROWS:
+        raise UnreadableFile(f"{path} has more than {MOST_ROWS:,} rows")
+    return list(reader.fieldnames or ()), rows
 
 
 def check_yaml(text: str, name: str, aliases: bool = False) -> None:

@@ -20,7 +20,8 @@ def show_checkpoints(run: str, as_json: bool, verify_key: str | None = None) -> 
     given = Path(run)
     if not given.is_dir():
         raise ConfigError(
-            f"mgt checkpoints {run}: no such folder; give a run folder like runs/RECIPE/NAME"
+            f"mgt checkpoints {run}: {'not a folder' if given.exists() else 'no such folder'}; give "
+            "a run folder like runs/RECIPE/NAME"
         )
     listing = inspect(given, read_signer(verify_key, signs=False))
     if as_json:
