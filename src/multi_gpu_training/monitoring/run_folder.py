@@ -277,7 +277,7 @@ def _keep_forecast(path: Path, forecast: str | None) -> None:
         found = parse_json(text, dict[str, Any], file.name)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"forecast={forecast} cannot be read: {error}") from None
-    if "gpus" not in found:
+    if not isinstance(found.get("gpus"), dict):
         raise ConfigError(
             f"forecast={forecast} is not a forecast; give the forecast.json of `mgt estimate`"
         )

@@ -204,6 +204,7 @@ def _read_idx(path: Path, file: Any, magic: int) -> Tensor:
     raw = file.read(start)
     found = int.from_bytes(raw[:4], "big")
     if found != magic:
+        file.read(2**22)  # a damaged packed file says so at its end
         kind = "images" if magic == IMAGES else "labels"
         raise DataError(
             f"{path} begins with {found}, but an IDX file of {kind} with {magic}; "
