@@ -118,6 +118,7 @@ def test_wrong_commands_are_refused_before_anything_is_started_or_measured(
         (("report", "x" * 5000), ("too long",)),
         (("report", "file"), ("is a file, not a run folder",)),
         (("checkpoints", "\udc80"), ("UTF-8",)),
+        (("run", "--cluster-token", ".", "ok.py"), ("--cluster-token", "not a regular file")),
         (("train", "speech", *ONE, "sample_rate=" + "9" * 30), ("sample_rate",)),
         (("estimate", "--price", "2", "--price-date", "soon"), ("--price-date",)),
     ):
@@ -135,6 +136,7 @@ def test_config_files_that_are_bombs_are_refused(mgt: Mgt, tmp_path: Path) -> No
         ("recipe: " + "[" * 50_000, "nested too deeply"),
         ("recipe: image\nepochs: " + HUGE, "cannot be read"),
         ("recipe: image\n" + "#" * 2_000_000, "bytes"),
+        ("recipe: image\nepochs: 1" + ":59" * 4000, "epochs"),
         ("recipe: [1]", "unknown recipe"),
     ):
         (tmp_path / "bad.yaml").write_text(text)
@@ -284,7 +286,12 @@ def test_a_report_of_events_with_fields_of_any_type_is_written(tmp_path: Path) -
             lines.append(with_crc(json.dumps({**told, **dict.fromkeys(fields, value)})))
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / "rank-0.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (tmp_path / "config.yaml").write_text("epochs: 1" + ":59" * 4000)
     assert write_report([tmp_path]).stat().st_size > 1000
+    many = {**head, "time": 1.8e9, "event": "rank", "step": 0, "world_size": 2**20}
+    with (tmp_path / "events" / "rank-0.jsonl").open("ab") as file:
+        file.write(with_crc(json.dumps(many)) + b"\n")
+    assert write_report([tmp_path]).stat().st_size < 5_000_000
 
 
 # Many more of each

@@ -138,7 +138,10 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
     try:
         check_yaml(text, path.name)
         found = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, OverflowError) as error:
+        repr(found)  # 1:59:59:... is a number, of more digits than can be shown
+    except UnreadableFile:
+        raise
+    except (yaml.YAMLError, RecursionError, OverflowError, ValueError) as error:
         problem = str(error).partition("\n")[0] or type(error).__name__
         raise UnreadableFile(f"{path.name} is unreadable ({problem})") from None
     if not isinstance(found, dict):

@@ -38,6 +38,7 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "sta
 CHUNK_BYTES = 16 * 2**20
 MOST_CHUNKS = 2**18  # of one file: 4 TiB
 MOST_MANIFEST = 256 * 2**20  # it lists tensors that share memory, of which a model may have many
+MOST_ATTEMPTS = 20_000  # a restart every two minutes for a month
 Bytes = bytes | memoryview
 
 
@@ -83,7 +84,13 @@ class Manifest(Signed):
     metrics: dict[str, float] | None = None
     score: Score | None = None
     options: dict[str, Any] | None = None
-    history: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] | None = None
+    history: (
+        Annotated[
+            list[Annotated[list[Count], Field(min_length=2, max_length=2)]],
+            Field(max_length=MOST_ATTEMPTS),
+        ]
+        | None
+    ) = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

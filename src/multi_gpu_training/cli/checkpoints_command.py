@@ -19,9 +19,9 @@ def show_checkpoints(run: str, as_json: bool, verify_key: str | None = None) -> 
     """Print the checkpoints of a run; return 0 if there is an intact one to resume from, else 1."""
     given = Path(run)
     if not given.is_dir():
+        found = "not a folder" if given.exists() else "no such folder"
         raise ConfigError(
-            f"mgt checkpoints {run}: {'not a folder' if given.exists() else 'no such folder'}; give "
-            "a run folder like runs/RECIPE/NAME"
+            f"mgt checkpoints {run}: {found}; give a run folder like runs/RECIPE/NAME"
         )
     listing = inspect(given, read_signer(verify_key, signs=False))
     if as_json:

@@ -259,7 +259,8 @@ def _problems(
         )
     missing = sorted(set(range(run.world_size)) - set(run.ranks))
     if missing:
-        names = ", ".join(map(str, missing))
+        more = f" and {len(missing) - 20:,} more" if len(missing) > 20 else ""
+        names = ", ".join(map(str, missing[:20])) + more
         files = "its file is" if len(missing) == 1 else "their files are"
         yield f"no events of rank {names}: {files} missing or empty"
     for rank, found in lines.items():
