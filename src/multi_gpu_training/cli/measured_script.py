@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multi_gpu_training.config import path_problem
+from multi_gpu_training.config import is_url, path_problem
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.safe_output import brief
 
@@ -54,7 +54,7 @@ def place_problems(device: str, timeout: float) -> list[str]:
 
 def folder_problems(flag: str, path: str | None) -> list[str]:
     """What keeps `path` from being a folder to write to, found before hours of measuring."""
-    if path is None:
+    if path is None or is_url(path):
         return []
     problem = path_problem(path)
     if problem is None:
