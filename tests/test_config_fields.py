@@ -119,6 +119,9 @@ SHOWN_IN = {
         "tensorboard": "test_tensorboard_writes_curves",
         "progress": "test_progress_chooses_what_a_person_sees",
     },
+    "checkpoint.test_signature": {
+        "signing_key_file": "test_a_run_with_a_key_resumes_only_from_what_it_signed",
+    },
     "storage.test_object_storage": {
         "local_dir": (
             "test_local_dir_holds_the_copies_and_upload_every_shows_events_during_training"

@@ -24,10 +24,16 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact
+from multi_gpu_training.safe_output import brief
 from multi_gpu_training.schedules import SCHEDULES
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NaturalInt = Annotated[int, Field(ge=0)]
+# Beyond these a number is a slip of the finger, and something overflows hours later.
+PositiveInt = Annotated[int, Field(gt=0, le=2**53)]
+NaturalInt = Annotated[int, Field(ge=0, le=2**53)]
+RankNumber = Annotated[int, Field(ge=0, lt=2**20)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+LONGEST_PATH = 4000  # bytes; Linux allows 4096
 # What to do about a value that is out of range, where the range alone does not say it.
 _REMEDIES = {
     "limit_val_batches": "give the number of batches, or leave it out to validate on every sample",
@@ -61,21 +67,25 @@ class MultiGPUConfig(BaseModel):
     # Where it runs
     training_mode: TrainingMode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    device_ids: list[NaturalInt] | None = Field(
+    device_ids: list[Annotated[int, Field(ge=0, lt=2**15)]] | None = Field(
         None,
         min_length=1,
+        max_length=2**15,
         description="GPUs to use, counted inside CUDA_VISIBLE_DEVICES; None is all",
     )
     share_gpu: bool = Field(False, description="allow several ranks on one GPU (testing, gloo)")
-    world_size: PositiveInt | None = Field(None, description="number of ranks; None: one per GPU")
-    rank: NaturalInt | None = None
-    local_rank: NaturalInt | None = None
+    world_size: Annotated[int, Field(gt=0, le=2**20)] | None = Field(
+        None, description="number of ranks; None: one per GPU"
+    )
+    rank: RankNumber | None = None
+    local_rank: RankNumber | None = None
     backend: Literal["nccl", "gloo"] | None = Field(
         None, description="None: nccl with GPUs, else gloo"
     )
     timeout: timedelta = Field(
         timedelta(minutes=30),
         gt=timedelta(0),
+        le=timedelta(seconds=1e9),
         description="how long a collective may take; seconds in YAML",
     )
 
@@ -126,23 +136,23 @@ class MultiGPUConfig(BaseModel):
     allow_tf32: bool | None = Field(
         None, description="TF32 matrix products on Ampere and later; None: yes"
     )
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = None
-    max_grad_value: Annotated[float, Field(gt=0)] | None = Field(
+    max_grad_norm: PositiveFloat | None = None
+    max_grad_value: PositiveFloat | None = Field(
         None, description="clamps each element of the gradient, after max_grad_norm"
     )
     use_gradient_checkpointing: bool = False
     sync_bn: bool = False
-    seed: NaturalInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     deterministic: bool = False
 
     # Learning rate
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    weight_decay: Annotated[float, Field(ge=0)] = 1e-2
+    learning_rate: PositiveFloat = 1e-3
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-2
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     base_batch_size: PositiveInt | None = Field(
         None, description="the batch that learning_rate was chosen for; None is batch_size"
     )
-    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    warmup_epochs: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     warmup_steps: NaturalInt = 0
     warmup_max_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="largest part of the run that is warm-up; 0.1 for a recipe's own warm-up"
@@ -170,7 +180,7 @@ class MultiGPUConfig(BaseModel):
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
     use_gradient_as_bucket_view: bool = True
-    bucket_cap_mb: Annotated[float, Field(gt=0)] = 25.0
+    bucket_cap_mb: Annotated[float, Field(gt=0, le=1e6)] = 25.0
     reduce_bucket_size: PositiveInt | None = Field(None, description="bucket_cap_mb in bytes")
     static_graph: bool = False
     use_fp16_allreduce: bool = Field(False, description="the same as fp16_compression")
@@ -188,14 +198,14 @@ class MultiGPUConfig(BaseModel):
     data_on_gpu: bool | None = Field(
         None, description="keep a TensorDataset on the GPU; None: where gpu_data_gb allows it"
     )
-    gpu_data_gb: Annotated[float, Field(gt=0)] | None = Field(
+    gpu_data_gb: PositiveFloat | None = Field(
         None, description="memory for data on the GPU; None: a quarter of what is free"
     )
 
     # Keeping
     enable_fault_tolerance: bool = True
     checkpoint_frequency: PositiveInt = Field(1000, description="steps between checkpoints")
-    grace_s: Annotated[float, Field(gt=0)] = Field(
+    grace_s: Seconds = Field(
         30.0, description="seconds a run has to save and end after SIGTERM, SIGUSR1 or Ctrl-C"
     )
     hang_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
@@ -207,7 +217,7 @@ class MultiGPUConfig(BaseModel):
     restart_window_s: Annotated[float, Field(gt=0)] = Field(
         3600.0, description="seconds after which a restart no longer counts"
     )
-    recovery_timeout: Annotated[float, Field(gt=0)] = Field(
+    recovery_timeout: Seconds = Field(
         300.0, description="seconds the ranks have to find each other, also after a restart"
     )
     keep_last: PositiveInt = 3
@@ -232,6 +242,11 @@ class MultiGPUConfig(BaseModel):
     )
     resume: str | None = Field(
         None, description="auto, or a checkpoint: its folder, or its URL in object storage"
+    )
+    signing_key_file: str | None = Field(
+        None,
+        description="file with a key: checkpoints are signed with it, and only those that are "
+        "signed with it are resumed from",
     )
     resume_anyway: bool = Field(
         False,
@@ -294,7 +309,7 @@ class MultiGPUConfig(BaseModel):
     monitor: bool = Field(
         True, description="record the phases of sampled steps and the use of the device"
     )
-    monitor_interval_s: Annotated[float, Field(gt=0)] = Field(
+    monitor_interval_s: Seconds = Field(
         2.0, description="seconds between two readings of the device"
     )
     report: bool = Field(
@@ -313,12 +328,15 @@ class MultiGPUConfig(BaseModel):
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads a bare `off` as false
 
-    @field_validator("save_dir", "resume", "forecast", "local_dir")
+    @field_validator("save_dir", "resume", "forecast", "local_dir", "signing_key_file")
     @classmethod
     def _absolute(cls, value: str | None, info: ValidationInfo) -> str | None:
         """Paths are meant from where the config is made, whatever `os.chdir` does later."""
         if value is None or (info.field_name == "resume" and value == "auto"):
             return value
+        problem = path_problem(value)
+        if problem is not None:
+            raise ValueError(problem)
         if info.field_name in ("save_dir", "resume"):
             problem = url_problem(value)
             if problem is not None:
@@ -515,8 +533,27 @@ def name_problem(name: str) -> str | None:
         return "a run's name must not start with a dot"
     if not name.isprintable():
         return "a run's name must not contain control characters"
-    if len(name.encode(errors="replace")) > LONGEST_NAME:
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        return "a run's name must be text in UTF-8"
+    if length > LONGEST_NAME:
         return f"a run's name has at most {LONGEST_NAME} bytes"
+    return None
+
+
+def path_problem(path: str) -> str | None:
+    """What keeps `path` from being one that a file system can have; None if nothing does."""
+    try:
+        raw = path.encode()  # not os.fsencode: it is written into files of text
+    except UnicodeEncodeError:
+        return "it is not text in UTF-8; rename what it names"
+    if not raw:
+        return "a path needs at least one character"
+    if b"\0" in raw:
+        return "it holds a NUL character, which no path can have"
+    if len(raw) > LONGEST_PATH or any(len(part) > 255 for part in raw.split(b"/")):
+        return f"it is too long: 255 bytes per name and {LONGEST_PATH} in all at most"
     return None
 
 
@@ -546,9 +583,9 @@ def url_problem(text: str) -> str | None:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(key[:200], known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "`mgt config-schema` lists every key"
-    return f"unknown key {key!r}; {hint}"
+    return f"unknown key {brief(key)}; {hint}"
 
 
 def _describe(detail: ErrorDetails, known: list[str]) -> str:
@@ -557,5 +594,5 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
         return unknown_key(name, known)
     problem = detail["msg"].removeprefix("Value error, ")
     remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
-    shown = redact(repr(detail["input"]))
-    return f"{name}={shown}: {problem[0].lower()}{problem[1:]}{remedy}"
+    shown = redact(brief(detail["input"]))
+    return f"{name[:200]}={shown}: {problem[0].lower()}{problem[1:]}{remedy}"

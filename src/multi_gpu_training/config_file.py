@@ -20,11 +20,15 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode, unknown_key
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem, unknown_key
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact_values
+from multi_gpu_training.safe_files import check_yaml, read_text
+from multi_gpu_training.safe_output import brief
 
 READY_CONFIGS = Path(__file__).parent / "configs"
+LONGEST_WORD = 2000
+LARGEST_FILE = 2**20
 SELF = "_self_"  # Hydra's word for the file's own keys in its list of defaults
 
 ALIASES = {
@@ -102,17 +106,29 @@ def read_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not all(key.split(".")):
         raise ConfigError(
-            f"{text!r} is no setting; write key=value, for example lr=2e-3 or training.lr=2e-3"
+            f"{brief(text)} is no setting; write key=value, for example lr=2e-3 or training.lr=2e-3"
+        )
+    if len(text) > LONGEST_WORD:
+        raise ConfigError(
+            f"{key[:80]}=...: the value has {len(text):,} characters, {LONGEST_WORD:,} at most are "
+            "read; put it into a config file"
         )
     try:
+        check_yaml(value, "it", aliases=True)
         # OmegaConf reads 2e-3 as a number; YAML 1.1, and so PyYAML, reads it as text.
         written = OmegaConf.from_dotlist([f"value={value}"])
         typed = OmegaConf.to_container(written, resolve=True)
         spelled = OmegaConf.to_container(written)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
+    except (
+        yaml.YAMLError,
+        OmegaConfBaseException,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise ConfigError(
-            f"{text!r}: the value cannot be read ({_reason(error)}); to pass it as text, quote it: "
-            f"{key}='\"...\"'"
+            f"{brief(text)}: the value cannot be read ({_reason(error)}); to pass it as text, "
+            f"quote it: {key}='\"...\"'"
         ) from None
     name = key.rpartition(".")[2]
     found = cast(dict[str, Any], typed)["value"]
@@ -146,7 +162,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             inside = "lr: 2e-3" if key == "training" else "enabled: true"
             problems.append(
-                f"{key}={value!r} is a section; put its keys below it, as in `{inside}`"
+                f"{key}={brief(value)} is a section; put its keys below it, as in `{inside}`"
             )
 
     flat: dict[str, Any] = {}
@@ -155,8 +171,10 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         if field == "world_size" and spelling.endswith("num_gpus") and value == -1:
             continue  # all GPUs, which is what an unset world_size means
         meant = _training_mode(spelling, value, problems) if field == "training_mode" else value
-        asked = f"{spelling}={value!r}"
-        if flat.setdefault(field, meant) != meant:
+        asked = f"{spelling}={brief(value)}"
+        already = flat.setdefault(field, meant)
+        # NaN differs from itself.
+        if already is not meant and already != meant:
             problems.append(
                 f"{written[field]} and {asked} both set {field}; keep one "
                 "(a file wins over its `defaults` only under the same spelling)"
@@ -242,6 +260,9 @@ def _with_defaults(path: Path, chain: tuple[Path, ...]) -> DictConfig:
 
 
 def _find(name: str, folder: Path, asked_by: Path | None = None) -> Path:
+    problem = path_problem(name) or (None if Path(name).name else "it names no file")
+    if problem is not None:
+        raise ConfigError(f"config {brief(name, 80)}: {problem}; give the path of a YAML file")
     path = folder / Path(name).expanduser()
     suffixed = path.suffix in {".yaml", ".yml"}
     places = [path] if suffixed else [path.with_name(path.name + s) for s in (".yaml", ".yml")]
@@ -266,7 +287,8 @@ def _load(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The file's own keys, and the names it lists under `defaults` with itself among them."""
     text = ""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, LARGEST_FILE).removeprefix("\ufeff")
+        check_yaml(text, path.name, aliases=True)
         root = yaml.compose(text, yaml.SafeLoader)
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise ConfigError(
@@ -279,16 +301,17 @@ def _load(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(
             f"{path}: {_reason(error)}; write a reference as ${{name}}, a key as text or a number"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}); it must be a text file in UTF-8 that you may open"
+            f"{path} cannot be read ({_reason(error)}); it must be a text file in UTF-8 that you "
+            "may open"
         ) from None
 
     names = own.pop("defaults", None) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"{path}: defaults={names!r} must be a list of names, each a YAML file beside this "
-            f"one, a ready config or {SELF}"
+            f"{path}: defaults={brief(names)} must be a list of names, each a YAML file beside "
+            f"this one, a ready config or {SELF}"
         )
     if names.count(SELF) > 1:
         raise ConfigError(f"{path}: `defaults` holds {SELF} {names.count(SELF)} times; keep one")
@@ -315,4 +338,5 @@ def _syntax(error: yaml.YAMLError, text: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return getattr(error, "problem", None) or str(error).splitlines()[0]
+    told = getattr(error, "problem", None) or str(error).partition("\n")[0]
+    return str(told)[:300] or type(error).__name__

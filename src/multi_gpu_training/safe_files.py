@@ -8,8 +8,10 @@ says: sizes are limited, and JSON must fit a schema. What cannot be used ends in
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
 import hashlib
+import io
 import json
 import os
 import secrets
@@ -27,6 +29,8 @@ T = TypeVar("T")
 
 MIB = 2**20
 SMALL = 4 * MIB  # more than any file of ours beside checkpoints and events has
+MOST_ROWS = 1_000_000  # of a CSV file
+MOST_VALUES = 50_000  # of a YAML file, which PyYAML reads at 10,000 in a second
 _DRAFT = ".draft-"
 _STALE_S = 60.0
 _KINDS = {
@@ -132,9 +136,12 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
     """The mapping in a YAML file without aliases: a few lines of them stand for gigabytes."""
     text = read_text(path, limit)
     try:
-        _check_yaml(text, path.name)
+        check_yaml(text, path.name)
         found = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, OverflowError) as error:
+        repr(found)  # 1:59:59:... is a number, of more digits than can be shown
+    except UnreadableFile:
+        raise
+    except (yaml.YAMLError, RecursionError, OverflowError, ValueError) as error:
         problem = str(error).partition("\n")[0] or type(error).__name__
         raise UnreadableFile(f"{path.name} is unreadable ({problem})") from None
     if not isinstance(found, dict):
@@ -142,16 +149,53 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
     return found
 
 
-def _check_yaml(text: str, name: str) -> None:
-    """Refuse what takes PyYAML minutes or gigabytes, before it has read far into it."""
-    depth = 0
+def read_csv(path: Path, limit: int = SMALL) -> tuple[list[str], list[dict[str, str]]]:
+    """The names of the columns and the rows of a CSV file that the user names; links are fine."""
+    try:
+        text = read_text(path.resolve(), limit)
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        rows = [row for _, row in zip(range(MOST_ROWS + 1), reader, strict=False)]
+    except OSError as error:
+        raise UnreadableFile(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RuntimeError, csv.Error) as error:
+        raise UnreadableFile(f"{path} is not a CSV file ({error})") from None
+    if len(rows) > MOST_ROWS:
+        raise UnreadableFile(f"{path} has more than {MOST_ROWS:,} rows")
+    return list(reader.fieldnames or ()), rows
+
+
+def check_yaml(text: str, name: str, aliases: bool = False) -> None:
+    """Refuse what takes PyYAML minutes or gigabytes, before it has read far into it.
+
+    `aliases` are fine in what a person wrote, as long as they stand for little.
+    """
+    open_: list[str | None] = []  # anchors of the collections around the event
+    sizes: dict[str, int] = {}  # what an anchor stands for, in values
+    counts = [0]
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
-            raise UnreadableFile(f"{name} is unreadable (it has aliases, which we never write)")
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > 50:
+            if not aliases:
+                raise UnreadableFile(f"{name} is unreadable (it has aliases, which we never write)")
+            if event.anchor in open_:
+                raise UnreadableFile(f"{name} is unreadable (*{event.anchor} contains itself)")
+            counts[-1] += sizes.get(str(event.anchor), 1)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            open_.append(event.anchor)
+            counts.append(1)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = open_.pop(), counts.pop()
+            counts[-1] += size
+            if anchor is not None:
+                sizes[anchor] = size
+        else:
+            counts[-1] += 1
+        if len(open_) > 50:
             raise UnreadableFile(f"{name} is unreadable (it is nested too deeply)")
+        if sum(counts) > MOST_VALUES:
+            raise UnreadableFile(
+                f"{name} is unreadable (it holds, with its aliases, more than {MOST_VALUES:,} "
+                "values)"
+            )
 
 
 @cache

@@ -31,6 +31,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
+def brief(value: object, most: int = 200) -> str:
+    """`repr` for a message: of a reasonable length, and whatever the value is."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return f"a number of more than {sys.get_int_max_str_digits()} digits"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+
+
 def _fill_closed_descriptors() -> None:
     """Open /dev/null where 0, 1 or 2 is closed: the next file to be opened would take its place,
     and whatever a library prints would end up in a checkpoint."""

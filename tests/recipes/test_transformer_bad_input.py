@@ -167,7 +167,7 @@ def test_code_that_comes_with_a_model_is_never_run(
         "    model_type = 'mine'\n"
     )
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # whoever is asked says yes
-    assert "cannot be loaded by AutoConfig" in problem(model=str(folder), tokenizer="bytes")
+    assert "brings its own Python code" in problem(model=str(folder), tokenizer="bytes")
     assert not marker.exists()
 
 

@@ -320,7 +320,7 @@ def test_annotation_that_makes_no_sense(tmp_path: Path, text: str, says: str) ->
 
 def test_annotation_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00frame")
-    with pytest.raises(DataError, match="cannot be read as CSV"):
+    with pytest.raises(DataError, match="cannot be read as text"):
         read_annotation(tmp_path / "a.csv")
 
 

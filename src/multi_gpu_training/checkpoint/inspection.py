@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.checkpoint.integrity import MANIFEST, damage, trusted_manifest
+from multi_gpu_training.checkpoint.integrity import MANIFEST, trusted_manifest
 from multi_gpu_training.checkpoint.run_lock import owner
+from multi_gpu_training.checkpoint.signature import ManifestSigner
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.errors import ConfigError
 
@@ -59,10 +60,13 @@ class CheckpointListing:
         return found
 
 
-def inspect(given: Path) -> CheckpointListing:
-    """List what lies in a run folder, in its `checkpoints` folder, or one checkpoint."""
+def inspect(given: Path, signer: ManifestSigner | None = None) -> CheckpointListing:
+    """List what lies in a run folder, in its `checkpoints` folder, or one checkpoint.
+
+    With a `signer`, checkpoints that it did not sign count as damaged.
+    """
     folder, paths = _where(given)
-    store = CheckpointStore(folder)
+    store = CheckpointStore(folder, signer=signer)
     if paths is None:
         paths = store.folders()
     store.lineage.entries()
@@ -97,7 +101,7 @@ def _look(store: CheckpointStore, path: Path) -> ListedCheckpoint:
     with contextlib.suppress(OSError):
         sizes = [file.lstat().st_size for file in path.iterdir()]
     best = store.folder / "best"
-    item = ListedCheckpoint(path.name, str(path), sum(sizes), damage(path))
+    item = ListedCheckpoint(path.name, str(path), sum(sizes), store.verifier.damage(path))
     item.best = best.is_dir() and best.resolve().name == path.name
     item.current = store.on_timeline(path)
     facts = trusted_manifest(path)

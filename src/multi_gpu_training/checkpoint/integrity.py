@@ -18,6 +18,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from multi_gpu_training.checkpoint.signature import ManifestSigner
 from multi_gpu_training.safe_files import (
     Count,
     Ranks,
@@ -37,6 +38,7 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "sta
 CHUNK_BYTES = 16 * 2**20
 MOST_CHUNKS = 2**18  # of one file: 4 TiB
 MOST_MANIFEST = 256 * 2**20  # it lists tensors that share memory, of which a model may have many
+MOST_ATTEMPTS = 20_000  # a restart every two minutes for a month
 Bytes = bytes | memoryview
 
 
@@ -82,7 +84,13 @@ class Manifest(Signed):
     metrics: dict[str, float] | None = None
     score: Score | None = None
     options: dict[str, Any] | None = None
-    history: list[Annotated[list[Count], Field(min_length=2, max_length=2)]] | None = None
+    history: (
+        Annotated[
+            list[Annotated[list[Count], Field(min_length=2, max_length=2)]],
+            Field(max_length=MOST_ATTEMPTS),
+        ]
+        | None
+    ) = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
@@ -312,11 +320,13 @@ def fingerprint(path: Path) -> str:
 class Verifier:
     """Checks each checkpoint once, as long as nobody touches its files.
 
-    `hashed` counts how often this process has hashed each file to verify it.
+    With a `signer` those that it did not sign count as damaged. `hashed` counts how often this
+    process has hashed each file to verify it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signer: ManifestSigner | None = None) -> None:
         self.hashed: Counter[Path] = Counter()
+        self._signer = signer
         self._known: dict[Path, tuple[str, str | None]] = {}
 
     def damage(self, path: Path) -> str | None:
@@ -324,8 +334,14 @@ class Verifier:
         seen = fingerprint(path)
         known = self._known.get(path)
         if known is None or known[0] != seen:
-            known = self._known[path] = (seen, damage(path, self._count))
+            known = self._known[path] = (seen, self._look(path))
         return known[1]
+
+    def _look(self, path: Path) -> str | None:
+        found = damage(path, self._count)
+        if found is None and self._signer is not None:
+            return self._signer.problem(read_manifest(path))
+        return found
 
     def trust(self, path: Path) -> None:
         """Take a checkpoint as intact: it was just written, and hashed on the way."""

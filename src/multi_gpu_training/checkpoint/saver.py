@@ -19,6 +19,7 @@ from multi_gpu_training.checkpoint.resume import (
     locate,
     read_together,
 )
+from multi_gpu_training.checkpoint.signature import read_signer
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, one_disk
@@ -136,7 +137,12 @@ class Saver:
         self.training = training
         self.log = log
         self.hosts = hosts or one_disk(placement)
-        self.store = CheckpointStore(folder, config.keep_last, keep_best=config.keep_best)
+        self.store = CheckpointStore(
+            folder,
+            config.keep_last,
+            keep_best=config.keep_best,
+            signer=read_signer(config.signing_key_file),
+        )
         self.run_state = RunState(training, placement, self.hosts, config.plain)
         self.buffer = HostBuffer(placement.device)
         self.current: Save | None = None  # the last one, on ranks that write

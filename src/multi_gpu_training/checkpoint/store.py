@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 
 from multi_gpu_training.checkpoint import durable, integrity, retention
 from multi_gpu_training.checkpoint.integrity import trusted_manifest
+from multi_gpu_training.checkpoint.signature import ManifestSigner
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.safe_files import read_json, signed
@@ -64,12 +65,14 @@ class CheckpointStore:
         attempt: int = 0,
         keep_best: int = 1,
         chunk_bytes: int = integrity.CHUNK_BYTES,
+        signer: ManifestSigner | None = None,
     ) -> None:
         self.folder = folder
         self.keep_last = keep_last
         self.keep_best = keep_best
         self.attempt = attempt
-        self.verifier = integrity.Verifier()
+        self.verifier = integrity.Verifier(signer)
+        self._signer = signer
         self.lineage = retention.Lineage(folder)
         self._chunk_bytes = chunk_bytes
         self._new_best: Path | None = None  # until `best` names it
@@ -139,6 +142,8 @@ class CheckpointStore:
                 os.close(descriptor)
         manifest = {**captured.manifest, "attempt": self.attempt, "files": files}
         manifest["history"] = [[e["attempt"], e["from_step"]] for e in self.lineage.entries()]
+        if self._signer is not None:
+            manifest = self._signer.signed(manifest)
         durable.write_text(staged / integrity.MANIFEST, integrity.manifest_text(signed(manifest)))
         durable.flush(staged)
 
@@ -170,7 +175,8 @@ class CheckpointStore:
 
     def install(self, staged: Path, final: Path) -> str | None:
         """Take a checkpoint that came from elsewhere; return what is wrong with it, if anything."""
-        problem = integrity.damage(staged)
+        problem = self.verifier.damage(staged)
+        self.verifier.forget(staged)
         if problem is None and self.path_of(integrity.read_manifest(staged)["step"]) != final:
             problem = "it is of another step"
         if problem is not None:

@@ -41,7 +41,21 @@ def no_flag(ctx: typer.Context, word: str | None) -> str | None:
             f"unknown flag {word.partition('=')[0]}; `mgt {ctx.info_name} --help` lists the flags, "
             "and those of a recipe or script come after its name"
         )
+    a_path(word)
     return word
+
+
+def a_path(given: Any) -> Any:
+    """Refuse what no file system can have as a path; None and lists of paths are fine."""
+    from multi_gpu_training.config import path_problem
+    from multi_gpu_training.errors import ConfigError
+    from multi_gpu_training.safe_output import brief
+
+    for path in given if isinstance(given, list) else [given]:
+        problem = None if path is None else path_problem(path)
+        if problem is not None:
+            raise ConfigError(f"{brief(path, 80)}: {problem}")
+    return given
 
 
 # The headings of `--help`: an option of each stands below it.
@@ -58,7 +72,7 @@ AsJson = Annotated[bool, Option("--json", help="for programs")]
 NodeRank = Annotated[int | None, Machines()]
 MasterAddr = Annotated[str | None, Machines()]
 ClusterToken = Annotated[
-    str | None, Machines(help="file of `mgt cluster token`, the same everywhere")
+    str | None, Machines(help="file of `mgt cluster token`, the same everywhere", callback=a_path)
 ]
 InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
@@ -145,7 +159,8 @@ def run(
     master_addr: str | None = None,
     master_port: int | None = None,
     cluster_token: Annotated[
-        str | None, Option(help="file of `mgt cluster token`, the same on every machine")
+        str | None,
+        Option(help="file of `mgt cluster token`, the same on every machine", callback=a_path),
     ] = None,
     insecure_network: Annotated[
         bool, Option("--insecure-network", help="no token: trust the network")
@@ -266,7 +281,9 @@ def estimate(
     interconnect: Annotated[
         str | None, Place(help="what connects them; without it: a list")
     ] = None,
-    curve: Annotated[str | None, Place(help="CSV of all-reduce times of your own")] = None,
+    curve: Annotated[
+        str | None, Place(help="CSV of all-reduce times of your own", callback=a_path)
+    ] = None,
     gpus_per_node: Annotated[int, Place()] = 8,
     scaling: Annotated[
         str | None, Place(help="weak: same batch per GPU; strong: same global batch")
@@ -279,7 +296,7 @@ def estimate(
         str | None, Prices(help="where the price is from, to be printed")
     ] = None,
     price_date: Annotated[str | None, Prices(help="of which day it is; default today")] = None,
-    catalog: Annotated[str | None, Prices(help="CSV in SkyPilot's format")] = None,
+    catalog: Annotated[str | None, Prices(help="CSV in SkyPilot's format", callback=a_path)] = None,
     accelerator: Annotated[str | None, Prices(help="its row, like H100")] = None,
     instance: Annotated[str | None, Prices(help="or its instance type")] = None,
     region: Annotated[str | None, Prices()] = None,
@@ -288,7 +305,8 @@ def estimate(
         float | None, Prices(help="price of a kWh, for GPUs of your own")
     ] = None,
     profile: Annotated[
-        str | None, Option(help="profile.json of an earlier estimate: measure nothing")
+        str | None,
+        Option(help="profile.json of an earlier estimate: measure nothing", callback=a_path),
     ] = None,
     steps: Annotated[int, Option(help="measured steps")] = 50,
     warmup: Warmup = None,
@@ -311,11 +329,18 @@ def estimate(
 @app.command()
 def checkpoints(
     words: Annotated[
-        list[str], Argument(metavar="[upload] RUN", help="a run folder, its URL, or one checkpoint")
+        list[str],
+        Argument(
+            metavar="[upload] RUN", help="a run folder, its URL, or one checkpoint", callback=a_path
+        ),
     ],
     as_json: AsJson = False,
     to: Annotated[str | None, Option(help="upload: the run's URL, if not its save_dir")] = None,
     wait: Annotated[float, Option(help="upload: seconds it may take")] = 3600.0,
+    verify_key: Annotated[
+        str | None,
+        Option(help="key file: what is not signed with it counts as damaged", callback=a_path),
+    ] = None,
 ) -> None:
     """List what a run has saved, check every byte, and say which ones are intact.
 
@@ -329,14 +354,19 @@ def checkpoints(
         raise typer.Exit(upload_run(words[1], to, wait))
     if len(words) > 1:
         raise ConfigError(f"mgt checkpoints takes one run, not {len(words)}: {' '.join(words)}")
-    raise typer.Exit(show_checkpoints(words[0], as_json))
+    raise typer.Exit(show_checkpoints(words[0], as_json, verify_key))
 
 
 @app.command()
 def report(
-    runs: Annotated[list[str], Argument(metavar="RUN...", help="run folders, or their URLs")],
+    runs: Annotated[
+        list[str], Argument(metavar="RUN...", help="run folders, or their URLs", callback=a_path)
+    ],
     out: Annotated[
-        str | None, Option(help="the HTML file; default RUN/report.html, of several ./report.html")
+        str | None,
+        Option(
+            help="the HTML file; default RUN/report.html, of several ./report.html", callback=a_path
+        ),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="verdict and figures, for programs")] = False,
     html: Annotated[bool, Option(help="write the HTML file")] = True,
@@ -385,7 +415,7 @@ app.add_typer(cluster, name="cluster")
 
 @cluster.command()
 def token(
-    file: Annotated[str, Argument(help="where to write it")] = "cluster.token",
+    file: Annotated[str, Argument(help="where to write it", callback=a_path)] = "cluster.token",
 ) -> None:
     """Write a new token for the machines of a run. Only you can read it; copy it to each."""
     from multi_gpu_training.cli.cluster_command import new_token

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from multi_gpu_training.cli.measured_script import MeasuringFlags, numbers, runner_for, too_small
+from multi_gpu_training.cli.measured_script import (
+    MeasuringFlags,
+    folder_problems,
+    numbers,
+    rank_problems,
+    runner_for,
+    too_small,
+)
 from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.errors import ConfigError
 
@@ -78,6 +85,8 @@ def check(flags: BenchFlags) -> None:
     """Raise one ConfigError with everything that is wrong with the flags."""
     problems = flags.problems()
     problems += too_small(("--ranks", flags.ranks, 1), ("--repeats", flags.repeats, 1))
+    problems += rank_problems("--ranks", flags.ranks, flags.device)
+    problems += folder_problems("--out", flags.out)
     tables = {
         "--batch-sizes": flags.batch_sizes is not None,
         "--precision": flags.precision,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from multi_gpu_training.checkpoint.inspection import CheckpointListing, ListedCheckpoint, inspect
 from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.checkpoint.signature import read_signer
 from multi_gpu_training.config import is_url
 from multi_gpu_training.distributed.identity import ALONE
 from multi_gpu_training.errors import ConfigError
@@ -22,16 +23,17 @@ from multi_gpu_training.storage.remote_view import list_remote
 from multi_gpu_training.storage.uploader import UploadPlan, upload_now
 
 
-def show_checkpoints(run: str, as_json: bool) -> int:
+def show_checkpoints(run: str, as_json: bool, verify_key: str | None = None) -> int:
     """Print the checkpoints of a run; return 0 if there is an intact one to resume from, else 1."""
     given = Path(run)
     if is_url(run):
         return _show(list_remote(run), as_json)
     if not given.is_dir():
+        found = "not a folder" if given.exists() else "no such folder"
         raise ConfigError(
-            f"mgt checkpoints {run}: no such folder; give a run folder like runs/RECIPE/NAME"
+            f"mgt checkpoints {run}: {found}; give a run folder like runs/RECIPE/NAME"
         )
-    return _show(inspect(given), as_json)
+    return _show(inspect(given, read_signer(verify_key, signs=False)), as_json)
 
 
 def upload_run(run: str, url: str | None, wait_s: float) -> int:

@@ -6,13 +6,19 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from multi_gpu_training.cli.measured_script import MeasuringFlags, numbers, runner_for, too_small
+from multi_gpu_training.cli.measured_script import (
+    MeasuringFlags,
+    folder_problems,
+    numbers,
+    runner_for,
+    too_small,
+)
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -228,10 +234,19 @@ def listing() -> str:
     return "\n".join(f"  {link.name:{wide}}  {link.about}" for link in known)
 
 
+def _is_day(text: str) -> bool:
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
 def check(flags: EstimateFlags) -> None:
     """Raise one ConfigError with everything that is wrong with the flags."""
     problems = flags.problems()
     problems += too_small(("--gpus-per-node", flags.gpus_per_node, 1))
+    problems += folder_problems("--out", flags.out)
     chooses = flags.accelerator or flags.instance
     describes = flags.price_per == "node" or flags.price_source or flags.price_date
     wrong = {
@@ -265,6 +280,8 @@ def check(flags: EstimateFlags) -> None:
         value = getattr(flags, name)
         if value is not None and not 0 < value < math.inf:
             problems.append(f"--{name} {value:g}: give a number above 0")
+    if flags.price_date is not None and not _is_day(flags.price_date):
+        problems.append(f"--price-date {flags.price_date[:40]!r}: give a day like 2026-01-31")
     try:
         gpus_of(flags)
     except ConfigError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from multi_gpu_training.config import is_url, path_problem
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_output import brief
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from multi_gpu_training.measure.script_runner import ScriptRunner
+
+
+LARGEST = 2**40  # steps, batch sizes or GPUs that anybody could mean
+READ_ONLY = ("/proc", "/sys")  # root may write there, it seems
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,53 @@ def place_problems(device: str, timeout: float) -> list[str]:
     return problems
 
 
+def folder_problems(flag: str, path: str | None) -> list[str]:
+    """What keeps `path` from being a folder to write to, found before hours of measuring."""
+    if path is None or is_url(path):
+        return []
+    problem = path_problem(path)
+    if problem is None:
+        here = Path(path).expanduser()
+        there = next((up for up in (here, *here.absolute().parents) if os.path.lexists(up)), here)
+        if there.is_symlink() and not there.exists():
+            problem = f"{there} is a link to nowhere"
+        elif not there.is_dir():
+            problem = f"{there} is not a folder"
+        elif not os.access(there, os.W_OK | os.X_OK) or str(there).startswith(READ_ONLY):
+            problem = f"{there} cannot be written"
+    return [] if problem is None else [f"{flag} {brief(path)}: {problem}; choose another folder"]
+
+
+def file_problems(flag: str, path: str | None) -> list[str]:
+    """The same for a file."""
+    if path is None:
+        return []
+    problem = path_problem(path)
+    if problem is None and Path(path).is_dir():
+        problem = "it is a folder"
+    if problem is not None:
+        return [f"{flag} {brief(path)}: {problem}; give the name of a file"]
+    return folder_problems(flag, str(Path(path).absolute().parent))
+
+
+def rank_problems(flag: str, ranks: int | None, device: str = "auto") -> list[str]:
+    """What is wrong with a number of ranks: without GPUs each is a process on this machine."""
+    from multi_gpu_training.launch.launcher import available_gpus, too_many_ranks
+
+    # Numbers that no machine has need no look at the GPUs, which takes seconds.
+    if ranks is None or ranks <= 2 or (problem := too_many_ranks(ranks)) is None:
+        return []
+    gpus = available_gpus() if device != "cpu" else 0
+    return [f"{flag} {brief(ranks, 40)}: {problem}"] if ranks > gpus else []
+
+
 def too_small(*flags: tuple[str, int | None, int]) -> list[str]:
-    """Of (name, value, least), those that were given and are less."""
+    """Of (name, value, least), those that were given and are less, or beyond any reason."""
     return [
-        f"{name} {value}: use at least {least}"
+        f"{name} {brief(value, 40)}: use at least {least}"
+        + (f" and at most {LARGEST:,}" if value > LARGEST else "")
         for name, value, least in flags
-        if value is not None and value < least
+        if value is not None and not least <= value <= LARGEST
     ]
 
 
@@ -58,9 +106,11 @@ def numbers(flag: str, text: str) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{flag} {text}: give numbers like 128,256,512") from None
+        raise ConfigError(f"{flag} {text[:80]}: give numbers like 128,256,512") from None
     if min(found) < 1:
-        raise ConfigError(f"{flag} {text}: each must be at least 1")
+        raise ConfigError(f"{flag} {text[:80]}: each must be at least 1")
+    if max(found) > LARGEST:
+        raise ConfigError(f"{flag} {text[:80]}: each must be at most {LARGEST:,}")
     return found
 
 

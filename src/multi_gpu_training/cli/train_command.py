@@ -17,6 +17,7 @@ from multi_gpu_training.config_file import (
     split,
 )
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_output import brief
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
                 f"{flags.target} names no recipe; add `recipe: image` to it or `recipe=image` "
                 f"here (there are {', '.join(RECIPES)})"
             )
+    elif given.get("recipe", name) != name:
+        raise ConfigError(f"recipe={brief(given['recipe'])} contradicts {name!r}; drop one of them")
     recipe = find_recipe(name)
     merged = merge(flatten(values), flatten(given))
     fields, own = split(merged, recipe.options.model_fields)
@@ -97,7 +100,9 @@ def _mode(fields: Mapping[str, Any]) -> TrainingMode:
     try:
         return TrainingMode(asked)
     except ValueError:
-        raise ConfigError(f"--multi-gpu {asked!r} is unknown; use ddp, dp or single") from None
+        raise ConfigError(
+            f"--multi-gpu {brief(asked)} (training_mode) is unknown; use ddp, dp or single"
+        ) from None
 
 
 def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> None:
@@ -142,16 +147,18 @@ def _gpu_ids(text: Any) -> list[int]:
     try:
         return [int(part) for part in str(text).split(",")]
     except ValueError:
-        raise ConfigError(f"--gpu-ids {text}: give numbers like 0,1,3") from None
+        raise ConfigError(f"--gpu-ids {str(text)[:80]}: give numbers like 0,1,3") from None
 
 
 def _check_gpu_ids(ids: list[int], gpus: int, mode: TrainingMode, share: bool) -> None:
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        return  # MultiGPUConfig says what it must be
     missing = [i for i in ids if i >= gpus or i < 0]
     if missing:
         there = f"{gpus} GPUs, numbered from 0" if gpus else "no GPU"
         raise ConfigError(
-            f"--gpu-ids {','.join(map(str, ids))}: {missing} not there; this machine shows {there} "
-            "(inside CUDA_VISIBLE_DEVICES)"
+            f"--gpu-ids {','.join(map(str, ids))} (device_ids): {missing} not there; this machine "
+            f"shows {there} (inside CUDA_VISIBLE_DEVICES)"
         )
     if len(set(ids)) != len(ids) and not share and mode is not TrainingMode.DATA_PARALLEL:
         raise ConfigError(
@@ -168,7 +175,7 @@ def _options(kind: Any, values: dict[str, Any]) -> Any:
     except ValidationError as error:
         raise ConfigError(
             [
-                f"{'.'.join(map(str, e['loc']))}={e['input']!r}: {e['msg'].lower()}"
+                f"{'.'.join(map(str, e['loc']))}={brief(e['input'])}: {e['msg'].lower()}"
                 for e in error.errors()
             ]
         ) from None

@@ -5,8 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from multi_gpu_training.cli.measured_script import command_of
+from multi_gpu_training.cli.measured_script import (
+    command_of,
+    place_problems,
+    rank_problems,
+    too_small,
+)
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_output import brief
 
 NOT_COMPARABLE = 3
 
@@ -17,7 +23,12 @@ def verify_target(command: list[str], ranks: str, steps: int, device: str) -> in
 
     command = command_of(command, "verify")
     if steps < 4:
-        raise ConfigError(f"--steps {steps}: use at least 4, so an epoch ends within them")
+        raise ConfigError(
+            f"--steps {brief(steps, 40)}: use at least 4, so an epoch ends within them"
+        )
+    problems = [*place_problems(device, 1.0), *too_small(("--steps", steps, 4))]
+    if problems:
+        raise ConfigError(problems)
     console = Console(highlight=False, soft_wrap=True)
     report = verify(command, _numbers(ranks), steps, device, console.print)
     table = Table("ranks", "steps", "gradients", "in", "updates", "validation", "")
@@ -53,7 +64,10 @@ def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--ranks {text}: give numbers like 2,3") from None
+        raise ConfigError(f"--ranks {text[:80]}: give numbers like 2,3") from None
     if not all(n >= 2 for n in numbers):
-        raise ConfigError(f"--ranks {text}: each is compared with one rank; use 2 or more")
+        raise ConfigError(f"--ranks {text[:80]}: each is compared with one rank; use 2 or more")
+    problems = rank_problems("--ranks", max(numbers))
+    if problems:
+        raise ConfigError(problems)
     return numbers

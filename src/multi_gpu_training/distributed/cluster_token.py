@@ -51,10 +51,11 @@ def read_token(path: Path) -> bytes:
             f"--cluster-token is the path of a file, and it cannot be read: {error.strerror}; "
             f"{_MAKE_ONE}"
         ) from None
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode):  # Python opens no folder
+        os.close(descriptor)
+        raise ConfigError(f"--cluster-token {path} is not a regular file; {_MAKE_ONE}")
     with os.fdopen(descriptor, "rb") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise ConfigError(f"--cluster-token {path} is not a regular file; {_MAKE_ONE}")
         if facts.st_mode & 0o077:
             raise ConfigError(
                 f"--cluster-token {path} can be read by other users (mode "

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +20,10 @@ from multi_gpu_training.launch.engine import (
     choose_engine,
     run_job,
 )
+from multi_gpu_training.safe_output import brief
+
+# A slip of the finger must not bring the machine down.
+MOST_RANKS, MOST_RANKS_PER_CORE = 256, 8
 
 
 def available_gpus() -> int:
@@ -41,12 +46,24 @@ def ranks_for(
         return max(1, gpus)
     if num_gpus < 1:
         raise ConfigError(f"--num-gpus {num_gpus}: use -1 for all, or a positive number")
+    if not gpus or share_gpu:
+        problem = too_many_ranks(num_gpus)
+        if problem is not None:
+            raise ConfigError(f"--num-gpus {brief(num_gpus, 40)}: {problem}")
     if gpus and num_gpus > gpus and not share_gpu:
         raise ConfigError(
             f"--num-gpus {num_gpus} asked for, but {gpus} GPUs are there; use at most {gpus}, or "
             "--share-gpu to test several ranks on one GPU"
         )
     return num_gpus
+
+
+def too_many_ranks(ranks: int) -> str | None:
+    """Why so many processes cannot be started on this machine; None if they can."""
+    most = max(MOST_RANKS, MOST_RANKS_PER_CORE * (os.cpu_count() or 1))
+    if ranks <= most:
+        return None
+    return f"each is a process of its own here, and this machine starts at most {most}"
 
 
 def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) -> None:
@@ -92,6 +109,9 @@ def _ranks_here(config: MultiGPUConfig, hosts: Hosts) -> tuple[int, int]:
     here = world // hosts.nodes
     if world % hosts.nodes:
         raise ConfigError(f"world_size={world} does not divide over {hosts.nodes} nodes")
+    problem = too_many_ranks(here) if not gpus or config.share_gpu else None
+    if problem is not None:
+        raise ConfigError(f"world_size={world}: {problem}")
     if gpus and here > gpus and not config.share_gpu:
         raise ConfigError(
             f"world_size={world} needs {here} GPUs on this machine and {gpus} are there; start "

@@ -17,6 +17,11 @@ from typing import Any, BinaryIO
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.event_crc import with_crc
+from multi_gpu_training.monitoring.event_segments import (
+    SEGMENT_BYTES,
+    close_segment,
+    merge_segments,
+)
 from multi_gpu_training.redaction import redact
 from multi_gpu_training.safe_files import check_folder, open_regular
 
@@ -24,7 +29,9 @@ SCHEMA = 2  # lines end with a checksum
 
 
 class EventFile:
-    """One JSON line an event, written at once: readable after any crash.
+    """One JSON line per event, written at once: readable after any crash.
+
+    `event_segments` says how the files are kept from growing without end.
 
     A disk that is full or gone interrupts the recording, never the training: it goes on when
     there is space again, and an `events_lost` line says how many are missing.
@@ -76,13 +83,36 @@ class EventFile:
             self.lost = 0
         if not self._append(record):
             self.lost = 1
+        elif self._bytes >= self._full_at:
+            self._begin_next()
 
     def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         check_folder(path.parent)
-        descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._file, self._torn = os.fdopen(descriptor, "ab", buffering=0), False
+        descriptor = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._opened = os.fstat(descriptor)
+        self._bytes = self._opened.st_size
+        # A disk that was full may have cut the last line of an earlier start.
+        self._torn = os.pread(descriptor, 1, max(0, self._bytes - 1)) not in (b"", b"\n")
+        self._full_at = SEGMENT_BYTES
+
+    def _begin_next(self) -> None:
+        """Close the file that is full, and go on in a new one."""
+        assert self._file is not None and self._path is not None
+        full, closed = self._file, None
+        try:
+            closed = close_segment(self._path)
+            self._open(self._path)
+        except OSError:  # a disk in trouble: this file goes on growing, and it is tried later
+            self._full_at = self._bytes + SEGMENT_BYTES
+            if closed is not None:
+                with contextlib.suppress(OSError):
+                    closed.rename(self._path)
+            return
+        full.close()
+        with contextlib.suppress(OSError, ValueError):  # then there is one segment more
+            merge_segments(self._path)
 
     def _look_for_file(self) -> None:
         """Begin a new file where somebody has deleted the run folder, or moved it away: nobody
@@ -123,6 +153,7 @@ class EventFile:
         raw = (b"\n" if self._torn else b"") + with_crc(json.dumps(record)) + b"\n"
         try:
             written = self._file.write(raw)
+            self._bytes += written or 0
             if written == len(raw):
                 self._torn = False
                 return True

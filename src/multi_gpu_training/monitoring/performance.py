@@ -16,9 +16,10 @@ from multi_gpu_training.errors import MultiGPUError
 from multi_gpu_training.extras import install, installed
 from multi_gpu_training.monitoring.device import DeviceReader
 from multi_gpu_training.monitoring.report.charts import Series
+from multi_gpu_training.monitoring.report.event_schema import is_number
 from multi_gpu_training.monitoring.report.figures import figures, readings
 from multi_gpu_training.monitoring.report.picture import draw
-from multi_gpu_training.monitoring.report.run_record import is_number, read_run
+from multi_gpu_training.monitoring.report.run_record import read_run
 
 GIGABYTE = 2**30
 

@@ -34,6 +34,7 @@ from multi_gpu_training.safe_files import (
     parse_json,
     read_bytes,
     read_json,
+    read_text,
     signed,
     write_atomically,
 )
@@ -363,11 +364,11 @@ def _keep_forecast(path: Path, forecast: str | None) -> None:
     given = Path(forecast)
     file = given / FORECAST if given.is_dir() else given
     try:
-        text = file.read_text()
+        text = read_text(file.resolve())
         found = parse_json(text, dict[str, Any], file.name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"forecast={forecast} cannot be read: {error}") from None
-    if "gpus" not in found:
+    if not isinstance(found.get("gpus"), dict):
         raise ConfigError(
             f"forecast={forecast} is not a forecast; give the forecast.json of `mgt estimate`"
         )

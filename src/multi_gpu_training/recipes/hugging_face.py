@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
 from safetensors.torch import load_file
 
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.recipes.user_data import library
+from multi_gpu_training.safe_output import brief
 from multi_gpu_training.training.callbacks import Run
 
+MOST_JSON = 2**28  # a large tokenizer has 20 MiB
+MOST_LAYERS, MOST_SIZE = 10_000, 2**31
+WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 
@@ -30,9 +37,13 @@ def has_weights(name: str) -> bool:
     return not path.is_file()
 
 
-def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
-    """`kind.from_pretrained(name)` of transformers, with errors that say what to do."""
+def fetch(kind: str, option: str, name: str, trust: bool = False, **more: Any) -> Any:
+    """`kind.from_pretrained(name)` of transformers, with errors that say what to do.
+
+    trust: run Python code that came with the model, where it has any.
+    """
     path = Path(name).expanduser()
+    _check_files(option, name, path)
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(
             f"{option}={name!r} is not there; give a folder that save_pretrained has written, or "
@@ -43,10 +54,21 @@ def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
             loader = getattr(transformers(), kind)
             # Explicitly: left open, transformers would ask on the terminal whether to run
             # code that came with the model.
-            return loader.from_pretrained(
-                str(path) if path.exists() else name, trust_remote_code=False, **more
+            found = loader.from_pretrained(
+                str(path) if path.exists() else name, trust_remote_code=trust, **more
             )
-    except (OSError, ValueError, KeyError) as error:
+        if kind == "AutoConfig":
+            check_config(f"{option}={name!r}", found)
+        return found
+    except ModelError:
+        raise
+    # A file of nonsense fails in transformers in every way there is.
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{option}={name!r} brings its own Python code, which is not run unless you trust "
+                "whoever wrote it: read it, then set trust_remote_code=true"
+            ) from None
         if path.exists():
             raise ModelError(
                 f"{option}={name!r} cannot be loaded by {kind}: {first_line(error)}; give a folder "
@@ -57,6 +79,55 @@ def fetch(kind: str, option: str, name: str, **more: Any) -> Any:
             f"{first_line(error)}; check the name and the network, or fetch it where there is one "
             f"(hf download {name} --local-dir {Path(name).name}) and give the folder"
         ) from None
+
+
+def check_config(asked: str, config: Any) -> None:
+    """Refuse sizes that no model has; building one would take all memory, or forever."""
+    for key, value in config.to_dict().items():
+        numbers = value if isinstance(value, list) else [value]
+        most = MOST_LAYERS if "layer" in key or "depth" in key else MOST_SIZE
+        for number in numbers:
+            if isinstance(number, int) and abs(number) > most:
+                raise ModelError(
+                    f"{asked}: {key}={brief(value, 80)} is not possible; check config.json"
+                )
+
+    sizes = {"layers": 1, "width": 1}
+    for key, value in config.to_dict().items():
+        kind = "layers" if "layer" in key else "width" if key in WIDTHS else None
+        if kind is not None and type(value) is int:
+            sizes[kind] = max(sizes[kind], value)
+    _check_bytes(asked, 4 * sizes["width"] ** 2 * sizes["layers"])
+
+
+def check_memory(asked: str, build: Callable[[], Any]) -> None:
+    """Refuse a model whose weights alone exceed this machine's memory."""
+    needed = 0
+    # Without weights; and what building draws from the generators must be drawn again.
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        needed = sum(p.numel() * 4 for p in build().parameters())
+    _check_bytes(asked, needed)
+
+
+def _check_bytes(asked: str, needed: int) -> None:
+    there = psutil.virtual_memory().total
+    if needed > there:
+        raise ModelError(
+            f"{asked} has weights of {needed / 2**30:,.0f} GiB, this machine {there / 2**30:,.0f} "
+            "GiB of memory; choose a smaller one"
+        )
+
+
+def _check_files(option: str, name: str, path: Path) -> None:
+    """Refuse JSON files that only fill memory, and what is not a file, before anything is read."""
+    for file in path.glob("*.json") if path.is_dir() else [path]:
+        if not file.exists() or file.is_dir():
+            continue
+        if not file.is_file() or file.stat().st_size > MOST_JSON:
+            raise ModelError(
+                f"{option}={name!r}: {file.name} is not a regular file of at most "
+                f"{MOST_JSON // 2**20} MiB, as a model's JSON files are"
+            )
 
 
 @contextmanager

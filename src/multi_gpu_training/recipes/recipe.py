@@ -9,22 +9,41 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import nn
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem
 from multi_gpu_training.data.order import seed_everything
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.manager import MultiGPUTrainingManager
 from multi_gpu_training.recipes import RECIPES
+from multi_gpu_training.safe_output import brief
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.progress import FitResult
+
+MOST_OPTION = 2**40
+PATHS = ("data_dir", "cache_dir", "annotations")
 
 
 class Options(BaseModel):
     """Settings of one recipe alone, beside those of MultiGPUConfig."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_possible(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse numbers and texts that can only overflow somewhere later."""
+        if isinstance(value, int) and abs(value) > MOST_OPTION:
+            raise ValueError(f"use at most {MOST_OPTION:,}")
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError("it holds a NUL character")
+        problem = None
+        if isinstance(value, str) and info.field_name in PATHS:
+            problem = path_problem(value)
+        if problem is not None:
+            raise ValueError(problem)
+        return value
 
 
 @dataclass(frozen=True)
@@ -102,14 +121,22 @@ class Recipe:
         if self.run is not None:
             return self.run(manager, options)
         assert self.build is not None
-        job = self.build(config, options)
+        try:
+            job = self.build(config, options)
+        except OSError as error:  # data that cannot be read, in a place where nobody expected it
+            if error.strerror is None:
+                raise
+            raise DataError(
+                f"{error.filename or 'data'} cannot be read: {error.strerror}"
+            ) from error
         manager.recipe_options = options.model_dump()  # with what it chose for itself
         return manager.fit(**vars(job))
 
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name; each lives in recipes/<name>/ and exports `recipe`."""
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
+        name = name[:200] if isinstance(name, str) else brief(name)
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(RECIPES)}"
         raise ConfigError(f"unknown recipe {name!r}; {hint}")

@@ -12,6 +12,8 @@ from typing import Any
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.user_data import refuse
 
+MOST_TEXT = 2**30  # bytes of a file, which is read whole
+MOST_LOOKED_AT = 2**16
 TABLES = (".jsonl", ".csv", ".tsv")
 
 Row = tuple[int, dict[str, Any]]
@@ -20,6 +22,13 @@ Row = tuple[int, dict[str, Any]]
 def read_text(path: Path) -> str:
     """The text of a file that has some."""
     try:
+        if not path.is_file():  # opening a FIFO would wait for whoever is at its other end
+            raise DataError(f"{path} is not a regular file; remove it")
+        size = path.stat().st_size
+        if size > MOST_TEXT:
+            raise DataError(
+                f"{path} has {size:,} bytes, {MOST_TEXT:,} at most are read; divide it into several"
+            )
         # Excel begins its files with a byte order mark, which would become part of a name.
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -27,6 +36,10 @@ def read_text(path: Path) -> str:
             f"{path} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); "
             "convert it, as in iconv -f latin1 -t utf-8"
         ) from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+    if "\0" in text[:MOST_LOOKED_AT]:
+        raise DataError(f"{path} is not text: it holds NUL characters; convert it to UTF-8")
     if not text.strip():
         raise DataError(f"{path} is empty; put text into it or remove it")
     return text
@@ -46,8 +59,10 @@ def _json_rows(path: Path, text: str) -> list[Row]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: {error}; write one object per line") from None
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path}, line {number}: {error!s:.200}; write one object per line"
+            ) from None
         rows.append((number, row if isinstance(row, dict) else {}))
     return rows
 

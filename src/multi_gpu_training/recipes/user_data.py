@@ -10,6 +10,8 @@ from typing import Any
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.extras import install
 
+MOST_SMALL_TEXT = 2**26
+
 
 def library(module: str, needed: str, extra: str, otherwise: str = "") -> Any:
     """A module that only some recipe needs. `needed` says what for: `reading videos needs PyAV`."""
@@ -27,6 +29,31 @@ def existing_folder(data_dir: str | Path, wanted: str) -> Path:
     if not path.is_dir():
         raise DataError(f"data_dir={str(data_dir)!r} is not a folder; set it to {wanted}")
     return path
+
+
+def read_small_text(path: Path) -> str:
+    """A text file that a person or a small program wrote, such as a list of labels."""
+    try:
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is not a regular file; put a text file there")
+        size = path.stat().st_size
+        if size > MOST_SMALL_TEXT:
+            raise DataError(
+                f"{path} has {size:,} bytes; such a file has {MOST_SMALL_TEXT:,} at most: check "
+                "that it is the right one"
+            )
+        return path.read_text(encoding="utf-8-sig")  # Excel begins with a byte-order mark
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} cannot be read as text in UTF-8 (byte {error.start}); write it as text"
+        ) from None
+
+
+def is_number(text: str) -> bool:
+    """Whether it is a whole number from 0 on, of a length that numbers have."""
+    return text.isdecimal() and len(text) <= 18
 
 
 def contents(folder: Path) -> str:

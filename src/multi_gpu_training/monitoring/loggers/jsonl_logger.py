@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.monitoring.event_crc import is_damaged
+from multi_gpu_training.monitoring.event_segments import segments
 from multi_gpu_training.monitoring.events import EventFile
 from multi_gpu_training.monitoring.loggers import LoggedRun
 from multi_gpu_training.safe_files import open_regular
@@ -49,21 +50,24 @@ class JsonlLogger:
 
 
 def logged_metrics(
-    path: Path, step: int, size: int
+    current: Path, step: int, before: float
 ) -> Iterator[tuple[int, dict[str, float], float]]:
-    """Step, metrics and time of what the first `size` bytes of an event file hold up to `step`, in
-    the order of steps. Where steps were trained again, the last value counts."""
+    """Step, metrics and time of what a rank's event files hold up to `step`, logged `before` that
+    time, in the order of steps. Where steps were trained again, the last value counts."""
     found: dict[tuple[int, str], tuple[float, float]] = {}
-    try:
-        file = os.fdopen(open_regular(path), "rb")
-    except FileNotFoundError:
-        return
-    with file:
-        for raw in file.read(size).splitlines():
-            if any(mark in raw for mark in _MARKS) and not is_damaged(raw):
+    for path in (*(segment.path for segment in segments(current)), current):
+        try:
+            file = os.fdopen(open_regular(path), "rb")
+        except FileNotFoundError:
+            continue
+        with file:
+            for raw in file:
+                if not any(mark in raw for mark in _MARKS) or is_damaged(raw.rstrip(b"\n")):
+                    continue
                 event = json.loads(raw)
-                for name, value in _metrics_of(event) if event["step"] <= step else ():
-                    found[event["step"], name] = float(value), float(event["time"])
+                if event["step"] <= step and event["time"] < before:
+                    for name, value in _metrics_of(event):
+                        found[event["step"], name] = float(value), float(event["time"])
     rows: dict[int, tuple[dict[str, float], float]] = {}
     for (at, name), (value, logged_at) in sorted(found.items()):
         metrics, latest = rows.get(at, ({}, 0.0))

@@ -71,8 +71,7 @@ class TrackerLogger:
     def __init__(self, tracker: Tracker, run: LoggedRun) -> None:
         self._tracker = tracker
         self._journal = run.folder / "events" / "rank-0.jsonl"
-        # Lines that this process writes reach the tracker through the queue.
-        self._journal_size = self._journal.stat().st_size if self._journal.exists() else 0
+        self._began = time.time()  # what is logged from now on comes through the queue
         self._resumed_at = run.step
         self._is_stopping = run.is_stopping
         self._waiting: queue.Queue[TrackedMetrics] = queue.Queue(MOST_WAITING)
@@ -176,7 +175,7 @@ class TrackerLogger:
         """What was logged up to the resumed step and is not in the tracker."""
         if not self._resumed_at:
             return []
-        found = logged_metrics(self._journal, self._resumed_at, self._journal_size)
+        found = logged_metrics(self._journal, self._resumed_at, self._began)
         return self._new(TrackedMetrics(*row) for row in found)
 
     def _new(self, rows: Iterable[TrackedMetrics]) -> list[TrackedMetrics]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from multi_gpu_training.monitoring.report.charts import Series
+from multi_gpu_training.monitoring.report.event_schema import is_number
 from multi_gpu_training.monitoring.report.history import Event
-from multi_gpu_training.monitoring.report.run_record import RunRecord, is_number
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 
 IDENTITY = {"v", "attempt", "rank", "world_size", "time", "clock", "step", "epoch"}
 FIRST = ("loss", "samples_per_s", "accuracy", "lr", "grad_norm", "input_wait")

@@ -7,7 +7,8 @@ from statistics import mean, median
 from typing import Any
 
 from multi_gpu_training.monitoring.report.attribution import side_by_side
-from multi_gpu_training.monitoring.report.run_record import RunRecord, is_number
+from multi_gpu_training.monitoring.report.event_schema import is_number
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 
 
 @dataclass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import itertools
+from bisect import bisect_right
 from typing import Any
 
-from multi_gpu_training.monitoring.report.lines import EventLines
+import numpy as np
+
+from multi_gpu_training.monitoring.report.lines import EventLines, Places
 
 Event = dict[str, Any]
 # What only a rank that trains writes; messages come while it is being set up, too.
@@ -34,27 +37,27 @@ class Timeline:
         """The latest start; empty where starts are not recorded."""
         return self.starts[-1][2] if self.starts else {}
 
-    def valid(self, lines: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def valid(self, lines: Places) -> Places:
         """Those of the (place, step) that were not computed again later."""
-        if not any(start > place for start, _, _ in self.starts for place, _ in lines[:1]):
+        if not self.starts or not len(lines):
             return lines
-        return [
-            (place, step)
-            for place, step in lines
-            if all(step <= first for start, first, _ in self.starts if start > place)
-        ]
+        # A line counts if no later start goes on from a step before it.
+        least = np.minimum.accumulate([step for _, step, _ in reversed(self.starts)])[::-1]
+        bound = np.append(least, np.iinfo(np.int64).max)
+        later = np.searchsorted(self._places(), lines[:, 0], side="right")
+        return np.asarray(lines[lines[:, 1] <= bound[later]])
 
-    def among(self, world_size: int, lines: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    def among(self, world_size: int, lines: Places) -> Places:
         """Those of the lines that were written while there were so many ranks."""
         sizes = [event.get("world_size", world_size) for _, _, event in self.starts]
         if all(size == world_size for size in sizes):
             return lines
-        places = [place for place, _, _ in self.starts]
-        return [
-            line
-            for line in lines
-            if (number := bisect_right(places, line[0])) and sizes[number - 1] == world_size
-        ]
+        fits = np.array([False, *(size == world_size for size in sizes)])
+        now = np.searchsorted(self._places(), lines[:, 0], side="right")
+        return np.asarray(lines[fits[now]])
+
+    def _places(self) -> list[int]:
+        return [place for place, _, _ in self.starts]
 
     def ends(self) -> list[Event]:
         """How the rank ended after its latest start."""
@@ -64,28 +67,29 @@ class Timeline:
     def trained_s(self) -> float:
         """Seconds from each start to the last sign of training, without the pauses between."""
         places = [place for place, _, event in self.starts if event] or [-1]
-        signs = [(place, e) for place, e in self.lines.rare if e["event"] in TRAINING]
-        total = 0.0
-        for begin, end in zip(places, [*places[1:], len(self.lines.raw)], strict=True):
-            here = [event for place, event in signs if begin <= place < end]
-            for lines in self.lines.frequent.values():
-                first, after = bisect_left(lines, (begin, 0)), bisect_left(lines, (end, 0))
-                here += self.lines.events(lines[first:after][:1] + lines[first:after][-1:])
-            times = [time for event in here if (time := time_of(event))]
-            total += max(times) - min(times) if times else 0.0
-        return total
+        times: list[list[float]] = [[] for _ in places]
+        for place, event in self.lines.rare:
+            at = bisect_right(places, place) - 1
+            if event["event"] in TRAINING and at >= 0 and (time := time_of(event)):
+                times[at].append(time)
+        for lines in self.lines.frequent.values():
+            # The first and the last line after each start.
+            edges = np.searchsorted(lines[:, 0], [*places, self.lines.size])
+            for at, (first, after) in enumerate(itertools.pairwise(edges)):
+                if first < after:
+                    both = lines[[first, after - 1]]
+                    times[at] += filter(None, map(time_of, self.lines.events(both)))
+        return sum(max(here) - min(here) for here in times if here)
 
 
 def _guessed_starts(lines: EventLines) -> list[tuple[int, int, Event]]:
     """Where steps went back, in files that do not say when a rank was started."""
     found: list[tuple[int, int, Event]] = []
     for kind in ("step", "phases"):
-        before = -1
-        for place, step in lines.frequent[kind]:
-            if step <= before:
-                found.append((place, step - 1, {}))
-            before = step
-    return found
+        steps = lines.frequent[kind]
+        for at in np.flatnonzero(np.diff(steps[:, 1]) <= 0) + 1:
+            found.append((int(steps[at, 0]), int(steps[at, 1]) - 1, {}))
+    return sorted(found, key=lambda start: start[0])
 
 
 def newest_start(timelines: dict[int, Timeline]) -> Event:

@@ -1,125 +1,245 @@
-"""Lines of an event file, found and chosen before they are parsed: files may be very long."""
+"""Lines of a rank's event files, found and chosen before they are parsed: they may be very many.
+
+Files are read in blocks. Of a line only its place and step are kept, of a kind with very many
+lines only some; the text of those that are shown is read again at the end.
+"""
 
 from __future__ import annotations
 
-import json
+import os
 import re
-from collections.abc import Iterator
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, TypeAdapter
+import numpy as np
 
-from multi_gpu_training.monitoring.event_crc import is_damaged
-from multi_gpu_training.safe_files import Count, Ranks, read_bytes
+from multi_gpu_training.monitoring.event_segments import segments, stays
+from multi_gpu_training.monitoring.report.event_schema import parsed
+from multi_gpu_training.safe_files import UnreadableFile, open_regular
 
 MOST_BYTES = 64 * 2**30
+MOST_LINE = 2**20
+BLOCK = 4 * 2**20
 FREQUENT = ("step", "phases", "device")
 MOST_STEPS = 20_000
 MOST_SAMPLES = 2_000
 MOST_READINGS = 2_000
+MOST_PLACES = 2**17  # of a frequent kind; beyond, every second one is forgotten, and so on
+MOST_RARE = 2**13  # the same for each other kind
+MOST_KINDS = 64
 # Kind and, where it comes next, step of a line. Inside a JSON string quotes have backslashes.
-_HEAD = rb'"event":\s*"%s(\w+)"(?:,\s*"step":\s*(\d+))?'
+_HEAD = rb'"event":\s*"%s(\w{1,40})"(?:,\s*"step":\s*(\d+))?'
 EVERY = re.compile(_HEAD % b"")
 WITHOUT_STEPS = re.compile(_HEAD % b'(?!step")')
+Places = np.ndarray  # of shape (lines, 2): where the line is, and its step
+
+
+class _Kind:
+    """Places and steps of the lines of one kind, thinned as they become too many."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.level = 0
+        self.count = 0
+        self._places = array("q")
+        self._steps = array("q")
+        self._last: tuple[int, int] | None = None
+
+    def add(self, place: int, step: int) -> None:
+        self.count += 1
+        if self.level and not self._stays(step, self.count):
+            self._last = place, step
+            return
+        self._last = None
+        self._places.append(place)
+        self._steps.append(step)
+        if len(self._places) > self.most:
+            self._halve()
+
+    def _stays(self, step: int, ordinal: int) -> bool:
+        # By its number, so that of every rank the same steps are left to be compared.
+        return stays(step, self.level) if step >= 0 else not ordinal % (1 << self.level)
+
+    def _halve(self) -> None:
+        self._last = self._places[-1], self._steps[-1]
+        while len(self._places) > self.most // 2 and self.level < 40:
+            self.level += 1
+            kept = [
+                number
+                for number, step in enumerate(self._steps)
+                if (stays(step, self.level) if step >= 0 else not number % 2)
+            ]
+            self._places = array("q", [self._places[number] for number in kept])
+            self._steps = array("q", [self._steps[number] for number in kept])
+
+    def found(self) -> Places:
+        """What is left, in the order of the file; the last line is always there."""
+        if self._last is not None and (not self._places or self._places[-1] != self._last[0]):
+            self._places.append(self._last[0])
+            self._steps.append(self._last[1])
+        return np.array([self._places, self._steps], dtype=np.int64).T
 
 
 @dataclass
 class EventLines:
-    """The lines of one rank. `frequent` kinds: where in the file and of which step; the others are
-    `rare` and parsed."""
+    """The lines of one rank. `frequent` kinds: where in the files and of which step; the others
+    are `rare` and parsed."""
 
-    raw: bytes
-    frequent: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    frequent: dict[str, Places] = field(default_factory=dict)
     rare: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     damaged: int = 0  # lines that are no events; `events` adds what it finds
     torn: bool = False
     count: int = 0
+    dropped: int = 0  # lines that the run itself thinned out, or that are too many to be shown
+    size: int = 0
+    files: list[tuple[int, Path]] = field(default_factory=list)  # first place -> file
     _bad: set[int] = field(default_factory=set)
 
-    def text(self, place: int) -> bytes:
-        """The line around a place in the file."""
-        end = self.raw.find(b"\n", place)
-        return self.raw[self.raw.rfind(b"\n", 0, place) + 1 : end if end >= 0 else None]
-
-    def events(self, lines: list[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-        for place, _ in lines:
-            event = parsed(self.text(place))
+    def events(self, lines: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """The events at these (place, step), in their order."""
+        for place, text in self.texts(int(line[0]) for line in lines):
+            event = parsed(text)
             if event is not None:
                 yield event
             elif place not in self._bad:
                 self._bad.add(place)
                 self.damaged += 1
 
+    def texts(self, places: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+        opened: tuple[int, int] | None = None  # number of the file, descriptor
+        try:
+            for place in places:
+                number = bisect_right(self.files, place, key=lambda file: file[0]) - 1
+                begin, path = self.files[number]
+                if opened is None or opened[0] != number:
+                    if opened is not None:
+                        os.close(opened[1])
+                        opened = None
+                    try:
+                        opened = number, open_regular(path)
+                    except OSError:  # thinned or deleted meanwhile: the run goes on
+                        yield place, b""
+                        continue
+                yield place, _line_at(opened[1], place - begin)
+        finally:
+            if opened is not None:
+                os.close(opened[1])
+
+
+def _line_at(descriptor: int, place: int) -> bytes:
+    """The line that begins at this place."""
+    text = os.pread(descriptor, 4096, place)
+    if b"\n" not in text:
+        text = os.pread(descriptor, MOST_LINE, place)
+    return text[: end if (end := text.find(b"\n")) >= 0 else None]
+
 
 def read_lines(path: Path, with_steps: bool) -> EventLines:
-    """The lines of a file; `with_steps`: also what was logged of each step, which is the same on
-    every rank."""
-    raw = read_bytes(path, MOST_BYTES)
-    found = EventLines(raw, {kind: [] for kind in FREQUENT})
-    last = raw[raw.rfind(b"\n") + 1 :]
-    # No newline at its end: it was being written when the run ended.
-    found.torn = bool(last.strip()) and parsed(last) is None
-    whole = len(raw) - len(last) if found.torn else len(raw)
-    lists = {kind.encode(): places for kind, places in found.frequent.items()}
-    seen: set[bytes] = set()
-    for head in (EVERY if with_steps else WITHOUT_STEPS).finditer(raw, 0, whole):
-        kind, step = head.groups()
-        places = lists.get(kind)
-        if places is None:
-            text = found.text(head.start())
-            event = parsed(text)
-            # Every line has its own time: one that comes twice was copied, not written.
-            if event is not None and text not in seen:
-                seen.add(text)
-                found.rare.append((head.start(), event))
-        else:
-            number = int(step[:16]) if step is not None else _step(found.text(head.start()))
-            places.append((head.start(), number))
+    """The lines of a rank, whose current file is `path`; `with_steps`: also what was logged of each
+    step, which is the same on every rank."""
+    found = EventLines()
+    kinds = {kind.encode(): _Kind(MOST_PLACES) for kind in FREQUENT}
+    head = EVERY if with_steps else WITHOUT_STEPS
+    known = passed_over = newlines = 0
+    for file in [*(segment.path for segment in segments(path)), path]:
+        found.files.append((found.size, file))
+        if file == path and len(found.files) > 1 and not os.path.lexists(path):
+            break  # killed between closing a segment and beginning the next file
+        for begin, block in _blocks(file):
+            text = block
+            if not block.endswith(b"\n"):
+                last = block[block.rfind(b"\n") + 1 :]
+                # No newline at its end: it was being written when the run ended.
+                if parsed(last) is None:
+                    found.torn = bool(last.strip())
+                    text = block[: len(block) - len(last)]
+            newlines += text.count(b"\n")
+            if not with_steps:
+                passed_over += text.count(b'"event": "step"')
+            for match in head.finditer(text):
+                known += 1
+                name, step = match.groups()
+                kind = kinds.get(name)
+                if kind is None:
+                    if len(kinds) >= MOST_KINDS:
+                        continue
+                    kind = kinds[name] = _Kind(MOST_RARE if name != b"rank" else MOST_PLACES)
+                at = text.rfind(b"\n", 0, match.start()) + 1
+                number = int(step[:16]) if step is not None else -1
+                if step is None and name in (b"step", b"phases"):  # it may stand further behind
+                    number = _step(text[at : text.find(b"\n", at)])
+                kind.add(found.size + begin + at, number)
+        found.size += file.lstat().st_size
+    found.damaged = max(0, newlines - known - passed_over)
+    for frequent in FREQUENT:
+        found.frequent[frequent] = kinds.pop(frequent.encode()).found()
+    _parse_rare(found, kinds)
     found.count = len(found.rare) + sum(map(len, found.frequent.values()))
-    passed_over = 0 if with_steps else raw.count(b'"event": "step"', 0, whole)
-    found.damaged = max(0, raw.count(b"\n", 0, whole) - found.count - passed_over)
     return found
 
 
-class _Event(BaseModel):
-    """What the report believes of an event; further fields are shown, never computed with
-    before they are looked at."""
+def _parse_rare(found: EventLines, kinds: dict[bytes, _Kind]) -> None:
+    kept = [kind.found() for kind in kinds.values()]
+    places: list[int] = sorted(int(place) for each in kept for place in each[:, 0])
+    found.dropped = sum(kind.count for kind in kinds.values()) - len(places)
+    seen: set[bytes] = set()
+    for place, text in found.texts(places):
+        event = parsed(text)
+        if event is None:
+            found.damaged += 1
+        elif event["event"] == "thinned":
+            told = event.get("dropped")
+            found.dropped += told if isinstance(told, int) and 0 <= told < 2**53 else 0
+        # Every line has its own time: one that comes twice was copied, not written.
+        elif text not in seen:
+            seen.add(text)
+            found.rare.append((place, event))
 
-    event: str
-    step: Count | None = None
-    epoch: Count | None = None
-    rank: Count | None = None
-    attempt: Count = 0
-    world_size: Ranks | None = None
-    time: Annotated[float, Field(ge=0, le=1e11)] | None = None
 
-
-def parsed(text: bytes) -> dict[str, Any] | None:
-    """The event of a line; None if somebody, or the disk, has changed it."""
-    if is_damaged(text):
-        return None
+def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
+    """(place, whole lines from there) of a file; a line that is far too long is left out."""
+    descriptor = open_regular(file)
     try:
-        _CHECK.validate_python(event := json.loads(text), strict=True)
-    except (ValueError, RecursionError):
-        return None
-    return dict(event)
+        size = os.fstat(descriptor).st_size  # what is appended meanwhile is not waited for
+        if size > MOST_BYTES:
+            raise UnreadableFile(
+                f"{file.name} has {size:,} bytes, {MOST_BYTES:,} at most are expected"
+            )
+        place, rest, skipping = 0, b"", False
+        while place < size:
+            block = os.pread(descriptor, min(BLOCK, size - place), place)
+            if not block:
+                break
+            begin, place = place - len(rest), place + len(block)
+            if skipping:
+                end = block.find(b"\n") + 1
+                skipping = not end
+                begin, block = begin + end, block[end:] if end else b""
+            text = rest + block
+            whole = len(text) if place >= size else text.rfind(b"\n") + 1
+            if whole:
+                yield begin, text[:whole]
+            rest = text[whole:]
+            if len(rest) > MOST_LINE:
+                yield begin + whole, b"\n"  # counts as a damaged one
+                rest, skipping = b"", True
+    finally:
+        os.close(descriptor)
 
 
-_CHECK = TypeAdapter(_Event)
-
-
-def thinned(values: list[Any], most: int) -> list[Any]:
+def thinned(values: Any, most: int) -> Any:
     """At most about `most` of them, evenly spread, the last one always among them."""
-    stride = -(-len(values) // most) if values else 1
+    stride = max(1, -(-len(values) // most))
     kept = values[::stride]
-    if values and kept[-1] is not values[-1]:
-        kept.append(values[-1])
+    if len(values) and (len(values) - 1) % stride:
+        kept = [*kept, values[-1]]
     return kept
 
 
 def _step(text: bytes) -> int:
-    event = parsed(text) or {}
-    step = event.get("step")
+    step = (parsed(text) or {}).get("step")
     return step if isinstance(step, int) else -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,9 @@ import numpy as np
 
 from multi_gpu_training.checkpoint.run_lock import owner
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.monitoring.event_segments import segments
 from multi_gpu_training.monitoring.phase_names import PHASES
+from multi_gpu_training.monitoring.report.event_schema import is_number
 from multi_gpu_training.monitoring.report.history import (
     Event,
     Timeline,
@@ -34,6 +37,7 @@ from multi_gpu_training.safe_files import digest, read_bytes, read_json, read_ya
 MOST_RANKS = 2**20
 INTERVAL = ("interval_steps", "interval_s", "interval_input_s", "interval_checkpoint_s")
 QUEUED = tuple(f"queued_{phase}_s" for phase in PHASES)
+TIMED = (*(f"{phase}_s" for phase in PHASES), "step_s")
 COLUMNS = (*(f"{phase}_s" for phase in PHASES), "step_s", *INTERVAL, "cpu_s", *QUEUED, "time")
 
 
@@ -101,14 +105,18 @@ class RunRecord:
 def read_run(folder: Path | str) -> RunRecord:
     """Read a run that ended, crashed or is still going. Raises ConfigError where there is none."""
     path = Path(folder)
-    found_files = (path / "events").glob("rank-*.jsonl")
-    files = sorted((f for f in found_files if _rank_of(f) < MOST_RANKS), key=_rank_of)
-    if not path.is_dir():
-        raise ConfigError(f"mgt report: {folder} is not there; give runs/RECIPE/NAME")
-    if not files:
-        raise ConfigError(_no_run(path))
-    first = next((file for file in files if file.lstat().st_size), files[0])
-    lines = {_rank_of(f): _lines(f, with_steps=f is first) for f in files}
+    try:
+        if not path.is_dir():
+            there = "is a file, not a run folder" if os.path.lexists(path) else "is not there"
+            raise ConfigError(f"mgt report: {folder} {there}; give runs/RECIPE/NAME")
+        files = event_files(path)
+        if not files:
+            raise ConfigError(_no_run(path))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"mgt report: {folder!r:.200} cannot be read: {reason}") from None
+    first = next((rank for rank, file in files.items() if _has_events(file)), min(files))
+    lines = {rank: _lines(file, with_steps=rank == first) for rank, file in files.items()}
     if not any(found.count for found in lines.values()):
         damaged = sum(found.damaged + found.torn for found in lines.values())
         raise ConfigError(
@@ -143,6 +151,21 @@ def read_run(folder: Path | str) -> RunRecord:
     return run
 
 
+def event_files(run: Path) -> dict[int, Path]:
+    """The current event file of each rank, by rank. It may be missing where segments are there."""
+    found = {}
+    for path in (run / "events").glob("rank-*.jsonl"):
+        name = path.name.split(".")[0]
+        digits = name.removeprefix("rank-")
+        if digits.isascii() and digits.isdigit() and len(digits) <= 7 and int(digits) < MOST_RANKS:
+            found[int(digits)] = path.with_name(f"{name}.jsonl")
+    return dict(sorted(found.items()))
+
+
+def _has_events(file: Path) -> bool:
+    return bool(segments(file)) or (os.path.lexists(file) and file.lstat().st_size > 0)
+
+
 def _lines(file: Path, with_steps: bool) -> EventLines:
     try:
         return read_lines(file, with_steps)
@@ -162,18 +185,22 @@ def _take_steps(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Ti
 
 
 def _take_samples(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
-    wanted: set[int] | None = None
+    wanted: np.ndarray | None = None
     for rank in run.ranks:
         found, cut = lines[rank], cuts[rank]
         valid = cut.among(run.world_size, cut.valid(found.frequent["phases"]))
-        if not valid:
+        if not len(valid):
             continue
         if wanted is None:  # the same steps of every rank
-            wanted = set(thinned(sorted({line[1] for line in valid}), MOST_SAMPLES))
+            wanted = np.array(thinned(np.unique(valid[:, 1]), MOST_SAMPLES))
         rows = {}
-        for event in found.events([line for line in valid if line[1] in wanted]):
-            rows[event["step"]] = event
-        steps = sorted(rows)
+        for event in found.events(valid[np.isin(valid[:, 1], wanted)]):
+            if isinstance(event.get("step"), int):
+                rows[event["step"]] = event
+        # A step is compared only where all its phases are known.
+        steps = sorted(s for s in rows if all(is_number(rows[s].get(name)) for name in TIMED))
+        if not steps:
+            continue
         values = [[_number(rows[step].get(name)) for name in COLUMNS] for step in steps]
         checks = sum(rows[step].get("source") == "check" for step in steps)
         run.samples[rank] = Samples(
@@ -232,7 +259,8 @@ def _problems(
         )
     missing = sorted(set(range(run.world_size)) - set(run.ranks))
     if missing:
-        names = ", ".join(map(str, missing))
+        more = f" and {len(missing) - 20:,} more" if len(missing) > 20 else ""
+        names = ", ".join(map(str, missing[:20])) + more
         files = "its file is" if len(missing) == 1 else "their files are"
         yield f"no events of rank {names}: {files} missing or empty"
     for rank, found in lines.items():
@@ -242,17 +270,15 @@ def _problems(
             count = found.damaged
             what = f"{count} damaged lines were" if count > 1 else "a damaged line was"
             yield f"rank {rank}: {what} left out"
+    dropped = sum(found.dropped for found in lines.values())
+    if dropped:
+        yield f"this is a long run: {dropped:,} lines of its past are thinned out"
 
 
 def _no_run(path: Path) -> str:
     inside = sorted(str(found.parent) for found in path.glob("**/events") if found.is_dir())
     hint = f"did you mean {', '.join(inside[:3])}?" if inside else "give runs/RECIPE/NAME"
     return f"mgt report: {path} is not a run folder: it has no events/rank-*.jsonl; {hint}"
-
-
-def _rank_of(path: Path) -> int:
-    digits = path.stem.removeprefix("rank-")
-    return int(digits) if digits.isascii() and digits.isdigit() else MOST_RANKS
 
 
 def _world_of(lines: dict[int, EventLines], newest: Event) -> int:
@@ -298,10 +324,6 @@ def _read_facts(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(read_bytes(path)).hexdigest()
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _number(value: Any, default: float = float("nan")) -> float:

@@ -172,7 +172,8 @@ def _waiting(steps: Steps | None, cause: Cause) -> str:
 def ranks(found: Sequence[int]) -> str:
     if len(found) == 1:
         return f"rank {found[0]}"
-    return "ranks " + ", ".join(map(str, found))
+    more = f" and {len(found) - 20:,} more" if len(found) > 20 else ""
+    return "ranks " + ", ".join(map(str, found[:20])) + more
 
 
 def ranks_do(found: Sequence[int], verb: str) -> str:

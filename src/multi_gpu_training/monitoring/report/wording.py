@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+from multi_gpu_training.monitoring.report.event_schema import is_number
 from multi_gpu_training.monitoring.report.figures import Figures
 from multi_gpu_training.monitoring.report.history import Event
-from multi_gpu_training.monitoring.report.run_record import RunRecord, is_number
+from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.sentences import duration
 
 STATES = {

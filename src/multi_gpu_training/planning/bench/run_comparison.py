@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.monitoring.event_segments import segments
 from multi_gpu_training.planning.bench import result_table as show
 from multi_gpu_training.planning.bench.result_table import Column, ResultTable, Row
 
@@ -136,7 +137,8 @@ def _from_folder(name: str | None, folder: Path) -> Row:
             "run prints it"
         )
     config = yaml.safe_load((folder / "config.yaml").read_text()) or {}
-    lines = [line for line in map(_event, events.read_text().splitlines()) if line]
+    files = [*(segment.path for segment in segments(events)), events]
+    lines = [line for file in files for line in map(_event, file.read_text().splitlines()) if line]
     steps = [line for line in lines if line.get("event") == "step"]
     epochs = [line for line in lines if line.get("event") == "epoch"]
     # The first interval holds the start: compilation, autotuning, filling caches.

@@ -137,10 +137,10 @@ def load_profile(path: str | Path | None) -> StepProfile:
         return StepProfile.load(file)
     except OSError as error:
         raise ConfigError(f"profile {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigError(
-            f"{path} is not a profile ({type(error).__name__}: {error}); give the profile.json "
-            "that `mgt estimate` writes"
+            f"{path} is not a profile ({type(error).__name__}: {error!s:.200}); give the "
+            "profile.json that `mgt estimate` writes"
         ) from None
 
 

@@ -3,7 +3,6 @@ hours, GPU-hours, money, electricity, and where more GPUs cost more."""
 
 from __future__ import annotations
 
-import csv
 import datetime
 import math
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_files import UnreadableFile, read_csv
 
 from .question import Length, Question
 from .result import ForecastRow, Price
@@ -36,6 +36,9 @@ def price_per_node(
     return Price(each, source, date or _today(), gpus_billed_together=gpus_per_node)
 
 
+LARGEST_CATALOG = 2**26
+
+
 def prices_from_catalog(
     path: Path,
     accelerator: str | None = None,
@@ -52,16 +55,17 @@ def prices_from_catalog(
     exactly so many. An instance is paid whole."""
     if not path.is_file():
         raise ConfigError(f"no price catalog at {path}")
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        column = "SpotPrice" if spot else "Price"
-        missing = [c for c in (*CATALOG[:2], column) if c not in (reader.fieldnames or ())]
-        if missing:
-            raise ConfigError(
-                f"{path} is not a SkyPilot catalog: it lacks {', '.join(missing)}; its first line "
-                "must name InstanceType, AcceleratorName, AcceleratorCount, Price, Region"
-            )
-        rows = list(reader)
+    column = "SpotPrice" if spot else "Price"
+    try:
+        names, rows = read_csv(path, LARGEST_CATALOG)
+    except UnreadableFile as error:
+        raise ConfigError(f"{error}; give a SkyPilot catalog") from None
+    missing = [c for c in (*CATALOG[:2], column) if c not in names]
+    if missing:
+        raise ConfigError(
+            f"{path} is not a SkyPilot catalog: it lacks {', '.join(missing)}; its first line "
+            "must name InstanceType, AcceleratorName, AcceleratorCount, Price, Region"
+        )
     wanted = _named(rows, "AcceleratorName", accelerator, path)
     wanted = _named(wanted, "InstanceType", instance, path)
     offers = [

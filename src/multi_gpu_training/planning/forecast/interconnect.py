@@ -27,6 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_files import UnreadableFile, read_csv
+from multi_gpu_training.safe_output import brief
 
 ABOUT = {
     "v100-nvlink": "V100 SXM2 node, 2-8 GPUs on NVLink 2",
@@ -72,15 +74,17 @@ class Curve:
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV that has at least the columns NEEDED."""
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        missing = [column for column in NEEDED if column not in (reader.fieldnames or ())]
-        if missing:
-            raise ConfigError(
-                f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
-                f"'mgt check --save-curve' writes {', '.join(CURVE_COLUMNS)}"
-            )
-        return list(reader)
+    try:
+        names, rows = read_csv(path)
+    except UnreadableFile as error:
+        raise ConfigError(f"{error}; 'mgt check --save-curve' writes one") from None
+    missing = [column for column in NEEDED if column not in names]
+    if missing:
+        raise ConfigError(
+            f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+            f"'mgt check --save-curve' writes {', '.join(CURVE_COLUMNS)}"
+        )
+    return rows
 
 
 def curves_of(path: Path, rows: Iterable[dict[str, str]], default: str) -> tuple[Curve, ...]:
@@ -92,10 +96,10 @@ def curves_of(path: Path, rows: Iterable[dict[str, str]], default: str) -> tuple
             time = float(row["time_us"]) * 1e-6
             if not (gpus >= 1 and 1 <= nodes <= gpus and size > 0 and 0 < time < math.inf):
                 raise ValueError
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(
                 f"{path}, line {number}: gpus, nodes, bytes and time_us must be positive numbers, "
-                f"and nodes at most gpus; found {[row.get(column) for column in NEEDED]}"
+                f"and nodes at most gpus; found {brief([row.get(column) for column in NEEDED])}"
             ) from None
         source = row.get("source") or default
         if gpus > 1:  # `mgt check` on one rank measures no exchange

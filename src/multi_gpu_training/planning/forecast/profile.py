@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.measure.memory_model import MemoryPoint
+from multi_gpu_training.safe_files import read_text
 
 from .result import Scaling
 
@@ -66,7 +67,7 @@ class StepProfile:
 
     @staticmethod
     def load(path: Path) -> StepProfile:
-        raw: dict[str, Any] = json.loads(path.read_text())
+        raw: dict[str, Any] = json.loads(read_text(path.resolve()))
         raw["buckets"] = tuple(GradientBucket(**item) for item in raw["buckets"])
         raw["memory"] = tuple(MemoryPoint(**item) for item in raw["memory"])
         raw["step_times_s"] = tuple(raw["step_times_s"])

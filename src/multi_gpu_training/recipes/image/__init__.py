@@ -66,13 +66,19 @@ class ImageOptions(Options):
     )
     model_args: dict[str, Any] = Field({}, description="of model, as in {hidden_size: 96}")
     from_scratch: bool = Field(False, description="use only the config of model's folder")
+    trust_remote_code: bool = Field(
+        False, description="run Python code that comes with the model; only if you trust its author"
+    )
     data_dir: str | None = Field(
         None, description="folder of images, table, dataset or IDX files; None is digits"
     )
     dataset: DatasetName = Field("auto", description="auto: by data_dir and its name")
     label_column: str | None = Field(None, description="of a table or dataset; None: label")
     image_size: int | None = Field(
-        None, ge=4, description=f"side of an image file; None: {IMAGE_SIZE}, or the model's own"
+        None,
+        ge=4,
+        le=8192,
+        description=f"side of an image file; None: {IMAGE_SIZE}, or the model's own",
     )
     fit: Literal["auto", "crop", "pad", "stretch"] = Field(
         "auto", description="how image files of other shapes fit; auto: crop, or the model's own"
@@ -136,7 +142,7 @@ def build(config: MultiGPUConfig, options: ImageOptions) -> Job:
 def asked_model(options: ImageOptions) -> Asked | None:
     if options.model is None:
         return None
-    return Asked(options.model, options.model_args, options.from_scratch)
+    return Asked(options.model, options.model_args, options.from_scratch, options.trust_remote_code)
 
 
 def reads_files(options: ImageOptions) -> bool:

@@ -17,9 +17,10 @@ from multi_gpu_training.recipes.image.image_list import (
     ImageRef,
     in_order,
 )
-from multi_gpu_training.recipes.user_data import library, refuse
+from multi_gpu_training.recipes.user_data import library, read_small_text, refuse
 
 COLUMNAR = (".parquet", ".arrow")
+MOST_UNPACKED, MOST_TIMES = 2**26, 20
 IMAGE_COLUMNS = ("image", "img", "images", "picture")
 
 
@@ -66,12 +67,23 @@ def data_files(root: Path) -> Iterator[tuple[str, Path]]:
     for file in files:
         state = file.parent / "state.json"
         if state.is_file():
-            counted = {one["filename"] for one in json.loads(state.read_text())["_data_files"]}
+            counted = _counted(state)
             if file.name not in counted:
                 continue
         words = [*file.stem.lower().split("-"), file.parent.name.lower()]
         part = next((PARTS[word] for word in words if word in PARTS), "train")
         yield part, file
+
+
+def _counted(state: Path) -> set[str]:
+    """The names of the files that belong to a dataset."""
+    try:
+        return {str(one["filename"]) for one in json.loads(read_small_text(state))["_data_files"]}
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{state} does not list the files of a dataset ({type(error).__name__}); fetch it "
+            "again, or remove it if all .arrow files beside it count"
+        ) from None
 
 
 def open_table(file: str) -> Any:
@@ -84,7 +96,9 @@ def open_table(file: str) -> Any:
 def _opened(file: str, changed: int) -> Any:
     try:
         if file.endswith(".parquet"):
-            return arrow("pyarrow.parquet").read_table(file)
+            parquet = arrow("pyarrow.parquet")
+            _check_unpacked(file, parquet.read_metadata(file))
+            return parquet.read_table(file)
         ipc = arrow("pyarrow.ipc")
         mapped = arrow().memory_map(file)
         try:
@@ -96,11 +110,23 @@ def _opened(file: str, changed: int) -> Any:
         raise DataError(f"{file} cannot be read ({error}); fetch it again") from None
 
 
+def _check_unpacked(file: str, facts: Any) -> None:
+    """Images are packed already: a file that unpacks to far more than its size is no dataset."""
+    groups = range(facts.num_row_groups)
+    unpacked = sum(facts.row_group(group).total_byte_size for group in groups)
+    size = Path(file).stat().st_size
+    if unpacked > max(MOST_UNPACKED, MOST_TIMES * size):
+        raise ValueError(f"it has {size:,} bytes and unpacks to {unpacked:,}")
+
+
 def features_of(table: Any) -> dict[str, dict[str, Any]]:
     """What the columns are, as `datasets` notes it in the file; nothing where it did not."""
     noted = (table.schema.metadata or {}).get(b"huggingface")
-    features = json.loads(noted).get("info", {}).get("features", {}) if noted else {}
-    return {name: kind for name, kind in features.items() if isinstance(kind, dict)}
+    try:
+        features = json.loads(noted).get("info", {}).get("features", {}) if noted else {}
+        return {name: kind for name, kind in features.items() if isinstance(kind, dict)}
+    except (ValueError, AttributeError, RecursionError):
+        return {}  # nonsense: as if it noted nothing
 
 
 def choose_columns(
@@ -135,4 +161,9 @@ def read_row(ref: ImageRef) -> bytes:
         value = value.get("path")
     if isinstance(value, bytes):
         return value
-    return (Path(ref.path).parent / str(value)).read_bytes()
+    # Only a file below the dataset: a table must not name any file of this machine.
+    root = Path(ref.path).parent.resolve()
+    named = (root / str(value)).resolve()
+    if not named.is_relative_to(root) or not named.is_file():
+        raise DataError(f"{ref}: {str(value)[:200]!r} is not an image file below {root}")
+    return named.read_bytes()

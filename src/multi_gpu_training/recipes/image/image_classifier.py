@@ -67,6 +67,7 @@ class Asked:
     name: str
     args: dict[str, Any]
     from_scratch: bool = False
+    trust: bool = False  # run code that came with the model
 
     @property
     def folder(self) -> Path | None:
@@ -154,11 +155,13 @@ def patch_size(size: tuple[int, int]) -> int:
 def from_folder(asked: Asked, classes: list[str]) -> tuple[nn.Module, list[str]]:
     """The model in a folder. Its head is kept if it knows all of the classes; else it is learnt
     anew, with one output per class."""
-    config = fetch("AutoConfig", "model", asked.name, **asked.args)
+    config = fetch("AutoConfig", "model", asked.name, asked.trust, **asked.args)
     own = [str(name) for _, name in sorted(config.id2label.items())]
     trained = any(name.endswith("ForImageClassification") for name in config.architectures or ())
     if trained and asked.is_pretrained and set(classes) <= set(own):
-        return fetch(AUTO, "model", asked.name, config=config, dtype=torch.float32), own
+        return fetch(
+            AUTO, "model", asked.name, asked.trust, config=config, dtype=torch.float32
+        ), own
     same_size = len(own) == len(classes)
     for name, value in labels_of(classes).items():
         setattr(config, name, value)
@@ -166,7 +169,7 @@ def from_folder(asked: Asked, classes: list[str]) -> tuple[nn.Module, list[str]]
     if same_size or not asked.is_pretrained:
         try:
             fresh = getattr(transformers(), AUTO).from_config(
-                config, dtype=torch.float32, trust_remote_code=False
+                config, dtype=torch.float32, trust_remote_code=asked.trust
             )
         except ValueError as error:
             raise ModelError(
@@ -175,7 +178,7 @@ def from_folder(asked: Asked, classes: list[str]) -> tuple[nn.Module, list[str]]
     if not asked.is_pretrained:
         return fresh, classes
     more = {"ignore_mismatched_sizes": True, "dtype": torch.float32}
-    model = fetch(AUTO, "model", asked.name, config=config, **more)
+    model = fetch(AUTO, "model", asked.name, asked.trust, config=config, **more)
     if fresh is not None and hasattr(model, "classifier"):
         # A head of the right size for other classes would start out sure of the wrong ones.
         model.classifier.load_state_dict(fresh.classifier.state_dict())

@@ -4,12 +4,13 @@ little and mirrored while training."""
 from __future__ import annotations
 
 import gzip
+import math
 import struct
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ from multi_gpu_training.recipes.user_data import contents, existing_folder, libr
 CLASSES = 10
 SHIFT = 1  # pixels that an image may move and still be what it is
 IMAGES, LABELS = 2051, 2049  # what the files of each kind begin with
+MOST_IDX = 2**30  # bytes unpacked; EMNIST, the largest of its kind, has half of that
+# Real images pack to a fifth of their size or more; what packs far better is there to fill memory.
+MOST_PACKED, USUALLY_FINE = 200, 2**26
 
 DatasetName = Literal["auto", "digits", "mnist", "fashion-mnist"]
 
@@ -188,29 +192,51 @@ def read_part(images_file: Path, labels_file: Path) -> Part:
 def read_idx(path: Path, magic: int) -> Tensor:
     """The bytes of an IDX file, in the shape that its head gives."""
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return _read_idx(path, file, magic)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} cannot be unpacked ({error}); fetch it again") from None
+
+
+def _read_idx(path: Path, file: Any, magic: int) -> Tensor:
+    sides = magic & 0xFF  # the last byte of the magic number counts the dimensions
+    start = 4 + 4 * sides
+    raw = file.read(start)
     found = int.from_bytes(raw[:4], "big")
     if found != magic:
+        file.read(2**22)  # a damaged packed file says so at its end
         kind = "images" if magic == IMAGES else "labels"
         raise DataError(
             f"{path} begins with {found}, but an IDX file of {kind} with {magic}; "
             "check that it is the right file"
         )
-    sides = magic & 0xFF  # the last byte of the magic number counts the dimensions
-    start = 4 + 4 * sides
     if len(raw) < start:
         raise DataError(f"{path} ends within its head, after {len(raw)} bytes; fetch it again")
     shape = struct.unpack(f">{sides}I", raw[4:start])
-    expected = torch.Size(shape).numel()
-    if len(raw) - start != expected or expected == 0:
+    expected = math.prod(shape)
+    packed = path.stat().st_size
+    if expected > max(USUALLY_FINE, MOST_PACKED * packed):
         raise DataError(
-            f"{path} holds {len(raw) - start:,} bytes after its head, which announces "
+            f"{path} has {packed:,} bytes and announces {' x '.join(map(str, shape))} = "
+            f"{expected:,} unpacked, which no real data comes to; fetch it again"
+        )
+    if expected > MOST_IDX:
+        raise DataError(
+            f"{path} announces {' x '.join(map(str, shape))} = {expected:,} bytes, {MOST_IDX:,} at "
+            "most are read; use a folder of image files for larger data"
+        )
+    # The head alone must not make us allocate: what is there is unpacked piece by piece, and no
+    # further than it announces. A tensor over immutable bytes must never be written to.
+    body = bytearray()
+    while len(body) <= expected and (piece := file.read(min(2**22, expected + 1 - len(body)))):
+        body += piece
+    if len(body) != expected or expected == 0:
+        there = f"more than {expected:,}" if len(body) > expected else f"{len(body):,}"
+        raise DataError(
+            f"{path} holds {there} bytes after its head, which announces "
             f"{' x '.join(map(str, shape))} = {expected:,}; fetch it again"
         )
-    # A copy, because a tensor over immutable bytes must never be written to.
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=start).view(shape)
+    return torch.frombuffer(body, dtype=torch.uint8).view(shape)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,8 @@ from multi_gpu_training.safe_files import write_atomically
 Fit = Literal["crop", "pad", "stretch"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 GREY_MEAN, GREY_STD = (0.45,), (0.25,)
+MOST_PIXELS = 50_000_000  # of a decoded image: 600 MB while transparency is taken out
+MOST_ENCODED = 2**28
 BILINEAR = 2  # Pillow's numbers, which Hugging Face's files use as well
 
 
@@ -97,6 +100,7 @@ def decode(ref: ImageRef, to: Preprocessing) -> Tensor:
             # A JPEG can be decoded at half its size and less, which saves most of the time. Twice
             # the size is left for a careful reduction.
             image.draft(None, (2 * to.resize, 2 * to.resize))
+            check_size(image, to)
             pixels = fitted(upright(image, to.channels), to)
     # Pillow's formats fail in every way there is: OSError, SyntaxError, struct.error, ...
     except Exception as error:
@@ -105,9 +109,25 @@ def decode(ref: ImageRef, to: Preprocessing) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1)))
 
 
+def check_size(image: Any, to: Preprocessing) -> None:
+    """Refuse an image before it is decoded if that would take gigabytes."""
+    short, long = sorted(image.size)
+    scaled = to.resize * long // max(1, short) * to.resize if to.fit == "crop" else 0
+    if short * long > MOST_PIXELS or scaled > MOST_PIXELS:
+        raise ValueError(
+            f"{image.width:,} x {image.height:,} pixels are too many: {MOST_PIXELS:,} at most, "
+            "also after scaling its shorter side"
+        )
+
+
 def read_encoded(ref: ImageRef) -> bytes:
     """An unreadable disk is not a corrupt image: it must not shrink the dataset."""
     try:
+        if ref.row is None:
+            facts = os.stat(ref.path)  # noqa: PTH116 - as below
+            # Opening a FIFO would wait for whoever is at its other end.
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_ENCODED:
+                raise InvalidImage(f"is not a regular file of at most {MOST_ENCODED:,} bytes")
         return Path(ref.path).read_bytes() if ref.row is None else read_row(ref)
     except OSError as error:
         raise DataError(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.held_out import held_out
-from multi_gpu_training.recipes.user_data import listed
+from multi_gpu_training.recipes.user_data import is_number, listed
 
 PARTS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -87,7 +87,7 @@ class FoundImages:
 def in_order(labels: Sequence[str]) -> list[str]:
     """Classes: numbers in their order, else by the alphabet."""
     found = set(labels)
-    if all(label.isdecimal() for label in found):
+    if all(is_number(label) for label in found):
         return sorted(found, key=int)
     return sorted(found)
 

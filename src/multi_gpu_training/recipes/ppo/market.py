@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import math
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import date
 from itertools import pairwise
@@ -24,6 +26,8 @@ COLUMNS = ("open", "high", "low", "close", "volume")
 SYMBOL_COLUMNS = ("ticker", "symbol", "tic")
 # The longest closing of the New York exchange since 1933 made a step of seven days, in 2001.
 LONGEST_STEP_DAYS = 10
+LONGEST_LINE = 2**16
+MOST_CHARACTERS, MOST_LINES = 2**29, 2**22  # unpacked; 500 assets over 30 years fit
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,9 @@ def read_market(path: str, symbols: Sequence[str] | None = None) -> Market:
         raise DataError(
             f"data_dir={path}: no such CSV file, nor a folder with *.csv or *.csv.gz in it"
         )
+    strange = [str(file) for file in files if not file.is_file()]
+    if strange:
+        raise DataError(f"data_dir={path}: {strange[0]} is not a regular file; remove it")
     series: dict[str, dict[str, Day]] = {}
     for file in files:
         for symbol, day, row in _rows(file):
@@ -117,8 +124,32 @@ def _limits(series: dict[str, Any]) -> str:
 
 def _rows(file: Path) -> Iterator[tuple[str, str, Day]]:
     """(symbol, day, prices) of each line, checked."""
+    try:
+        yield from _checked_rows(file)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"{file} cannot be read as CSV ({reason}); write it as text in UTF-8, plain or .gz"
+        ) from None
+
+
+def _lines(file: Path) -> Generator[str]:
+    """The lines of a file, or of a packed one, as long as they are of a reasonable length."""
     opener: Any = gzip.open if file.suffix == ".gz" else open
+    read = count = 0
     with opener(file, "rt", newline="", encoding="utf-8-sig") as lines:
+        while line := lines.readline(LONGEST_LINE):
+            read, count = read + len(line), count + 1
+            if len(line) >= LONGEST_LINE or read > MOST_CHARACTERS or count > MOST_LINES:
+                raise DataError(
+                    f"{file} is too large to be a market: {MOST_LINES:,} lines of "
+                    f"{LONGEST_LINE:,} characters at most, and {MOST_CHARACTERS:,} in all"
+                )
+            yield line
+
+
+def _checked_rows(file: Path) -> Iterator[tuple[str, str, Day]]:
+    with closing(_lines(file)) as lines:
         reader = csv.reader(lines)
         header = [name.strip().lower().replace("_", " ") for name in next(reader, [])]
         missing = [name for name in ("date", *COLUMNS) if name not in header]

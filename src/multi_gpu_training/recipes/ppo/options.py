@@ -23,6 +23,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "log_every": 1,
 }
 PositiveInt = Annotated[int, Field(gt=0)]
+Size = Annotated[int, Field(gt=0, le=2**20)]  # of what is held in memory at once
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _OF_TRADING = (
     *("data_dir", "symbols", "assets", "market_days", "episode_days", "test_fraction"),
@@ -40,8 +41,8 @@ class PPOOptions(Options):
     env_processes: bool = Field(
         default=False, description="step each Gymnasium environment in its own process"
     )
-    num_envs: PositiveInt = Field(default=500, description="environments over all ranks")
-    rollout_steps: PositiveInt | None = Field(
+    num_envs: Size = Field(default=500, description="environments over all ranks")
+    rollout_steps: Size | None = Field(
         default=None,
         description="steps of an environment between updates; None: episode_days, or 128",
     )
@@ -62,11 +63,11 @@ class PPOOptions(Options):
         default=None,
         description="bring observations and rewards to spread 1; None: where env is not trading",
     )
-    window: PositiveInt | None = Field(
+    window: Size | None = Field(
         default=None, description="observations the feature LSTM sees; None: 30 trading, else 1"
     )
-    features: PositiveInt = 128
-    hidden: PositiveInt = 512
+    features: Size = 128
+    hidden: Size = 512
 
     gamma: Fraction = 0.99
     gae_lambda: Fraction = 0.95
@@ -90,8 +91,8 @@ class PPOOptions(Options):
     symbols: str | None = Field(
         default=None, description="assets to trade, like AAPL,IBM; None: all"
     )
-    assets: PositiveInt = Field(default=30, description="assets of the generated market")
-    market_days: PositiveInt = Field(default=2520, description="days of the generated market")
+    assets: Size = Field(default=30, description="assets of the generated market")
+    market_days: Size = Field(default=2520, description="days of the generated market")
     episode_days: PositiveInt = 252
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.2, description="the last part of the days, for the test alone"

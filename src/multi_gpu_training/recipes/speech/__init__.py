@@ -31,16 +31,18 @@ class SpeechOptions(Options):
     layout: Layout = Field("auto", description="of data_dir; auto: by what it holds")
     held_out_speaker: str | None = Field(None, description="tested on, and not trained on")
     alphabet: str = Field("english", description="english, data, or the characters themselves")
-    sample_rate: int | None = Field(None, ge=4000, description="None: that of the layout")
+    sample_rate: int | None = Field(
+        None, ge=4000, le=192_000, description="None: that of the layout"
+    )
     size: Literal["auto", SizeName] = Field(
         "auto", description="small for digits and the built-in voice, base (7.17M) for sentences"
     )
     norm: NormName = Field("layer", description="of the convolutions; batch obeys sync_bn")
     streaming: bool = Field(False, description="memories look back only, not ahead as well")
     augment: bool = Field(True, description="other speeds, and SpecAugment")
-    buckets: int = Field(6, ge=1, description="lengths that batches are padded to")
+    buckets: int = Field(6, ge=1, le=10_000, description="lengths that batches are padded to")
     decoder: Literal["greedy", "beam"] = Field("greedy", description="how tests are read")
-    beam_width: int = Field(8, ge=1, description="decoder=beam: prefixes that are kept")
+    beam_width: int = Field(8, ge=1, le=10_000, description="decoder=beam: prefixes that are kept")
 
 
 def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:

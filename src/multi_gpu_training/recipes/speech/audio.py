@@ -17,6 +17,10 @@ from torch import Tensor
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.user_data import library
 
+# What an utterance may be. 2**26 values are 70 minutes of one channel at 16 kHz.
+SLOWEST, FASTEST, MOST_CHANNELS, MOST_VALUES = 1_000, 768_000, 64, 2**26
+MOST_KERNELS = 2**23  # numbers in the filters of a resampling
+
 
 @dataclass(frozen=True)
 class Header:
@@ -30,9 +34,33 @@ class Header:
         """Samples after resampling to `rate`."""
         return -(-self.samples * rate // self.rate)
 
+    def problem(self) -> str | None:
+        """What no utterance is like; its samples would fill the memory."""
+        if not (SLOWEST <= self.rate <= FASTEST and 1 <= self.channels <= MOST_CHANNELS):
+            return (
+                f"{self.channels} channels of {self.rate:,} Hz; use up to {MOST_CHANNELS} of "
+                f"{SLOWEST:,} to {FASTEST:,} Hz"
+            )
+        if self.samples * self.channels > MOST_VALUES:
+            return (
+                f"{self.samples / self.rate / 60:,.0f} minutes in {self.channels} channels of "
+                f"{self.rate:,} Hz are too long for one utterance; cut it into shorter ones"
+            )
+        return None
+
 
 def read_header(path: Path) -> Header:
     """Rate, channels and length of a sound file, without its samples."""
+    header = _read_header(path)
+    problem = header.problem()
+    if problem is not None:
+        raise DataError(f"{path}: {problem}")
+    return header
+
+
+def _read_header(path: Path) -> Header:
+    if not path.is_file():  # opening a FIFO would wait for whoever is at its other end
+        raise DataError(f"{path} is not a regular file; remove it")
     plain = _read_plain_wav(path, samples=False)
     if plain is not None:
         return plain[0]
@@ -46,6 +74,7 @@ def read_header(path: Path) -> Header:
 
 def read_sound(path: Path, rate: int) -> Tensor:
     """The whole file as int16 of (samples,), channels averaged, at `rate` samples a second."""
+    read_header(path)  # it may have changed since it was looked at
     plain = _read_plain_wav(path, samples=True)
     if plain is not None:
         found, values = plain[0].rate, plain[1]
@@ -71,10 +100,16 @@ def _read_plain_wav(path: Path, samples: bool) -> tuple[Header, Any] | None:
     try:
         with wave.open(str(path)) as file:
             header = Header(file.getframerate(), file.getnchannels(), file.getnframes())
-            if file.getsampwidth() != 2:
+            if file.getsampwidth() != 2 or not header.channels or not header.rate:
                 return None
+            room = path.stat().st_size // (2 * header.channels)
+            if header.samples > room:  # the head is not believed
+                raise DataError(
+                    f"{path} announces {header.samples:,} samples, but has room for {room:,} at "
+                    "most; fetch it again or remove it"
+                )
             raw = file.readframes(header.samples) if samples else b""
-    except (wave.Error, EOFError):
+    except (wave.Error, EOFError, MemoryError, ValueError):
         return None
     except OSError as error:
         raise no_audio(path, error) from None
@@ -89,6 +124,18 @@ def _soundfile(path: Path) -> Any:
 def no_audio(path: Path, error: Exception) -> DataError:
     reason = str(error).splitlines()[0].rstrip(".")
     return DataError(f"{path} is no audio that can be read ({reason}); fetch it again or remove it")
+
+
+def resampling_problem(found: int, wanted: int) -> str | None:
+    """Why sound of one rate cannot become one of another; its filters would fill the memory."""
+    common = math.gcd(found, wanted)
+    up, down = wanted // common, found // common
+    if up * down <= MOST_KERNELS:
+        return None
+    return (
+        f"sound of {found:,} Hz cannot be resampled to {wanted:,} Hz: as {up:,} to {down:,} that "
+        f"takes too many filters; convert the files first, as in ffmpeg -i IN -ar {wanted} OUT"
+    )
 
 
 def resample(sound: Tensor, found: int, wanted: int) -> Tensor:

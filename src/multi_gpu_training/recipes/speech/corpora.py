@@ -15,7 +15,7 @@ from typing import Literal
 
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.speech.alphabet import plain
-from multi_gpu_training.recipes.user_data import contents, existing_folder, listed
+from multi_gpu_training.recipes.user_data import contents, existing_folder, listed, read_small_text
 
 Layout = Literal["auto", "fsdd", "librispeech", "festvox"]
 RATES = {"fsdd": 8000, "librispeech": 16000, "festvox": 16000}
@@ -144,7 +144,7 @@ def read_librispeech(folder: Path) -> SpeechCorpus:
 
 
 def transcript_lines(file: Path) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_small_text(file).splitlines(), 1):
         name, _, text = line.strip().partition(" ")
         if not name:
             continue
@@ -165,7 +165,7 @@ def read_festvox(folder: Path) -> SpeechCorpus:
         )
     entries, lost = [], []
     spoken = set()
-    for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_small_text(listing).splitlines(), 1):
         if not line.strip():
             continue
         match = FESTVOX_LINE.fullmatch(line.strip())

@@ -14,7 +14,12 @@ from torch import Tensor
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.speech import voice
 from multi_gpu_training.recipes.speech.alphabet import Alphabet, choose_alphabet
-from multi_gpu_training.recipes.speech.audio import Header, read_header, read_sound
+from multi_gpu_training.recipes.speech.audio import (
+    Header,
+    read_header,
+    read_sound,
+    resampling_problem,
+)
 from multi_gpu_training.recipes.speech.corpora import Layout, SpokenFile, read_corpus
 from multi_gpu_training.recipes.speech.dataset import Clip
 from multi_gpu_training.recipes.user_data import refuse
@@ -98,6 +103,9 @@ def from_folder(
     rate = rate or corpus.rate
     entries = [*corpus.train, *corpus.test]
     headers = read_headers(entries)
+    rates = {header.rate: str(e.path) for header, e in zip(headers, entries, strict=True)}
+    problems = {path: resampling_problem(found, rate) for found, path in rates.items()}
+    refuse([f"{path}: {problem}" for path, problem in problems.items() if problem is not None])
     chosen = choose_alphabet(alphabet, [(str(entry.path), entry.text) for entry in entries])
     seconds = sum(header.samples / header.rate for header in headers)
     # What is small is read once; the rest by the loader's workers, epoch after epoch.

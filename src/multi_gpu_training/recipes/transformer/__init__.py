@@ -45,14 +45,17 @@ class TransformerOptions(Options):
     model: str = Field(SMALL, description="small, a folder, a config file or a hub name")
     from_scratch: bool = Field(False, description="use only the model's config, not its weights")
     new_head: bool = Field(False, description="classification: a new head for the data's labels")
-    layers: int = Field(2, gt=0, description="of model=small")
-    width: int = Field(128, gt=0, description="of model=small")
-    heads: int = Field(4, gt=0, description="of model=small")
+    trust_remote_code: bool = Field(
+        False, description="run Python code that comes with the model; only if you trust its author"
+    )
+    layers: int = Field(2, gt=0, le=10_000, description="of model=small")
+    width: int = Field(128, gt=0, le=2**17, description="of model=small")
+    heads: int = Field(4, gt=0, le=2**17, description="of model=small")
     dropout: float = Field(0.0, ge=0, lt=1, description="of model=small")
     tokenizer: str | None = Field(None, description="bytes, a folder or a hub name; None: its own")
     pad_token: str | None = Field(None, description="word of the tokenizer to pad with")
     data_dir: str | None = Field(None, description="folder or file with text; None is pydoc_data")
-    sequence_length: int = Field(128, gt=1, description="tokens of a sample")
+    sequence_length: int = Field(128, gt=1, le=2**22, description="tokens of a sample")
     layout: Literal["packed", "padded"] = Field("packed", description="padded: a line a sample")
     mask_share: float = Field(0.15, gt=0, lt=1, description="masked: tokens to hide")
 
@@ -61,7 +64,9 @@ def build(config: MultiGPUConfig, options: TransformerOptions) -> Job:
     """Model, data and loss of the task; the optimizer is AdamW."""
     _check_together(options)
     own = "bytes" if options.model == SMALL else options.model
-    words = tokens.load_tokens(options.tokenizer or own, options.pad_token)
+    words = tokens.load_tokens(
+        options.tokenizer or own, options.pad_token, options.trust_remote_code
+    )
     if options.task == "classification":
         return _classification(options, words, config)
     return _language_model(options, words, config)
@@ -123,7 +128,7 @@ def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None)
         sizes = options.layers, options.width, options.heads, options.dropout
         config = models.small_config(options.task, words.size, length, *sizes)
     else:
-        config = fetch("AutoConfig", "model", options.model)
+        config = fetch("AutoConfig", "model", options.model, options.trust_remote_code)
     models.check(config, length, words.size, None if small else words.longest)
     fresh = small or options.from_scratch
     if labels is not None:
@@ -134,8 +139,10 @@ def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None)
     if options.layout == "padded" or labels is not None:
         config.pad_token_id = words.pad
     if fresh:
-        return models.from_config(options.task, config)
-    return models.load_model(options.task, options.model, config, options.new_head)
+        return models.from_config(options.task, config, options.trust_remote_code)
+    return models.load_model(
+        options.task, options.model, config, options.new_head, options.trust_remote_code
+    )
 
 
 def _classified(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.tables import TABLES, read_rows, read_text
-from multi_gpu_training.recipes.user_data import contents, existing_folder, refuse
+from multi_gpu_training.recipes.user_data import contents, existing_folder, is_number, refuse
 
 BUILT_IN = "pydoc_data"
 TOPICS = 6  # of the built-in text, that a paragraph may come from
@@ -34,7 +34,7 @@ class Labelled:
     def labels(self) -> list[str]:
         """The labels of the training texts: numbers in their order, else by the alphabet."""
         found = {label for _, label in self.train}
-        if all(label.isdecimal() for label in found):
+        if all(is_number(label) for label in found):
             return sorted(found, key=int)
         return sorted(found)
 

@@ -128,13 +128,13 @@ class ModelTokens:
         return f"tokenizer {self.name}, {self.size:,} words"
 
 
-def load_tokens(name: str, pad_token: str | None) -> Tokens:
+def load_tokens(name: str, pad_token: str | None, trust: bool = False) -> Tokens:
     """`bytes`, or the tokenizer of a folder or hub name. `pad_token` names one of its words."""
     if name == "bytes":
         if pad_token is not None:
             raise DataError(f"pad_token={pad_token!r}: tokenizer=bytes has its own; drop pad_token")
         return ByteTokens()
-    tokenizer = fetch("AutoTokenizer", "tokenizer", name)
+    tokenizer = fetch("AutoTokenizer", "tokenizer", name, trust)
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise DataError(

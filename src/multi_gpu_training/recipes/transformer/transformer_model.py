@@ -7,7 +7,13 @@ from typing import Any, Literal
 import torch
 
 from multi_gpu_training.errors import ModelError
-from multi_gpu_training.recipes.hugging_face import fetch, first_line, has_weights, transformers
+from multi_gpu_training.recipes.hugging_face import (
+    check_memory,
+    fetch,
+    first_line,
+    has_weights,
+    transformers,
+)
 
 Task = Literal["causal", "masked", "classification"]
 
@@ -52,29 +58,39 @@ def small_config(
     )
 
 
-def from_config(task: Task, config: Any) -> Any:
+def from_config(task: Task, config: Any, trust: bool = False) -> Any:
     """A model with fresh weights, from torch's generator as it stands."""
-    try:
+
+    def build() -> Any:
         return getattr(transformers(), CLASSES[task]).from_config(
-            config, dtype=torch.float32, trust_remote_code=False
+            config, dtype=torch.float32, trust_remote_code=trust
         )
-    except ValueError as error:
+
+    try:
+        check_memory(f"this {config.model_type} model", build)
+        return build()
+    except ModelError:
+        raise
+    except Exception as error:  # a config of nonsense fails in every way there is
         raise ModelError(
             f"a {config.model_type!r} model cannot do task={task}: {first_line(error)}"
         ) from None
 
 
-def load_model(task: Task, name: str, config: Any, new_head: bool = False) -> Any:
+def load_model(
+    task: Task, name: str, config: Any, new_head: bool = False, trust: bool = False
+) -> Any:
     """The model in `name` with its weights, in float32; fresh weights where only a config is.
 
     new_head: its head may have another size than the config says; then it is learnt anew.
     """
     if not has_weights(name):
-        return from_config(task, config)
+        return from_config(task, config, trust)
     # By default the weights come in the type they were saved in; training in bf16 alone learns
     # badly, while mixed precision wants float32 weights.
-    more = {"ignore_mismatched_sizes": True} if new_head else {}
-    return fetch(CLASSES[task], "model", name, config=config, dtype=torch.float32, **more)
+    more: dict[str, Any] = {"ignore_mismatched_sizes": True} if new_head else {}
+    more |= {"config": config, "dtype": torch.float32}
+    return fetch(CLASSES[task], "model", name, trust, **more)
 
 
 def check(config: Any, length: int, size: int, longest: int | None = None) -> None:

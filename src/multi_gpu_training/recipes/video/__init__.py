@@ -46,12 +46,18 @@ class VideoOptions(Options):
 
     data_dir: str | None = Field(None, description="folder with Videos/; None: rendered videos")
     architecture: Architecture = Field("fast", description="fast, or the guide's own: guide")
-    frames: int = Field(17, description="frames of a clip")
+    frames: int = Field(17, ge=1, le=4096, description="frames of a clip")
     frame_size: int | None = Field(
-        None, description=f"side of a frame; None: {REAL_SIZE}, or {RENDERED_SIZE} where rendered"
+        None,
+        ge=8,
+        le=8192,
+        description=f"side of a frame; None: {REAL_SIZE}, or {RENDERED_SIZE} where rendered",
     )
     width: int | None = Field(
-        None, ge=1, description="channels of the first layer; None: 32, or 16 where rendered"
+        None,
+        ge=1,
+        le=2**14,
+        description="channels of the first layer; None: 32, or 16 where rendered",
     )
     dropout: float = Field(0.5, ge=0, lt=1, description="dropout before the last layer")
     augment: Augment = Field(

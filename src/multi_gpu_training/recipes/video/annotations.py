@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.recipes.user_data import refuse
+from multi_gpu_training.recipes.user_data import is_number, read_small_text, refuse
 
 CLASSES_FILE = "classes.txt"
 
@@ -82,9 +82,8 @@ class Annotation:
 def read_annotation(path: Path) -> Annotation:
     """The rows of a CSV; everything wrong with it in one DataError."""
     try:
-        # Excel begins its CSV files with a byte-order mark.
-        lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        lines = list(csv.reader(read_small_text(path).splitlines()))
+    except csv.Error as error:
         raise DataError(f"{path} cannot be read as CSV ({error}); write it as text") from None
     header = [name.strip().lower() for name in lines[0]] if lines else []
     if not {"frame", "class"} <= set(header):
@@ -102,10 +101,10 @@ def read_annotation(path: Path) -> Annotation:
             problems.append(f"{path}, line {line}: {len(cells)} cells, but {len(header)} columns")
             continue
         text, name = cells[frame_at].strip(), cells[class_at].strip()
-        if not text.isdecimal() or not name:
+        if not is_number(text) or not name:
             problems.append(
-                f"{path}, line {line}: frame {text!r} with class {name!r}; give a whole number "
-                "from 0 on and a name"
+                f"{path}, line {line}: frame {text[:40]!r} with class {name[:80]!r}; give a whole "
+                "number from 0 on and a name"
             )
             continue
         trial = cells[trial_at].strip() if trial_at is not None else ""
@@ -171,8 +170,8 @@ def class_names(
     used = {row.name for annotation in annotations for row in annotation.rows} | set(also)
     path = folder / CLASSES_FILE
     if not path.is_file():
-        return sorted(used, key=lambda name: (int(name), "") if name.isdecimal() else (0, name))
-    names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
+        return sorted(used, key=lambda name: (int(name), "") if is_number(name) else (0, name))
+    names = [line.strip() for line in read_small_text(path).splitlines()]
     names = [name for name in names if name]
     if len(set(names)) != len(names) or not names:
         raise DataError(f"{path} must list each class once, one a line; it holds {names}")

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.recipes.user_data import is_number, read_small_text
 from multi_gpu_training.recipes.video.annotations import Annotation, Row, label_clashes
 from multi_gpu_training.recipes.video.frames import VIDEO_ENDINGS
 
@@ -189,14 +190,14 @@ def _is_tabular(header: Sequence[str]) -> bool:
 
 def _read(path: Path) -> _Sheet:
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Excel begins with a byte-order mark
+        text = read_small_text(path)
         sample = text[:20_000]
         # Excel writes semicolons in half of Europe.
         mark = max("\t;,", key=sample.count) if path.suffix.lower() != ".tsv" else "\t"
         reader = csv.reader(text.splitlines(keepends=True), delimiter=mark)
         # A quoted cell may hold a line break: the reader knows where each row ended.
         lines = [(reader.line_num, cells) for cells in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
         raise DataError(f"{path} cannot be read as CSV ({error}); write it as text") from None
     # Older versions of BORIS put facts about the observation above the header.
     at = 0
@@ -229,7 +230,7 @@ def seconds(text: str) -> float:
             value = 60 * value + float(part)
     except ValueError:
         return math.nan
-    return value if value >= 0 and text.count(":") <= 2 else math.nan
+    return value if 0 <= value < 1e9 and text.count(":") <= 2 else math.nan
 
 
 def file_stem(text: str) -> str:
@@ -379,7 +380,7 @@ class _Rows:
             )
             return
         if self.unit == "frames":
-            first, last = ((float(t) if t.isdecimal() else math.nan) for t in (start, end))
+            first, last = ((float(t) if is_number(t) else math.nan) for t in (start, end))
         else:
             first, last = seconds(start), seconds(end)
         if math.isnan(first) or math.isnan(last) or last < first:

@@ -29,6 +29,7 @@ from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.user_data import library
 
 VIDEO_ENDINGS = (".mp4", ".avi", ".mov", ".mkv", ".m4v", ".mpg", ".mpeg", ".webm")
+MOST_PIXELS = 2**25  # of a frame: 8K video just fits
 BAR = 128  # halfway between black and white
 
 
@@ -92,13 +93,22 @@ class Decoded:
 def open_video(path: Path) -> Any:
     """An open PyAV container with one video stream."""
     av = library("av", "reading videos needs PyAV", extra="video")
+    if not path.is_file():  # opening a FIFO would wait for whoever is at its other end
+        raise InvalidVideo("is not a regular file")
     try:
-        container = av.open(str(path))
+        # A playlist that calls itself a video must not make FFmpeg fetch what it names.
+        container = av.open(str(path), options={"protocol_whitelist": "file"})
     except (av.error.FFmpegError, OSError) as error:
         raise InvalidVideo(f"is no video that can be read ({_words(error)})") from None
     if not container.streams.video:
         container.close()
         raise InvalidVideo("holds no pictures")
+    stream = container.streams.video[0]
+    if (stream.width or 0) * (stream.height or 0) > MOST_PIXELS:
+        container.close()
+        raise InvalidVideo(
+            f"has {stream.width:,} x {stream.height:,} pixels, {MOST_PIXELS:,} at most are decoded"
+        )
     return container
 
 
