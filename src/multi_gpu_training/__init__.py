@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+    from multi_gpu_training.data.sharded_stream import ShardedStream
     from multi_gpu_training.errors import ConfigError, MultiGPUError
     from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.gpus import get_gpu_info, print_gpu_info
@@ -50,6 +51,7 @@ _HOMES = {
     "DataParallelTrainer": "training.trainer",
     "DistributedDataParallelTrainer": "training.trainer",
     "MultiGPUTrainer": "training.trainer",
+    "ShardedStream": "data.sharded_stream",
     "SingleDeviceTrainer": "training.trainer",
     "StepResult": "training.step",
 }
@@ -69,6 +71,7 @@ __all__ = [
     "MultiGPUTrainer",
     "MultiGPUTrainingManager",
     "PerformanceMonitor",
+    "ShardedStream",
     "SingleDeviceTrainer",
     "StepResult",
     "TrainingMode",
