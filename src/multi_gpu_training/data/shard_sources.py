@@ -12,10 +12,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any, Protocol
 
 from multi_gpu_training.errors import DataError
 
+_BLOCK = 512  # of tar files
 _META = "__"  # tar members like __meta__.json describe the shard, not a sample
 
 
@@ -120,18 +122,20 @@ class TarShards:
         name = self.names[shard]
         if "://" in name or not name.endswith(".tar"):
             return None
-        found, newest = 0, None
-        with tarfile.open(name, "r:") as archive:
-            size = archive.fileobj.seek(0, 2) if archive.fileobj is not None else 0
+        found, newest, end = 0, None, 0
+        with Path(name).open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
+                end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
                 folder, _, base = member.name.rpartition("/")
                 if not member.isreg() or base.startswith(_META) or member.name.startswith(_META):
                     continue
-                if member.offset_data + member.size > size:
-                    raise tarfile.ReadError(f"it ends inside {member.name}")
                 key = (folder, base.partition(".")[0])
                 if "." in base and key != newest:
                     found, newest = found + 1, key
+            # tarfile takes a file that was cut off for one that ends there.
+            file.seek(end)
+            if file.read(_BLOCK) != bytes(_BLOCK):
+                raise tarfile.ReadError(f"it has no end mark after {found} samples: cut off?")
         return found
 
     def decode(self, raw: Any) -> Any:
@@ -148,7 +152,7 @@ class HuggingFaceShards:
     draws = True
 
     def __init__(self, stream: Any) -> None:
-        if not hasattr(stream, "num_shards") or hasattr(stream, "__getitem__"):
+        if not hasattr(stream, "num_shards") or hasattr(stream, "__len__"):
             raise DataError(
                 f"from_datasets takes a stream of Hugging Face datasets, not {type(stream).__name__}"
                 "; load it with streaming=True, or call dataset.to_iterable_dataset(num_shards=64)"

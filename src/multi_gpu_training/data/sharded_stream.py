@@ -27,7 +27,7 @@ from multi_gpu_training.data.shard_sources import (
     ShardSource,
     TarShards,
 )
-from multi_gpu_training.errors import DataError
+from multi_gpu_training.errors import DataError, ShardError
 
 Gather = Callable[[Any], list[Any]]
 MOST_LANES = 64
@@ -382,13 +382,13 @@ class _Lane:
                 yield Raw(shard, index, value)
                 index += 1
         except Exception as error:
-            raise DataError(
+            raise ShardError(
                 f"shard {stream.names[shard]} cannot be read past sample {index}: "
                 f"{_in_words(error)}. Repair it, or leave it out of the list of shards"
             ) from error
         if told is not None and (index != told or value is not _END):
             held = f"{index} samples" if value is _END else f"more than {told} samples"
-            raise DataError(
+            raise ShardError(
                 f"shard {stream.names[shard]} holds {held}, but its length is known as {told}; "
                 "correct lengths, or restore the shard if it was cut off or changed"
             )

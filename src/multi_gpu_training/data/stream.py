@@ -33,7 +33,7 @@ from multi_gpu_training.data.stream_steps import (
     Window,
     resumable,
 )
-from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.errors import CheckpointError, ShardError
 
 
 class StreamLoader(EpochLoader):
@@ -208,6 +208,8 @@ class StreamLoader(EpochLoader):
         return {name: (saved[name], now[name]) for name in shared if saved[name] != now[name]}
 
     def _learn(self, told: dict[str, Any]) -> None:
+        if "error" in told:
+            raise ShardError(told["error"])
         if "lengths" in told:
             if isinstance(self.dataset, ShardedStream) and self.dataset.lengths is None:
                 self.dataset.learn(told["lengths"])

@@ -7,6 +7,7 @@ much of the stream they must read for it.
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +19,7 @@ from multi_gpu_training.data.items import item_parts, takes_item
 from multi_gpu_training.data.loader import Feeding
 from multi_gpu_training.data.order import Share, cut, derive_seed, seed_everything, without_rest
 from multi_gpu_training.data.sharded_stream import ShardedStream, ShardPass
-from multi_gpu_training.errors import CheckpointError, DataError
+from multi_gpu_training.errors import CheckpointError, DataError, ShardError
 from multi_gpu_training.state_dicts import pack
 from multi_gpu_training.torch_internals import hide_worker_info
 
@@ -57,6 +58,16 @@ class StreamSteps(IterableDataset[Window]):
         self.epoch = epoch
         self.start = start
         self.steps = steps
+
+    def __iter__(self) -> Iterator[Window]:
+        try:
+            yield from self.windows()
+        except ShardError as error:
+            # As data: torch would wrap a worker's error into its traceback.
+            yield None, None, 0, {"error": str(error)}  # type: ignore[misc]
+
+    @abstractmethod
+    def windows(self) -> Iterator[Window]: ...
 
     def parts(
         self,
@@ -118,7 +129,7 @@ class WholeStream(StreamSteps):
     saved: dict[str, Any] | None = None
     initial: dict[str, Any] | None = None
 
-    def __iter__(self) -> Iterator[Window]:
+    def windows(self) -> Iterator[Window]:
         saved, steps = self.saved, self.steps
         if isinstance(self.dataset, ShardedStream):
             hide_worker_info()
@@ -187,7 +198,7 @@ class LaneSteps(StreamSteps):
     The workers of a rank make its micro-batches in turn; a DataLoader puts them in order again.
     """
 
-    def __iter__(self) -> Iterator[Window]:
+    def windows(self) -> Iterator[Window]:
         info = get_worker_info()
         hide_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
