@@ -28,8 +28,11 @@ class ShardSource(Protocol):
     draws: reading itself draws random numbers, so they are seeded before each sample.
     """
 
-    names: Sequence[str]
-    draws: bool
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def draws(self) -> bool: ...
 
     def read(self, shard: int, start: int) -> Iterator[Any]:
         """The raw samples of a shard from sample `start` on, the same every time."""
@@ -154,8 +157,9 @@ class HuggingFaceShards:
     def __init__(self, stream: Any) -> None:
         if not hasattr(stream, "num_shards") or hasattr(stream, "__len__"):
             raise DataError(
-                f"from_datasets takes a stream of Hugging Face datasets, not {type(stream).__name__}"
-                "; load it with streaming=True, or call dataset.to_iterable_dataset(num_shards=64)"
+                "from_datasets takes a stream of Hugging Face datasets, not "
+                f"{type(stream).__name__}; load it with streaming=True, or call "
+                "dataset.to_iterable_dataset(num_shards=64)"
             )
         _refuse_own_order(stream)
         self.stream = stream
@@ -225,6 +229,4 @@ def needed(module: str, extra: str) -> Any:
 
 
 def _opened(name: str) -> Any:
-    import fsspec  # comes with torch
-
-    return fsspec.open(name, "rb")
+    return import_module("fsspec").open(name, "rb")  # comes with torch

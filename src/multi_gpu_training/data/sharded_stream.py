@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -72,9 +72,9 @@ class ShardedStream(IterableDataset[Any]):
         block: int | None = None,
     ) -> None:
         if open_shard is not None:
-            self.source: ShardSource = FunctionShards(shards, open_shard)  # type: ignore[arg-type]
+            self.source: ShardSource = FunctionShards(cast(Iterable[Any], shards), open_shard)
         elif hasattr(shards, "read") and hasattr(shards, "names"):
-            self.source = shards  # type: ignore[assignment]
+            self.source = cast(ShardSource, shards)
         else:
             raise DataError(
                 "ShardedStream(shards) needs open_shard as well, a function that gives the samples "

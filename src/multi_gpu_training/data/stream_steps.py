@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Protocol, runtime_checkable
 
@@ -75,8 +75,8 @@ class StreamSteps(IterableDataset[Window]):
         take: Callable[[int, int], list[Any]],
         epoch: int,
         position: int,
+        told: dict[str, Any] | None = None,
         mine: Callable[[int], bool] | None = None,
-        told: Callable[[], dict[str, Any] | None] | None = None,
     ) -> Iterator[Window]:
         """This rank's part of a global batch of `length` samples; `take` gives some of them.
         `mine`: which of its micro-batches this worker makes."""
@@ -106,7 +106,7 @@ class StreamSteps(IterableDataset[Window]):
             samples = take(first + begin, first + end) if share.count else take(first, first + 1)
             seed_everything(share.key)
             batch = feeding.collate(samples)
-            yield share, batch, len(samples), told() if told is not None and share.last else None
+            yield share, batch, len(samples), told if share.last else None
 
     def _item_parts(self, sample: Any, epoch: int, position: int) -> Iterator[Window]:
         feeding = self.feeding
@@ -144,9 +144,7 @@ class WholeStream(StreamSteps):
                 if number >= first:
                     place = (self.epoch, number) if steps is None else divmod(number, steps)
                     note = {**told, "number": number + 1} if told is not None else None
-                    yield from self.parts(
-                        len(window), self._taker(window, lap), *place, told=lambda note=note: note
-                    )
+                    yield from self.parts(len(window), self._taker(window), *place, note)
                 number += 1
             saved = None
             if isinstance(self.dataset, ShardedStream):
@@ -180,7 +178,7 @@ class WholeStream(StreamSteps):
         if window:
             yield window, None
 
-    def _taker(self, window: list[Any], lap: int) -> Callable[[int, int], list[Any]]:
+    def _taker(self, window: list[Any]) -> Callable[[int, int], list[Any]]:
         if not isinstance(self.dataset, ShardedStream):
             return lambda begin, end: window[begin:end]
         stream, seed = self.dataset, self._lap.seed
@@ -228,7 +226,7 @@ class LaneSteps(StreamSteps):
                 return (made + chunk) % workers == worker
 
             length = min(size, samples - begin)
-            yield from self.parts(length, take, *divmod(number, steps), mine)
+            yield from self.parts(length, take, *divmod(number, steps), mine=mine)
             made += max(1, -(-length // self.feeding.micro_size))
             number += 1
 
@@ -257,7 +255,7 @@ class _Cursor:
     """Reads one pass of a plain stream, each sample drawn with randomness keyed by (seed, lap,
     place). All ranks draw alike, so even a stream that shuffles at random is one stream."""
 
-    def __init__(self, dataset: Iterable[Any], seed: int, lap: int) -> None:
+    def __init__(self, dataset: Any, seed: int, lap: int) -> None:
         self._dataset, self._lap = dataset, lap
         self._seed = derive_seed(seed, lap)
         self._place = 0
@@ -273,10 +271,10 @@ class _Cursor:
         if saved is not None:
             self._place = saved["place"]
             if not saved["in_iterator"]:
-                dataset.load_state_dict(saved["state"])  # type: ignore[attr-defined]
-        iterator = iter(dataset)
+                dataset.load_state_dict(saved["state"])
+        iterator: Any = iter(dataset)
         if saved is not None and saved["in_iterator"]:
-            iterator.load_state_dict(saved["state"])  # type: ignore[attr-defined]
+            iterator.load_state_dict(saved["state"])
         if resumable(dataset):
             self._owner = iterator if isinstance(iterator, StatefulStream) else dataset
         for place in count(self._place):

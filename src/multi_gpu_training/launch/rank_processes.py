@@ -81,7 +81,12 @@ class RankProcesses:
         process = context.Process(
             target=_call, args=(function, args, dict(env), os.getpid(), theirs), daemon=False
         )
-        process.start()
+        # Until the function is called, Ctrl-C would show where the imports of a rank stand.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         assert process.pid is not None
         self.pids[rank] = process.pid
@@ -196,6 +201,7 @@ def _call(
     os.setsid()  # as for commands: the launcher passes signals on
 
     def work() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         connection.send(function(*args))
         connection.recv()
 
