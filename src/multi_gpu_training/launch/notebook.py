@@ -13,8 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from multi_gpu_training.errors import LaunchError
 from multi_gpu_training.launch.launcher import launch_distributed_training
 
@@ -59,7 +57,8 @@ def _shipped(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     class HostPickler(cloudpickle.Pickler):  # type: ignore[misc]
         def persistent_id(self, value: Any) -> None:
             """Refuse values on a device: every rank would copy them to the same one."""
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            torch = sys.modules.get("torch")  # not imported here: ranks shall start quickly
+            if torch is not None and isinstance(value, torch.Tensor) and not value.is_cpu:
                 raise LaunchError(
                     f"{getattr(function, '__qualname__', function)} uses a tensor of shape "
                     f"{tuple(value.shape)} on {value.device}, which the notebook holds; build the "
