@@ -73,7 +73,7 @@ class ParquetShards:
     def __init__(self, files: str | Sequence[str], columns: Sequence[str] | None = None) -> None:
         self.names = expanded(files)
         self.columns = list(columns) if columns is not None else None
-        needed("pyarrow", "image-arrow")  # before the first step, not in a worker
+        needed("pyarrow", "parquet")  # before the first step, not in a worker
 
     def read(self, shard: int, start: int) -> Iterator[Any]:
         with _opened(self.names[shard]) as raw:

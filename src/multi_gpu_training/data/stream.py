@@ -21,7 +21,7 @@ from multi_gpu_training.data.generators import (
     set_states,
     states_of,
 )
-from multi_gpu_training.data.loader import Feeding, WorkerStart, as_is
+from multi_gpu_training.data.loader import Feeding, WorkerStart, as_is, started
 from multi_gpu_training.data.order import Share, without_rest
 from multi_gpu_training.data.passes import EpochLoader
 from multi_gpu_training.data.sharded_stream import ShardedStream
@@ -151,7 +151,7 @@ class StreamLoader(EpochLoader):
             worker_init_fn=WorkerStart(self.feeding.worker_init_fn),
             generator=torch.Generator(),
         )
-        return iter(loader)
+        return started(loader)
 
     def describe(self) -> list[str]:
         """What a user should know about how the stream is read."""

@@ -142,9 +142,10 @@ class WholeStream(StreamSteps):
             before = number
             for window, told in self._pass(lap, saved):
                 if number >= first:
-                    place = (self.epoch, number) if steps is None else divmod(number, steps)
+                    epoch, position = divmod(number, steps) if steps else (self.epoch, number)
                     note = {**told, "number": number + 1} if told is not None else None
-                    yield from self.parts(len(window), self._taker(window), *place, note)
+                    take = self._taker(window)
+                    yield from self.parts(len(window), take, epoch, position, note)
                 number += 1
             saved = None
             if isinstance(self.dataset, ShardedStream):

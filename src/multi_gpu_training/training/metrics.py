@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multi_gpu_training.accelerator import widened
 from multi_gpu_training.distributed.placement import Placement
 
 Number = Tensor | float | int
@@ -48,12 +49,12 @@ class MetricsCollector:
         if isinstance(weight, Tensor):
             # A mean over nothing is NaN, and so is 0 x NaN.
             weight = weight.to(mean.device)
-            self.add("loss", torch.where(weight > 0, mean.double() * weight, 0.0), weight)
+            self.add("loss", torch.where(weight > 0, widened(mean) * weight, 0.0), weight)
         elif isinstance(before, Tensor) and weight:
             self._sums["loss"] = torch.add(before, mean, alpha=weight)
             self._weights["loss"] = _plus(self._weights.get("loss"), weight)
         elif weight:
-            self.add("loss", mean.double() * weight, weight)
+            self.add("loss", widened(mean) * weight, weight)
         for name, (total, share) in pairs.items():
             self.add(name, total, share)
 
@@ -136,7 +137,7 @@ class MetricsCollector:
 
 def classification_scores(matrix: Tensor) -> dict[str, float]:
     """Accuracy and macro F1 (mean over the classes that occur) of a confusion matrix."""
-    counts = matrix.double()
+    counts = widened(matrix)
     hits = counts.diagonal()
     support, predicted = counts.sum(1), counts.sum(0)
     occurs = (support + predicted) > 0
@@ -152,7 +153,7 @@ def _plus(before: Tensor | float | None, value: Number) -> Tensor | float:
     saves an operation in every step."""
     if isinstance(value, Tensor):
         value = value.detach()
-        value = value if isinstance(before, Tensor) else value.double()
+        value = value if isinstance(before, Tensor) else widened(value)
     return value if before is None else before + value
 
 
