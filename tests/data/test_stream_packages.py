@@ -146,6 +146,30 @@ def test_hugging_face_streams_keep_map_and_filter_and_may_not_shuffle_themselves
         ShardedStream.from_datasets(hugging_face(tmp_path).shuffle(seed=1, buffer_size=10))
 
 
+def _plain_stream(folder: Path, seed: int | None) -> list[int]:
+    from tiny import line, manager_for, sgd
+
+    seen: list[int] = []
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        seen.extend(batch["number"].tolist())
+        return model(batch["number"].float()[:, None].expand(-1, 4)).square().mean() * 1e-9
+
+    rows = hugging_face(folder).select_columns(["number"]).shuffle(seed=seed, buffer_size=8)
+    manager_for(folder).fit(line(), rows.with_format("torch"), loss_fn=loss_fn, optimizer=sgd)
+    return seen
+
+
+def test_a_plain_hugging_face_stream_shuffles_alike_on_every_rank_or_is_refused(
+    tmp_path: Path,
+) -> None:
+    from ranks import RankError, run_ranks
+
+    assert sorted(flat(run_ranks(2, _plain_stream, tmp_path, 3))) == IDS
+    with pytest.raises(RankError, match=r"without a seed draws another order"):
+        run_ranks(2, _plain_stream, tmp_path, None)
+
+
 def test_a_stateful_data_loader_gives_its_dataset(tmp_path: Path) -> None:
     loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     from tiny import line, manager_for, sgd, squares

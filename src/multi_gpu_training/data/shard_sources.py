@@ -179,17 +179,29 @@ class HuggingFaceShards:
         return raw
 
 
-def _refuse_own_order(stream: Any) -> None:
-    """A stream that shuffles or splits itself: its order would be drawn twice over."""
-    inside: Any = stream
+def is_hugging_face(dataset: Any) -> bool:
+    return type(dataset).__module__.partition(".")[0] == "datasets"
+
+
+def shuffle_state(stream: Any) -> list[str]:
+    """Where the generators stand that a Hugging Face stream shuffles with; empty: it does not."""
+    found, inside = [], stream
     while inside is not None:
         if "Shuffl" in type(inside).__name__:
-            raise DataError(
-                "this stream was shuffled with .shuffle(); leave that out and give "
-                "from_datasets(stream, shuffle=True, buffer=N): that order is the same on any "
-                "number of ranks and after a resume"
-            )
+            bits = getattr(getattr(inside, "generator", None), "bit_generator", None)
+            found.append(str(bits.state) if bits is not None else "")
         inside = getattr(inside, "_ex_iterable", None) or getattr(inside, "ex_iterable", None)
+    return found
+
+
+def _refuse_own_order(stream: Any) -> None:
+    """A stream that shuffles or splits itself: its order would be drawn twice over."""
+    if shuffle_state(stream):
+        raise DataError(
+            "this stream was shuffled with .shuffle(); leave that out and give "
+            "from_datasets(stream, shuffle=True, buffer=N): that order is the same on any "
+            "number of ranks and after a resume"
+        )
     if getattr(stream, "_distributed", None) is not None:
         raise DataError(
             "this stream was split with split_dataset_by_node; leave that out: the manager "

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from multi_gpu_training.data.generators import own_generators, seed_all
 from multi_gpu_training.data.order import derive_seed, seed_everything
@@ -234,6 +234,12 @@ class ShardedStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """All samples in the order of the first pass, for a look without a manager."""
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1:
+            raise DataError(
+                f"each of {info.num_workers} workers of this DataLoader would read the whole "
+                "ShardedStream; give it to fit or setup_training, which share it over the workers"
+            )
         lap = self.one_pass(0, 0, self.block or 1)
         for raw in lap.all():
             yield self.sample(raw, lap.seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +67,8 @@ class StreamLoader(EpochLoader):
         self._saved_order: dict[str, Any] | None = None
         self._initial: dict[str, Any] | None = None
         if isinstance(dataset, StatefulStream) and resumable(dataset):
-            self._initial = copy.deepcopy(dataset.state_dict())
+            with suppress(Exception):  # some have no state before they are read
+                self._initial = copy.deepcopy(dataset.state_dict())
 
     @property
     def evaluating(self) -> bool:

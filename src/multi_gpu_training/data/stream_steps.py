@@ -18,6 +18,7 @@ from multi_gpu_training.data.generators import own_generators, seed_own
 from multi_gpu_training.data.items import item_parts, takes_item
 from multi_gpu_training.data.loader import Feeding
 from multi_gpu_training.data.order import Share, cut, derive_seed, seed_everything, without_rest
+from multi_gpu_training.data.shard_sources import is_hugging_face
 from multi_gpu_training.data.sharded_stream import ShardedStream, ShardPass
 from multi_gpu_training.errors import CheckpointError, DataError, ShardError
 from multi_gpu_training.state_dicts import pack
@@ -310,5 +311,4 @@ class _Cursor:
 def resumable(dataset: Any) -> bool:
     """Whether the state of a stream is all there is to it. Generators that it keeps are not in
     its state, and Hugging Face streams lose what is in a shuffle buffer: those are read past."""
-    hugging_face = type(dataset).__module__.partition(".")[0] == "datasets"
-    return not hugging_face and not own_generators(dataset)
+    return not is_hugging_face(dataset) and not own_generators(dataset)
