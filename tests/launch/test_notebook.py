@@ -188,6 +188,7 @@ def waits():
 
 
 @pytest.mark.engines
+@pytest.mark.timeout(600)  # six launches, each of which imports torch on two ranks
 def test_two_ranks_from_a_real_notebook_twice_after_an_exception_and_after_ctrl_c(
     kernel: Kernel, tmp_path: Path
 ) -> None:
