@@ -87,7 +87,7 @@ def capture(snapshot: Snapshot, buffer: HostBuffer) -> Capture:
         "format": FORMAT,
         "step": snapshot.step,
         "epoch": snapshot.epoch,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
         "aliases": snapshot.aliases,
         **snapshot.facts,
     }

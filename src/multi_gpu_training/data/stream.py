@@ -45,7 +45,8 @@ class StreamLoader(EpochLoader):
     stream is sharded, with known lengths, or stateful.
 
     Without `steps_per_epoch` an epoch is one pass over the stream. With it, an epoch is that
-    many steps: an endless stream is read on, one that ends is begun again.
+    many steps: an endless stream is read on, one that ends is begun again. A pass reads `limit`
+    global batches at most.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class StreamLoader(EpochLoader):
         global_batch_size: int,
         feeding: Feeding,
         steps_per_epoch: int | None = None,
+        limit: int | None = None,
     ) -> None:
         super().__init__()
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.feeding = feeding
         self.asked_steps = steps_per_epoch
+        self.limit = limit
         self._template: tuple[int, Any] | None = None  # (samples in it, batch)
         self._next: Iterator[Window] | None = None  # stands where an epoch ended
         self._has_learned = False  # the lengths of shards, from a pass that read all of them
@@ -131,13 +134,13 @@ class StreamLoader(EpochLoader):
         return to_device(head(batch, 1, size), self.feeding.device)
 
     def _windows(self) -> Iterator[Window]:
-        how = self.global_batch_size, self.feeding, self.epoch, self.start, self.asked_steps
+        place = self.epoch, self.start, self.asked_steps, self.limit
         split = isinstance(self.dataset, ShardedStream) and self.dataset.lengths is not None
         windows: StreamSteps
         if split:
-            windows = LaneSteps(self.dataset, *how)
+            windows = LaneSteps(self.dataset, self.global_batch_size, self.feeding, *place)
         else:
-            windows = WholeStream(self.dataset, *how)
+            windows = WholeStream(self.dataset, self.global_batch_size, self.feeding, *place)
             windows.initial, windows.saved = self._initial, self._nearest_place()
         if not self.feeding.num_workers:
             return _read_here(windows)

@@ -41,7 +41,8 @@ class StatefulStream(Protocol):
 class StreamSteps(IterableDataset[Window]):
     """Global batches from (epoch, start) on, cut down to one rank's share.
 
-    steps: length of an epoch in global batches; None: an epoch is one pass.
+    steps: length of an epoch in global batches; None: an epoch is one pass, or its first `limit`
+        global batches.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class StreamSteps(IterableDataset[Window]):
         epoch: int,
         start: int,
         steps: int | None,
+        limit: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.global_batch_size = global_batch_size
@@ -59,6 +61,7 @@ class StreamSteps(IterableDataset[Window]):
         self.epoch = epoch
         self.start = start
         self.steps = steps
+        self.limit = limit
 
     def __iter__(self) -> Iterator[Window]:
         try:
@@ -103,6 +106,7 @@ class StreamSteps(IterableDataset[Window]):
                 first=chunk == 0,
                 last=chunk == chunks - 1,
                 key=derive_seed(feeding.seed, epoch, position, chunk, feeding.rank),
+                place=offset + first + begin,
             )
             samples = take(first + begin, first + end) if share.count else take(first, first + 1)
             seed_everything(share.key)
@@ -148,6 +152,8 @@ class WholeStream(StreamSteps):
                     take = self._taker(window)
                     yield from self.parts(len(window), take, epoch, position, note)
                 number += 1
+                if steps is None and number == self.limit:
+                    return
             saved = None
             if isinstance(self.dataset, ShardedStream):
                 yield self._lengths()
@@ -214,6 +220,8 @@ class LaneSteps(StreamSteps):
         number, made, lap = self.epoch * steps + self.start, 0, None
         while per_pass and (self.steps is not None or number // steps == self.epoch):
             newest, position = divmod(number, per_pass)
+            if self.steps is None and position == self.limit:
+                return
             if lap is None or newest != lap[0]:
                 lap = newest, sharded_pass(self, newest)
             begin = position * size
@@ -235,8 +243,9 @@ class LaneSteps(StreamSteps):
 
 def sharded_pass(steps: StreamSteps, lap: int) -> ShardPass:
     feeding = steps.feeding
-    shuffle = not feeding.evaluating
-    found: ShardPass = steps.dataset.one_pass(feeding.seed, lap, steps.global_batch_size, shuffle)
+    # Batches of an evaluation grow with the number of ranks; its order must not.
+    size = 1 if feeding.evaluating else steps.global_batch_size
+    found: ShardPass = steps.dataset.one_pass(feeding.seed, lap, size, not feeding.evaluating)
     return found
 
 
