@@ -52,6 +52,7 @@ SHOWN_IN = {
         "mixed_precision_dtype": "test_mixed_precision_dtype_fp16_scales_the_loss",
         "allow_tf32": "test_allow_tf32_sets_products_and_convolutions",
         "max_grad_norm": "test_max_grad_norm_bounds_a_step",
+        "max_grad_value": "test_max_grad_value_clamps_each_element_of_a_step",
         "use_gradient_checkpointing": (
             "test_use_gradient_checkpointing_keeps_less_and_learns_the_same"
         ),

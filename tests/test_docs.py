@@ -33,10 +33,8 @@ from multi_gpu_training.recipes.recipe import find_recipe
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
-RUN = [
-    README,
-    *(ROOT / f"docs/{name}.md" for name in ("start", "own-model", "validation", "reliability")),
-]
+RUN_PAGES = ("start", "own-model", "own-loop", "validation", "reliability")
+RUN = [README, *(ROOT / f"docs/{name}.md" for name in RUN_PAGES)]
 NOT_RUN, BEFORE_EACH = "not run", "before each block"
 # README commands that are run as they stand; of the others only the flags are checked.
 FAST = ("mgt --help", "mgt recipes", "mgt info", "mgt config-schema", "mgt train image --epochs 1")

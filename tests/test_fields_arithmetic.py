@@ -117,6 +117,17 @@ def test_max_grad_norm_bounds_a_step(tmp_path: Path, world: int, precision: dict
             assert torch.allclose(moved / moved.norm(), free / free.norm(), atol=2**-10)
 
 
+@pytest.mark.parametrize("precision", [{}, HALF], ids=["float32", "fp16"])
+def test_max_grad_value_clamps_each_element_of_a_step(
+    tmp_path: Path, precision: dict[str, Any]
+) -> None:
+    free = run_ranks(2, train_one_step, tmp_path, {"global_batch_size": 8})[0]
+    limit = float(free.abs().median())  # some elements are beyond it, some are not
+    settings = {"global_batch_size": 8, "max_grad_value": limit, **precision}
+    for moved in run_ranks(2, train_one_step, tmp_path, settings):
+        assert torch.allclose(moved, free.clamp(-limit, limit), rtol=2**-9)
+
+
 class Blocks(nn.Module):
     def __init__(self, norm: bool) -> None:
         super().__init__()

@@ -127,6 +127,9 @@ class MultiGPUConfig(BaseModel):
         None, description="TF32 matrix products on Ampere and later; None: yes"
     )
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    max_grad_value: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="clamps each element of the gradient, after max_grad_norm"
+    )
     use_gradient_checkpointing: bool = False
     sync_bn: bool = False
     seed: NaturalInt = 0

@@ -10,8 +10,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,13 +20,21 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.feeding import BatchSizes, Data, Loader, ValData, ValLoaders
+from multi_gpu_training.data.feeding import (
+    BatchSizes,
+    Data,
+    Loader,
+    ValData,
+    ValLoaders,
+    count_steps,
+)
+from multi_gpu_training.data.own_batches import OwnBatches, shard
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import place
 from multi_gpu_training.distributed.progress_slot import Phase, note_hang_limit, note_phase
 from multi_gpu_training.distributed.signal_thread import SILENT_ENDS, end_on_signals
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.launch.launcher import start_ranks_if_needed
 from multi_gpu_training.measure.balance import Balance
@@ -42,10 +51,13 @@ from multi_gpu_training.training.compile_cache import keep_compile_cache
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.loop import TrainingLoop
 from multi_gpu_training.training.loss import LossFn
+from multi_gpu_training.training.manual_optimization import ManualTrainer
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import set_arithmetic
 from multi_gpu_training.training.prediction import PredictFn, call_model, gather_outputs
+from multi_gpu_training.training.prepared_parts import sort_out
 from multi_gpu_training.training.progress import FitResult, Progress
+from multi_gpu_training.training.rate_search import RateSearch, search_rate
 from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.stopping import end_control
 from multi_gpu_training.training.trainer import (
@@ -62,6 +74,21 @@ TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
 }
 
 
+class SetupArguments(TypedDict, total=False):
+    """The keyword arguments of `setup_training`, which `fit` takes as well."""
+
+    loss_fn: Any
+    optimizer: Optimizer | Callable[[Any], Optimizer] | None
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
+    eval_fn: EvalFn | None
+    augment: Augment | None
+    callbacks: Sequence[Callback | Hook]
+    loggers: Sequence[Logger]
+    states: dict[str, Any] | None
+    hooks: Sequence[Hook]
+    batch_size_fn: BatchSizeFn | None
+
+
 class MultiGPUTrainingManager:
     """Places this process, and trains a model over all ranks.
 
@@ -75,7 +102,14 @@ class MultiGPUTrainingManager:
             train_metrics = manager.train_epoch(train_loader, epoch)
             val_metrics = manager.validate_epoch(val_loader)
 
-    or, with your own batches, `manager.trainer.train_step(batch)`. Started without a launcher
+    or, with your own batches, `manager.trainer.train_step(batch)`; or, with your own backward and
+    any number of optimizers,
+
+        trainer = manager.prepare(generator, discriminator, opt_g, opt_d)
+        with trainer.step():
+            trainer.backward(loss, optimizer=opt_d)
+
+    Started without a launcher
     where there are several GPUs, this process becomes the supervisor of one rank per GPU.
     """
 
@@ -123,7 +157,7 @@ class MultiGPUTrainingManager:
     def setup_training(
         self,
         model: nn.Module | Callable[[], nn.Module],
-        dataset: Data,
+        dataset: Data | None = None,
         val_dataset: ValData | None = None,
         *,
         loss_fn: Any = None,
@@ -141,15 +175,81 @@ class MultiGPUTrainingManager:
 
         `model` may be a function that builds it, `optimizer` one that takes its parameters,
         `scheduler` one that takes the optimizer. `augment(batch, random)` changes training batches
-        on the device; `random` gives numbers that belong to each sample (SampleRandom). Returns
-        the model on its device and the loaders of this rank; without `val_dataset` the third is
-        None, and with several sets by name, {"clean": ..., "noisy": ...}, a dict of loaders.
+        on the device; `random` gives numbers that belong to each sample (SampleRandom). Without a
+        `dataset`, your loop makes the batches that it gives to `train_step`. Returns the model on
+        its device and the loaders of this rank; without `val_dataset` the third is None, and with
+        several sets by name, {"clean": ..., "noisy": ...}, a dict of loaders.
         `eval_fn` adds to the metrics of a validation: eval_fn(model, batch, metrics), or
         torchmetrics objects. `states` are further objects with `state_dict`, saved and restored
         with the run; (object, "per_rank") for one that differs between ranks.
         `batch_size_fn(batch)` counts the samples of batches that you make yourself, where their
         shapes do not say it. `hooks` is the old name of `callbacks`.
         """
+        self._set_up(
+            Given(
+                model,
+                dataset,
+                val_dataset,
+                loss_fn,
+                optimizer,
+                scheduler,
+                eval_fn,
+                augment,
+                [*callbacks, *hooks],
+                loggers,
+                states or {},
+                batch_size_fn,
+            )
+        )
+        return self.model, self.train_loader, self.val_loader
+
+    def prepare(
+        self,
+        *parts: nn.Module | Optimizer | LRScheduler,
+        dataset: Data | None = None,
+        val_dataset: ValData | None = None,
+        loss_fn: Any = None,
+        eval_fn: EvalFn | None = None,
+        augment: Augment | None = None,
+        callbacks: Sequence[Callback | Hook] = (),
+        loggers: Sequence[Logger] = (),
+        states: dict[str, Any] | None = None,
+        batch_size_fn: BatchSizeFn | None = None,
+    ) -> ManualTrainer:
+        """Set up a training whose loop calls backward itself: modules, any number of optimizers,
+        and schedulers, which stay yours to advance and are saved with the run.
+
+        Modules move to the device where they are. With a `dataset`, `train_loader` gives its
+        batches; `loss_fn` and `eval_fn` are for the validation. The rest as in `setup_training`.
+        """
+        if self._measurement is not None:
+            raise ConfigError(
+                "mgt verify, bench, check and estimate measure fit, train_epoch and train_step; "
+                "they cannot look into a loop with its own backward (manager.prepare)"
+            )
+        model, optimizers, schedulers = sort_out(parts)
+        self._set_up(
+            Given(
+                model,
+                dataset,
+                val_dataset,
+                loss_fn,
+                None,
+                None,
+                eval_fn,
+                augment,
+                callbacks,
+                loggers,
+                states or {},
+                batch_size_fn,
+                optimizers,
+                schedulers,
+            )
+        )
+        assert self._training.manual is not None
+        return self._training.manual
+
+    def _set_up(self, given: Given) -> None:
         if hasattr(self, "_training"):
             raise ConfigError(
                 "this manager has set up a training already; make another MultiGPUTrainingManager "
@@ -163,22 +263,7 @@ class MultiGPUTrainingManager:
         )
         try:
             self.logger, self.records = made.logger, made.records
-            made.build(
-                Given(
-                    model,
-                    dataset,
-                    val_dataset,
-                    loss_fn,
-                    optimizer,
-                    scheduler,
-                    eval_fn,
-                    augment,
-                    [*callbacks, *hooks],
-                    loggers,
-                    states or {},
-                    batch_size_fn,
-                )
-            )
+            made.build(given)
             self.model, self.loss_fn, self.loop = made.model, made.loss_fn, made.loop
             self.train_loader, self.val_loader = made.train_loader, made.val_loader
             self.sizes, self.control = made.sizes, made.control
@@ -189,23 +274,28 @@ class MultiGPUTrainingManager:
             made.close()
             del self._training
             raise
-        return self.model, self.train_loader, self.val_loader
 
     # Training
 
     def fit(
         self,
         model: nn.Module | Callable[[], nn.Module],
-        dataset: Data,
+        dataset: Data | None,
         val_dataset: ValData | None = None,
         *,
         epochs: int | None = None,
-        **arguments: Any,
+        **arguments: Unpack[SetupArguments],
     ) -> FitResult:
         """Train for `epochs` (default: the config's) and return what came out.
 
         Takes what `setup_training` takes.
         """
+        if dataset is None:
+            raise DataError(
+                "fit got no dataset; a loop that makes its own batches is "
+                "manager.setup_training(model) and manager.trainer.train_step(batch), or "
+                "manager.prepare(model, optimizer) (docs/own-loop.md)"
+            )
         if epochs is not None:
             self.config.epochs = epochs
         self.setup_training(model, dataset, val_dataset, **arguments)
@@ -302,6 +392,8 @@ class MultiGPUTrainingManager:
                 self.trainer.execution.verify()  # the weights of your own loop, too
                 self.trainer.strategy.sync_buffers()
                 self.trainer.nan_guard.look(now=True)
+                if self._training.manual is not None:
+                    self._training.manual.look()  # a NaN of the last few steps
                 if self.config.consistency_check_every:
                     self.trainer.check_replicas()
                 self.loop.log.flush()
@@ -336,6 +428,51 @@ class MultiGPUTrainingManager:
         )
 
     # For callbacks and your own loop
+
+    def shard(self, batch: Any) -> Any:
+        """This rank's rows of a batch that every rank has made alike, on its device. It knows what
+        part of the whole it is, for `train_step` and `trainer.step`."""
+        state, placement = self.trainer.state, self.placement
+        size = state.count_samples(batch)
+        share = state.own_share(batch)
+        if self._training.manual is not None:
+            share = replace(share, first=True, last=True)
+        part, sample, share = shard(batch, size, share, placement)
+        if isinstance(self.train_loader, OwnBatches):
+            self.train_loader.keep_template(sample)
+        if self._training.manual is not None:
+            self._training.manual.sharded(share)
+        return part
+
+    def steps_per_epoch(self, dataset: Data | None = None) -> int | None:
+        """Optimizer steps in an epoch over `dataset`, before or after `setup_training`; by default
+        that of the training. None where nobody knows: a stream without `steps_per_epoch`."""
+        if dataset is None and hasattr(self, "_training"):
+            return self.train_loader.steps
+        return count_steps(dataset, self.config, self.placement, self.trainer.strategy.replicas)
+
+    @contextmanager
+    def main_process_first(self, per_host: bool = True) -> Iterator[None]:
+        """Run a block on one rank of each machine, then on the others: a download, a cache.
+        per_host=False: on rank 0 alone first, where machines share their disks."""
+        identity = self.placement.identity
+        first = identity.local_rank == 0 if per_host else identity.is_main
+        if not first:
+            self.placement.barrier()
+        try:
+            yield
+        finally:  # also after an error: the others would wait for nothing
+            if first:
+                self.placement.barrier()
+
+    def find_learning_rate(
+        self, lowest: float = 1e-7, highest: float = 1.0, steps: int = 100
+    ) -> RateSearch:
+        """Train a few steps at rising rates and say which one lowers the loss fastest; then put
+        everything back as it was. After `setup_training`, on every rank."""
+        if self._training.manual is not None:
+            raise ConfigError("find_learning_rate takes train_step; after prepare, try rates in it")
+        return search_rate(self.trainer, self.train_loader, lowest, highest, steps)
 
     @property
     def should_stop(self) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
@@ -33,6 +34,7 @@ from multi_gpu_training.data.feeding import (
     validation_loader,
 )
 from multi_gpu_training.data.loader import wait_for_no_worker
+from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.stream import StreamLoader
@@ -66,15 +68,18 @@ from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
 from multi_gpu_training.training.evaluation import choose_eval_fn
 from multi_gpu_training.training.learning_rate import (
+    Scaling,
     base_batch_size,
     choose_schedule,
     scale_rate,
 )
 from multi_gpu_training.training.loop import TrainingLoop
 from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss, untrained_part
+from multi_gpu_training.training.manual_optimization import ManualTrainer
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 from multi_gpu_training.training.oom import drop_oom_hint, leave_oom_hint, take_oom_hint
 from multi_gpu_training.training.optimizer import choose_optimizer
+from multi_gpu_training.training.prepared_parts import FurtherOptimizers, stateful
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.replica_check import ReplicaCheck
 from multi_gpu_training.training.step_state import Augment
@@ -143,7 +148,7 @@ class Given:
     """What the user gives to `setup_training`, which explains it."""
 
     model: Any
-    dataset: Data
+    dataset: Data | None
     val_dataset: ValData | None
     loss_fn: Any
     optimizer: Any
@@ -154,6 +159,8 @@ class Given:
     loggers: Sequence[Logger]
     states: Mapping[str, Any]
     batch_size_fn: BatchSizeFn | None = None
+    optimizers: Sequence[Optimizer] = ()  # where the user's loop calls backward
+    schedulers: Sequence[LRScheduler] = ()  # which that loop advances
 
 
 class Training:
@@ -178,6 +185,7 @@ class Training:
         self.config, self.placement, self.state = trainer.config, trainer.placement, trainer.state
         self.callbacks = trainer.state.callbacks
         self.epoch_metrics = MetricsCollector()
+        self.manual: ManualTrainer | None = None
         self._taken = ExitStack()
         self.control = self._build_control()  # first: signals are given back last
         self.records = open_records(self.config, self.placement, console, recipe_options)
@@ -203,7 +211,8 @@ class Training:
         if self.measurement is not None:
             self.callbacks.extend(self.measurement.callbacks(run))
         self.trainer.execution.start()
-        self.trainer.nan_guard.start()
+        if self.manual is None:
+            self.trainer.nan_guard.start()
         for call in self.callbacks.on_setup:
             call()
 
@@ -240,7 +249,7 @@ class Training:
         if reserved:
             raise ConfigError(f"states={reserved}: the run itself uses these names; choose others")
         for name, item in {**own, **states}.items():
-            kept.register(name, *(item if isinstance(item, tuple) else (item,)))
+            kept.register(name, *stateful(name, item))
         return kept
 
     def _checkpoint_is_safe(self, save: Save) -> None:
@@ -296,7 +305,8 @@ class Training:
         self.records.checkpoints_changed()  # from which step on this attempt differs
         manifest = read_manifest(checkpoint)
         saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
-        if saved is not None and (saved != size or (steps or loader.steps) != loader.steps):
+        differs = saved != size or (steps or loader.steps) != loader.steps
+        if saved is not None and size and differs:
             epoch_is_over = self.progress.epochs_done > state.epoch
             if may_resume_anyway(self.config):  # samples may come twice, or not at all
                 place = state.position * saved // size
@@ -370,7 +380,10 @@ class Training:
         model = build_model(given.model, config)
         if self.measurement is not None:
             self.measurement.prepare(model)
-        self.model = trainer.build(model, self.loss_fn, self.control)
+        self.model = trainer.build(model, self.loss_fn, self.control, bool(given.optimizers))
+        if given.optimizers:
+            self._take_optimizers(given)
+            return
         untrained = untrained_part(self.loss_fn)
         if untrained is not None and not isinstance(given.optimizer, Optimizer):
             say(untrained)
@@ -382,6 +395,36 @@ class Training:
         state.schedule = choose_schedule(
             given.scheduler, state.optimizer, config, scaling, self.train_loader.steps
         )
+        self._describe(scaling)
+
+    def _take_optimizers(self, given: Given) -> None:
+        """All optimizers of a loop that calls backward itself, each with the config's schedule."""
+        config, state = self.config, self.state
+        if given.schedulers and config.schedule != "constant":
+            raise ConfigError(
+                f"schedule={config.schedule} and {type(given.schedulers[0]).__name__} both set the "
+                "learning rate; drop one of them"
+            )
+        optimizers = list(given.optimizers)
+        self.manual = self.trainer.take_optimizers(optimizers, lambda: self.loop.between_steps())
+        base, batch = base_batch_size(config, given.dataset), self.sizes.global_batch
+        schedules = []
+        for optimizer in optimizers:
+            scaling = scale_rate(optimizer, config, batch, base)
+            steps = self.train_loader.steps
+            schedules.append(choose_schedule(None, optimizer, config, scaling, steps))
+        state.schedule, *self.manual.schedules = schedules
+        further = FurtherOptimizers(self.model, optimizers[1:], self.manual.schedules, config)
+        self.fault_tolerance.register("further_optimizers", further)
+        for number, scheduler in enumerate(given.schedulers):
+            self.fault_tolerance.register(f"scheduler_{number}", scheduler)
+        self._describe(scaling)
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        self.console.line(f"step: your own backward with {names}; not recorded as a CUDA graph")
+
+    def _describe(self, scaling: Scaling) -> None:
+        """Record what the run is made of, and say it."""
+        config, state = self.config, self.state
         self.fault_tolerance.run_state.description = RunDescription(
             config,
             self.options,
@@ -391,7 +434,7 @@ class Training:
             self.sizes.global_batch,
             restarted=self.placement.identity.attempt > 0,
         )
-        loaders = self.train_loader, self.val_loader
+        say, loaders = self.console.line, (self.train_loader, self.val_loader)
         announce(say, config, state, self.sizes, *loaders, scaling, self.folder)
         self.averaged = AveragedWeights(config, state, self.train_loader.steps)
         self.fault_tolerance.run_state.model_to_save = self.averaged.in_checkpoint
@@ -405,6 +448,8 @@ class Training:
         take_oom_hint(self.folder, oom, self.placement)
         if oom.parts > 1:
             self.console.line(oom.describe())
+        if isinstance(self.train_loader, OwnBatches):
+            return  # how large each rank's batches are is up to the loop that makes them
         loaders = self.train_loader, self.val_loader
         self.balance.settle(self.state, *loaders, self.logger, self.console.line)
 
@@ -459,7 +504,7 @@ class Training:
             averaged=self.averaged,
             epoch_metrics=self.epoch_metrics,
             facts={
-                "global_batch_size": self.sizes.global_batch,
+                "global_batch_size": self.sizes.global_batch or None,
                 "steps_per_epoch": self.train_loader.steps,
                 "options": self.options,
             },
@@ -495,7 +540,8 @@ class Training:
         self.run_events = RunEvents(config, state, trainer.execution, self.sizes, loader, logger)
         self._taken.callback(self.run_events.stop)
         add(self.run_events)
-        if given.loss_fn is None and isinstance(self.loss_fn, SupervisedLoss):
+        own_loss = given.loss_fn is not None or self.manual is not None
+        if isinstance(self.loss_fn, SupervisedLoss) and not own_loss:
             add(LossAnnouncement(self.loss_fn, self.callbacks))
         self.callbacks.extend(given.callbacks)
         if self.averaged.active:
@@ -505,7 +551,7 @@ class Training:
             every = config.consistency_check_every
             add(ReplicaCheck(trainer.check_replicas, every, self.state))
         add(self.records.loggers)
-        if config.monitor:
+        if config.monitor and self.manual is None:  # its phases come in any order
             step_s = lambda: log.step_s  # noqa: E731
             add(StepSampler(state, trainer.execution, logger.record, wait, step_s))
         add(log)

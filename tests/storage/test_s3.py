@@ -9,13 +9,17 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny import line, manager_for, points, sgd
+from typer.testing import CliRunner
 
+from multi_gpu_training.cli.app import app
 from multi_gpu_training.errors import ConfigError
 
 pytestmark = pytest.mark.engines
@@ -155,27 +159,39 @@ def test_storage_that_cannot_be_used_is_refused_before_training_with_the_remedy(
     assert "check" in str(error.value) or "create" in str(error.value)
 
 
-def test_wrong_credentials_are_refused_with_the_remedy(
-    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@contextmanager
+def credentials_lost(server: tuple[str, int]) -> Iterator[None]:
+    """The server checks every signature for a while, and knows nobody."""
+
+    def allow(requests: str) -> None:
+        place, kind = f"{server[0]}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+        urllib.request.urlopen(urllib.request.Request(place, requests.encode(), kind)).close()
+
+    allow("0")
+    yield
+    allow("1000000")
+
+
+def test_wrong_credentials_are_refused_before_training_with_the_remedy(
+    server: tuple[str, int], bucket: Any, tmp_path: Path
 ) -> None:
-    # A server that looks at signatures from the first request on, and knows nobody.
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    env = {**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": "0"}
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=env, **quiet)
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match=r"refused.*check the credentials"):
-            manager_at(tmp_path).setup_training(line(), points())
-    finally:
-        process.kill()
-        process.wait()
+    with credentials_lost(server), pytest.raises(ConfigError, match=r"refused.*check the cred"):
+        manager_at(tmp_path).setup_training(line(), points())
+
+
+def test_credentials_lost_during_training_cost_no_step_and_no_checkpoint(
+    server: tuple[str, int], bucket: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = manager_at(tmp_path, epochs=1, upload_every=0.5, upload_wait_s=5.0)
+    manager.setup_training(line(), points(), optimizer=sgd)
+    with credentials_lost(server):
+        manager.loop.run()
+        manager.finish()
+    told = capsys.readouterr().err
+    assert manager.step == 4 and (manager.run.checkpoints / "step-00000004").is_dir()
+    assert told.count("cannot upload to") == 1 and "check the credentials" in told
+    assert f"upload it with: mgt checkpoints upload {manager.folder}" in told
+    again = CliRunner().invoke(app, ["checkpoints", "upload", str(manager.folder)])
+    assert again.exit_code == 0, again.output
+    names = bucket.find("bucket/runs/custom/run")
+    assert any("step-00000004." in n and n.endswith("manifest.json") for n in names)

@@ -28,6 +28,7 @@ from multi_gpu_training.data.order import (
     GlobalBatchSource,
     ShuffledBatches,
 )
+from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.data.resident import ResidentLoader, fits_on_gpu
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
@@ -38,7 +39,7 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.torch_internals import asked_samples
 
-Loader = ShareLoader | StreamLoader
+Loader = ShareLoader | StreamLoader | OwnBatches
 Data = Dataset[Any] | DataLoader[Any]
 # What is validated on: one set, or several by name.
 ValData = Data | Mapping[str, Data]
@@ -91,25 +92,35 @@ def batch_sizes(
 
 
 def training_loader(
-    data: Data,
+    data: Data | None,
     config: MultiGPUConfig,
     placement: Placement,
     replicas: int,
     batch_size_fn: BatchSizeFn | None = None,
 ) -> tuple[Loader, BatchSizes]:
+    if data is None:
+        return _own_batches_loader(config, placement, replicas, batch_size_fn)
     brought = data if isinstance(data, DataLoader) else None
     dataset = _dataset(data)
-    # A DataLoader's batch size is what its author runs on one GPU, like batch_size.
-    given = "batch_size" in config.model_fields_set
-    its_own = brought.batch_size if brought is not None and not given else None
-    full = placement.identity.full_world_size
-    sizes = batch_sizes(config, replicas, its_own, full, _own_batch_size(brought, config))
+    sizes = _sizes(brought, config, placement, replicas)
     feeding = _feeding(brought, dataset, config, placement, sizes, batch_size_fn)
     if isinstance(dataset, IterableDataset):
         _settle_stream(dataset, placement)
         steps = config.steps_per_epoch
         size = 1 if feeding.items else sizes.global_batch
         return StreamLoader(dataset, size, feeding, steps), sizes
+    source = _training_source(brought, dataset, config, sizes, feeding)
+    return _sized_loader(dataset, source, feeding, config, placement), sizes
+
+
+def _training_source(
+    brought: DataLoader[Any] | None,
+    dataset: Any,
+    config: MultiGPUConfig,
+    sizes: BatchSizes,
+    feeding: Feeding,
+) -> GlobalBatchSource:
+    """The global batches of an epoch over a dataset that has a length."""
     samples = _length(dataset, "training dataset")
     if config.steps_per_epoch is not None:
         raise DataError(
@@ -129,7 +140,49 @@ def training_loader(
             f"drop_last=True leaves no step: the DataLoader gives fewer than {feeding.unit} "
             "samples, one global batch; use a smaller batch, or drop_last=False"
         )
-    return _sized_loader(dataset, source, feeding, config, placement), sizes
+    return source
+
+
+def count_steps(
+    data: Data | None, config: MultiGPUConfig, placement: Placement, replicas: int
+) -> int | None:
+    """Steps in an epoch over `data`; None for a stream, unless the config says it."""
+    if data is None or isinstance(_dataset(data), IterableDataset):
+        return config.steps_per_epoch
+    brought, dataset = data if isinstance(data, DataLoader) else None, _dataset(data)
+    sizes = _sizes(brought, config, placement, replicas)
+    feeding = _feeding(brought, dataset, config, placement, sizes, None)
+    return len(_training_source(brought, dataset, config, sizes, feeding))
+
+
+def _sizes(
+    brought: DataLoader[Any] | None, config: MultiGPUConfig, placement: Placement, replicas: int
+) -> BatchSizes:
+    # A DataLoader's batch size is what its author runs on one GPU, like batch_size.
+    given = "batch_size" in config.model_fields_set
+    its_own = brought.batch_size if brought is not None and not given else None
+    full = placement.identity.full_world_size
+    return batch_sizes(config, replicas, its_own, full, _own_batch_size(brought, config))
+
+
+def _own_batches_loader(
+    config: MultiGPUConfig,
+    placement: Placement,
+    replicas: int,
+    batch_size_fn: BatchSizeFn | None,
+) -> tuple[Loader, BatchSizes]:
+    """Nobody knows how large batches will be that the user's loop makes, unless the config says."""
+    known = {"batch_size", "global_batch_size"} & config.model_fields_set
+    sizes = BatchSizes(0, config.gradient_accumulation_steps, replicas, 0)
+    if known:
+        sizes = _sizes(None, config, placement, replicas)
+    elif config.lr_scaling != "none":
+        raise ConfigError(
+            f"lr_scaling={config.lr_scaling} multiplies the rate by the batch size, and without a "
+            "dataset nobody knows it; set batch_size, or drop lr_scaling"
+        )
+    feeding = _feeding(None, None, config, placement, sizes, batch_size_fn)
+    return OwnBatches(feeding, config.steps_per_epoch), sizes
 
 
 def validation_loader(
@@ -150,6 +203,8 @@ def validation_loader(
     limit: only so many global batches, the same samples on any number of ranks. in_order: what a
     DataLoader shuffles comes in the dataset's order. purpose: names the data in errors.
     """
+    if not sizes.global_batch:
+        sizes = _sizes(None, config, placement, sizes.ranks)
     brought = data if isinstance(data, DataLoader) else None
     dataset: Any = _dataset(data)
     feeding = _feeding(brought, dataset, config, placement, sizes, batch_size_fn, evaluating=True)

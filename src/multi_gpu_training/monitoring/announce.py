@@ -8,6 +8,7 @@ from pathlib import Path
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import BatchSizes, Loader, ValLoaders
 from multi_gpu_training.data.loader import ShareLoader
+from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.gpus import get_gpu_info
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.run_folder import RunFolder
@@ -44,14 +45,17 @@ def announce(
     count = sum(p.numel() for p in parameters)
     size = sum(p.numel() * p.element_size() for p in parameters)
     say(f"model: {type(state.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
-    exact = sizes.per_rank * sizes.accumulation * sizes.ranks == sizes.global_batch
-    one = "GPU" if placement.device.type == "cuda" else "rank"
-    copies = f"{sizes.ranks} {one}{'s' if sizes.ranks > 1 else ''}"
-    say(
-        f"batch: {sizes.per_rank} per {one} x {sizes.accumulation} accumulation x {copies} "
-        f"{'=' if exact else '>='} {sizes.global_batch} samples per step"
-    )
-    if loader.steps is not None:
+    if sizes.global_batch:
+        exact = sizes.per_rank * sizes.accumulation * sizes.ranks == sizes.global_batch
+        one = "GPU" if placement.device.type == "cuda" else "rank"
+        copies = f"{sizes.ranks} {one}{'s' if sizes.ranks > 1 else ''}"
+        say(
+            f"batch: {sizes.per_rank} per {one} x {sizes.accumulation} accumulation x {copies} "
+            f"{'=' if exact else '>='} {sizes.global_batch} samples per step"
+        )
+    if isinstance(loader, OwnBatches):
+        say("data: your own batches")
+    elif loader.steps is not None:
         batches = (
             len(loader) if isinstance(loader, ShareLoader) else loader.steps * sizes.accumulation
         )

@@ -31,9 +31,11 @@ class ProgressLines(Callback):
         self._console.start_bar(title, self._total(), self._position())
 
     def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
-        loss, rate = metrics.get("loss", float("nan")), metrics["samples_per_s"]
-        accuracy = f"  acc {metrics['accuracy']:.2%}" if "accuracy" in metrics else ""
-        note = f"loss {loss:.4f}{accuracy}  {rate:,.0f} samples/s"
+        note = f"loss {metrics.get('loss', float('nan')):.4f}"
+        if "accuracy" in metrics:
+            note += f"  acc {metrics['accuracy']:.2%}"
+        if "samples_per_s" in metrics:
+            note += f"  {metrics['samples_per_s']:,.0f} samples/s"
         if self._in_epoch:
             self._console.advance(self._position(), self._total(), note)
         else:  # a loop of the user's own

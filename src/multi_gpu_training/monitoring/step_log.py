@@ -141,9 +141,10 @@ class IntervalLog(Callback):
             **metrics,
             "epoch": pending.epoch,
             "lr": pending.lr,
-            "samples_per_s": pending.steps * self._global_batch / max(seconds, 1e-9),
             "input_wait": self._wait.share,
         }
+        if self._global_batch:  # else only the user knows how large their batches are
+            facts["samples_per_s"] = pending.steps * self._global_batch / max(seconds, 1e-9)
         if norm is not None:
             facts["grad_norm"] = norm
         for call in self._state.callbacks.on_log:

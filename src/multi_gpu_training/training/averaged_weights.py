@@ -241,7 +241,7 @@ class AveragedWeights(Callback):
 
         def put_back() -> None:
             self.updates, self.step = updates, step
-            # A state is kept before callbacks have seen its step.
-            self._follow(self._state.step)
+            if self.active:  # a state is kept before callbacks have seen its step
+                self._follow(self._state.step)
 
         return put_back

@@ -235,6 +235,12 @@ class TrainingLoop:
         self.log.flush()  # finds a NaN before it is saved
         self.save_checkpoint(wait=False, **facts)
 
+    def between_steps(self) -> None:
+        """Save where that is due, in a loop that calls backward itself."""
+        self.checkpoints.poll()
+        if self.checkpoints.due(self.trainer.step):
+            self._save_between_steps()
+
     def _end_of_training(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
         """All steps of the epoch are taken; it is closed now or by its validation."""
         note_phase(Phase.EPOCH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,15 +29,17 @@ def choose_optimizer(
     built = given(parameters) if callable(given) else given
     if isinstance(built, (list, tuple, dict)):
         raise ModelError(
-            f"optimizer is a {type(built).__name__} of {len(built)}; a training has one optimizer: "
-            "put the parameters into groups of one, or make a manager for each model"
+            f"optimizer is a {type(built).__name__} of {len(built)}; fit and train_step have one "
+            "optimizer: put the parameters into groups of one, or keep them all in your own loop "
+            "with manager.prepare(model, *optimizers) and trainer.backward (docs/own-loop.md)"
         )
     if not isinstance(built, Optimizer):
         raise ModelError(f"optimizer gave a {type(built).__name__}, not a torch Optimizer")
-    if _needs_closure(built):
+    if needs_closure(built):
         raise ModelError(
             f"{type(built).__name__} computes the loss several times per step, in a closure, which "
-            "train_step does not support; use an optimizer whose step() takes no closure"
+            "fit and train_step do not support; use an optimizer whose step() takes no closure, or "
+            "your own loop with manager.prepare(model, optimizer) (docs/own-loop.md)"
         )
     known = {id(p) for p in model.parameters()}
     strangers = [p for g in built.param_groups for p in g["params"] if id(p) not in known]
@@ -51,7 +53,26 @@ def choose_optimizer(
     return built
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
+def check_several(optimizers: Sequence[Optimizer], config: MultiGPUConfig) -> None:
+    """Refuse what a loop with its own backward cannot train exactly."""
+    seen: set[int] = set()
+    for number, optimizer in enumerate(optimizers, 1):
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if seen & own:
+            raise ModelError(
+                f"optimizer {number} ({type(optimizer).__name__}) holds {len(seen & own)} "
+                "parameters of an earlier one; give each parameter to one optimizer"
+            )
+        seen |= own
+        clips = [n for n in ("max_grad_norm", "max_grad_value") if getattr(config, n) is not None]
+        if clips and needs_closure(optimizer):
+            raise ModelError(
+                f"{type(optimizer).__name__} searches along the gradient, which {clips[0]} would "
+                f"change under it; drop {clips[0]}"
+            )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `step` cannot be called without a closure, as LBFGS's cannot."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     required = closure is not None and closure.default is inspect.Parameter.empty

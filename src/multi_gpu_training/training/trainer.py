@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.accelerator import refuse_float64
-from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import carry, share_of, to_device
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import synchronise_batchnorm
@@ -26,7 +26,7 @@ from multi_gpu_training.distributed.progress_slot import (
     note_step,
 )
 from multi_gpu_training.distributed.replicas import check_same_model
-from multi_gpu_training.errors import ModelError
+from multi_gpu_training.errors import ConfigError, ModelError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.fast_defaults import (
     choose_fast_defaults,
@@ -35,9 +35,11 @@ from multi_gpu_training.training.fast_defaults import (
 )
 from multi_gpu_training.training.learning_rate import Rates
 from multi_gpu_training.training.loss import LossFn
+from multi_gpu_training.training.manual_optimization import ManualTrainer
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import LOOK, NanGuard
 from multi_gpu_training.training.oom import OomRecovery, is_out_of_memory
+from multi_gpu_training.training.optimizer import check_several
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.runner import Runner
 from multi_gpu_training.training.runner.eager import EagerRunner
@@ -79,7 +81,8 @@ class MultiGPUTrainer(ABC):
         if callbacks is not None:
             state.callbacks = callbacks
         start = StepStart(state)
-        self.nan_guard = NanGuard(state, start, partial(told, "nonfinite"))
+        self._nonfinite = partial(told, "nonfinite")
+        self.nan_guard = NanGuard(state, start, self._nonfinite)
         self.eager = EagerRunner(state, self.nan_guard, start)
         self.execution = StepExecution(state, self.eager, self.nan_guard, say, snapshot_more)
         self.oom = OomRecovery(
@@ -118,11 +121,18 @@ class MultiGPUTrainer(ABC):
     # Building
 
     def build(
-        self, model: nn.Module, loss_fn: LossFn, boundary: Boundary | None = None
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        boundary: Boundary | None = None,
+        manual: bool = False,
     ) -> nn.Module:
         """Put the model onto the device, check it, and wrap it for training. `boundary` is asked
-        before each step whether the run goes on."""
+        before each step whether the run goes on. manual: the user's loop calls backward, around
+        the model as it is."""
         self._boundary = boundary or self._boundary
+        if manual:
+            self._expect_own_backward()
         if not any(p.requires_grad for p in model.parameters()):
             raise ModelError(
                 f"{type(model).__name__} has no parameter with requires_grad=True; unfreeze some"
@@ -142,9 +152,42 @@ class MultiGPUTrainer(ABC):
         state.find_parameters()
         state.step_module = StepModule(model, loss_fn, state.precision)
         self.strategy.wrap(state.step_module)
-        if self.placement.breakable is not None:
+        if self.placement.breakable is not None and not manual:
             self.placement.on_broken = self.oom.join
         return model
+
+    def _expect_own_backward(self) -> None:
+        """No wrapper around the model: ranks exchange gradients where `ManualTrainer` says."""
+        mode = self.config.training_mode
+        if mode not in (TrainingMode.SINGLE, TrainingMode.DISTRIBUTED_DATA_PARALLEL):
+            raise ConfigError(
+                f"training_mode={mode.value} computes inside its own wrapper, and manager.prepare "
+                "leaves forward and backward to your loop; use distributed_data_parallel"
+            )
+        asked = self.config.step_execution
+        if asked in ("graph", "compile"):
+            raise ConfigError(
+                f"step_execution={asked}: steps with your own backward run operation by operation; "
+                "leave it at auto, and compile your modules yourself (torch.compile)"
+            )
+        self.config.step_execution = "eager"
+        self.strategy = self.state.strategy = SingleDevice(self.config, self.placement)
+        self.eager = RefusingRunner(self.state, self.nan_guard, StepStart(self.state))
+
+    def take_optimizers(
+        self, optimizers: Sequence[Optimizer], after_step: Callable[[], None]
+    ) -> ManualTrainer:
+        """Train with these, by the user's own backward. `after_step` comes between steps."""
+        if self.state.precision.scaler.is_enabled():
+            raise ConfigError(
+                "fp16 needs its losses scaled, which your own backward does not do; use "
+                "mixed_precision_dtype=bf16, or use_mixed_precision=false"
+            )
+        check_several(optimizers, self.config)
+        self.state.optimizer = optimizers[0]
+        self.state.find_parameters()
+        self.state.rates = Rates(optimizers[0], self.placement.device)
+        return ManualTrainer(self.state, optimizers, self._boundary, after_step, self._nonfinite)
 
     def take_optimizer(self, optimizer: Optimizer) -> str | None:
         """Train with this optimizer, made as fast as the config allows. Returns what looking for
@@ -302,6 +345,16 @@ class MultiGPUTrainer(ABC):
         state.schedule.load_state_dict(saved["schedule"])
         if "memory" in saved:
             self.oom.load_state_dict(saved["memory"])
+
+
+class RefusingRunner(EagerRunner):
+    """Stands where `train_step` looks for a runner, in a training whose model is not wrapped."""
+
+    def run(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
+        raise ModelError(
+            "train_step, train_epoch and fit need setup_training; after manager.prepare, steps are "
+            "`with trainer.step(batch):` and trainer.backward(loss)"
+        )
 
 
 class SingleDeviceTrainer(MultiGPUTrainer):

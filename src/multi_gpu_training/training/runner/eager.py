@@ -9,6 +9,7 @@ which is what one GPU computes on the whole global batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -135,6 +136,10 @@ class EagerRunner:
             norm = state.strategy.clip(config.max_grad_norm)
         if guard.mode == "gate":
             guard.close(norm)  # on the device: the host does not wait to see whether it closed
+        if config.max_grad_value is not None:  # after the guard: a clamped infinity looks finite
+            if norm is None:
+                scaler.unscale_(optimizer)
+            clip_values(state.parameters, config.max_grad_value)
         state.moving = True
         with state.rates:
             scaler.step(optimizer)
@@ -174,6 +179,16 @@ class EagerRunner:
         mean, weight, metrics, share = self._computed
         self.state.note(MicroResult(mean, None, mean, weight, metrics), share)
         return self.state.advance(mean, None, share)
+
+
+def clip_values(parameters: Sequence[Tensor], most: float) -> None:
+    """Clamp every element of the gradients to -most..most, those of sparse ones row by row."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            parameter.grad.values().clamp_(-most, most)
+    dense = [p for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    torch.nn.utils.clip_grad_value_(dense, most)
 
 
 def _is_recording(state: StepState) -> bool:

@@ -1,0 +1,528 @@
+"""Your own backward: several optimizers, closures, gradient penalties.
+
+    trainer = manager.prepare(generator, discriminator, opt_g, opt_d)
+    for batch in loader:
+        with trainer.step(batch) as real:
+            trainer.backward(loss_d(real), optimizer=opt_d)
+            opt_d.step()
+            trainer.backward(loss_g(real), optimizer=opt_g)
+
+`backward` adds to the gradients of one optimizer's parameters, and of no others, what one process
+computes on the batches of all ranks together. Ranks exchange gradients in that call, so that
+`p.grad` may be clipped, looked at or changed right after it, as in any loop. What has not moved
+when the block ends moves there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from multi_gpu_training.data.batch import share_of, tensors_of, to_device
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
+from multi_gpu_training.distributed.control import Boundary
+from multi_gpu_training.distributed.progress_slot import (
+    BACKWARD,
+    HOOK,
+    OPTIMIZER,
+    OWN_CODE,
+    note_phase,
+    note_step,
+)
+from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
+from multi_gpu_training.torch_internals import RunningStatsBase
+from multi_gpu_training.training.callbacks import Callback, Run
+from multi_gpu_training.training.gradient_exchange import (
+    GradientExchange,
+    OptimizerGradients,
+    as_double,
+    ratio,
+)
+from multi_gpu_training.training.learning_rate import Schedule
+from multi_gpu_training.training.metrics import Number
+from multi_gpu_training.training.nan_guard import LOOK, flag_nonfinite
+from multi_gpu_training.training.oom import advice, is_out_of_memory
+from multi_gpu_training.training.optimizer import needs_closure
+from multi_gpu_training.training.step import StepResult, no_gradient
+from multi_gpu_training.training.step_state import StepState
+
+WATCHED_STEPS = 3  # in which a plain loss.backward() is noticed
+
+
+class ManualTrainer:
+    """Steps of a loop that calls backward itself. Every rank must make the same calls.
+
+    optimizers: all that take part; each parameter belongs to one of them.
+    result: what the newest step did.
+    """
+
+    def __init__(
+        self,
+        state: StepState,
+        optimizers: Sequence[Optimizer],
+        boundary: Boundary,
+        after_step: Callable[[], None],
+        told: Callable[[str, str, dict[str, Any]], None],
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self.result: StepResult | None = None
+        self.schedules: list[Schedule] = []  # of the optimizers after the first
+        self._state = state
+        self._placement = state.placement
+        self._boundary = boundary
+        self._after_step = after_step
+        self._told = told
+        self._exchange = GradientExchange(state.placement)
+        self._slots = [
+            OptimizerGradients(one, number) for number, one in enumerate(self.optimizers)
+        ]
+        held = sum(len(slot.find_parameters()) for slot in self._slots)
+        # Else a backward is kept from reaching what no optimizer here trains.
+        self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
+        self._inside = self._has_batch = False
+        self._share: Share
+        self._weight: Number = 1.0
+        self._sharded: Share | None = None
+        self._stood_in = False  # whether the newest shard was a stand-in
+        # The losses of the step: (whose, name, loss x weight, weight); logged once it is taken.
+        self._noted: list[tuple[list[OptimizerGradients], str, Number, Number]] = []
+        self._unit: Number | None = None  # of the gradients that are not exchanged yet
+        self._loss: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._closure_loss: Tensor | None = None
+        self._kept: list[tuple[Tensor, Tensor]] = []
+        device = state.placement.device
+        self._found = torch.zeros((), dtype=torch.float32, device=device)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._mixed_up = torch.zeros((), dtype=torch.int64, device=device)
+        self._own = False  # whether a backward under way is this trainer's
+        self._watch: list[Any] = []
+        state.callbacks.add(_LookBeforeSave(self.look))
+        for slot in self._slots:
+            slot.optimizer.register_step_pre_hook(self._before_move)
+            slot.optimizer.register_step_post_hook(self._after_move)
+            if state.placement.dp_size > 1:
+                for parameter in slot.parameters:
+                    hook = parameter.register_post_accumulate_grad_hook(self._refuse_foreign)
+                    self._watch.append(hook)
+
+    # The block
+
+    @contextmanager
+    def step(self, batch: Any = None) -> Iterator[Any]:
+        """One step: entering it gives the batch on the device, leaving it moves every optimizer
+        that has gradients, counts the step, logs it, and saves where a checkpoint is due.
+
+        With a batch, each loss weighs as many samples as this rank holds of it; of a loader's or of
+        `manager.shard`, that is this rank's part of the global batch. Without, all ranks weigh the
+        same. A rank without a sample gets a stand-in, whose losses weigh nothing. Micro-batches of
+        a loader (gradient_accumulation_steps) take a block each, and the last one moves.
+        """
+        given = self._begin(batch)
+        try:
+            with self._state.precision.autocast():
+                yield given
+            self._end()
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and is_out_of_memory(error):
+                error.add_note(advice(self._state))
+            self._abandon()
+            raise
+        self._after_block()
+
+    def _begin(self, batch: Any) -> Any:
+        state, placement = self._state, self._placement
+        if self._inside:
+            raise ModelError("trainer.step() inside of trainer.step(); end the first block before")
+        note_step(state.step + 1, begun=True)
+        share = self._sharded if batch is None else self._share_of(batch)
+        self._weight = 1.0 if share is None else float(share.count)
+        self._share = share or Share(state.epoch, state.position, (), 1, 0, True, True, state.step)
+        share = self._share
+        if not share.last and len(self.optimizers) > 1:
+            raise ConfigError(
+                f"this batch is one of several micro-batches of a step, and {len(self.optimizers)} "
+                "optimizers move in turn: a later one must see what an earlier one has moved. Set "
+                "gradient_accumulation_steps=1, or accumulate inside the block with "
+                "trainer.backward(loss, last=False)"
+            )
+        if share.first:
+            for call in state.callbacks.on_step_begin:
+                call(state.step + 1)
+            state.drop_gradients()
+            self._unit = self._loss = self._norm = None
+            self._noted = []
+            for slot in self._slots:
+                slot.reset()
+        given = batch
+        if share.count:
+            given = to_device(batch, placement.device)
+            if batch is not None:
+                given = state.prepare(given, state.sample_numbers(given, share))
+        elif not all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
+            given = state.stand_in(share)  # else `shard` has left one in it
+        self._inside, self._has_batch = True, batch is not None
+        self._attend(share)
+        return given
+
+    def _share_of(self, batch: Any) -> Share:
+        state = self._state
+        share = share_of(batch)
+        if share is None and state.loader is not None:
+            place = state.epoch, state.position
+            share = state.loader.recognise(batch, place, state.count_samples)
+        if share is not None:
+            return share
+        own = state.own_share(batch)  # the batch is all of the step, whatever the config says
+        return Share(own.epoch, own.position, (), own.count, 0, True, True, own.key)
+
+    def _attend(self, share: Share) -> None:
+        """A rank without a sample computes on a stand-in, which leaves no trace in statistics."""
+        self._state.attendance.present = share.count > 0
+        if share.count == 0 and not self._kept:
+            for module in self._state.model.modules():
+                if isinstance(module, RunningStatsBase) and not isinstance(module, SyncBatchNorm):
+                    buffers = module.buffers(recurse=False)
+                    self._kept += [(buffer, buffer.clone()) for buffer in buffers]
+
+    def _end(self) -> None:
+        state, share = self._state, self._share
+        for slot in self._slots if share.last else ():
+            if slot.due:
+                if needs_closure(slot.optimizer):
+                    raise ModelError(
+                        f"{type(slot.optimizer).__name__} needs a closure: call its "
+                        "step(closure) inside the block, and trainer.backward inside the closure"
+                    )
+                slot.optimizer.step()
+        for slots, name, part, weight in self._noted if share.last else ():
+            if not all(slot.skipped for slot in slots):
+                state.metrics.add(name, part, weight)
+        self._leave()
+        loss = torch.zeros(()) if self._loss is None else self._loss
+        if state.loader is not None and (share.window_count or share.changed):
+            state.loader.trained = share
+        self.result = state.advance(loss, self._norm, share)
+        state.given = 0 if share.last else state.given + 1
+        if share.last:
+            state.drop_gradients()
+            for schedule in self.schedules:
+                schedule.after_step(state.step)
+
+    def sharded(self, share: Share) -> None:
+        """`manager.shard` has cut a batch: the losses of this block weigh its samples, or those of
+        the next block, unless that is given another batch."""
+        self._sharded, self._stood_in = share, share.count == 0
+        if self._inside and not self._has_batch:
+            self._weight = float(share.count)
+            self._attend(share)
+
+    def _leave(self) -> None:
+        self._inside = self._own = False
+        self._sharded = None
+        self._state.attendance.present = True
+        for buffer, before in self._kept:
+            buffer.data.copy_(before)
+        self._kept = []
+
+    def _abandon(self) -> None:
+        """Whatever the caller does next, it begins another step."""
+        self._leave()
+        self._state.abandon_step()
+        for slot in self._slots:
+            slot.reset()
+
+    def _after_block(self) -> None:
+        """Between two steps: the state is whole, so it may be saved, and the run may stop."""
+        result, state = self.result, self._state
+        if result is None or not result.moved:
+            return
+        if self._watch and state.step >= WATCHED_STEPS:
+            for hook in self._watch:
+                hook.remove()
+            self._watch.clear()
+        if state.step % LOOK == 0:
+            self.look()
+        note_phase(HOOK)
+        for call in state.callbacks.on_step_end:
+            call(result)
+        self._after_step()
+        note_phase(OWN_CODE)
+        self._boundary.passed += 1
+        if self._boundary.held:
+            self._boundary.halt()
+
+    # Gradients
+
+    def backward(
+        self,
+        loss: Tensor,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        weight: Number | None = None,
+        last: bool = True,
+        retain_graph: bool = False,
+        name: str | None = None,
+    ) -> Tensor:
+        """Add the gradients of `loss` to those of `optimizer`'s parameters; without one, of all
+        optimizers'. Returns the loss over all ranks.
+
+        `loss` is a mean over this rank's part; `weight` is what it was divided by (tokens, say),
+        where that is not the batch's sample count. last=False: more micro-batches of the same mean
+        follow, and nothing is exchanged yet; do not divide the losses by their number. `name`: what
+        the log calls it.
+        """
+        if not self._inside:
+            raise ModelError("trainer.backward(loss) belongs inside `with trainer.step():`")
+        loss = _checked(loss)
+        slots = self._chosen(optimizer)
+        if self._stood_in and self._sharded is None and not self._has_batch:
+            raise ModelError(
+                "the newest manager.shard had no row for this rank and gave it a stand-in, which "
+                "only that step knows; call it in every step, or share out at least as many rows "
+                "as there are ranks"
+            )
+        # What a stand-in weighs is nothing, whatever the loop counts in it.
+        weight = self._weight if weight is None or not self._weight else _plain_weight(weight)
+        last = last and self._share.last
+        mean, device = loss.detach(), self._placement.device
+        plain = self._placement.dp_size == 1 and last and not any(slot.open for slot in slots)
+        if plain:
+            scaled = loss
+        elif not isinstance(weight, Tensor) and not weight > 0:
+            # Selected, not multiplied: a mean over nothing is NaN.
+            scaled, mean = no_gradient(loss), torch.zeros_like(mean)
+        else:
+            if self._unit is None:
+                self._unit = weight
+            scaled = loss if weight is self._unit else loss * ratio(weight, self._unit, loss)
+        for slot in slots:
+            slot.open_up(plain)
+        reach = None if self._holds_all and len(slots) == len(self._slots) else slots
+        note_phase(BACKWARD)
+        self._own = True
+        with torch.autocast(device.type, enabled=False):
+            torch.autograd.backward(
+                scaled,
+                retain_graph=retain_graph,
+                inputs=None if reach is None else [p for slot in reach for p in slot.parameters],
+            )
+        self._own = False
+        note_phase(OWN_CODE)
+        part = mean.double() * weight
+        if isinstance(weight, Tensor):
+            part = torch.where(weight > 0, part, torch.zeros_like(part))
+        if self._share.count:
+            number = slots[0].number if len(slots) == 1 else 0
+            name = name or ("loss" if number == 0 else f"loss_{number + 1}")
+            self._noted.append((slots, name, part, weight))
+        self._loss = mean if self._loss is None else self._loss
+        over_ranks = mean
+        for slot in slots:
+            slot.due = True
+            if not plain:
+                slot.open = True
+                slot.weight, slot.loss = slot.weight + weight, slot.loss + part
+                if last:
+                    over_ranks = self._complete(slot).to(mean.dtype)
+        if self._closure_loss is not None and last:
+            self._closure_loss = self._closure_loss + over_ranks
+        return over_ranks
+
+    def _complete(self, slot: OptimizerGradients) -> Tensor:
+        """Make this rank's sum of weighted gradients the mean over all ranks."""
+        unit = 1.0 if self._unit is None else self._unit
+        tag = float(slot.number + 1)
+        if self._placement.dp_size == 1:
+            factor = ratio(unit, slot.weight, slot.parameters[0])
+            for parameter in slot.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+            sums = torch.stack([as_double(slot.loss, self._placement.device)])
+        else:
+            numbers = (slot.loss, tag)
+            sums = self._exchange.mean(slot.parameters, unit, slot.weight, (*numbers, slot.weight))
+            self._mixed_up += sums[1] != tag * self._placement.dp_size
+            if not sums.is_cuda:
+                self._check_order()
+        weight = sums[2] if len(sums) > 2 else as_double(slot.weight, sums.device)
+        loss = sums[0] / torch.where(weight > 0, weight, torch.ones_like(weight))
+        slot.close()
+        return loss
+
+    def _check_order(self) -> None:
+        if bool(self._mixed_up):
+            raise ModelError(
+                f"up to step {self._state.step + 1} ranks called backward for different "
+                "optimizers at the same time; every rank must make the same calls in the same "
+                "order"
+            )
+
+    def _chosen(
+        self, optimizer: Optimizer | Sequence[Optimizer] | None
+    ) -> list[OptimizerGradients]:
+        if optimizer is None:
+            return self._slots
+        wanted = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        found = [slot for slot in self._slots if any(slot.optimizer is one for one in wanted)]
+        if len(found) != len(wanted):
+            raise ModelError(
+                "trainer.backward got an optimizer that manager.prepare did not; give prepare all "
+                f"of them (it has {', '.join(type(o).__name__ for o in self.optimizers)})"
+            )
+        return found
+
+    def _refuse_foreign(self, parameter: Tensor) -> None:
+        if not self._own and self._inside:
+            raise ModelError(
+                "loss.backward() was called inside trainer.step(): ranks would not exchange these "
+                "gradients; call trainer.backward(loss, optimizer=...)"
+            )
+
+    # Moving the weights
+
+    def _before_move(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        (slot,) = self._chosen(optimizer)
+        if not self._inside:
+            raise ModelError(
+                f"{type(optimizer).__name__}.step() was called outside `with trainer.step():`, "
+                "where no step is counted, logged or saved; call it inside"
+            )
+        note_phase(OPTIMIZER)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._finish(slot)
+            return None
+
+        def exchanged() -> Any:
+            value = self._evaluate(closure, slot)
+            self._finish(slot)
+            return value
+
+        return (args[0],), {**kwargs, "closure": exchanged}
+
+    def _evaluate(self, closure: Callable[[], Any], slot: OptimizerGradients) -> Any:
+        """Call a closure; line searches of all ranks must see the same loss, that of all ranks."""
+        self._closure_loss = torch.zeros((), device=self._placement.device)
+        value = closure()
+        found, self._closure_loss = self._closure_loss, None
+        if not slot.due:
+            raise ModelError(
+                f"the closure of {type(slot.optimizer).__name__} did not call "
+                "trainer.backward(loss, optimizer=...)"
+            )
+        return value if self._placement.dp_size == 1 else found
+
+    def _finish(self, slot: OptimizerGradients) -> None:
+        """Gradients as the optimizer takes them: complete, finite, clipped."""
+        state, config = self._state, self._state.config
+        if not slot.due:
+            raise ModelError(
+                f"{type(slot.optimizer).__name__}.step() without trainer.backward(loss, "
+                "optimizer=...) since its last step: there is nothing to move along"
+            )
+        if not self._share.last:
+            raise ModelError(
+                f"{type(slot.optimizer).__name__}.step() inside a micro-batch that is not the last "
+                "of its step; leave it out (the last block moves), or set "
+                "gradient_accumulation_steps=1"
+            )
+        if slot.open:
+            self._complete(slot)
+        for call in state.callbacks.on_optimizer:
+            call()
+        if self._bad(slot):
+            slot.skipped = True
+            for parameter in slot.parameters:
+                parameter.grad = None  # which every optimizer leaves where it is
+            return
+        if config.max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(slot.parameters, config.max_grad_norm)
+            self._norm = norm if self._norm is None else self._norm
+        if config.max_grad_value is not None:
+            nn.utils.clip_grad_value_(slot.parameters, config.max_grad_value)
+
+    def _after_move(self, optimizer: Optimizer, *_: Any) -> None:
+        (slot,) = self._chosen(optimizer)
+        slot.due = False
+        note_phase(OWN_CODE)
+
+    # NaN
+
+    @torch.no_grad()
+    def _bad(self, slot: OptimizerGradients) -> bool:
+        """Whether to leave the weights because a gradient is not finite; raises where the config
+        says stop. A GPU is only asked now and then, unless such steps are to be skipped."""
+        grads = [p.grad for p in slot.parameters if p.grad is not None]
+        flag_nonfinite(grads, self._found, self._one)
+        skips = self._state.config.on_nonfinite == "skip"
+        if (self._found.is_cuda and not skips) or not bool(self._found):
+            return False
+        bad = {id(p) for p in slot.parameters if p.grad is not None and not _is_finite(p.grad)}
+        names = [name for name, p in self._state.model.named_parameters() if id(p) in bad]
+        step = self._state.step + 1
+        text = (
+            f"step {step}: the gradient for {type(slot.optimizer).__name__} (optimizer "
+            f"{slot.number + 1}) is not finite in {', '.join(names[:4])}"
+            f"{' ...' if len(names) > 4 else ''}; lower the learning rate, set max_grad_norm, or "
+            "check the data"
+        )
+        self._found.zero_()
+        if not skips:
+            raise NonFiniteLossError(step, text=text)
+        self._told("skip", text, {"step": step})
+        return True
+
+    def look(self) -> None:
+        """Raise if a gradient was not finite since the last look. Waits for the device."""
+        self._check_order()
+        if bool(self._found):
+            self._found.zero_()
+            step = self._state.step
+            text = f"a gradient of the {LOOK} steps up to {step} was not finite"
+            raise NonFiniteLossError(step, text=f"{text}; the last checkpoint is from before")
+
+
+class _LookBeforeSave(Callback):
+    """Finds a NaN before it is saved."""
+
+    watches_only = True
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def on_save_begin(self, run: Run) -> None:
+        self._look()
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(
+            f"trainer.backward got {found}; give a scalar loss, the mean over this rank's samples"
+        )
+    if not loss.requires_grad:
+        raise ModelError(
+            "the loss has no gradient; compute it from a model's output without .detach(), .item() "
+            "or torch.no_grad()"
+        )
+    return loss.reshape(())
+
+
+def _plain_weight(weight: Number) -> Number:
+    """A weight that can be read without waiting for a GPU as a number, any other as a double."""
+    if isinstance(weight, Tensor):
+        return weight.detach().double().reshape(()) if weight.is_cuda else float(weight)
+    return float(weight)
+
+
+def _is_finite(grad: Tensor) -> bool:
+    return bool((torch.view_as_real(grad) if grad.is_complex() else grad).isfinite().all())

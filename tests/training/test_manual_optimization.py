@@ -1,0 +1,273 @@
+"""Your own backward, your own batches, and the small helpers of own loops."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from tiny import FEATURES, flat, line, manager_for, points, sgd, squares
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from multi_gpu_training import Callback, ConfigError, MultiGPUTrainingManager
+from multi_gpu_training.errors import DataError, ModelError, NonFiniteLossError
+from multi_gpu_training.manager import SetupArguments
+
+LENGTHS = [3, 1, 4, 2]  # tokens of each micro-batch
+
+
+def tokens(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(LENGTHS[number % 4], FEATURES, generator=generator, dtype=torch.float64)
+    return x, x.sum(1, keepdim=True)
+
+
+def weigh(folder: Path) -> list[Tensor]:
+    """Two steps of two micro-batches per rank, weighted by tokens; then what is refused."""
+    manager = manager_for(folder)
+    model = line().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    trainer = manager.prepare(model, optimizer)
+    ranks, rank = manager.placement.dp_size, manager.placement.dp_rank
+    found = []
+    for _ in range(2):
+        with trainer.step():
+            mine = [m for m in range(4) if m % ranks == rank]
+            for place, micro in enumerate(mine):
+                x, y = tokens(micro)
+                last = place == len(mine) - 1
+                loss = F.mse_loss(model(x), y)
+                seen = trainer.backward(loss, weight=torch.tensor(len(x)), last=last)
+            found.append(seen)  # the mean over all ranks and micro-batches
+            found.append(model.weight.grad.clone())
+    with pytest.raises(ModelError, match="outside `with trainer"):
+        optimizer.step()
+    with pytest.raises(ModelError, match="without trainer"), trainer.step():
+        optimizer.step()
+    with pytest.raises(ModelError, match="belongs inside `with"):
+        trainer.backward(loss)
+    with pytest.raises(ModelError, match="need setup_training"):
+        manager.trainer.train_step(tokens(0))
+    if ranks > 1:
+        with pytest.raises(ModelError, match="ranks would not exchange these"), trainer.step():
+            squares(model, list(tokens(0))).backward()
+    manager.finish()
+    return [*found, flat(model)]
+
+
+def test_token_weights_hold_over_ranks_and_micro_batches(tmp_path: Path) -> None:
+    model = line().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x, y = (torch.cat(parts) for parts in zip(*map(tokens, range(4)), strict=True))
+    expected = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        expected += [loss.detach(), model.weight.grad.clone()]
+        optimizer.step()
+    expected.append(flat(model))
+    for ranks in (1, 2):
+        for found in run_ranks(ranks, weigh, tmp_path / str(ranks)):
+            for mine, theirs in zip(found, expected, strict=True):
+                assert (mine - theirs).norm() <= 1e-12 * theirs.norm()
+
+
+SIZES = [3, 1, 4]  # on two ranks, the second one has no sample of the second batch
+
+
+def share_batches(folder: Path) -> Tensor:
+    """`train_step` without a dataset, on batches that every rank makes alike."""
+    manager = manager_for(folder)
+    model, _, _ = manager.setup_training(line().double(), loss_fn=squares, optimizer=sgd)
+    for number, size in enumerate(SIZES):
+        x = points(number + 4, torch.float64).tensors[0][-size:]
+        manager.trainer.train_step(manager.shard((x, x.sum(1, keepdim=True))))
+    manager.finish()
+    return flat(model)
+
+
+def test_a_batch_that_all_ranks_make_alike_is_trained_once(tmp_path: Path) -> None:
+    model = line().double()
+    optimizer = sgd(model.parameters())
+    for number, size in enumerate(SIZES):
+        x = points(number + 4, torch.float64).tensors[0][-size:]
+        optimizer.zero_grad()
+        squares(model, [x, x.sum(1, keepdim=True)]).backward()
+        optimizer.step()
+    for found in run_ranks(2, share_batches, tmp_path):
+        assert (found - flat(model)).norm() <= 1e-12 * flat(model).norm()
+
+
+def order_of_arrival(folder: Path) -> tuple[float, float]:
+    manager = manager_for(folder)
+    with manager.main_process_first():
+        begun = time.monotonic()
+        time.sleep(0.05)
+        ended = time.monotonic()
+    return begun, ended
+
+
+def test_the_main_process_goes_first(tmp_path: Path) -> None:
+    (_, first_ended), (second_begun, _) = run_ranks(2, order_of_arrival, tmp_path)
+    assert first_ended <= second_begun
+
+
+def test_a_gradient_of_one_optimizer_never_reaches_another(tmp_path: Path) -> None:
+    manager = manager_for(tmp_path)
+    one, other = line(), line()
+    trainer = manager.prepare(one, other, a := sgd(one.parameters()), sgd(other.parameters()))
+    before = flat(other)
+    with trainer.step():
+        trainer.backward((one(torch.ones(2, FEATURES)) * other(torch.ones(2, FEATURES))).mean(), a)
+        assert other.weight.grad is None
+    manager.finish()
+    assert torch.equal(flat(other), before)
+    assert manager.step == 1
+
+
+def bad_batch(manager: MultiGPUTrainingManager) -> Tensor:
+    model = line()
+    trainer = manager.prepare(model, optimizer := sgd(model.parameters()))
+    before = flat(model)
+    try:
+        with trainer.step():
+            trainer.backward(model(torch.full((2, FEATURES), math.inf)).mean(), optimizer)
+    finally:
+        manager.finish()
+    return flat(model) - before
+
+
+def test_a_nan_stops_a_loop_with_its_own_backward_or_is_skipped(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteLossError, match=r"SGD \(optimizer 1\) is not finite in weight"):
+        bad_batch(manager_for(tmp_path / "stop"))
+    assert not bad_batch(manager_for(tmp_path / "skip", on_nonfinite="skip")).any()
+
+
+def test_what_prepare_cannot_train_is_refused(tmp_path: Path) -> None:
+    model = line()
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ((model, sgd(model.parameters()), sgd(model.parameters())), {}, "holds 2 parameters of an"),
+        ((model,), {}, "1 modules and 0 optimizers"),
+        ((model, sgd(model.parameters()), points()), {}, "prepare got a TensorDataset"),
+        ((model, sgd([torch.zeros(1, requires_grad=True)])), {}, "nn.Parameter"),
+        ((model, torch.optim.LBFGS(model.parameters())), {"max_grad_norm": 1.0}, "max_grad_norm"),
+        ((model, sgd(model.parameters())), {"step_execution": "graph"}, "operation by operation"),
+    ]
+    for parts, settings, words in cases:
+        with pytest.raises((ModelError, ConfigError), match=words):
+            manager_for(tmp_path, **settings).prepare(*parts)
+
+
+def test_a_signal_saves_the_step_of_a_loop_with_its_own_backward(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"enable_fault_tolerance": True, "run_name": "one"}
+    noise: list[float] = []
+
+    def train(stop: bool, folder: Path = tmp_path / "stopped", **more: Any) -> Tensor:
+        model = line()
+        manager = manager_for(folder, **settings, **more)
+        torch.manual_seed(4)  # before the resume brings back the generators
+        trainer = manager.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1))
+        try:
+            while manager.step < 6:
+                x = torch.randn(4, FEATURES)  # as nanoGPT draws its batches
+                with trainer.step():
+                    trainer.backward(F.mse_loss(F.dropout(model(x)), x.sum(1, keepdim=True)))
+                    if stop and manager.step == 2:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                        time.sleep(0.5)  # until the listening thread has heard of it
+        finally:
+            manager.finish()
+        noise.append(float(torch.rand(())))
+        return flat(model)
+
+    with pytest.raises(SystemExit) as ended:
+        train(stop=True)
+    assert ended.value.code == 143
+    resumed = train(stop=False, resume="auto")
+    assert torch.equal(resumed, train(stop=False, folder=tmp_path / "whole"))
+    assert noise[0] == noise[1]
+
+
+def test_a_training_without_a_dataset_announces_no_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logged: list[float] = []
+
+    class Log(Callback):
+        def on_log(self, run: Any, metrics: Any, step: int) -> None:
+            logged.append(metrics["loss"])
+
+    manager = manager_for(tmp_path, progress="lines", max_steps=3, log_every=1)
+    manager.setup_training(line(), loss_fn=squares, optimizer=sgd, callbacks=[Log()])
+    while not manager.should_stop:
+        manager.trainer.train_step([torch.ones(2, FEATURES), torch.ones(2, 1)])
+    manager.finish()
+    said = capsys.readouterr().out
+    assert "your own batches" in said
+    assert "per epoch" not in said
+    assert "samples per step" not in said
+    assert manager.step == 3
+    assert len(logged) == 3
+    with pytest.raises(DataError, match="no dataset"):
+        next(iter(manager.train_loader))
+    with pytest.raises(DataError, match=r"manager\.prepare"):
+        manager_for(tmp_path).fit(line(), None)
+
+
+def test_the_search_for_a_rate_leaves_no_trace(tmp_path: Path) -> None:
+    def train(folder: Path, search: bool) -> Tensor:
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1)
+        )
+        manager = manager_for(folder, global_batch_size=4, schedule="cosine")
+        _, loader, _ = manager.setup_training(
+            model, points(), loss_fn=squares, optimizer=lambda p: torch.optim.Adam(p, lr=1e-2)
+        )
+        batches = iter(loader)
+        manager.trainer.train_step(next(batches))
+        manager.trainer.train_step(next(batches))
+        if search:
+            batches.close()  # type: ignore[attr-defined]
+            loader.seek(0, 2)
+            found = manager.find_learning_rate(1e-5, 10.0, steps=40)
+            assert found.suggestion is not None
+            assert 1e-5 < found.suggestion < 10
+            assert found.losses[-1] > min(found.losses)
+            batches = iter(loader)
+        for batch in batches:
+            manager.trainer.train_step(batch)
+        manager.finish()
+        return torch.cat([flat(model), torch.rand(3)])
+
+    assert torch.equal(train(tmp_path / "a", True), train(tmp_path / "b", False))
+
+
+def test_the_steps_of_an_epoch_are_known_before_setup(tmp_path: Path) -> None:
+    for data, steps in [
+        (points(10), 3),
+        (DataLoader(points(10), batch_size=4, drop_last=True), 2),
+        (DataLoader(points(10), batch_size=3), 4),
+    ]:
+        settings = {} if isinstance(data, DataLoader) else {"batch_size": 4}
+        manager = manager_for(tmp_path, **settings)
+        assert manager.steps_per_epoch(data) == steps
+        manager.setup_training(line(), data, loss_fn=squares)
+        assert manager.steps_per_epoch() == manager.train_loader.steps == steps
+        manager.finish()
+
+
+def test_fit_names_the_arguments_of_setup_training() -> None:
+    parameters = inspect.signature(MultiGPUTrainingManager.setup_training).parameters.values()
+    keywords = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert set(SetupArguments.__annotations__) == keywords
