@@ -17,6 +17,8 @@ import multi_gpu_training
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager, TrainingMode
 
 PUBLIC = {
+    "ShardedStream",
+    "notebook_launch",
     "ConfigError",
     "DataParallelTrainer",
     "DistributedDataParallelTrainer",

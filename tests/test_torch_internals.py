@@ -350,6 +350,14 @@ def test_without_gradient_hooks_keeps_hooks_from_running_and_gives_them_back() -
     assert sorted(seen) == ["after", "hook", "hook"]
 
 
+def test_a_worker_can_be_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = torch.utils.data._utils.worker
+    monkeypatch.setattr(worker, "_worker_info", "somebody")
+    assert torch.utils.data.get_worker_info() == "somebody"
+    torch_internals.hide_worker_info()
+    assert torch.utils.data.get_worker_info() is None
+
+
 def test_the_reductions_of_a_torchmetrics_metric_are_where_we_read_them() -> None:
     metrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
     found = torch_internals.metric_reductions(metrics.MeanMetric())

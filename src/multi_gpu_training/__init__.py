@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+    from multi_gpu_training.data.sharded_stream import ShardedStream
     from multi_gpu_training.errors import ConfigError, MultiGPUError
     from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.launch.launcher import launch_distributed_training
+    from multi_gpu_training.launch.notebook import notebook_launch
     from multi_gpu_training.manager import MultiGPUTrainingManager
     from multi_gpu_training.monitoring.performance import PerformanceMonitor
     from multi_gpu_training.planning.bench.run_comparison import comparison_report
@@ -35,6 +37,7 @@ _HOMES = {
     "MultiGPUConfig": "config",
     "TrainingMode": "config",
     "launch_distributed_training": "launch.launcher",
+    "notebook_launch": "launch.notebook",
     "MetricsCollector": "training.metrics",
     "PerformanceMonitor": "monitoring.performance",
     "comparison_report": "planning.bench.run_comparison",
@@ -50,6 +53,7 @@ _HOMES = {
     "DataParallelTrainer": "training.trainer",
     "DistributedDataParallelTrainer": "training.trainer",
     "MultiGPUTrainer": "training.trainer",
+    "ShardedStream": "data.sharded_stream",
     "SingleDeviceTrainer": "training.trainer",
     "StepResult": "training.step",
 }
@@ -69,6 +73,7 @@ __all__ = [
     "MultiGPUTrainer",
     "MultiGPUTrainingManager",
     "PerformanceMonitor",
+    "ShardedStream",
     "SingleDeviceTrainer",
     "StepResult",
     "TrainingMode",
@@ -76,6 +81,7 @@ __all__ = [
     "estimate_training_speedup",
     "get_gpu_info",
     "launch_distributed_training",
+    "notebook_launch",
     "print_gpu_info",
     "print_training_speedup_estimates",
 ]

@@ -66,7 +66,7 @@ class MultiGPUConfig(BaseModel):
 
     # Where it runs
     training_mode: TrainingMode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
     device_ids: list[Annotated[int, Field(ge=0, lt=2**15)]] | None = Field(
         None,
         min_length=1,
@@ -429,6 +429,8 @@ class MultiGPUConfig(BaseModel):
             yield f"device=cpu and device_ids={self.device_ids} exclude each other; drop one"
         if self.device == "cpu" and self.backend == "nccl":
             yield "backend=nccl needs GPUs; use backend=gloo with device=cpu"
+        if self.device in ("mps", "xpu"):
+            yield from self._beyond_one_device()
         if distributed and self.device_ids and not self.share_gpu:
             repeated = sorted({i for i in self.device_ids if self.device_ids.count(i) > 1})
             if repeated:
@@ -499,6 +501,25 @@ class MultiGPUConfig(BaseModel):
                 f"mixed_precision_dtype={self.mixed_precision_dtype} does nothing with "
                 "use_mixed_precision=false; drop one of them"
             )
+
+    def _beyond_one_device(self) -> Iterator[str]:
+        """What `mps` and `xpu` cannot do here: they are one device, without CUDA graphs."""
+        asked = f"device={self.device}"
+        if (self.world_size or 1) > 1:
+            yield (
+                f"{asked} trains on one device, but world_size={self.world_size}; use one rank, or "
+                "device=cpu to try several"
+            )
+        if self.training_mode is TrainingMode.DATA_PARALLEL:
+            yield f"{asked} is one device; use training_mode=single"
+        if self.device_ids and self.device == "mps":
+            yield f"{asked} has no numbered devices; drop device_ids={self.device_ids}"
+        if self.backend == "nccl":
+            yield f"backend=nccl is for NVIDIA and AMD GPUs; drop it with {asked}"
+        if self.step_execution == "graph":
+            yield f"step_execution=graph records CUDA graphs, which {asked} has not; use eager"
+        if self.data_on_gpu:
+            yield f"data_on_gpu=true is for CUDA; drop it with {asked}"
 
     @property
     def compress_gradients(self) -> bool:

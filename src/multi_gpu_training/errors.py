@@ -4,6 +4,7 @@
       ConfigError         the request contradicts itself, the machine or the data (exit code 2)
         DataError         the dataset cannot serve the request
         ModelError        the model or the loss cannot be trained as asked
+      ShardError          a shard of a stream broke off while it was read
       LaunchError         ranks could not be started or found each other
       RankFailure         a rank of a running job died
       CheckpointError     nothing intact to load, or it belongs to another model
@@ -55,6 +56,10 @@ class DataError(ConfigError):
 
 
 class ModelError(ConfigError):
+    pass
+
+
+class ShardError(MultiGPUError):
     pass
 
 

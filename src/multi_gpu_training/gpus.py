@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from multi_gpu_training import accelerator
+
 
 def get_gpu_info() -> list[dict[str, Any]]:
     """One entry a visible GPU: index, name, uuid, memory, compute capability. Empty without."""
@@ -21,6 +23,11 @@ def print_gpu_info() -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     gpus = get_gpu_info()
+    kind = accelerator.choose("auto")
+    if not gpus and kind != "cpu":
+        name = accelerator.device_name(torch.device(kind))
+        console.print(f"{name}: one process trains on it (device={kind}).", markup=False)
+        return
     if not gpus:
         console.print(f"No GPU: {why_no_gpu()}. Training runs on the CPU (gloo).", markup=False)
         return

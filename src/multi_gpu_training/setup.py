@@ -37,6 +37,7 @@ from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.data.sample_count import BatchSizeFn
+from multi_gpu_training.data.stream import StreamLoader
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError, ModelError
@@ -317,6 +318,9 @@ class Training:
                 state.position = place_after_resume(
                     loader, state.position, saved, size, epoch_is_over, steps
                 )
+        if isinstance(loader, StreamLoader) and not may_resume_anyway(self.config):
+            epoch_is_over = self.progress.epochs_done > state.epoch
+            loader.check_resumed_order(epoch_is_over or state.position == 0)
         loader.seek(state.epoch, state.position)
 
     # Data and model
@@ -345,6 +349,10 @@ class Training:
         self.train_loader, self.sizes = training_loader(
             dataset, config, self.placement, replicas, count
         )
+        if isinstance(self.train_loader, StreamLoader):
+            self.fault_tolerance.register("data_stream", self.train_loader)
+            for told in self.train_loader.describe():
+                self.console.line(told)
         limit = config.limit_val_batches
         self.val_loader: ValLoaders | None = None
         if val_dataset is not None:

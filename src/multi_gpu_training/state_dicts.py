@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from multi_gpu_training.accelerator import device_generators
 from multi_gpu_training.errors import CheckpointError
 
 _TAG = "$"
@@ -303,6 +304,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device).tolist()
+    elif device.type != "cpu":
+        state[device.type] = device_generators(device)[0].get_state().tolist()
     return state
 
 
@@ -315,3 +318,6 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     np.random.set_state((name, np.array(words, dtype=np.uint32), place, has_gauss, cached))
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8), device)
+    elif device.type != "cpu" and device.type in state:
+        saved = torch.tensor(state[device.type], dtype=torch.uint8)
+        device_generators(device)[0].set_state(saved)

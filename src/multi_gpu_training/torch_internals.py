@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import RandomSampler
+from torch.utils.data import _utils as worker_utils
 
 # BatchNorm1d to 3d, SyncBatchNorm and their relatives share no public base class.
 BatchNormBase = nn.modules.batchnorm._BatchNorm
@@ -222,6 +223,12 @@ def asked_samples(sampler: RandomSampler) -> int | None:
     """The `num_samples` that a RandomSampler was made with; the public one fills in a default."""
     asked: int | None = sampler._num_samples
     return asked
+
+
+def hide_worker_info() -> None:
+    """In a loader worker, from now on: let datasets find no worker. Those that split themselves by
+    worker would do it a second time."""
+    worker_utils.worker._worker_info = None
 
 
 # Operations and process groups

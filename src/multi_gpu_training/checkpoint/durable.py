@@ -15,6 +15,7 @@ from multi_gpu_training.checkpoint.integrity import (
     HashThreads,
     chunks,
 )
+from multi_gpu_training.portability import drop_from_page_cache
 
 # Called with the path of each checkpoint file that was opened and is about to be filled, in the
 # thread that writes it. Empty in production: fault injection and tests add themselves here.
@@ -78,9 +79,7 @@ def write_pieces(
             for part in chunk:
                 while len(part):
                     part = part[os.write(descriptor, part) :]
-            # The disk starts now instead of when the file is flushed, and the page cache is
-            # left to those who read.
-            os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+            drop_from_page_cache(descriptor, start, size)
             start += size
     except BaseException:
         os.close(descriptor)

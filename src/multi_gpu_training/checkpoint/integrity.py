@@ -19,6 +19,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, Field, model_validator
 
 from multi_gpu_training.checkpoint.signature import ManifestSigner
+from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.safe_files import (
     Count,
     Ranks,
@@ -169,7 +170,7 @@ class HashThreads:
     def __init__(self) -> None:
         # Half of this process's cores, four at most: training needs the others. And one, because
         # the caller waits for the disk or for these threads most of the time.
-        spare = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
+        spare = max(1, min(4, len(usable_cores()) // 2))
         self._pool = ThreadPoolExecutor(spare + 1, thread_name_prefix="checkpoint-hash")
 
     def __enter__(self) -> HashThreads:

@@ -66,7 +66,7 @@ Prices = partial(Option, rich_help_panel="What it costs")
 
 # Flags that several commands have.
 Target = Annotated[str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)]
-Device = Annotated[str, Option(help="auto, cpu or cuda")]
+Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
 Warmup = Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")]
 AsJson = Annotated[bool, Option("--json", help="for programs")]
 NodeRank = Annotated[int | None, Machines()]

@@ -15,6 +15,7 @@ from questionary import Choice
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.recipes import RECIPES
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def ask_ranks(mode: TrainingMode, gpus: int) -> int:
     if mode is SINGLE:
         return 1
     if not gpus:
-        cores = len(os.sched_getaffinity(0))
+        cores = len(usable_cores())
         most = max(CPU_RANKS, CPU_RANKS_PER_CORE * cores)
         question = f"How many CPU ranks ({cores} cores here)"
         return ask_number(question, CPU_RANKS, whole_number(1, most))

@@ -32,6 +32,8 @@ from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.data.resident import ResidentLoader, fits_on_gpu
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
+from multi_gpu_training.data.shard_sources import is_hugging_face, shuffle_state
+from multi_gpu_training.data.sharded_stream import ShardedStream
 from multi_gpu_training.data.stream import StreamLoader
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, DataError
@@ -103,6 +105,7 @@ def training_loader(
     sizes = _sizes(brought, config, placement, replicas)
     feeding = _feeding(brought, dataset, config, placement, sizes, batch_size_fn)
     if isinstance(dataset, IterableDataset):
+        _settle_stream(dataset, placement)
         steps = config.steps_per_epoch
         size = 1 if feeding.items else sizes.global_batch
         return StreamLoader(dataset, size, feeding, steps), sizes
@@ -206,6 +209,7 @@ def validation_loader(
     dataset: Any = _dataset(data)
     feeding = _feeding(brought, dataset, config, placement, sizes, batch_size_fn, evaluating=True)
     if isinstance(dataset, IterableDataset):
+        _settle_stream(dataset, placement)
         if training is not None and training.dataset is dataset:
             dataset = copy.copy(dataset)  # set_epoch must not reach a training pass half done
         size = feeding.micro_size if limit is None else sizes.global_batch
@@ -218,6 +222,21 @@ def validation_loader(
     if in_order and isinstance(source, ShuffledBatches):
         source = ShuffledBatches(samples, source.batch_size, False, feeding.unit)
     return _sized_loader(dataset, source, feeding, config, placement, limit)
+
+
+def _settle_stream(dataset: Any, placement: Placement) -> None:
+    """Let the ranks find out together how long the shards of a stream are, and that they all read
+    the same order. Collective."""
+    if isinstance(dataset, ShardedStream):
+        dataset.settle(placement.dp_rank, placement.dp_size, placement.gather_json)
+    elif is_hugging_face(dataset):
+        states = placement.gather_json(shuffle_state(dataset))
+        if any(state != states[0] for state in states):
+            raise DataError(
+                "stream.shuffle() without a seed draws another order on every rank, so samples "
+                "would come twice or never; give shuffle(seed=N), or "
+                "ShardedStream.from_datasets(stream) without .shuffle()"
+            )
 
 
 def _sized_loader(

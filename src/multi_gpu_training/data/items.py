@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from multi_gpu_training.data.batch import emptied, rows, tensors_of
-from multi_gpu_training.data.loader import Feeding, Fetch, ShareLoader
+from multi_gpu_training.data.loader import Feeding, Fetch, ShareLoader, started
 from multi_gpu_training.data.order import Share, cut, derive_seed, seed_everything
 from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
 from multi_gpu_training.errors import DataError
@@ -57,7 +57,7 @@ class ItemLoader(ShareLoader):
     def host_batches(
         self, fetched: Iterable[tuple[Share, Any]] | None = None
     ) -> Iterator[tuple[Share, Any]]:
-        for share, item in self._loader if fetched is None else fetched:
+        for share, item in started(self._loader) if fetched is None else fetched:
             index = share.indices[0]
             number = index if isinstance(index, int) else share.position
             told = len(index) if isinstance(index, (list, tuple)) else None

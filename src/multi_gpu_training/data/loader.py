@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import pickle
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -28,6 +30,7 @@ from multi_gpu_training.data.prefetch import on_device
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
 from multi_gpu_training.distributed.cleanup import die_with_parent, end_workers, for_one_process
+from multi_gpu_training.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
 CPU = torch.device("cpu")
@@ -136,7 +139,7 @@ class ShareLoader(EpochLoader):
     ) -> Iterator[tuple[Share, Any]]:
         """What was fetched, by default by the workers, with something of the right form for an
         empty share."""
-        for share, batch in self._loader if fetched is None else fetched:
+        for share, batch in started(self._loader) if fetched is None else fetched:
             if share.count:
                 self._template = (share.count, batch)
                 yield share, batch
@@ -246,6 +249,20 @@ def wait_for_no_worker() -> None:
 
 def as_is(item: Any) -> Any:
     return item
+
+
+def started(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The loader's iterator. Where workers are spawned, as on macOS, they get a pickled dataset."""
+    try:
+        return iter(loader)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if not loader.num_workers or multiprocessing.get_start_method() == "fork":
+            raise
+        raise DataError(
+            f"num_workers={loader.num_workers}: the dataset or its collate_fn cannot be sent to a "
+            f"worker process ({error}); use functions of a module instead of lambdas and local "
+            "functions, or num_workers=0"
+        ) from error
 
 
 def _data_loader(fetch: Fetch, plan: _Plan, feeding: Feeding) -> DataLoader[Any]:

@@ -7,7 +7,6 @@ with the process, and whoever makes the next folder removes those that nobody ho
 from __future__ import annotations
 
 import atexit
-import ctypes
 import fcntl
 import functools
 import gc
@@ -20,18 +19,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from multi_gpu_training.portability import kill_with_parent
 from multi_gpu_training.python_internals import process_settings
 
 PREFIX = "mgt-launch-"
 _LOCK = ".lock"
 _SOON_S = 60.0  # a new folder has its lock by then
 _LONGEST = 85  # a socket's path has 107 bytes, of which its own name takes about 20
-_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int | None = None) -> None:
     """Be killed when the parent is. `parent` is its process id, as it may be dead already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    kill_with_parent()
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 

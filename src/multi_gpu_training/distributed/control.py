@@ -20,7 +20,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
@@ -29,6 +28,7 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import launcher_reads, note_asked, note_grace
 from multi_gpu_training.distributed.signal_thread import SignalThread
 from multi_gpu_training.distributed.stall import PeerWatch
+from multi_gpu_training.portability import process_state
 from multi_gpu_training.torch_internals import default_store
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
@@ -244,7 +244,4 @@ def _say(text: str) -> None:
 
 def _runs(pid: int) -> bool:
     """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] not in b"ZX"
-    except OSError:
-        return False
+    return process_state(pid) not in ("", "Z", "X")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
+from multi_gpu_training import accelerator
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.distributed import meeting_place
 from multi_gpu_training.distributed.cleanup import die_with_parent, spare_forked_children
@@ -255,10 +256,10 @@ def claimed_identity(config: MultiGPUConfig) -> Identity | None:
 
 
 def _device(config: MultiGPUConfig, identity: Identity) -> torch.device:
-    cuda = torch.cuda.is_available() and config.device != "cpu"
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda was asked for, but torch sees no GPU; `mgt info` shows why")
-    if not cuda:
+    kind = accelerator.choose(config.device)
+    if kind in ("mps", "xpu"):
+        return _one_device(kind, config, identity)
+    if kind == "cpu":
         return torch.device("cpu")
     ids = gpu_ids(config, torch.cuda.device_count())
     if identity.local_rank >= len(ids) and not config.share_gpu:
@@ -268,6 +269,21 @@ def _device(config: MultiGPUConfig, identity: Identity) -> torch.device:
         )
     device = torch.device("cuda", ids[identity.local_rank % len(ids)])
     torch.cuda.set_device(device)
+    return device
+
+
+def _one_device(kind: str, config: MultiGPUConfig, identity: Identity) -> torch.device:
+    if identity.world_size > 1:
+        if config.device == "auto":
+            return torch.device("cpu")  # the ranks could not exchange what lies on this device
+        raise ConfigError(
+            f"device={kind} trains on one device, but a launcher started {identity.world_size} "
+            "ranks; start one, or use device=cpu"
+        )
+    if kind == "mps":
+        return torch.device("mps")
+    device = torch.device("xpu", (config.device_ids or [0])[0])
+    torch.xpu.set_device(device)
     return device
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from multi_gpu_training.errors import ConfigError, LaunchError
+from multi_gpu_training.portability import LOOPBACK_INTERFACE
 
 LOOPBACK = "127.0.0.1"
 ESTABLISHED, ANY_STATE = 1 << 1, 0xFFFFFFFF
@@ -100,7 +101,7 @@ def interface_of(address: str) -> str | None:
 
 def interface_variables(address: str) -> dict[str, str]:
     """Let gloo and NCCL talk over the interface that has `address`, unless the user chose one."""
-    name = "lo" if is_loopback(address) else interface_of(address)
+    name = LOOPBACK_INTERFACE if is_loopback(address) else interface_of(address)
     chosen = {v: os.environ.get(v, name) for v in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
     return {variable: found for variable, found in chosen.items() if found is not None}
 
@@ -119,7 +120,7 @@ def connected_users(source: int, target: int, states: int = ESTABLISHED) -> list
             for family in (socket.AF_INET, socket.AF_INET6)  # torch's client is IPv6, mapped
             for uid in _ask_kernel(family, source, target, states)
         ]
-    except OSError:
+    except (OSError, AttributeError):  # AttributeError: a system without netlink
         return list(_read_tables(source, target, states))
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
-import signal
 import sysconfig
 import threading
 import time
@@ -21,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multi_gpu_training.distributed.progress_slot import note_line
+from multi_gpu_training.portability import QUIET_SIGNAL
 from multi_gpu_training.python_internals import frames_by_thread
 
 SAMPLE_EVERY_S = 1.0
-# SIGUSR1 and SIGUSR2 belong to Slurm and submitit; nobody uses this one.
-STACKS_SIGNAL = signal.SIGRTMIN + 7
+STACKS_SIGNAL = QUIET_SIGNAL
 PACKAGE = f"{Path(__file__).parents[1]}/"
 LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib"))
 _RECIPES = PACKAGE + "recipes/"

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.distributed import progress_slot
@@ -186,15 +185,6 @@ def diagnose(
         )
     kind = f"a hang in {found.phase.words} at {line}"
     return Hang(rank, kind, found.step, found.begun, "\n".join(rows), ours)
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for a process: T is stopped, D is stuck in the kernel."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return text.rpartition(") ")[2][:1]
 
 
 def progress_of(error_files: Mapping[int, str]) -> dict[int, RankProgress]:

@@ -86,8 +86,8 @@ def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) ->
             return
         raise LaunchError(
             f"world_size={world} cannot be started from a notebook or an interactive session; put "
-            "the training into a file and use `mgt run FILE`, or call "
-            "launch_distributed_training(function, num_gpus=N) with a function of a module"
+            "the training into a function and call notebook_launch(function, num_ranks="
+            f"{world}), or into a file and use `mgt run FILE`"
         )
     plan = LaunchPlan(
         here, hosts, config.allowed_restarts, config.recovery_timeout, config.restart_window_s
@@ -160,7 +160,7 @@ def launch_distributed_training(
     if function.__module__ == "__main__" and not getattr(main, "__file__", None):
         raise LaunchError(
             f"{function.__qualname__} lives in an interactive session, where other processes "
-            "cannot find it; move it into a module and import it"
+            "cannot find it; use notebook_launch, or move it into a module and import it"
         )
     plan = LaunchPlan(ranks, Hosts.from_environment(), **options)
     engine = choose_engine(plan.hosts, MultiGPUConfig(world_size=None if num_gpus == -1 else ranks))

@@ -17,7 +17,7 @@ from multi_gpu_training.distributed.cleanup import Scratch
 from multi_gpu_training.distributed.identity import Identity, from_environment
 from multi_gpu_training.distributed.sockets import LOOPBACK
 from multi_gpu_training.distributed.stacks import collect
-from multi_gpu_training.distributed.stall import Hang, ProgressWatch, diagnose, process_state
+from multi_gpu_training.distributed.stall import Hang, ProgressWatch, diagnose
 from multi_gpu_training.distributed.store_relay import HostedStore
 from multi_gpu_training.errors import RankFailure
 from multi_gpu_training.launch.engine import Engine, Hosts, LaunchPlan, RankJob, RunOutcome
@@ -30,6 +30,7 @@ from multi_gpu_training.launch.restart_policy import (
     RestartVerdict,
 )
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
+from multi_gpu_training.portability import LOOPBACK_INTERFACE, process_state, usable_cores
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class LocalEngine(Engine):
 
     def start(self, job: RankJob, signals: LauncherSignals) -> None:
         # The ranks share the cores, unless the user says otherwise.
-        cores = len(os.sched_getaffinity(0))
+        cores = len(usable_cores())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.plan.ranks_here)))
         signals.listen()
         self._job, self._signals = job, signals
@@ -124,12 +125,13 @@ class LocalEngine(Engine):
         self._close_store()  # the last attempt's, whose port may be the same
         port = self.plan.hosts.master_port or 0
         self._store = HostedStore(LOOPBACK, port, self.plan.recovery_timeout, None)
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         return Meeting(
             LOOPBACK,
             self._store.port,
             self._run_id,
             self._attempt,
-            variables={"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")},
+            variables={"GLOO_SOCKET_IFNAME": interface},
         )
 
     def _start_attempt(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from multi_gpu_training.distributed import progress_slot
 from multi_gpu_training.launch.engine import RankJob
+from multi_gpu_training.portability import exit_code
 from multi_gpu_training.python_internals import interpreter_flags
 
 # Ranks get this long to end by themselves before they are killed; Ctrl-C must end within 5 s.
@@ -81,7 +82,12 @@ class RankProcesses:
         process = context.Process(
             target=_call, args=(function, args, dict(env), os.getpid(), theirs), daemon=False
         )
-        process.start()
+        # Until the function is called, Ctrl-C would show where the imports of a rank stand.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         assert process.pid is not None
         self.pids[rank] = process.pid
@@ -98,11 +104,11 @@ class RankProcesses:
                     self.results[rank] = connection.recv()
                     # Tensors are in memory of that process: it waits until we have them.
                     connection.send(None)
-        return {rank: _exit_code(pid) for rank, pid in self.pids.items()}
+        return {rank: exit_code(pid) for rank, pid in self.pids.items()}
 
     @property
     def alive(self) -> dict[int, int]:
-        return {rank: pid for rank, pid in self.pids.items() if _exit_code(pid) is None}
+        return {rank: pid for rank, pid in self.pids.items() if exit_code(pid) is None}
 
     @property
     def progress(self) -> dict[int, progress_slot.RankProgress]:
@@ -133,7 +139,7 @@ class RankProcesses:
     def end_after_failure(self) -> None:
         """End the other ranks soon after one has failed."""
         grace_s = self.grace_s
-        if any(_exit_code(pid) in STOPPED for pid in self.pids.values()):
+        if any(exit_code(pid) in STOPPED for pid in self.pids.values()):
             # It ended because it was asked to: let the others do the same.
             self._wait_for_stopped(time.monotonic() + grace_s)
         self.bystanders = frozenset(self.alive)
@@ -173,7 +179,7 @@ class RankProcesses:
     def _wait_for_stopped(self, deadline: float) -> bool:
         """Whether all ranks ended, or one of them otherwise than asked to, before the deadline."""
         while True:
-            codes = [_exit_code(pid) for pid in self.pids.values()]
+            codes = [exit_code(pid) for pid in self.pids.values()]
             ended = {code for code in codes if code is not None}
             if None not in codes or not ended <= STOPPED.keys() | {0}:
                 return True
@@ -196,18 +202,8 @@ def _call(
     os.setsid()  # as for commands: the launcher passes signals on
 
     def work() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         connection.send(function(*args))
         connection.recv()
 
     as_rank(work, launcher)
-
-
-def _exit_code(pid: int) -> int | None:
-    """The exit code of a child, None while it runs. The child is left to be waited for."""
-    try:
-        info: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0  # somebody else has waited for it
-    if info is None:
-        return None
-    return int(info.si_status if info.si_code == os.CLD_EXITED else -info.si_status)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from multi_gpu_training.data.loader import ShareLoader
+from multi_gpu_training.portability import usable_cores
 
 SECONDS = 1.0
 LEAST_BATCHES = 4
@@ -31,7 +31,7 @@ def loader_rates(loader: Any, needed: float, say: Callable[[int, float], None]) 
 def worker_counts(loader: ShareLoader) -> list[int]:
     if loader.gathers and loader.feeding.device.type == "cpu":
         return [0]  # one gather a batch: workers are not used
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     powers = [0, *(2**n for n in range(12) if 2**n <= cores)]
     return sorted({*powers, loader.feeding.num_workers})
 

@@ -21,6 +21,7 @@ from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.measure.case import Case, CaseResult, Failure
 from multi_gpu_training.measure.footprint import COUNTED
 from multi_gpu_training.measure.request import ASKED, SIZES, VARIABLE, MeasureRequest
+from multi_gpu_training.portability import usable_cores
 
 MEMORY_IS_SHORT = re.compile(
     r"OutOfMemoryError|out of memory|can't allocate memory|bad_alloc|MemoryError|ALLOC_FAILED"
@@ -104,7 +105,7 @@ class ScriptRunner:
         env = {**os.environ, VARIABLE: request.save(), "NO_COLOR": "1"}
         if not self.gpus:
             # A CPU rank gets the same part of the machine in every case, as a GPU rank does.
-            cores = len(os.sched_getaffinity(0))
+            cores = len(usable_cores())
             env.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.ranks_at_hand)))
         with log.open("w") as file:
             process = subprocess.Popen(

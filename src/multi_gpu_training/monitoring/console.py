@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +24,15 @@ class Console:
     ) -> None:
         self.main = main
         self._rich = RichConsole(highlight=False, soft_wrap=True)
+        notebook = self._rich.is_jupyter
         if style == "auto":
-            style = "bar" if self._rich.is_terminal else "lines"
+            # A kernel sets FORCE_COLOR, which rich takes for a terminal; its ranks write to a pipe.
+            terminal = self._rich.is_terminal and self._rich.file.isatty()
+            style = "bar" if terminal or notebook else "lines"
+        if notebook and (style != "bar" or importlib.util.find_spec("ipywidgets") is None):
+            # Without widgets rich would show one bar below the other, and each line as a picture.
+            style = "lines" if style == "bar" else style
+            self._rich = RichConsole(highlight=False, soft_wrap=True, force_jupyter=False)
         self.style = style
         self._progress: Progress | None = None
         self._task: TaskID | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import threading
 import time
 import weakref
@@ -13,6 +12,8 @@ from typing import Any
 
 import psutil
 import torch
+
+from multi_gpu_training.portability import peak_memory_bytes
 
 STALL_S = 60.0  # without a step, where steps are short
 STALL_STEPS = 50  # of their usual length, where they are long
@@ -40,8 +41,7 @@ class DeviceReader:
         facts = {"cpu_percent": self._process.cpu_percent()}
         if self.device.type != "cuda":
             facts["memory_bytes"] = float(self._process.memory_info().rss)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux: KiB
-            facts["peak_bytes"] = float(max(peak, facts["memory_bytes"]))
+            facts["peak_bytes"] = max(float(peak_memory_bytes()), facts["memory_bytes"])
             facts["load"] = os.getloadavg()[0]
             return facts
         facts["memory_bytes"] = float(torch.cuda.memory_allocated(self.device))

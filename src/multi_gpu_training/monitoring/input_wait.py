@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
 import torch
 
+from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.training.callbacks import Callback, Run
 
 NOTICEABLE = 0.1  # share of the time from which on it is worth a word
@@ -73,7 +73,7 @@ class InputWait(Callback):
             return None
         elapsed = time.perf_counter() - self._started
         needed = workers_needed(workers, elapsed, self.waited_s)
-        cores = len(os.sched_getaffinity(0))
+        cores = len(usable_cores())
         text = f"input-bound: {self.share:.0%} of the step waits for data; "
         more = needed - workers
         if needed > cores:

@@ -11,11 +11,13 @@ from typing import Any
 import psutil
 import torch
 
+from multi_gpu_training.accelerator import device_name
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import BatchSizes, Loader
 from multi_gpu_training.monitoring.device import DeviceWatch, gpu_uuid
 from multi_gpu_training.monitoring.events import StructuredLogger
 from multi_gpu_training.monitoring.flops import measured_flops, peak_flops, uses_tf32
+from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.runner.selection import StepExecution
 from multi_gpu_training.training.step_state import StepState
@@ -112,10 +114,10 @@ def rank_facts(
     return {
         "step": state.step,
         "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if cuda else "CPU",
+        "device_name": device_name(device),
         "device_uuid": gpu_uuid(device) if cuda else None,
         "device_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        "cores": sorted(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "machine_cores": os.cpu_count(),
         "machine_bytes": psutil.virtual_memory().total,
         "threads": torch.get_num_threads(),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from multi_gpu_training.accelerator import NO_FLOAT64, widened
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.monitoring.input_wait import InputWait
@@ -232,7 +233,9 @@ class MetricsReader:
 
 
 def _vector(numbers: list[Number], device: torch.device) -> Tensor:
-    """The numbers as one float64 vector on `device`, without waiting for it."""
+    """The numbers as one float64 vector on `device`, without waiting for it, or on the host where
+    the device has no float64."""
+    device = torch.device("cpu") if device.type in NO_FLOAT64 else device
     plain = torch.tensor(
         [0.0 if isinstance(number, Tensor) else float(number) for number in numbers],
         dtype=torch.float64,
@@ -242,5 +245,5 @@ def _vector(numbers: list[Number], device: torch.device) -> Tensor:
     parts = list(plain.to(device, non_blocking=True).unbind())
     for place, number in enumerate(numbers):
         if isinstance(number, Tensor):
-            parts[place] = number.detach().double().reshape(()).to(device)
+            parts[place] = widened(number.detach()).reshape(()).to(device, torch.float64)
     return torch.stack(parts)

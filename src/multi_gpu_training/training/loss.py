@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from multi_gpu_training.accelerator import wide_float, widened
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.torch_internals import CriterionBase
 
@@ -50,7 +51,7 @@ def read_loss(result: Any, device: torch.device) -> Loss:
                 "(mean_loss, weight, metrics)"
             )
         if result[1] is not None:
-            weight = torch.as_tensor(result[1], dtype=torch.float64, device=device).detach()
+            weight = torch.as_tensor(result[1], dtype=wide_float(device), device=device).detach()
         metrics = result[2] if len(result) == 3 else {}
     if not isinstance(mean, Tensor):
         raise ModelError(
@@ -220,7 +221,9 @@ class SupervisedLoss:
             shifted = shifts_labels(model, output.loss, logits, labels)
             # Kept: a recorded or compiled step must not read numbers from the device.
             self._shifted = shifted if bool(output.loss.isfinite()) else None
-        return ((labels[..., 1:] if shifted else labels) != -100).sum().double()
+        return (
+            ((labels[..., 1:] if shifted else labels) != -100).sum().to(wide_float(labels.device))
+        )
 
 
 # Criteria that broadcast outputs and targets of different shapes, most of them with a warning.
@@ -274,16 +277,16 @@ def criterion_weight(criterion: nn.Module, output: Any, target: Any) -> Tensor |
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if getattr(criterion, "reduction", None) == "batchmean":  # a sum over rows, by their number
-        return torch.tensor(float(output.shape[0]), dtype=torch.float64, device=output.device)
+        return output.new_tensor(float(output.shape[0]), dtype=wide_float(output.device))
     if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or target.is_floating_point():
         if output.ndim > 2 and not isinstance(criterion, nn.CTCLoss):
-            return torch.tensor(float(target.numel()), dtype=torch.float64, device=output.device)
+            return output.new_tensor(float(target.numel()), dtype=wide_float(output.device))
         return None
     valid = target != criterion.ignore_index
     if criterion.weight is None:
-        return valid.sum().double()
+        return widened(valid.sum())
     safe = target.where(valid, torch.zeros_like(target))
-    return criterion.weight.double()[safe].mul(valid).sum()
+    return widened(criterion.weight)[safe].mul(valid).sum()
 
 
 def shifts_labels(model: nn.Module, loss: Tensor, logits: Tensor, labels: Tensor) -> bool:

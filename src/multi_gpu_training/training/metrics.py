@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multi_gpu_training.accelerator import widened
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.training.metric_states import compute_over_ranks, is_metric
@@ -57,12 +58,12 @@ class MetricsCollector:
         if isinstance(weight, Tensor):
             # A mean over nothing is NaN, and so is 0 x NaN.
             weight = weight.to(mean.device)
-            self.add("loss", torch.where(weight > 0, mean.double() * weight, 0.0), weight)
+            self.add("loss", torch.where(weight > 0, widened(mean) * weight, 0.0), weight)
         elif isinstance(before, Tensor) and weight:
             self._sums["loss"] = torch.add(before, mean, alpha=weight)
             self._weights["loss"] = _plus(self._weights.get("loss"), weight)
         elif weight:
-            self.add("loss", mean.double() * weight, weight)
+            self.add("loss", widened(mean) * weight, weight)
         for name, (total, share) in pairs.items():
             self.add(name, total, share)
 
@@ -182,7 +183,7 @@ def classification_scores(matrix: Tensor, f1_average: str = "macro") -> dict[str
     f1_average: "macro" is the mean over the classes that occur, "micro" counts all samples alike,
     "binary" is that of class 1 of two.
     """
-    counts = matrix.double()
+    counts = widened(matrix)
     hits = counts.diagonal()
     support, predicted = counts.sum(1), counts.sum(0)
     occurs = (support + predicted) > 0
@@ -219,7 +220,7 @@ def _plus(before: Tensor | float | None, value: Number) -> Tensor | float:
     saves an operation in every step."""
     if isinstance(value, Tensor):
         value = value.detach()
-        value = value if isinstance(before, Tensor) else value.double()
+        value = value if isinstance(before, Tensor) else widened(value)
     return value if before is None else before + value
 
 

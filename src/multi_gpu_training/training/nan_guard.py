@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 
+from multi_gpu_training.accelerator import widened
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.errors import NonFiniteLossError
 from multi_gpu_training.torch_internals import (
@@ -223,7 +224,7 @@ class NanGuard:
                 buffer.copy_(torch.where(bad, before, buffer))
         fine = result.mean.isfinite()
         weight = float(share.count) if result.weight is None else result.weight
-        weight = torch.where(fine, weight, 0.0).double()
+        weight = widened(torch.where(fine, weight, 0.0))
         mean = torch.where(fine, result.mean, torch.zeros_like(result.mean))
         return result._replace(mean=mean, weight=weight)
 

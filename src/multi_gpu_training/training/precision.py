@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from multi_gpu_training.accelerator import computes_bf16, device_name
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 
@@ -36,12 +37,11 @@ class Precision:
 
 def _dtype(config: MultiGPUConfig, device: torch.device) -> torch.dtype:
     wanted = config.mixed_precision_dtype
-    # On CPUs bf16 always works; on GPUs only Ampere and later compute in it.
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = computes_bf16(device)
     if wanted == "bf16" and not has_bf16:
         raise ConfigError(
-            f"mixed_precision_dtype=bf16, but {torch.cuda.get_device_name(device)} computes no "
-            "bf16; use fp16 or auto"
+            f"mixed_precision_dtype=bf16, but {device_name(device)} computes no bf16; use fp16 or "
+            "auto"
         )
     if wanted == "fp16" or not has_bf16:
         return torch.float16

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from multi_gpu_training.accelerator import wide_float
 from multi_gpu_training.distributed.batchnorm import ATTENDANCE
 from multi_gpu_training.training.loss import LossFn, Pairs, read_loss
 from multi_gpu_training.training.precision import Precision
@@ -143,7 +144,7 @@ class StepModule(nn.Module):
             tally = self.tally * float(count) if self.replicated else None
             return MicroResult(scaled, tally, mean.detach(), None, loss.metrics)
         if weight is None:
-            weight = mean.new_full((), count, dtype=torch.float64)
+            weight = mean.new_full((), count, dtype=wide_float(mean.device))
         # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN. So is the
         # gradient of 0/0, whatever it is multiplied by: where it can be read, parameters get zeros
         # instead, as they do from a mean over at least one sample.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from multi_gpu_training.accelerator import device_generators
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import tensors_of
 from multi_gpu_training.data.feeding import Loader
@@ -81,8 +82,8 @@ class StepState:
         self.batch_size_fn: BatchSizeFn | None = None
         self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
         self._noise_base: int | None = None
-        self._generators = [torch.default_generator]
-        self._borrowed: dict[torch.Generator, tuple[int, int] | Tensor] = {}
+        self._generators: list[Any] = [torch.default_generator]
+        self._borrowed: dict[Any, tuple[int, int] | Tensor] = {}
         self.replays_draw_noise = True  # whether recorded steps draw random numbers on the device
         # Called at the end of a micro-batch, before the generators are the user's again.
         self.watch_noise: Callable[[], None] | None = None
@@ -190,8 +191,8 @@ class StepState:
             rank = self.placement.dp_rank
             self._noise_base = derive_seed(self.config.seed, rank, 0)
             device = self.placement.device
-            if device.type == "cuda" and len(self._generators) == 1:
-                self._generators.append(torch.cuda.default_generators[device.index or 0])
+            if len(self._generators) == 1:
+                self._generators += device_generators(device)
         seed = step_seed(self._noise_base, self.step, self.micro)
         if on_host:
             generator = self._generators[0]
@@ -202,7 +203,12 @@ class StepState:
         for generator in self._generators[1:]:
             # Two numbers are its whole state, and cheaper to read than the tensor of `get_state`.
             if generator not in self._borrowed:
-                self._borrowed[generator] = generator.initial_seed(), generator.get_offset()
+                cuda = isinstance(generator, torch.Generator)
+                self._borrowed[generator] = (
+                    (generator.initial_seed(), generator.get_offset())
+                    if cuda
+                    else generator.get_state()
+                )
             generator.manual_seed(seed)
 
     def give_back_generators(self) -> None:

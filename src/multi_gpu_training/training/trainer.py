@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from multi_gpu_training.accelerator import refuse_float64
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import carry, share_of, to_device
 from multi_gpu_training.data.order import Share
@@ -137,6 +138,7 @@ class MultiGPUTrainer(ABC):
                 f"{type(model).__name__} has no parameter with requires_grad=True; unfreeze some"
             )
         state, device = self.state, self.placement.device
+        refuse_float64(model, device)
         self.execution.enter_stream()
         model.to(device)
         check_same_model(model, self.placement)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from multi_gpu_training.extras import can_draw
+from multi_gpu_training.portability import usable_cores
 
 SCHEMA = 1
 Row = dict[str, Any]
@@ -150,7 +150,7 @@ def machine() -> dict[str, Any]:
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": len(usable_cores()),
         "gpus": [torch.cuda.get_device_name(index) for index in range(gpus)],
     }
 

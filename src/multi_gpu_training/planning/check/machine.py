@@ -11,6 +11,7 @@ from pathlib import Path
 
 from multi_gpu_training.planning.check.check_report import Finding, Group
 from multi_gpu_training.planning.check.registry import Context, check
+from multi_gpu_training.portability import usable_cores
 
 GROUP = Group("Machine")
 MIB, GIB = 2**20, 2**30
@@ -60,7 +61,7 @@ def look(env: Mapping[str, str]) -> Machine:
         shm_free_bytes=free,
         open_files=_finite(soft),
         open_files_hard=_finite(hard),
-        cores=len(os.sched_getaffinity(0)),
+        cores=len(usable_cores()),
         quota_cores=cores_allowed(),
         memory_free_bytes=memory,
         memory_limit=limit,

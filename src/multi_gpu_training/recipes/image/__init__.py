@@ -9,7 +9,6 @@ mgt train image --data-dir photos --model ./my-vit     go on from a folder's wei
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError, DataError, ModelError
+from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.recipes.fine_tuning import PRETRAINED_RATE, high_rate_note
 from multi_gpu_training.recipes.image import image_run
 from multi_gpu_training.recipes.image.image_classifier import (
@@ -326,7 +326,7 @@ def defaults_for(options: ImageOptions) -> dict[str, Any]:
         return theirs
     if not reads_files(options):
         return {"batch_size": 128, "base_batch_size": 128, "learning_rate": 2e-3, **theirs}
-    workers = min(4, len(os.sched_getaffinity(0)))
+    workers = min(4, len(usable_cores()))
     return {"num_workers": workers, **theirs}
 
 

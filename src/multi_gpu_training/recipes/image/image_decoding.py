@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.recipes.image.arrow_images import read_row
 from multi_gpu_training.recipes.image.image_list import ImageRef
 from multi_gpu_training.recipes.user_data import library
@@ -199,7 +200,7 @@ def check_images(refs: Sequence[ImageRef], to: Preprocessing, cache: Path) -> Ch
         corrupt = _read_verdict(kept, key)
         known = corrupt is not None
         if corrupt is None:
-            threads = len(os.sched_getaffinity(0))
+            threads = len(usable_cores())
             with ThreadPoolExecutor(threads) as pool:  # Pillow decodes without the GIL
                 reasons = list(pool.map(lambda ref: why_corrupt(ref, to), refs, chunksize=64))
             corrupt = {index: why for index, why in enumerate(reasons) if why is not None}
