@@ -346,3 +346,35 @@ def test_without_gradient_hooks_keeps_hooks_from_running_and_gives_them_back() -
     handle.remove()
     model(torch.ones(1, 2)).sum().backward()
     assert sorted(seen) == ["after", "hook", "hook"]
+
+
+def test_gradient_hooks_are_found_and_views_are_known() -> None:
+    """gradient_hooks, is_view."""
+    weight = nn.Parameter(torch.ones(2))
+    assert not torch_internals.gradient_hooks(weight)
+    weight.register_hook(lambda grad: None)
+    assert torch_internals.gradient_hooks(weight)
+    assert torch_internals.is_view((weight * 2)[0])
+    assert not torch_internals.is_view(weight * 2)
+
+
+def sharded_facts() -> list[Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    for module in (*model, model):
+        fully_shard(module)
+    torch_internals.initialise_sharded(model)
+    model[0](torch.ones(1, 2))  # a part alone does not become the root
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()
+    for module in (*model, model):
+        torch_internals.forget_sharded_step(module)
+    model.set_requires_gradient_sync(True)
+    model(torch.zeros(1, 2)).sum().backward()
+    return [float(model[0].weight.grad.full_tensor().abs().sum()), model[0].weight.shape[0]]
+
+
+def test_names_of_fully_shard() -> None:
+    """initialise_sharded, forget_sharded_step."""
+    assert run_ranks(2, sharded_facts) == [[0.0, 2]] * 2

@@ -302,15 +302,16 @@ class TrainingLoop:
         state, placement = self.trainer.state, self.trainer.placement
         self.trainer.execution.verify()
         state.strategy.sync_buffers()
-        self.evaluated = evaluate(
-            state.model,
-            loader if state.transform is None else map(state.transform, loader),
-            self.loss_fn,
-            self.eval_fn,
-            state.precision,
-            placement.device,
-            state.batch_size_fn,
-        )
+        with state.strategy.gathered():
+            self.evaluated = evaluate(
+                state.model,
+                loader if state.transform is None else map(state.transform, loader),
+                self.loss_fn,
+                self.eval_fn,
+                state.precision,
+                placement.device,
+                state.batch_size_fn,
+            )
         return self.evaluated.compute(placement)
 
     # Going back

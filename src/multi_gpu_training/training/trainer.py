@@ -47,6 +47,7 @@ from multi_gpu_training.training.step_state import StepState
 from multi_gpu_training.training.strategy import SingleDevice, Strategy
 from multi_gpu_training.training.strategy.data_parallel_strategy import DataParallelStrategy
 from multi_gpu_training.training.strategy.ddp_strategy import DDPStrategy
+from multi_gpu_training.training.strategy.fsdp_strategy import FSDPStrategy
 
 
 class MultiGPUTrainer(ABC):
@@ -321,3 +322,10 @@ class DistributedDataParallelTrainer(MultiGPUTrainer):
 
     def make_strategy(self) -> Strategy:
         return DDPStrategy(self.config, self.placement)
+
+
+class FullyShardedTrainer(MultiGPUTrainer):
+    """One process per GPU, each with a part of every parameter."""
+
+    def make_strategy(self) -> Strategy:
+        return FSDPStrategy(self.config, self.placement)
