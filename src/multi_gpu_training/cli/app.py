@@ -310,16 +310,25 @@ def estimate(
 
 @app.command()
 def checkpoints(
-    run: Annotated[str, Argument(metavar="RUN", help="a run folder, or one checkpoint")],
+    words: Annotated[
+        list[str],
+        Argument(metavar="RUN | merge RUN OUT", help="a run folder, or one checkpoint"),
+    ],
     as_json: AsJson = False,
+    like: Annotated[
+        str | None, Option(help="merge: a save_pretrained folder whose config OUT gets")
+    ] = None,
 ) -> None:
     """List what a run has saved, check every byte, and say which ones are intact.
 
-    Ends with 1 if there is none to go on from.
+    Ends with 1 if there is none to go on from. `merge RUN OUT` writes the newest weights, sharded
+    or not, into OUT: a .safetensors file, or a folder.
     """
-    from multi_gpu_training.cli.checkpoints_command import show_checkpoints
+    from multi_gpu_training.cli.checkpoints_command import merge_checkpoint, show_checkpoints
 
-    raise typer.Exit(show_checkpoints(run, as_json))
+    if words[0] == "merge":
+        raise typer.Exit(merge_checkpoint(words[1:], like))
+    raise typer.Exit(show_checkpoints(words, as_json))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`mgt checkpoints`: list what a run has saved, with every byte checked."""
+"""`mgt checkpoints`: list what a run has saved, with every byte checked, or merge its shards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from multi_gpu_training.checkpoint.inspection import CheckpointListing, ListedCheckpoint, inspect
+from multi_gpu_training.checkpoint.merging import merge
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.safe_output import printable
 
 
-def show_checkpoints(run: str, as_json: bool) -> int:
+def merge_checkpoint(words: list[str], like: str | None) -> int:
+    """Write the weights of a checkpoint into one file; say which."""
+    if len(words) != 2:
+        raise ConfigError("give a run and where to write: mgt checkpoints merge RUN OUT")
+    run, out = map(Path, words)
+    if not run.is_dir():
+        raise ConfigError(f"mgt checkpoints merge {run}: no such folder")
+    file, step = merge(run, out, None if like is None else Path(like))
+    print(printable(f"the weights of step {step}: {file}"))
+    return 0
+
+
+def show_checkpoints(words: list[str], as_json: bool) -> int:
     """Print the checkpoints of a run; return 0 if there is an intact one to resume from, else 1."""
+    run, *more = words
+    if more:
+        raise ConfigError(f"mgt checkpoints takes one run; {more[0]!r} is one word too many")
     given = Path(run)
     if not given.is_dir():
         raise ConfigError(

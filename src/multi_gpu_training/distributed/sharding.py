@@ -99,6 +99,11 @@ def is_split(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def by_rows(tensor: Tensor) -> bool:
+    """Whether a tensor is split as parameters are, into rows in the order of the ranks."""
+    return isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),)
+
+
 def piece(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor: its own memory, not a copy."""
     if not isinstance(tensor, DTensor):

@@ -270,6 +270,10 @@ class MultiGPUTrainer(ABC):
         """The state_dict of the whole model, on every rank. Every rank must call it."""
         return self.strategy.full_state()
 
+    def held_state(self) -> dict[str, Any]:
+        """The state_dict of the model as this rank holds it: parameters may be split."""
+        return self.strategy.held_state()
+
     def read_metrics(self) -> MetricsCollector:
         """What was collected since the last reset, recorded steps included."""
         self.execution.collect(self.state.metrics)

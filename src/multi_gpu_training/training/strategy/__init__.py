@@ -222,6 +222,10 @@ class Strategy(ABC):
         # A model that the user compiled is saved like any other.
         return {plain_name(name): value for name, value in state.items()}
 
+    def held_state(self) -> dict[str, Tensor]:
+        """The state_dict as this rank holds it: parameters may be split. No rank must wait."""
+        return self.full_state()
+
     def check_replicas(self, step: int) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""
         check_replicas(self.step_module.model, self.placement, step)

@@ -282,11 +282,11 @@ class FSDPStrategy(Strategy):
         return nullcontext() if self.root is None else gathered(self.root, self.config.fsdp_reshard)
 
     def full_state(self) -> dict[str, Tensor]:
-        state = self.step_module.model.state_dict()
-        return {
-            plain_name(name): whole(value) if isinstance(value, Tensor) else value
-            for name, value in state.items()
-        }
+        held = self.held_state()
+        return {n: whole(t) if isinstance(t, Tensor) else t for n, t in held.items()}
+
+    def held_state(self) -> dict[str, Tensor]:
+        return super().full_state()
 
     def check_replicas(self, step: int) -> None:
         """Nothing to compare: no two ranks hold the same part of a parameter."""
