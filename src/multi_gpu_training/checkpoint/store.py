@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from multi_gpu_training.checkpoint import durable, integrity, retention
 from multi_gpu_training.checkpoint.integrity import trusted_manifest
-from multi_gpu_training.checkpoint.shards import fit_to, stored_rows
+from multi_gpu_training.checkpoint.shards import stored_rows
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.safe_files import read_json, signed
@@ -325,17 +325,14 @@ def load(path: Path) -> Snapshot:
     problem = integrity.damage(path)
     if problem is not None:
         raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
-    found = read_verified(path)
-    found.model = {name: fit_to(None, tensor) for name, tensor in found.model.items()}
-    for state in found.optimizer["state"].values():
-        state.update({key: fit_to(None, value) for key, value in state.items()})
-    return found
+    return read_verified(path, in_parts=False)
 
 
-def read_verified(path: Path) -> Snapshot:
+def read_verified(path: Path, in_parts: bool = True) -> Snapshot:
     """Read a checkpoint that was verified, here or by another rank that sees the same files.
 
-    Tensors that are split over files come as `StoredRows`, which read what they are asked for.
+    Where a checkpoint has shards, tensors that are split over files come `in_parts`: as
+    `StoredRows`, which read only what they are asked for.
     """
     manifest = _read(path, integrity.read_manifest)
     plain = _read(path / "state.json", lambda file: read_json(file, dict[str, Any], _MOST_STATE))
@@ -343,7 +340,8 @@ def read_verified(path: Path) -> Snapshot:
         _read(path / f"{name}.safetensors", load_file) for name in ("model", "optimizer", "state")
     )
     for kind, tensors in (("model", model), ("optimizer", optimizer)):
-        tensors |= _read(path, lambda folder, kind=kind: stored_rows(folder, manifest, kind))
+        parts = _read(path, lambda folder, kind=kind: stored_rows(folder, manifest, kind))
+        tensors |= parts if in_parts else {name: part.whole() for name, part in parts.items()}
     return Snapshot(
         step=manifest["step"],
         epoch=manifest["epoch"],

@@ -328,7 +328,9 @@ def checkpoints(
 
     if words[0] == "merge":
         raise typer.Exit(merge_checkpoint(words[1:], like))
-    raise typer.Exit(show_checkpoints(words, as_json))
+    if len(words) > 1:
+        raise typer.BadParameter(f"one run at a time; {words[1]!r} is one word too many")
+    raise typer.Exit(show_checkpoints(words[0], as_json))
 
 
 @app.command()

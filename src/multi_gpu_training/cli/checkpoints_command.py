@@ -27,11 +27,8 @@ def merge_checkpoint(words: list[str], like: str | None) -> int:
     return 0
 
 
-def show_checkpoints(words: list[str], as_json: bool) -> int:
+def show_checkpoints(run: str, as_json: bool) -> int:
     """Print the checkpoints of a run; return 0 if there is an intact one to resume from, else 1."""
-    run, *more = words
-    if more:
-        raise ConfigError(f"mgt checkpoints takes one run; {more[0]!r} is one word too many")
     given = Path(run)
     if not given.is_dir():
         raise ConfigError(
