@@ -22,6 +22,7 @@ PUBLIC = {
     "DistributedDataParallelTrainer",
     "FaultToleranceManager",
     "FitResult",
+    "FullyShardedTrainer",
     "Callback",
     "Hook",
     "MetricsCollector",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import (
         DataParallelTrainer,
         DistributedDataParallelTrainer,
+        FullyShardedTrainer,
         MultiGPUTrainer,
         SingleDeviceTrainer,
     )
@@ -49,6 +50,7 @@ _HOMES = {
     "MultiGPUTrainingManager": "manager",
     "DataParallelTrainer": "training.trainer",
     "DistributedDataParallelTrainer": "training.trainer",
+    "FullyShardedTrainer": "training.trainer",
     "MultiGPUTrainer": "training.trainer",
     "SingleDeviceTrainer": "training.trainer",
     "StepResult": "training.step",
@@ -62,6 +64,7 @@ __all__ = [
     "DistributedDataParallelTrainer",
     "FaultToleranceManager",
     "FitResult",
+    "FullyShardedTrainer",
     "Hook",
     "MetricsCollector",
     "MultiGPUConfig",

@@ -103,15 +103,16 @@ class FSDPStrategy(Strategy):
         self._names = [name for name, p in named if p.requires_grad]
 
     def adopt(self, optimizer: Any) -> None:
-        if not isinstance(optimizer, Optimizer) or not self._replaced:
+        replaced, self._replaced, self._originals = self._replaced, {}, []  # frees whole parameters
+        if not isinstance(optimizer, Optimizer) or not replaced:
             return
-        if optimizer.state and any(id(p) in self._replaced for p in optimizer.state):
+        if optimizer.state and any(id(p) in replaced for p in optimizer.state):
             raise ModelError(
                 "the optimizer has taken steps before, and its state belongs to whole parameters; "
                 "give a function that builds it from the sharded ones"
             )
         for group in optimizer.param_groups:
-            group["params"][:] = [self._replaced.get(id(p), p) for p in group["params"]]
+            group["params"][:] = [replaced.get(id(p), p) for p in group["params"]]
 
     def take_parameters(self) -> None:
         if self.root is None:
