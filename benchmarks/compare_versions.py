@@ -223,6 +223,13 @@ def table(rounds: list[dict[str, dict[str, Any]]], options: argparse.Namespace) 
     return "\n".join(lines)
 
 
+def machine(device: str) -> str:
+    import torch
+
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor()
+    return f"{name}, torch {torch.__version__}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--old", type=Path, help="src folder of the old version")
@@ -241,7 +248,7 @@ def main() -> None:
     rounds: list[dict[str, dict[str, Any]]] = []
     for _ in range(options.rounds):
         rounds.append(run_round(options))
-        document = {"machine": platform.node(), "command": sys.argv, "rounds": rounds}
+        document = {"machine": machine(options.device), "rounds": rounds}
         options.out.write_text(json.dumps(document, indent=1))
         options.out.with_suffix(".md").write_text(table(rounds, options) + "\n")
     print(table(rounds, options))

@@ -52,7 +52,7 @@ def manager(**settings):
 """
 
 DATA = r"data per rank"
-UNWEIGHTED = r"not weighted|weighted rightly"
+UNWEIGHTED = r"not weighted|weighted wrongly"
 BATCHNORM = r"BatchNorm"
 BUFFER = r"buffer .* is not synchronised"
 RATE = r"rate is scaled by the number of ranks"
@@ -109,7 +109,7 @@ m.finish()
 """,
 )
 BUGS["augment_sign_on_odd_ranks"] = (
-    r"looks otherwise|depends on the rank|data per rank",
+    r"a sample differs|depends on the rank|data per rank",
     """
 def flip(batch, random):
     x, y = batch

@@ -132,7 +132,7 @@ manager.fit(nn.Linear(8, 4), Noisy())
 """,
 )
 BUGS["normalised_by_own_shard"] = (
-    r"looks otherwise|data per rank",
+    r"a sample differs|data per rank",
     """
 rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 torch.manual_seed(9)
@@ -158,7 +158,7 @@ manager.fit(net, TensorDataset(x[:n], y[:n]))
 """,
 )
 BUGS["cached_augmentation"] = (
-    r"looks otherwise|keeps state|cache",
+    r"a sample differs|keeps state|cache",
     """
 class Cached(Dataset):
     def __init__(self, x, y):
@@ -177,7 +177,7 @@ manager.fit(nn.Linear(5, 2), Cached(x, (x[:, 0] > 0).long()))
 """,
 )
 BUGS["curriculum_counts_own_samples"] = (
-    r"looks otherwise|depends on .*process",
+    r"a sample differs|depends on .*process",
     """
 class Harder(Dataset):
     def __init__(self, x, y):
@@ -196,7 +196,7 @@ manager.fit(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), Harder(x
 """,
 )
 BUGS["mixup_in_collate"] = (
-    r"looks otherwise|collat",
+    r"a sample differs|collat",
     """
 def collate(samples):
     x = torch.stack([s[0] for s in samples])
@@ -215,7 +215,7 @@ manager.fit(net, DataLoader(samples, batch_size=14, shuffle=True, collate_fn=col
 """,
 )
 BUGS["cutmix_in_augment"] = (
-    r"augment|looks otherwise|random",
+    r"augment|a sample differs|random",
     """
 def augment(batch, rnd):
     x, y = batch
@@ -250,7 +250,7 @@ manager.finish()
 """,
 )
 BUGS["gan_noise_by_rank"] = (
-    r"data per rank|looks otherwise",
+    r"data per rank|a sample differs",
     """
 torch.manual_seed(0)
 real = torch.randn(96, 6) + 2

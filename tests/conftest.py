@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from processes import quickly
 from ranks import end_pools
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,6 +23,8 @@ def avoid_forbidden_instructions() -> None:
     """Some sandboxes announce Intel's AMX and then forbid it: oneDNN's first bf16 matrix product
     would end pytest with SIGILL. A child process tries it, where AMX is announced at all."""
     if "amx_tile" not in Path("/proc/cpuinfo").read_text() or "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return
+    if "PYTEST_XDIST_WORKER" in os.environ:  # whoever started this worker has tried it
         return
     product = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
     if subprocess.run([sys.executable, "-c", product]).returncode == -signal.SIGILL:
@@ -37,6 +40,11 @@ for _number, _usual in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Bytes are numbered, not shown: packed ones hold the time, and workers must agree on names."""
+    return argname if isinstance(val, bytes) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -70,7 +78,10 @@ def rank_servers() -> Iterator[Any]:
     """Processes that fork the ranks of `mgt verify`, for all tests: seconds less for each."""
     from multi_gpu_training.planning.verify.rank_server import RankServers
 
-    with RankServers(3) as servers:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", quickly()["PYTHONPATH"])
+        servers = RankServers(3)
+    with servers:
         yield servers
 
 

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from processes import quickly
+
 _MOUNT = 'mount --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"'
 _NOT_INHERITED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
 
@@ -75,7 +77,7 @@ class Machine:
             self.processes.append(
                 subprocess.Popen(
                     [*words, *map(str, arguments)],
-                    env={**inherited, "OMP_NUM_THREADS": "1", **(env or {})},
+                    env=quickly({**inherited, **(env or {})}),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,16 @@ import pytest
 MARK = "MGT_TEST_MARK"
 # Rank variables of whoever runs the tests are no business of the programs.
 _NOT_INHERITED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MGT_DEBUG")
+_QUICK_START = str(Path(__file__).parent / "quick_start")
+
+
+def quickly(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """An environment in which a training starts a third sooner (quick_start/sitecustomize.py)."""
+    found = {"OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}
+    if "PYTEST_VERSION" in os.environ:  # benchmarks measure the start that users have
+        path = [_QUICK_START, *filter(None, [found.get("PYTHONPATH")])]
+        found["PYTHONPATH"] = os.pathsep.join(path)
+    return found
 
 
 class Program:
@@ -44,7 +54,7 @@ class Program:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=cwd,
-                env={**inherited, "OMP_NUM_THREADS": "1", MARK: self.mark, **(env or {})},
+                env=quickly({**inherited, MARK: self.mark, **(env or {})}),
                 start_new_session=True,
                 **{"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **popen},
             )
@@ -158,11 +168,16 @@ def mgt_here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
 ) -> Said:
     """`mgt WORDS` in this very process: no second to start it. Use it where no rank is started."""
+    import multi_gpu_training
     from multi_gpu_training.cli import main
 
     command = ["mgt", *map(str, words)]
     capsys.readouterr()
     with monkeypatch.context() as patch:
+        if not hasattr(sys.modules["__main__"], "__file__"):
+            # A test worker is no file; without one, commands take it for an interactive session.
+            file = multi_gpu_training.__file__
+            patch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
         patch.setattr(sys, "argv", command)
         patch.setattr(sys, "orig_argv", [sys.executable, *command])
         patch.setattr(sys, "excepthook", sys.excepthook)

@@ -8,17 +8,26 @@ function must live in a module. One rank runs without a group, as a user's singl
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "multi_gpu_training.manager"])
+
+# Asks a rank, or a loader worker forked from one, where it is; nobody else uses this signal.
+WHERE = signal.SIGRTMAX - 5
 
 _pools: dict[int, RankPool] = {}
 
@@ -56,9 +65,11 @@ class RankPool:
             silent = [r for r in range(self.world) if r not in answers]
             ready = wait([self.pipes[r] for r in silent], timeout=max(0, left))
             if not ready:
+                parts = [f"ranks {silent} of {self.world} fell silent in {function.__name__}"]
+                parts += [f"rank {r}:\n{a[1]}" for r, a in answers.items() if not a[0]]
+                parts += [self.stacks(rank) for rank in range(self.world)]
                 self.end()
-                errors = [f"rank {r}:\n{a[1]}" for r, a in answers.items() if not a[0]]
-                raise RankError(f"ranks {silent} of {self.world} fell silent\n" + "\n".join(errors))
+                raise RankError("\n".join(parts))
             for pipe in ready:
                 rank = self.pipes.index(pipe)
                 try:
@@ -73,9 +84,27 @@ class RankPool:
             raise RankError("\n".join(f"rank {r}:\n{text}" for _, r, text in sorted(failures)))
         return [answers[r][1] for r in range(self.world)]
 
+    def stacks(self, rank: int) -> str:
+        """Where each thread of a rank is, and of the processes that it started."""
+        file = Path(self.folder.name, f"stacks-{rank}.txt")
+        pids = [self.processes[rank].pid]
+        with suppress(psutil.Error):
+            pids += [child.pid for child in psutil.Process(pids[0]).children(recursive=True)]
+        for pid in pids:
+            with file.open("a") as notes:
+                notes.write(f"\n--- rank {rank}, process {pid}\n")
+            with suppress(OSError):  # it is gone
+                if _answers(pid):
+                    os.kill(pid, WHERE)
+                    time.sleep(0.2)  # it writes to the same file, after the line above
+        return file.read_text(errors="replace")
+
     def end(self) -> None:
         _pools.pop(self.world, None)
         for process in self.processes:
+            with suppress(psutil.NoSuchProcess):  # a loader worker may never look for its rank
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
             process.kill()
             process.join()
         self.folder.cleanup()
@@ -94,11 +123,20 @@ def end_pools() -> None:
         pool.end()
 
 
+def _answers(pid: int) -> bool:
+    """Whether a process has a handler for WHERE: the signal would end any other."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(caught) and bool(int(caught[0], 16) >> (WHERE - 1) & 1)
+
+
 def _serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    # Loader workers inherit both the handler and the file.
+    faulthandler.register(WHERE, file=Path(folder, f"stacks-{rank}.txt").open("a"))  # noqa: SIM115
     if world > 1:
         os.environ.update(
             RANK=str(rank),

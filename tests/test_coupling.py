@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,10 @@ INTERNALS = ("torch_internals.py", "python_internals.py")
 PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(SOURCE.rglob("*.py")):
-        yield str(path.relative_to(SOURCE)), ast.parse(path.read_text())
+@functools.cache
+def modules() -> list[tuple[str, ast.Module]]:
+    files = sorted(SOURCE.rglob("*.py"))
+    return [(str(path.relative_to(SOURCE)), ast.parse(path.read_text())) for path in files]
 
 
 def is_private(name: str) -> bool:
@@ -94,25 +96,26 @@ def only_methods() -> set[str]:
     return methods - fields
 
 
-def assigned(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """(line, attribute, text) of every assignment to an attribute, `setattr` included."""
+def assigned(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.Call, str]]:
+    """Every assignment to an attribute and the attribute's name, `setattr` included."""
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else []
         for target in targets:
             if isinstance(target, ast.Attribute):
-                yield node.lineno, target.attr, ast.unparse(node)[:100]
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                yield node, target.attr
+        called = node.func if isinstance(node, ast.Call) else None
+        if isinstance(called, ast.Name) and called.id == "setattr":
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                yield node.lineno, name.value, ast.unparse(node)[:100]
+                yield node, name.value
 
 
 def test_nothing_assigns_a_method_on_an_instance() -> None:
     methods = only_methods()
     found = [
-        f"{name}:{line} {text}"
+        f"{name}:{node.lineno} {ast.unparse(node)[:100]}"
         for name, tree in modules()
-        for line, attribute, text in assigned(tree)
+        for node, attribute in assigned(tree)
         if attribute in methods
     ]
     ignored = [

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import typer
+from processes import quickly
 from ranks import CONTEXT
 from safetensors.torch import load_file
 
@@ -129,7 +130,7 @@ def _execute(folder: Path) -> None:
 def run_command(command: str, folder: Path) -> str:
     words = [sys.executable, "-m", "multi_gpu_training", *shlex.split(command)[1:]]
     done = subprocess.run(
-        words, cwd=folder, env=ON_CPU, capture_output=True, text=True, timeout=120, check=False
+        words, cwd=folder, env=quickly(ON_CPU), capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import quickly
 
 TRAIN = """
 from pathlib import Path
@@ -31,7 +32,9 @@ def run(folder: Path, redirection: str, progress: str = "lines", ranks: int = 1)
     tests = str(Path(__file__).parent)
     script.write_text(TRAIN.format(tests=tests, progress=progress, ranks=ranks))
     command = f"set -o pipefail; {sys.executable} train.py {redirection}"
-    return subprocess.run(["bash", "-c", command], cwd=folder, timeout=180).returncode
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=quickly(), timeout=180
+    ).returncode
 
 
 def finished(folder: Path) -> bool:
@@ -61,7 +64,7 @@ def test_several_ranks_end_well_without_a_reader(tmp_path: Path) -> None:
 def test_the_command_line_ends_well_without_a_reader(tmp_path: Path) -> None:
     train = "-m multi_gpu_training train image --epochs 1 --num-gpus 1 --save-dir . --run-name run"
     command = f"set -o pipefail; {sys.executable} {train} | head -n 1"
-    ended = subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=180)
+    ended = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=quickly(), timeout=180)
     assert ended.returncode == 0
     assert (tmp_path / "image" / "run" / "checkpoints" / "best").exists()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import quickly
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import flat, line, manager_for, points, sgd, squares
@@ -124,7 +124,7 @@ def test_a_save_waits_for_the_one_before_and_says_how_long(
     fit(tmp_path, checkpoint_frequency=3)  # and step 4, the end of the epoch
     first, second = events(tmp_path, "checkpoint")
     assert (first["step"], second["step"]) == (3, 4)
-    assert first["waited_s"] == 0 and 0.2 < second["waited_s"] <= 1.5
+    assert first["waited_s"] == 0 and 0.2 < second["waited_s"] <= first["write_s"] + 1
     # What training stood still for is not the writing.
     assert first["stall_s"] < 1 <= first["write_s"]
 
@@ -277,7 +277,7 @@ def test_a_script_that_ends_or_dies_at_once_keeps_what_it_began_to_save(tmp_path
     started = {
         how: subprocess.Popen(
             [sys.executable, str(script), str(tmp_path / how), tests, how],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=quickly(),
             stderr=subprocess.PIPE,
             text=True,
         )

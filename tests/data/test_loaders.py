@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +12,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from multi_gpu_training import Callback, ConfigError, MultiGPUConfig, MultiGPUTrainingManager
 
@@ -253,3 +262,36 @@ def test_tensors_in_memory_need_no_workers_on_a_cpu(tmp_path: Path) -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} == children
     assert sum(1 for _ in iterator) == 1
     manager.finish()
+
+
+class Collecting(Dataset[Tensor]):
+    """Collects garbage while it reads, as any dataset may that makes many objects."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        gc.collect()
+        return torch.full((4,), float(index)), index % 3
+
+
+def train_beside_an_old_group(folder: Path) -> int:
+    usual = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("fork", force=True)
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: dict[str, Any] = {"group": dist.new_group(backend="gloo")}
+        cycle["self"] = cycle
+        dist.all_reduce(torch.ones(1), group=cycle["group"])
+        dist.destroy_process_group(cycle["group"])
+        del cycle
+        manager = MultiGPUTrainingManager(config(folder, num_workers=1, epochs=1))
+        return manager.fit(model(), Collecting(), optimizer=sgd).steps
+    finally:
+        gc.enable()
+        multiprocessing.set_start_method(usual, force=True)
+
+
+def test_workers_leave_the_garbage_of_their_rank_alone(tmp_path: Path) -> None:
+    assert run_ranks(2, train_beside_an_old_group, tmp_path, timeout_s=60) == [1, 1]

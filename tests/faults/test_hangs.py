@@ -350,7 +350,7 @@ def test_a_sleeping_and_a_stopped_rank_are_named_and_the_run_recovers(tmp_path: 
         (tmp_path / "sleep-1").touch()
         program.when(lambda: "hang:" in program.err, 60)
         said = program.err
-        assert re.search(r"no progress for (4|5|6)\.\d s \(limit 4.0 s\); rank 1 holds", said), said
+        assert re.search(r"no progress for \d+\.\d s \(limit 4.0 s\); rank 1 holds", said), said
         assert re.search(r"rank 1: step \d+, forward, at \S+test_hangs.py:\d+ in loss_fn", said)
         assert re.search(r"rank 0: step \d+, backward, waits for the others", said), said
         program.when(lambda: reached(1))

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,9 +20,11 @@ from typing import Any
 import psutil
 import pytest
 from processes import Program
+from ranks import run_ranks
 
 STEPS = 30
 LONGEST_S = 150
+BUSY = 4  # how many times longer than promised an end may take: other tests run beside these
 SLOWEST_RECOVERY_S = 60  # on a busy machine; benchmarks/recovery.py measures it on a quiet one
 
 TRAIN = """
@@ -121,7 +124,6 @@ class Run:
 
 
 STARTS: dict[str, dict[str, Any]] = {
-    "undisturbed": {},
     "killed": {"pause": 0.1},
     "thrice": {"at": 12},
     "bad input": {"at": 12, "what": "data"},
@@ -162,13 +164,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
             run.program.close()
 
 
+def undisturbed(folder: Path) -> Any:
+    """The weights of a rank of the same training, to the bit."""
+    before = Path.cwd()
+    os.chdir(folder)
+    sys.argv = ["train.py", json.dumps({"epochs": STEPS // 10})]
+    space: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        exec(compile(TRAIN, "train.py", "exec"), space)
+    finally:
+        os.chdir(before)
+    return space["bits"]
+
+
 def kill_and_wait(run: Run, victim: int) -> None:
     """Kill a rank in the midst of training; the others are ended and all train again in time."""
     survivor = run.ranks()[1 - victim]
     killed = run.kill(victim)
-    psutil.wait_procs([survivor], timeout=10)
+    psutil.wait_procs([survivor], timeout=BUSY * 2)
     noticed = time.time() - killed
-    assert noticed < 2, f"the other rank was ended after {noticed:.2f} s only"
+    assert noticed < BUSY * 2, f"the other rank was ended after {noticed:.2f} s only"
     run.reach(1, attempt=1)
     again = next(when for when, attempt, _ in run.steps() if attempt >= 1) - killed
     print(f"the other rank ended after {noticed:.2f} s, training again after {again:.2f} s")
@@ -178,14 +193,12 @@ def kill_and_wait(run: Run, victim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(LONGEST_S)
 def test_a_killed_rank_is_made_good_by_default_and_to_the_last_bit(
-    runs: Callable[[str], Run],
+    runs: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    undisturbed = runs("undisturbed")
-    assert undisturbed.program.end_of_run(LONGEST_S) == 0, undisturbed.program
     run = runs("killed").reach(13)
     kill_and_wait(run, victim=1)
     assert run.program.end_of_run(LONGEST_S) == 0, run.program
-    assert run.weights == undisturbed.weights
+    assert run.weights == run_ranks(2, undisturbed, tmp_path)
     steps = run.steps()
     first = next(step for _, attempt, step in steps if attempt == 1)
     last = max(step for _, attempt, step in steps if attempt == 0)
@@ -193,7 +206,7 @@ def test_a_killed_rank_is_made_good_by_default_and_to_the_last_bit(
     assert last - 2 * 5 <= first <= last + 1
     assert re.search(r"rank 1 on \S+, step \d+ was ended by SIGKILL", run.program.err)
     assert "restarting every rank from the newest checkpoint (1 of 3" in run.program.err
-    assert run.program.nothing_left(within_s=1), run.program.alive()
+    assert run.program.nothing_left(within_s=BUSY), run.program.alive()
 
 
 @pytest.mark.slow
@@ -205,7 +218,7 @@ def test_the_same_fault_three_times_stops_with_a_diagnosis(runs: Callable[[str],
     assert "rank 1 failed three times at step 12 with ValueError: a mistake of the user" in said
     assert run.attempts == 3
     assert "step 12" in said.rstrip().splitlines()[-1], "the traceback comes last"
-    assert run.program.nothing_left(within_s=1), run.program.alive()
+    assert run.program.nothing_left(within_s=BUSY), run.program.alive()
 
 
 @pytest.mark.slow
@@ -224,7 +237,7 @@ def test_what_a_restart_cannot_mend_is_not_restarted(
     assert run.program.end_of_run(LONGEST_S) == code, run.program
     assert says in run.program.err and "restarting" not in run.program.err
     assert run.attempts == 1
-    assert run.program.nothing_left(within_s=1), run.program.alive()
+    assert run.program.nothing_left(within_s=BUSY), run.program.alive()
 
 
 @pytest.mark.slow
@@ -237,7 +250,7 @@ def test_a_launcher_killed_after_a_restart_leaves_no_rank(
     run = runs("launcher").reach(7)
     kill_and_wait(run, victim=0)
     run.program.send(signal.SIGKILL)
-    assert run.program.nothing_left(within_s=3), run.program.alive()
+    assert run.program.nothing_left(within_s=3 * BUSY), run.program.alive()
 
 
 @pytest.mark.slow
@@ -246,4 +259,4 @@ def test_a_killed_torchrun_leaves_no_rank(runs: Callable[[str], Run]) -> None:
     run = runs("torchrun").reach(3)
     os.kill(run.ranks()[0].pid, signal.SIGSTOP)  # also none that can do nothing itself
     run.program.send(signal.SIGKILL)
-    assert run.program.nothing_left(within_s=3), run.program.alive()
+    assert run.program.nothing_left(within_s=3 * BUSY), run.program.alive()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +15,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from processes import quickly
+from ranks import run_ranks
 from torch import Tensor
 
 from multi_gpu_training import ConfigError, MultiGPUConfig
@@ -131,30 +135,51 @@ for fold in range(3):
 """
 
 
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=quickly(), capture_output=True, text=True, timeout=200
+    )
+
+
 def run_folds(folder: Path, way: str) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     (folder / "folds.py").write_text(FOLDS.format(tests=str(Path(__file__).parent.parent)))
     command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
-    return subprocess.run(
-        [*command, "folds.py", way], cwd=folder, capture_output=True, text=True, timeout=200
-    )
+    return run(*command, "folds.py", way, cwd=folder)
+
+
+def whole_folds(folder: Path) -> str:
+    """What the script says when nobody is killed."""
+    before = Path.cwd()
+    os.chdir(folder)
+    sys.argv = ["folds.py", "whole"]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            script = FOLDS.format(tests=str(Path(__file__).parent.parent))
+            exec(compile(script, "folds.py", "exec"), {"__name__": "__main__"})
+    finally:
+        os.chdir(before)
+    return said.getvalue()
+
+
+def weights_told(said: str) -> dict[str, str]:
+    lines = [line.split(maxsplit=3) for line in said.splitlines() if line.startswith("fold ")]
+    return {fold: weights for _, fold, _, weights in lines}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_script_of_several_named_runs_goes_on_with_each_of_them(tmp_path: Path) -> None:
     """Also with those that are left, where it skips the others."""
-    told = {}
-    for way in ("whole", "kill", "skip"):
+    undisturbed = weights_told(run_ranks(2, whole_folds, tmp_path)[0])
+    assert set(undisturbed) == {"0", "1", "2"}
+    for way in ("kill", "skip"):
         done = run_folds(tmp_path / way, way)
         assert done.returncode == 0, done.stdout + done.stderr
-        lines = [line.split(maxsplit=3) for line in done.stdout.splitlines() if "fold" in line[:5]]
-        told[way] = {fold: weights for _, fold, _, weights in lines}
         runs = sorted(path.name for path in (tmp_path / way / "runs/custom").iterdir())
         assert runs == ["fold-0", "fold-1", "fold-2"]
-    for way in ("kill", "skip"):
         assert (tmp_path / way / "killed").exists()
-        assert told[way] == told["whole"]
+        assert weights_told(done.stdout) == undisturbed
 
 
 @pytest.mark.slow
@@ -240,13 +265,7 @@ manager.fit(nn.Linear(1, 1), [])
 def test_a_rank_under_torchrun_says_why_it_ends(tmp_path: Path) -> None:
     (tmp_path / "refused.py").write_text(REFUSED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*command, "--nproc-per-node", "1", "refused.py", str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run(*command, "--nproc-per-node", "1", "refused.py", str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1
     assert "the training dataset list has 0 samples" in done.stderr, done.stderr
 
@@ -312,8 +331,6 @@ def test_a_fault_whose_policy_is_stop_is_not_restarted(tmp_path: Path) -> None:
     script = DIVERGING.format(tests=str(Path(__file__).parent.parent))
     (tmp_path / "diverging.py").write_text(script)
     command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
-    done = subprocess.run(
-        [*command, "diverging.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = run(*command, "diverging.py", cwd=tmp_path)
     assert done.returncode != 0 and "replicas differ" in done.stderr
     assert (tmp_path / "attempts").read_text() == "xx"  # both ranks, once

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from processes import quickly
 from ranks import run_ranks
 from test_node_messages import HERE, KEY, free_port, node, together, until
 from torch._C._distributed_c10d import TCPStore
@@ -409,8 +410,8 @@ def test_ranks_started_by_hand_listen_on_loopback_alone_and_keep_their_store_on_
     port = free_port()
     ranks = []
     for rank in range(2):
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-        env |= {"MASTER_ADDR": HERE, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        env = quickly() | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        env |= {"MASTER_ADDR": HERE, "MASTER_PORT": str(port)}
         env.pop("GLOO_SOCKET_IFNAME", None)
         words = [sys.executable, "train.py"]
         ranks.append(

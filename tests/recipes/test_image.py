@@ -230,7 +230,9 @@ def test_truncated_file(fashion: Path, length: int, found: str) -> None:
     assert f"{path} {found}" in message
 
 
-@pytest.mark.parametrize("raw", [b"no gzip at all", gzip.compress(bytes(10_000))[:30]])
+@pytest.mark.parametrize(
+    "raw", [b"no gzip at all", gzip.compress(bytes(10_000))[:30]], ids=["no gzip", "cut short"]
+)
 def test_damaged_packed_file(tmp_path: Path, raw: bytes) -> None:
     folder = write_folder(tmp_path / "mnist", packed=True)
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(raw)

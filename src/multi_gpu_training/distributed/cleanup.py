@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
+import functools
+import gc
 import multiprocessing
 import os
 import shutil
@@ -44,6 +46,16 @@ def end_workers(all_children: bool = False) -> None:
     for worker in multiprocessing.active_children():
         if worker.daemon or all_children:
             worker.kill()
+
+
+@functools.cache
+def spare_forked_children() -> None:
+    """Keep a forked process, such as a loader worker, from collecting its parent's garbage.
+
+    An old process group would wait in its destructor for threads that exist in the parent only,
+    and the worker would never deliver a batch.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 class Scratch:

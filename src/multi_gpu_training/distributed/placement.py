@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed import meeting_place
-from multi_gpu_training.distributed.cleanup import die_with_parent
+from multi_gpu_training.distributed.cleanup import die_with_parent, spare_forked_children
 from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
 from multi_gpu_training.distributed.progress_slot import (
     launcher_reads,
@@ -284,6 +284,7 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         raise ConfigError("NCCL refuses two ranks on one GPU; use backend=gloo with share_gpu=true")
     if "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():
         die_with_parent()  # as under a launcher of ours: torchrun's ranks outlive a kill -9
+    spare_forked_children()
     if dist.is_initialized():
         # A second manager in this process: the group belongs to whoever made it.
         return _in_world(config, identity, device)

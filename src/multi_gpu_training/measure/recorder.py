@@ -7,11 +7,8 @@ planning/verify compares.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import itertools
 import json
-import math
 import random
 import sys
 from contextlib import ExitStack
@@ -36,6 +33,7 @@ from multi_gpu_training.data.batch import attach, map_tensors, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.measure.batch_rows import row_hashes, row_leaves, sample_dims
 from multi_gpu_training.measure.comparable_math import DoubleMath, SampleNoise
+from multi_gpu_training.measure.plain_replay import PlainReplay
 from multi_gpu_training.measure.request import MeasuredRun, Measurement, MeasureRequest
 from multi_gpu_training.measure.split_probe import SplitProbe
 from multi_gpu_training.measure.tensor_sketch import sketch, sketches
@@ -46,7 +44,6 @@ from multi_gpu_training.training.step import StepResult
 
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 KEPT_BYTES = 64 * 2**20  # of samples, per rank, for comparing them one by one
-REPLAYED_STEPS = 3
 
 
 class Recorder(Callback):
@@ -69,7 +66,7 @@ class Recorder(Callback):
         self.micros: list[dict[str, Any]] = []
         self.share: Share | None = None  # of the micro-batch under way
         self.before: dict[str, Tensor] = {}
-        self.replay = Replay(run, request) if request.ranks == 1 else None
+        self.replay = PlainReplay(run, request) if request.ranks == 1 else None
         self.done = False
         self.off = _switch_off_dropout(run.model)
         run.trainer.state.transform = self.transform
@@ -309,113 +306,6 @@ class Recorder(Callback):
         Path(self.request.out, f"rank-{run.placement.identity.rank}.json").write_text("{}")
         if leave:
             raise SystemExit(0)
-
-
-class Replay:
-    """Repeats the first steps of one rank in plain PyTorch: no trainer, no wrapper, no shares."""
-
-    def __init__(self, run: MeasuredRun, request: MeasureRequest) -> None:
-        self.run = run
-        self.tolerance = 1e-6 if request.double else 1e-2
-        self.state = copy.deepcopy(run.optimizer.state_dict())
-        size = sum(p.nbytes for p in run.model.parameters())
-        self.steps = REPLAYED_STEPS if size <= KEPT_BYTES else 1
-        self.starts: dict[int, list[Tensor]] = {}
-        self.parts: dict[int, list[tuple[Any, float, Tensor, float]]] = {}
-        self.ends: dict[int, tuple[list[dict[str, Any]], dict[str, Tensor]]] = {}
-        self.frozen: dict[int, set[str]] = {}
-
-    def _tensors(self) -> list[Tensor]:
-        model = self.run.model
-        return [t.detach() for t in itertools.chain(model.parameters(), model.buffers())]
-
-    def begin(self, step: int) -> None:
-        if step <= self.steps:
-            self.starts[step] = [t.clone() for t in self._tensors()]
-
-    def note(self, step: int, batch: Any, share: Share, noise: Tensor, loss: float) -> None:
-        if step <= self.steps:
-            self.parts.setdefault(step, []).append((batch, float(share.count), noise, loss))
-
-    def moved(self, step: int, optimizer: Optimizer) -> None:
-        if step <= self.steps:
-            settings = [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in optimizer.param_groups
-            ]
-            named = self.run.model.named_parameters()
-            after = {name: p.detach().clone() for name, p in named}
-            self.ends[step] = copy.deepcopy(settings), after
-            named = self.run.model.named_parameters()
-            self.frozen[step] = {name for name, p in named if p.grad is None}
-
-    def compare(self) -> dict[str, Any]:
-        """How far each step's result is from the plain one; or why that cannot be said."""
-        run = self.run
-        others = [
-            type(member).__name__
-            for member in run.callbacks.members
-            if not type(member).__module__.startswith("multi_gpu_training.")
-            and any(
-                getattr(type(member), event) is not getattr(Callback, event)
-                for event in ("on_optimizer", "on_exchange")
-            )
-        ]
-        if others:
-            return {"skipped": f"{', '.join(others)} takes part in the step"}
-        worst, name = 0.0, "-"
-        run.optimizer.load_state_dict(self.state)
-        for step in sorted(self.ends):
-            again = self._again(step)
-            if again is not None:
-                return {"skipped": again} if step == 1 else {"apart": worst, "name": name}
-            start = dict(zip(self._names(), self.starts[step], strict=True))
-            found = dict(run.model.named_parameters())
-            ends = self.ends[step][1]
-            moves = {key: float((end - start[key]).double().norm()) for key, end in ends.items()}
-            # A tensor that hardly moves is moved by rounding: it is measured against all of them.
-            least = 1e-3 * math.sqrt(sum(move**2 for move in moves.values()))
-            for key, end in ends.items():
-                apart = float((found[key].detach() - end).double().norm())
-                apart /= max(moves[key], least, 1e-300)
-                if not apart <= worst:
-                    worst, name = apart, key
-        return {"apart": worst, "name": name, "passed": worst <= self.tolerance}
-
-    def _names(self) -> list[str]:
-        model = self.run.model
-        return [n for n, _ in [*model.named_parameters(), *model.named_buffers()]]
-
-    def _again(self, step: int) -> str | None:
-        """Compute the step by hand; a reason where the recorded loss does not come out again."""
-        run, optimizer = self.run, self.run.optimizer
-        model, device = run.model, next(run.model.parameters()).device
-        with torch.no_grad():
-            for tensor, value in zip(self._tensors(), self.starts[step], strict=True):
-                tensor.copy_(value)
-        model.train()
-        total: Any = 0.0
-        weights = torch.zeros((), dtype=torch.float64, device=device)
-        for batch, count, noise, recorded in self.parts[step]:
-            torch.set_rng_state(noise)
-            loss = read_loss(run.loss_fn(model, batch), device)
-            if abs(loss.mean.item() - recorded) > 1e-6 * max(abs(recorded), 1e-6):
-                return "the loss function gives another number when it is called again"
-            weight = torch.tensor(count) if loss.weight is None else loss.weight
-            total = total + loss.mean * weight.to(device)
-            weights = weights + weight.to(device)
-        optimizer.zero_grad()
-        (total / weights).backward()
-        for name, parameter in model.named_parameters():
-            if name in self.frozen[step]:  # and trained since
-                parameter.grad = None
-        limit = run.config.max_grad_norm
-        if limit is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), limit)
-        for group, settings in zip(optimizer.param_groups, self.ends[step][0], strict=True):
-            group.update(settings)
-        optimizer.step()
-        return None
 
 
 class Recording(Measurement):

@@ -4,6 +4,8 @@ rank_server    keeps processes with torch loaded, which fork the ranks
 recorded_run   trains the script under measure/recorder.py and reads what its ranks wrote
 mismatch       finds the first place where several ranks do not do what one does
 diagnosis      names the cause from that place, training the script again where it must
+data_causes    causes in the samples that ranks see
+split_batch    causes in losses and gradients, from a batch that one rank computes in parts
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.measure.case import Failure
 from multi_gpu_training.measure.script_runner import MeasureError
-from multi_gpu_training.planning.verify.diagnosis import Diagnosis, diagnose
+from multi_gpu_training.planning.verify.conclusion import Diagnosis
+from multi_gpu_training.planning.verify.diagnosis import diagnose
 from multi_gpu_training.planning.verify.mismatch import Mismatch, RankComparison, compare_runs
 from multi_gpu_training.planning.verify.rank_server import RankServers
 from multi_gpu_training.planning.verify.recorded_run import (

@@ -9,47 +9,27 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from multi_gpu_training.measure.batch_rows import row_hashes
-from multi_gpu_training.measure.tensor_sketch import (
-    Sketches,
-    combined,
-    difference,
-    furthest,
-    ratio,
-    total_norm,
+from multi_gpu_training.planning.verify.conclusion import (
+    Diagnosis,
+    batchnorm_cause,
+    differing,
+    name_ranks,
 )
-from multi_gpu_training.planning.verify.mismatch import (
-    FLOOR,
-    Mismatch,
-    compare_runs,
-    differs,
-    step_loss,
-)
+from multi_gpu_training.planning.verify.data_causes import name_data_cause
+from multi_gpu_training.planning.verify.mismatch import Mismatch, compare_runs
 from multi_gpu_training.planning.verify.recorded_run import (
     Conditions,
     RankRecord,
     RecordedRun,
     match_rows,
-    seen_by,
 )
+from multi_gpu_training.planning.verify.split_batch import SplitBatch
 
 Run = Callable[..., RecordedRun]
-
-
-@dataclass
-class Diagnosis:
-    """causes: what makes the difference. not_comparable: why that is no fault of the script."""
-
-    causes: list[str] = field(default_factory=list)
-    not_comparable: str | None = None
 
 
 def diagnose(
@@ -168,7 +148,7 @@ class _Examination:
         key, mine, theirs = facts["key"], facts["one"], facts["many"]
         numbers = all(isinstance(v, (int, float)) and v for v in (mine, theirs))
         factor = theirs / mine if numbers else math.nan
-        # A schedule that counts otherwise may begin with this factor, but does not keep it.
+        # A schedule that counts differently may begin with this factor, but does not keep it.
         last = [line["settings"][0].get(key) for line in self._last_lines()]
         kept = numbers and all(last) and abs(last[1] / last[0] - factor) < 1e-4 * abs(factor)
         at_once = self.found.step == 1 and not self.found.ranks_differ and kept
@@ -218,9 +198,9 @@ class _Examination:
         name, header = self.found.name, self.alone.header
         module = name.rpartition(".")[0]
         if module in header["batchnorm"] and not header["sync_bn"]:
-            return Diagnosis([_batchnorm([module])])
+            return Diagnosis([batchnorm_cause([module])])
         mine, theirs = self.lines()
-        others = _differing(mine["buffers"], theirs[0]["buffers"], self.tolerance)
+        others = differing(mine["buffers"], theirs[0]["buffers"], self.tolerance)
         names = ", ".join([name, *(other for other in others if other != name)])
         return Diagnosis(
             [
@@ -232,7 +212,7 @@ class _Examination:
 
     def _length(self) -> Diagnosis:
         if self.found.ranks_differ:
-            who = _ranks(self.found.ranks_differ)
+            who = name_ranks(self.found.ranks_differ)
             return Diagnosis(
                 [
                     f"{who} stops or skips steps by itself: control flow that depends on the rank "
@@ -257,7 +237,7 @@ class _Examination:
         )
 
     def _changed(self) -> Diagnosis:
-        """A parameter changes where it should not, or moves otherwise from equal gradients."""
+        """A parameter changes where it should not, or equal gradients move it differently."""
         found = self.found
         when = {
             "between": "between two steps, outside the trainer",
@@ -269,16 +249,16 @@ class _Examination:
         if found.ranks_differ:
             return Diagnosis(
                 [
-                    f"parameter {found.name} is changed {when} on {_ranks(found.ranks_differ)} "
-                    "otherwise than on rank 0: change weights on every rank alike, and let the "
-                    "trainer move them"
+                    f"parameter {found.name} is changed {when} on "
+                    f"{name_ranks(found.ranks_differ)}, and not on rank 0 in the same way: change "
+                    "weights equally on every rank, or leave them to the trainer"
                 ]
             )
         if found.stage in ("optimizer", "move"):
             return Diagnosis(
                 [
-                    f"the optimizer moves {found.name} otherwise from the same gradients and "
-                    "settings: its step depends on the number of ranks"
+                    f"the optimizer moves {found.name} differently although gradients and "
+                    "settings are the same: its step depends on the number of ranks"
                 ]
             )
         return Diagnosis(
@@ -314,7 +294,24 @@ class _Examination:
             return Diagnosis(
                 [self._unexplained(f"the batch could not be split on one rank: {why}")]
             )
-        return self._from_probe(found, [p for p in parts if p is not None], theirs, number)
+        split = SplitBatch(
+            found,
+            [part for part in parts if part is not None and part["count"]],
+            mine,
+            theirs,
+            self.found,
+            self.alone,
+            self.conditions.double,
+            self.tolerance,
+        )
+        cause = split.loss_cause()
+        if cause is not None:
+            return Diagnosis([cause])
+        if self.found.stage == "loss" or found.get("mixing"):
+            cause = split.split_cause()
+            if cause is not None:
+                return self._confirmed(cause, found)
+        return Diagnosis([split.gradient_cause() or self._unexplained()])
 
     def _splittable(self, mine: dict[str, Any], theirs: list[dict[str, Any]]) -> int:
         """A micro-batch of which several ranks have a part."""
@@ -359,182 +356,6 @@ class _Examination:
         further = diagnose(self.run, one, many, left, other)
         return Diagnosis(further.causes, further.not_comparable)
 
-    def _from_probe(
-        self,
-        probe: dict[str, Any],
-        micros: list[dict[str, Any]],
-        theirs: list[dict[str, Any]],
-        number: int,
-    ) -> Diagnosis:
-        header = self.alone.header
-        whole, parts = probe["whole"], probe["parts"]
-        if differs(whole["loss"], probe["again"], self.tolerance):
-            return Diagnosis(
-                [
-                    "the loss gives another number when it is called again with the same weights "
-                    "and samples: it draws from a generator of its own in each process, or keeps "
-                    "state beside parameters and buffers; ranks cannot have the same"
-                ]
-            )
-        synced = bool(header["batchnorm"]) and header["sync_bn"]
-        micros = [micro for micro in micros if micro["count"]]
-        if not synced and len(micros) == len(parts):
-            by_rank = self._loss_of_ranks(parts, micros)
-            if by_rank is not None:
-                return Diagnosis([by_rank])
-        mine = step_loss([self.lines()[0]])
-        if synced and mine:
-            scaled = self._world_factor(step_loss(theirs) / mine)
-            if scaled:
-                return Diagnosis([scaled])
-        if self.found.stage == "loss" or probe.get("mixing"):
-            split = self._split_cause(probe, [micro["weight"] for micro in micros])
-            if split is not None:
-                return self._confirmed(split, probe)
-        return Diagnosis([self._gradient_cause(probe, micros, theirs, number)])
-
-    def _loss_of_ranks(
-        self, parts: list[dict[str, Any]], micros: list[dict[str, Any]]
-    ) -> str | None:
-        """Each rank's loss beside what one rank computes for the same samples and weights."""
-        both = list(zip(parts, micros, strict=True))
-        off = [
-            rank
-            for rank, (part, micro) in enumerate(both)
-            if differs(part["loss"], micro["loss"], self.tolerance)
-        ]
-        if not off:
-            return self._weights_of_ranks(both)
-        if self.found.stage == "grads":
-            return (
-                "the loss exchanges something between the ranks: together they have the loss of "
-                "one rank, but not its gradients. What is gathered from other ranks carries no "
-                "gradient (use torch.distributed.nn.functional.all_gather), or in-batch pairs are "
-                "counted on one side only"
-            )
-        factors = [
-            micro["loss"] / part["loss"] if part["loss"] else math.nan
-            for part, micro in zip(parts, micros, strict=True)
-        ]
-        counts = [micro["count"] for micro in micros]
-        shares = [count * len(counts) / sum(counts) for count in counts]
-        if all(abs(f - share) < 1e-6 for f, share in zip(factors, shares, strict=True)):
-            return (
-                "the loss is not weighted rightly: it is multiplied by the rank's share of the "
-                "samples, which the trainer does already. Return the mean over the rank's own "
-                "samples"
-            )
-        if max(factors) - min(factors) <= 1e-4 * abs(factors[0]):
-            return self._world_factor(factors[0]) or (
-                f"the loss of every rank is {factors[0]:.4g} times what one rank computes for the "
-                "same samples: it is scaled by something that depends on the number of ranks"
-            )
-        rank = off[0]
-        return (
-            f"rank {rank} computes a loss of {micros[rank]['loss']:.6g} where one rank computes "
-            f"{parts[rank]['loss']:.6g} for the same samples and weights"
-            + (
-                f", while rank {next(r for r in range(len(parts)) if r not in off)} agrees: the "
-                "model or the loss depends on the rank (control flow, a generator or a state of "
-                "each process)"
-                if len(off) < len(parts)
-                else ": the model or the loss depends on the rank or on the number of ranks "
-                "(control flow, a generator or a state of each process)"
-            )
-        )
-
-    def _weights_of_ranks(self, both: list[tuple[dict[str, Any], dict[str, Any]]]) -> str | None:
-        """The same for the weights that the loss function returns."""
-        for rank, (part, micro) in enumerate(both):
-            mine, theirs = part["weight"], micro["weight"]
-            if (mine is None) != (theirs is None) or (
-                mine is not None and differs(mine, theirs, self.tolerance)
-            ):
-                return (
-                    f"the loss is not weighted rightly: rank {rank} returns the weight {theirs}, "
-                    f"where one rank returns {mine} for the same samples; the weight depends on "
-                    "the rank or on the number of ranks"
-                )
-        return None
-
-    def _world_factor(self, factor: float) -> str | None:
-        if abs(factor * self.world - 1) < 1e-3:
-            return (
-                "the loss is divided by the number of ranks (world size); the trainer averages "
-                "over ranks already: return the mean over the rank's own samples"
-            )
-        if abs(factor / self.world - 1) < 1e-3:
-            return (
-                "the loss is multiplied by the number of ranks (world size); the trainer weighs "
-                "the ranks already: return the mean over the rank's own samples"
-            )
-        return None
-
-    def _split_cause(self, probe: dict[str, Any], weights: list[float | None]) -> str | None:
-        """Ranks compute what one rank computes for each part: the split itself changes it."""
-        mixing = probe["mixing"]
-        if mixing is not None:
-            if mixing["batchnorm"]:
-                return _batchnorm([mixing["name"]])
-            place = f", in the forward of {mixing['class']}" if mixing["before"] else ""
-            before = f" before {mixing['before']}" if mixing["before"] else ""
-            mine, theirs = self.lines()
-            apart, buffer = furthest(mine["buffers"], theirs[0]["buffers"], FLOOR)
-            follows = (
-                f"; buffer {buffer} is not synchronised either, it follows one rank's samples"
-                if apart > self.tolerance
-                else ""
-            )
-            return (
-                f"{mixing['name']} ({mixing['class']}) mixes the samples of a batch{place}{before}"
-                ": a sample's output depends on which others are on the same rank (statistics over "
-                f"the batch, or pairs in it){follows}"
-            )
-        structure = probe.get("structure", "unknown")
-        given = any(weight is not None for weight in weights)
-        if structure == "sum":
-            return (
-                "the loss is a sum over the samples, not a mean: its size depends on how many of "
-                "them a rank holds. Return the mean (reduction='mean')"
-            )
-        if structure == "mean" and given:
-            return (
-                "the loss is not weighted rightly: it is a mean over samples, but the weight that "
-                "it returns is not their number. Return the loss alone, or what the mean was "
-                "divided by"
-            )
-        if structure == "weighted":
-            what = "returns another weight than it divides by" if given else "returns no weight"
-            return (
-                "the loss is not weighted: it is a mean over something other than samples (tokens, "
-                f"class weights, masked places) and {what}, so that ranks with few of them count "
-                "too much. Let loss_fn return (mean_loss, weight), the weight being what the mean "
-                "was divided by"
-            )
-        if structure == "root":
-            return (
-                "the loss is a mean of means: it is the root of a mean over the batch, and "
-                "averaging it over the ranks is not the same as computing it over all their samples"
-            )
-        if structure == "statistics":
-            return (
-                "the loss is computed over the batch as a whole (statistics, ratios of sums, a "
-                "mean of means, the hardest of in-batch pairs): averaged over the ranks' parts it "
-                "becomes a mean of means, which is not the loss of all their samples"
-            )
-        if structure == "pairs":
-            return (
-                "the loss compares the samples of a batch with each other (in-batch pairs): a rank "
-                "sees only the pairs within its own part. Gather the outputs of all ranks first"
-            )
-        if structure == "unknown":
-            return (
-                "the loss of a batch is not the mean of the losses of its parts: it is not "
-                "weighted by what it is a mean of, or the samples of a batch meet in it (in-batch "
-                "pairs, statistics over the batch)"
-            )
-        return None
-
     def _confirmed(self, cause: str, probe: dict[str, Any]) -> Diagnosis:
         """For BatchNorm, train again with it synchronised: there may be more than one cause."""
         mixing = probe["mixing"]
@@ -551,102 +372,6 @@ class _Examination:
         further = diagnose(self.run, self.one, many, left.mismatch, synced)
         return Diagnosis([cause, *further.causes])
 
-    def _gradient_cause(
-        self,
-        probe: dict[str, Any],
-        micros: list[dict[str, Any]],
-        theirs: list[dict[str, Any]],
-        number: int,
-    ) -> str:
-        """The losses agree, the gradients do not: what happened between the two?"""
-        mine, _ = self.lines()
-        if self.found.ranks_differ:
-            return (
-                f"the ranks end with different gradients ({self.found.name}): they were computed "
-                "or changed past the wrapper, which exchanges only what the trainer's backward "
-                "gives (a model called past it, a backward or a hook of its own)"
-            )
-        if len(mine["micros"]) > 1:
-            return self._scaled_gradient(mine, theirs) or self._unexplained()
-        one, many = mine["grads"], theirs[0]["grads"]
-        whole = probe["whole"]["grads"]
-        weights = [m["count"] if m["weight"] is None else m["weight"] for m in micros]
-        parts = [part["grads"] for part in probe["parts"]]
-        limit = 1e-6 if self.conditions.double else 1e-2
-        split = _weighted(weights, parts)
-        alone = ratio(whole, one, limit)
-        if math.isnan(alone) and not math.isnan(ratio(whole, split, limit)):
-            return (
-                "gradients come from more than the loss: even on one rank they are not those of "
-                "the loss that was returned, and several ranks have others. Another backward adds "
-                "to them past the wrapper, which does not exchange them (a model called past it, "
-                "gradients left by other code)"
-            )
-        if math.isnan(ratio(whole, split, limit)) and not math.isnan(ratio(split, many, limit)):
-            return _nonlinear(probe, self.tolerance)
-        header = self.alone.header
-        if abs(alone - 1) > 1e-3 and header["max_grad_norm"] is None:
-            lengths = [total_norm(line["grads"]) for line in self.alone.steps if "grads" in line]
-            if max(lengths) - min(lengths) <= 1e-3 * max(lengths):
-                return _CLIPPED  # one rank's gradient has the same length in every step
-            return _CHANGED
-        return (
-            self._scaled_gradient(mine, theirs)
-            or _shares_of_ranks(parts, many, weights)
-            or self._scaled_tensors(one, many, limit)
-            or _changed_by_tensor(parts, many)
-            or self._backward_of_ranks(one, many, abs(ratio(whole, split, limit) - 1) <= limit)
-            or self._unexplained()
-        )
-
-    def _scaled_tensors(self, one: Sketches, many: Sketches, limit: float) -> str | None:
-        """Whether some tensors' gradients are right but for one factor."""
-        names = _differing(one, many, limit)
-        factors = [ratio({name: one[name]}, {name: many[name]}, limit) for name in names]
-        if not names or any(abs(f - factors[0]) > 1e-3 * abs(factors[0]) for f in factors):
-            return None
-        for factor, done in ((1 / self.world, "divided"), (self.world, "multiplied")):
-            if abs(factors[0] - factor) < 1e-3 * factor:
-                return (
-                    f"the gradient of {', '.join(names[:3])} is {done} by the number of ranks "
-                    "(world size) in backward, by a hook or an autograd function"
-                )
-        if math.isnan(factors[0]):
-            return None
-        return (
-            f"the gradient of {', '.join(names[:3])} is {factors[0]:.4g} times that of one rank: a "
-            "hook or an autograd function scales it by something that depends on the rank or on "
-            "the number of ranks"
-        )
-
-    def _backward_of_ranks(self, one: Sketches, many: Sketches, adds_up: bool) -> str | None:
-        """One rank's gradients of the parts add up to those of the batch; the ranks' do not."""
-        if not adds_up:
-            return None
-        names = _differing(one, many, self.tolerance)
-        return (
-            f"the gradient of {', '.join(names[:3])} depends on the rank or on the number of "
-            "ranks: losses agree, and on one rank the gradients of the parts add up to those of "
-            "the batch. A gradient hook, a callback or an autograd function uses the rank, the "
-            "number of ranks (world size) or a generator of each process"
-        )
-
-    def _scaled_gradient(self, mine: dict[str, Any], theirs: list[dict[str, Any]]) -> str | None:
-        factor = ratio(mine["grads"], theirs[0]["grads"], 1e-6 if self.conditions.double else 1e-2)
-        if math.isnan(factor):
-            return None
-        if abs(factor * self.world - 1) < 1e-3:
-            return (
-                "the gradients are divided by the number of ranks (world size) once more than the "
-                "trainer does"
-            )
-        if abs(factor / self.world - 1) < 1e-3:
-            return "the gradients are added over the ranks instead of averaged"
-        return (
-            f"the gradients are {factor:.4g} times those of one rank: they are scaled by something "
-            "that depends on the number of ranks or on a rank's part of the batch"
-        )
-
     def _unexplained(self, why: str = "") -> str:
         return (
             f"not found; the first difference is in step {self.found.step}: {self.found.text}. "
@@ -660,12 +385,12 @@ class _Examination:
         if key is None:
             return Diagnosis([self.found.text])
         header = self.alone.header
-        differing = []
+        apart: list[str] = []
         if self.alone.steps and self.ranks[0].steps:
             mine, theirs = self.alone.steps[-1], self.ranks[0].steps[-1]
-            differing = _differing(mine["buffers"], theirs["buffers"], 1e-6)
-        if differing:
-            return Diagnosis([f"buffer {', '.join(differing)} is not synchronised"])
+            apart = differing(mine["buffers"], theirs["buffers"], 1e-6)
+        if apart:
+            return Diagnosis([f"buffer {', '.join(apart)} is not synchronised"])
         return Diagnosis(
             [
                 f"weights and buffers agree, the metric {key} does not: it is a mean of means (a "
@@ -675,15 +400,6 @@ class _Examination:
                 + ("" if header["broadcast_buffers"] else "; buffers are not broadcast")
             ]
         )
-
-
-def _differing(one: Sketches, other: Sketches, tolerance: float) -> list[str]:
-    return [
-        name
-        for name in one
-        if name in other
-        and not difference(one[name], other[name]) <= tolerance * max(one[name][0], 1e-12)
-    ]
 
 
 def _up_to(one: RecordedRun, again: RecordedRun) -> RecordedRun:
@@ -696,96 +412,6 @@ def _up_to(one: RecordedRun, again: RecordedRun) -> RecordedRun:
             steps[-1]["micros"] = steps[-1]["micros"][: len(other.steps[-1]["micros"])]
         managers.append([replace(record, steps=steps)])
     return replace(one, managers=managers)
-
-
-def _batchnorm(names: Sequence[str]) -> str:
-    return f"BatchNorm ({', '.join(names[:3])}) normalises each rank's part alone; set sync_bn=true"
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    several = ", ".join(str(number) for number in numbers)
-    return f"rank {several}" if len(numbers) == 1 else f"ranks {several}"
-
-
-def _weighted(weights: Sequence[float], parts: Sequence[Sketches]) -> Sketches:
-    total = sum(weights) or 1.0
-    names = {name for part in parts for name in part}
-    return {
-        name: combined(
-            (weight / total, part[name])
-            for weight, part in zip(weights, parts, strict=True)
-            if name in part
-        )
-        for name in names
-    }
-
-
-def _nonlinear(probe: dict[str, Any], tolerance: float) -> str:
-    """The mean of the parts' gradients is not the gradient of the whole, though losses add up."""
-    every = [probe["whole"], *probe["parts"]]
-    largest = [part["largest"] for part in every]
-    norms = [
-        [part["grads"][name][0] for part in every if name in part["grads"]]
-        for name in probe["whole"]["grads"]
-    ]
-    total = [math.sqrt(sum(found[0] ** 2 for found in part["grads"].values())) for part in every]
-
-    def equal(values: Sequence[float]) -> bool:
-        return max(values) - min(values) <= max(tolerance, 1e-9) * max(values) and max(values) > 0
-
-    clipped = equal(largest) or equal(total) or any(equal(values) for values in norms)
-    return _CLIPPED if clipped else _CHANGED
-
-
-_CLIPPED = (
-    "gradients are clipped per rank, before they are averaged: clipping the mean is not the mean "
-    "of clipped parts. Set max_grad_norm, which clips the whole gradient"
-)
-_CHANGED = (
-    "gradients are changed per rank before they are averaged, and not in proportion (a hook that "
-    "clips, normalises or selects): the mean of changed parts is not the changed mean. Do it after "
-    "the exchange, in on_optimizer, or set max_grad_norm"
-)
-
-
-def _shares_of_ranks(
-    parts: Sequence[Sketches], many: Sketches, weights: Sequence[float]
-) -> str | None:
-    """With which factors the ranks' gradients were added up, where they were."""
-    names = sorted(set.intersection(*(set(part) for part in parts)) & set(many))
-    if not names:
-        return None
-    matrix = np.array([[v for name in names for v in part[name][1:]] for part in parts]).T
-    target = np.array([v for name in names for v in many[name][1:]])
-    factors, *_ = np.linalg.lstsq(matrix, target, rcond=None)
-    if np.linalg.norm(matrix @ factors - target) > 1e-5 * np.linalg.norm(target):
-        return None
-    lengths = [math.sqrt(sum(part[name][0] ** 2 for name in names)) for part in parts]
-    after = [f * n * sum(weights) / w for f, n, w in zip(factors, lengths, weights, strict=True)]
-    if len(after) > 1 and max(after) - min(after) <= 1e-3 * max(after):
-        # Each rank's gradient had the same length when it was averaged.
-        return _CLIPPED
-    shown = ", ".join(f"{factor:.3g}" for factor in factors)
-    right = ", ".join(f"{weight / sum(weights):.3g}" for weight in weights)
-    if any(abs(factor) < 1e-6 for factor in factors):
-        who = [rank for rank, factor in enumerate(factors) if abs(factor) < 1e-6]
-        return f"the gradient of {_ranks(who)} is missing: its model is called past the wrapper"
-    return (
-        f"the loss is not weighted by the ranks' shares: their gradients count {shown}, by their "
-        f"samples they should count {right}"
-    )
-
-
-def _changed_by_tensor(parts: Sequence[Sketches], many: Sketches) -> str | None:
-    """Whether every tensor is some sum of the ranks' gradients, each with its own factors."""
-    names = set.intersection(*(set(part) for part in parts)) & set(many)
-    for name in names:
-        matrix = np.array([part[name][1:] for part in parts]).T
-        target = np.array(many[name][1:])
-        factors, *_ = np.linalg.lstsq(matrix, target, rcond=None)
-        if np.linalg.norm(matrix @ factors - target) > 1e-5 * np.linalg.norm(target):
-            return None
-    return _CHANGED if names else None
 
 
 def failure_cause(error: str, world: int) -> str:
@@ -818,7 +444,7 @@ def failure_cause(error: str, world: int) -> str:
         )
     if "hang" in error.lower() or "not done after" in error or "waiting" in error.lower():
         return (
-            "the ranks wait for each other for ever: control flow that depends on the rank (an "
+            "the ranks wait for each other forever: control flow that depends on the rank (an "
             "early stop, a break, a collective call on one rank only)"
         )
     if re.search(r"not finite|NaN|the loss is (-?inf|nan)", error):
@@ -826,224 +452,4 @@ def failure_cause(error: str, world: int) -> str:
     return (
         f"the script fails on {world} ranks and not on one: code that depends on the rank, or on "
         "how many samples a rank has"
-    )
-
-
-# Data
-
-
-def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch) -> Diagnosis:
-    """Why ranks do not see the samples that one rank sees."""
-    mine, theirs = found.facts["mine"], found.facts["theirs"]
-    own = any(micro is not None and not micro["window"] for micro in theirs)
-    sizes = [rank.header["samples"] for rank in ranks]
-    if any(size != one.header["samples"] for size in sizes):
-        shown = ", ".join(str(size) for size in sizes)
-        return Diagnosis(
-            [
-                f"data per rank: the dataset has {shown} samples on the ranks and "
-                f"{one.header['samples']} on one rank. The script shards its data by rank; give "
-                "the whole dataset everywhere, the loader shares out each batch"
-            ]
-        )
-    if own:
-        return _own_batches(one, ranks, found)
-    there = [micro for micro in theirs if micro is not None]
-    ahead = [
-        rank
-        for rank, micro in enumerate(theirs)
-        if micro is not None and mine is not None and _place(micro) != _place(mine)
-    ]
-    if mine is not None and 0 < len(ahead) < len(there):
-        return Diagnosis(
-            [
-                f"{_ranks(ahead)} is at another place in the data than the others: it skips or "
-                "repeats batches by itself, control flow that depends on the rank or on its own "
-                "samples. Every rank must take every batch of its loader"
-            ]
-        )
-    places = {(rank, place) for rank, place in (found.match.extra if found.match else [])}
-    same_indices = mine is not None and sorted(mine["indices"]) == sorted(
-        index for micro in theirs if micro is not None for index in micro["indices"]
-    )
-    if not same_indices:
-        return Diagnosis(
-            [
-                "data per rank: the ranks do not draw the same batches from the dataset; a sampler "
-                "or an order of the data depends on the rank or on the number of ranks"
-            ]
-        )
-    guilty = sorted({rank for rank, _ in places})
-    who = _ranks(guilty)
-    seen = seen_by(one)
-    # One rank has these very samples, but at other places.
-    elsewhere = sum(theirs[rank]["hashes"][place] in seen for rank, place in places)
-    kind = _same_sample_otherwise(one, ranks, found)
-    if 2 * elsewhere > len(places) or (elsewhere and kind == "other sample"):
-        return Diagnosis(
-            [
-                f"data per rank: a sample's number means another sample on {who}. The script "
-                "shards or shuffles its data by rank; give the same dataset in the same order "
-                "everywhere, the loader shares out each batch"
-            ]
-        )
-    if kind == "same sample":
-        return Diagnosis(
-            [
-                f"a sample looks otherwise on {who} than on one rank: its augmentation or noise "
-                "depends on the rank, on its place in the process or on the others of its part (a "
-                "generator per process, seeded by the rank or drawn from in the order of loading; "
-                "statistics, random numbers or mixing in collate_fn). Draw from torch, numpy or "
-                "random in __getitem__ without seeding them: they are seeded per sample"
-            ]
-        )
-    return Diagnosis(
-        [
-            f"data per rank: samples on {who} are not those of one rank, which does not have them "
-            "at other places either. The data depend on the rank: they are sharded, generated, "
-            "augmented or collated per process (a collate_fn sees a rank's part alone, and draws "
-            "its own random numbers)"
-        ]
-    )
-
-
-def _place(micro: dict[str, Any]) -> tuple[int, int]:
-    return micro["epoch"], micro["position"]
-
-
-def _same_sample_otherwise(
-    one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch
-) -> str | None:
-    """Whether strange samples are other ones, or the same ones with other values: whole numbers
-    (labels) agree, and the rest points the same way."""
-    mine = found.facts["mine"]
-    rows = one.kept_rows(mine)
-    if rows is None or found.match is None:
-        return None
-    places = {index: place for place, index in enumerate(mine["indices"])}
-    labels, angles = [], []
-    for rank, place in found.match.extra:
-        micro = found.facts["theirs"][rank]
-        other = ranks[rank].kept_rows(micro)
-        if other is None or other.keys() != rows.keys():
-            return None
-        home = places.get(micro["indices"][place])
-        if home is None:
-            return None
-        for path, leaf in rows.items():
-            a, b = leaf[home], other[path][place]
-            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.shape != b.shape:
-                continue
-            if a.is_floating_point():
-                angles.append(_cosine(a, b))
-            else:
-                labels.append(bool(torch.equal(a, b)))
-    if labels and not all(labels):
-        return "other sample"
-    if labels and len(labels) >= 4:
-        return "same sample"
-    if angles:
-        middle = sorted(angles)[len(angles) // 2]
-        return "same sample" if middle > 0.5 else "other sample" if middle < 0.3 else None
-    return None
-
-
-def _cosine(one: Tensor, other: Tensor) -> float:
-    a, b = one.double().flatten(), other.double().flatten()
-    return float(a @ b / (a.norm() * b.norm()).clamp_min(1e-30))
-
-
-def _changed_tensors(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch) -> str | None:
-    """Where the samples are the same but for some of their tensors: what happened to these."""
-    mine = one.kept_rows(found.facts["mine"]) if found.facts["mine"] is not None else None
-    theirs = [
-        (rank, record.kept_rows(micro))
-        for rank, (record, micro) in enumerate(zip(ranks, found.facts["theirs"], strict=True))
-        if micro is not None
-    ]
-    if mine is None or any(rows is None or rows.keys() != mine.keys() for _, rows in theirs):
-        return None
-    count = len(next(iter(mine.values()), []))
-    kept = {
-        path: row_hashes({path: leaf}, count)
-        for path, leaf in mine.items()
-        if len(leaf) == count and isinstance(leaf[0], Tensor)
-    }
-    homes: dict[str, dict[str, int]] = {}  # per tensor that says which sample it is, its places
-    for path, hashes in kept.items():
-        got = [
-            text
-            for _, rows in theirs
-            if rows is not None
-            for text in row_hashes({path: rows[path]}, len(rows[path]))
-        ]
-        if sorted(got) == sorted(hashes):
-            homes[path] = {text: place for place, text in enumerate(hashes)}
-    telling = max(homes, key=lambda path: len(homes[path]), default=None)
-    changed = [path for path in kept if path not in homes]
-    if telling is None or len(homes[telling]) < count or not changed:
-        return None
-    path = changed[0]
-    fits = []
-    for _, rows in theirs:
-        assert rows is not None
-        own = row_hashes({telling: rows[telling]}, len(rows[telling]))
-        before = [mine[path][homes[telling][text]] for text in own]
-        fits.append(_affine(before, rows[path]))
-    where = f"tensor {path.strip('.')} of the batch"
-    if all(fits):
-        return (
-            f"{where} is scaled and shifted on each rank by statistics of its own part of the "
-            "batch (normalised per rank), before it is handed to train_step: the same samples have "
-            "other values on one rank. Normalise over all ranks, or before the data are shared out"
-        )
-    return (
-        f"data per rank: the samples are the same but for {where}, which is drawn or computed by "
-        "each rank for itself, from its own generator, number or part of the batch"
-    )
-
-
-def _affine(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
-    """Whether one factor and one offset turn the first values into the second."""
-    if not before or any(not t.is_floating_point() for t in before):
-        return False
-    x = torch.stack([t.double().flatten() for t in before]).flatten()
-    y = torch.stack([t.double().flatten() for t in after]).flatten()
-    if x.numel() != y.numel() or x.numel() < 4:
-        return False
-    x0, y0 = x - x.mean(), y - y.mean()
-    left = y0 - x0 * (x0 @ y0) / (x0 @ x0).clamp_min(1e-30)
-    return float(left.norm()) <= 1e-4 * max(float(y0.norm()), 1e-30)
-
-
-def _own_batches(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatch) -> Diagnosis:
-    """The script hands its own batches to `train_step`."""
-    total, alone = found.facts["total"], found.facts["total_one"]
-    changed = _changed_tensors(one, ranks, found)
-    if changed is not None:
-        return Diagnosis([changed])
-    seen = [seen_by(rank) for rank in ranks]
-    common = sum((seen[0] & seen[1]).values())
-    if common:
-        return Diagnosis(
-            [
-                f"data per rank: rank 0 and rank 1 train on {common} samples in common, but not on "
-                "the same batches: the script shuffles or draws its batches by rank. Iterate over "
-                "the loader of setup_training, or cut the same batch into parts"
-            ]
-        )
-    if total == alone * len(ranks):
-        return Diagnosis(
-            [
-                "the script hands its own batches to train_step, and each rank brings as many "
-                "samples as one rank does alone: data per rank, another training"
-            ],
-            f"a step sees {total} samples on {len(ranks)} ranks and {alone} on one, because every "
-            "rank brings its own batches; use the loader of setup_training, or share out one batch",
-        )
-    return Diagnosis(
-        [
-            "data per rank: the batches that the script hands to train_step depend on the rank "
-            f"({found.text})"
-        ]
     )

@@ -169,6 +169,7 @@ def main() -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command that started it ends it
     # What every training imports; optimizers import dynamo when they are built.
+    import torch._dynamo  # noqa: F401
 
     import multi_gpu_training.manager
     import multi_gpu_training.measure.recorder  # noqa: F401

@@ -68,7 +68,7 @@ class RecordedRun:
 
 @dataclass(frozen=True)
 class Conditions:
-    """How the trainings of one comparison are run; the same for every number of ranks."""
+    """How the trainings of one comparison are run; the same forevery number of ranks."""
 
     double: bool = True
     as_is: bool = False
