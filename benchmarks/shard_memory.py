@@ -3,10 +3,10 @@
     python benchmarks/shard_memory.py --out shard_memory.json
     python benchmarks/shard_memory.py --ranks 2 --width 900
 
-Four CPU ranks train a stack of linear layers (311 MB of float32 weights) with AdamW. Looked at is the
-resident memory of each rank above what it had before the model was built: after the build, at its
-peak in the steps, and, as a figure by itself, at its peak while it was built. The limit of the steps
-is (weights, gradients and both moments) / ranks + 3 x the largest block + activations.
+Four CPU ranks train a stack of linear layers (311 MB of float32 weights) with AdamW. Looked at is
+the resident memory of each rank above what it had before the model was built: after the build, at
+its peak in the steps, and, as a figure by itself, at its peak while it was built. The formula for
+the steps is (weights, gradients, both moments) / ranks + 3 x the largest block + activations.
 
 glibc keeps freed memory for itself unless it is told not to: MALLOC_MMAP_THRESHOLD_ is set for the
 ranks, so that what is freed is seen to be.
@@ -133,12 +133,12 @@ def formula(given: argparse.Namespace) -> float:
 
 
 def table(given: argparse.Namespace, found: list[dict[str, float]]) -> str:
-    asked = formula(given)
+    asked, weights = formula(given), 4 * given.width**2 * given.blocks / MB
     lines = [
         machine(),
         "",
-        f"{given.ranks} CPU ranks, {given.mode}, {4 * given.width**2 * given.blocks / MB:.0f} MB "
-        f"of weights in {given.blocks} blocks, AdamW, float32. By the formula: {asked / MB:.0f} MB.",
+        f"{given.ranks} CPU ranks, {given.mode}, {weights:.0f} MB of weights in {given.blocks} "
+        f"blocks, AdamW, float32. The formula gives {asked / MB:.0f} MB.",
         "",
         "| rank | peak of the steps | against the formula | after the build | peak of the build |",
         "|---|---|---|---|---|",

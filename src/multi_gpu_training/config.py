@@ -353,9 +353,12 @@ class MultiGPUConfig(BaseModel):
         if mode is TrainingMode.FULLY_SHARDED:
             yield from self._sharding_contradictions()
         else:
-            asked = {name: getattr(self, name) for name in sorted(given) if name[:5] == "fsdp_"}
             fields = type(self).model_fields
-            useless = [name for name, value in asked.items() if value != fields[name].default]
+            useless = [
+                name
+                for name in sorted(given)
+                if name[:5] == "fsdp_" and getattr(self, name) != fields[name].default
+            ]
             if useless:
                 yield f"{', '.join(useless)}: only for training_mode=fully_sharded; drop it"
         if self.share_weights and self.balance != "auto":

@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -340,7 +341,7 @@ def read_verified(path: Path, in_parts: bool = True) -> Snapshot:
         _read(path / f"{name}.safetensors", load_file) for name in ("model", "optimizer", "state")
     )
     for kind, tensors in (("model", model), ("optimizer", optimizer)):
-        parts = _read(path, lambda folder, kind=kind: stored_rows(folder, manifest, kind))
+        parts = _read(path, partial(stored_rows, manifest=manifest, kind=kind))
         tensors |= parts if in_parts else {name: part.whole() for name, part in parts.items()}
     return Snapshot(
         step=manifest["step"],
