@@ -3,11 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-engines lint gpu-test clean
+.PHONY: train test test-engines test-matrix test-small-core lint gpu-test dist clean
+
+# Not -c: these also hold for the isolated environment in which pip builds the package.
+PIN := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(PIN) $(BIN)/pip install --quiet -e '.[dev]'
+	touch $@
+
+$(VENV)/engines: $(VENV)/installed
+	$(PIN) $(BIN)/pip install --quiet -e '.[dev,engines]'
 	touch $@
 
 train: $(VENV)/installed
@@ -32,8 +39,23 @@ test: $(VENV)/installed
 	if [ $$tests -ne 0 ]; then exit $$tests; fi; exit $$linted
 
 # Real servers, schedulers and long campaigns: too heavy for every commit.
-test-engines: $(VENV)/installed
+test-engines: $(VENV)/engines
 	$(BIN)/pytest -m engines
+
+# The oldest and the newest torch, every Python: see the head of the script for what it needs.
+TORCH ?= 2.11.0 2.13.0 newest
+PYTHONS ?= 3.11 3.12 3.13
+test-matrix:
+	$(PYTHON) benchmarks/versions.py --torch $(TORCH) --python $(PYTHONS) $(MATRIX)
+
+# The wheel in an empty environment: without TensorBoard, matplotlib and any recipe's packages.
+test-small-core:
+	$(PYTHON) benchmarks/small_core.py
+
+dist: $(VENV)/installed
+	rm -rf dist
+	$(PIN) $(BIN)/pip wheel --quiet --no-deps -w dist .
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('dist')"
 
 gpu-test:
 	python3 -m pytest -m gpu

@@ -123,9 +123,25 @@ SHOWN_IN = {
         "tensorboard": "test_tensorboard_writes_curves",
         "progress": "test_progress_chooses_what_a_person_sees",
     },
+    "storage.test_object_storage": {
+        "local_dir": (
+            "test_local_dir_holds_the_copies_and_upload_every_shows_events_during_training"
+        ),
+        "upload_every": (
+            "test_local_dir_holds_the_copies_and_upload_every_shows_events_during_training"
+        ),
+        "upload_wait_s": "test_upload_wait_s_bounds_the_end_of_a_run",
+    },
     "test_fields_watching": {
         "loggers": "test_loggers_write_where_they_are_asked_to",
+        "logger_options": "test_logger_options_reach_the_logger_and_secrets_do_not",
         "validate_every": "test_validate_every_validates_inside_an_epoch",
+        "validate_at_start": "test_validate_at_start_and_limit_val_batches_say_when_and_on_what",
+        "limit_val_batches": "test_validate_at_start_and_limit_val_batches_say_when_and_on_what",
+        "f1_average": "test_f1_average_says_what_f1_is",
+        "ema_decay": "test_ema_decay_and_swa_average_the_weights",
+        "swa_start": "test_ema_decay_and_swa_average_the_weights",
+        "swa_every": "test_ema_decay_and_swa_average_the_weights",
         "monitor": "test_monitor_records_phases_and_devices",
         "monitor_interval_s": "test_monitor_interval_s_is_how_often_devices_are_read",
         "report": "test_report_is_written_at_the_end_of_a_run",

@@ -8,6 +8,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ from multi_gpu_training.recipes.recipe import find_recipe
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
-RUN = [README, *(ROOT / f"docs/{name}.md" for name in ("start", "own-model", "reliability"))]
+RUN = [
+    README,
+    *(ROOT / f"docs/{name}.md" for name in ("start", "own-model", "validation", "reliability")),
+]
 NOT_RUN, BEFORE_EACH = "not run", "before each block"
 # README commands that are run as they stand; of the others only the flags are checked.
 FAST = ("mgt --help", "mgt recipes", "mgt info", "mgt config-schema", "mgt train image --epochs 1")
@@ -217,7 +221,12 @@ def written(default: Any) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+    # PyPI shows the README, so its links are absolute; they must lead to files that are here.
+    home = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Homepage"]
+    text = page.read_text().replace(f"]({home}/blob/main/", "](")
+    if page == README:
+        assert not re.findall(r"\]\((?!https?:|#)([^)]+)\)", page.read_text())
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
         file, _, place = target.partition("#")
         other = (page.parent / file).resolve() if file else page
         assert other.exists(), f"{page.name} links to {target}"

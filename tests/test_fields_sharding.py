@@ -57,6 +57,7 @@ def test_fsdp_fields_say_what_is_gathered_when_and_in_which_type(tmp_path: Path)
         ({"fp16_compression": True}, "drop fp16_compression"),
         ({"static_graph": True}, "static_graph"),
         ({"balance": "measured"}, "give share_weights"),
+        ({"ema_decay": 0.99}, "average whole weights"),
         ({"mixed_precision_dtype": "fp16"}, "use bf16"),
         ({"fsdp_gather_dtype": "bf16"}, "needs use_mixed_precision=true"),
         ({"training_mode": "ddp", "fsdp_reshard": False}, "only for training_mode=fully_sharded"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -75,7 +77,83 @@ def test_validate_every_validates_inside_an_epoch(tmp_path: Path) -> None:
     assert validated == [3, 6, 8, 9, 12, 15, 16]  # and once at the end of each epoch
 
 
+def test_validate_at_start_and_limit_val_batches_say_when_and_on_what(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def count(model: Any, batch: Any, metrics: Any) -> None:
+        seen.append((manager.step, len(batch[0])))
+        metrics.add("loss", 0.0, len(batch[0]))
+
+    settings = {"batch_size": 4, "training_mode": "single", "validate_at_start": True}
+    manager = manager_for(tmp_path, **settings, limit_val_batches=2)
+    manager.fit(line(), points(16), points(16), loss_fn=squares, eval_fn=count)
+    assert seen == [(0, 4), (0, 4), (4, 4), (4, 4)]
+
+
+def test_f1_average_says_what_f1_is(tmp_path: Path) -> None:
+    def predicted(model: Any, batch: Any, metrics: Any) -> None:
+        metrics.add_predictions(torch.tensor([0, 0, 1, 0]), torch.tensor([0, 0, 1, 1]), 2)
+
+    found = {}
+    for how in ("macro", "micro", "binary"):
+        manager = manager_for(tmp_path, training_mode="single", f1_average=how)
+        data = points(4)
+        result = manager.fit(line(), data, data, loss_fn=squares, eval_fn=predicted)
+        found[how] = round(result.metrics["f1"], 4)
+    assert found == {"macro": 0.7333, "micro": 0.75, "binary": 0.6667}
+
+
+def test_ema_decay_and_swa_average_the_weights(tmp_path: Path) -> None:
+    weights: list[Any] = []
+
+    class Watch(Callback):
+        def on_step_end(self, run: Any, result: Any) -> None:
+            weights.append(run.model.weight.detach().clone())
+
+    def averaged(**settings: Any) -> Any:
+        weights.clear()
+        manager = manager_for(tmp_path, batch_size=4, training_mode="single", **settings)
+        manager.fit(line(), points(20), loss_fn=squares, optimizer=sgd, callbacks=[Watch()])
+        return manager.model.weight
+
+    assert torch.allclose(averaged(swa_start=2, swa_every=3), (weights[1] + weights[4]) / 2)
+    found, by_hand = averaged(ema_decay=0.5), line().weight.detach()
+    for weight in weights:
+        by_hand = 0.5 * by_hand + 0.5 * weight
+    assert torch.allclose(found, by_hand)
+
+
 def test_loggers_write_where_they_are_asked_to(tmp_path: Path) -> None:
     manager = manager_for(tmp_path, training_mode="single", loggers=["csv"], log_every=1)
     manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
     assert "1,train/loss," in (manager.folder / "metrics.csv").read_text()
+
+
+def test_logger_options_reach_the_logger_and_secrets_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for Trackio, which need not be installed."""
+    asked: dict[str, Any] = {}
+    logged: list[tuple[int, float]] = []
+
+    class Tracked:
+        id = "abc"
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            logged.append((step, metrics["train/loss"]))
+
+        def finish(self) -> None:
+            asked["finished"] = True
+
+    stand_in = ModuleType("trackio")
+    stand_in.init = lambda **given: asked.update(given) or Tracked()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    options = {"trackio": {"project": "mine", "group": "first"}}
+    manager = manager_for(
+        tmp_path, training_mode="single", loggers=["trackio"], logger_options=options, log_every=1
+    )
+    manager.recipe_options["hub_token"] = "hf_secret"
+    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
+    assert (asked["project"], asked["group"], asked["finished"]) == ("mine", "first", True)
+    assert asked["config"]["hub_token"] == "***" and asked["config"]["log_every"] == 1
+    assert [step for step, _ in logged] == [1]

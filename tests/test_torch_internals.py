@@ -147,7 +147,7 @@ def test_forget_scaler_steps_lets_gradients_be_unscaled_again() -> None:
     scaler.unscale_(optimizer)
 
 
-def test_foreach_copy_mul_and_norm() -> None:
+def test_foreach_copy_mul_lerp_and_norm() -> None:
     a, b = torch.tensor([3.0, 4.0]), torch.tensor([1.0])
     targets = [torch.empty(2), torch.empty(1)]
     torch_internals.foreach_copy_(targets, [a, b])
@@ -155,6 +155,8 @@ def test_foreach_copy_mul_and_norm() -> None:
     torch_internals.foreach_mul_(targets, torch.tensor(2.0))
     assert torch.equal(targets[0], 2 * a) and torch.equal(targets[1], 2 * b)
     assert [float(n) for n in torch_internals.foreach_norm([a, b])] == [5.0, 1.0]
+    torch_internals.foreach_lerp_(targets, [torch.zeros_like(t) for t in targets], 0.5)
+    assert torch.equal(targets[0], a)
 
 
 def test_largest_elements_are_not_finite_where_an_element_is_not() -> None:
@@ -346,6 +348,12 @@ def test_without_gradient_hooks_keeps_hooks_from_running_and_gives_them_back() -
     handle.remove()
     model(torch.ones(1, 2)).sum().backward()
     assert sorted(seen) == ["after", "hook", "hook"]
+
+
+def test_the_reductions_of_a_torchmetrics_metric_are_where_we_read_them() -> None:
+    metrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+    found = torch_internals.metric_reductions(metrics.MeanMetric())
+    assert {how.__name__ for how in found.values() if how} == {"dim_zero_sum"}
 
 
 def test_gradient_hooks_are_found_and_views_are_known() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,10 +23,19 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.redaction import redact
 from multi_gpu_training.schedules import SCHEDULES
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NaturalInt = Annotated[int, Field(ge=0)]
+# What to do about a value that is out of range, where the range alone does not say it.
+_REMEDIES = {
+    "limit_val_batches": "give the number of batches, or leave it out to validate on every sample",
+    "validate_every": "give a number of steps, or leave it out to validate after each epoch only",
+    "ema_decay": "0.999 and 0.9999 are usual; leave it out to use the trained weights as they are",
+    "swa_start": "give the step of the first average, or leave it out",
+    "swa_every": "give a number of steps, or leave it out to average once per epoch",
+}
 LONGEST_NAME = 200  # bytes; file systems allow 255, and temporary copies add a suffix
 
 
@@ -150,6 +162,18 @@ class MultiGPUConfig(BaseModel):
         "step", description="what a scheduler you bring counts"
     )
 
+    # Averaged weights
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description="exponential moving average of the weights, for validation and checkpoints",
+    )
+    swa_start: NaturalInt | None = Field(
+        None, description="stochastic weight averaging (SWA): the step of the first average"
+    )
+    swa_every: PositiveInt | None = Field(
+        None, description="optimizer steps between weights that SWA averages; None: an epoch"
+    )
+
     # DDP
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
@@ -230,7 +254,9 @@ class MultiGPUConfig(BaseModel):
     on_divergence: Literal["stop", "rollback"] = Field(
         "stop", description="replicas that differ where they should be equal"
     )
-    resume: str | None = Field(None, description="auto, or a checkpoint folder")
+    resume: str | None = Field(
+        None, description="auto, or a checkpoint: its folder, or its URL in object storage"
+    )
     resume_anyway: bool = Field(
         False,
         description="resume although a changed setting (seed, data, optimizer) makes it another "
@@ -247,7 +273,19 @@ class MultiGPUConfig(BaseModel):
     )
 
     # Watching
-    save_dir: str = Field("runs", validate_default=True)
+    save_dir: str = Field(
+        "runs", validate_default=True, description="where runs are kept: a folder, or a URL (s3://)"
+    )
+    local_dir: str | None = Field(
+        None,
+        description="with a URL: where local copies of runs lie; None: below ~/.cache",
+    )
+    upload_every: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="with a URL: seconds between uploads of events and other small files"
+    )
+    upload_wait_s: Annotated[float, Field(ge=0)] = Field(
+        300.0, description="with a URL: seconds that the end of a run waits for its last uploads"
+    )
     recipe: str = "custom"
     run_name: str | None = Field(
         None, description="name of the run's folder, without slashes; None: the time of its start"
@@ -258,10 +296,23 @@ class MultiGPUConfig(BaseModel):
     log_every: PositiveInt = 20
     tensorboard: bool = True
     loggers: list[str] = Field(
-        [], description="where metrics go besides the run's events: csv, tensorboard"
+        [],
+        description="where metrics go besides the run's events: csv, tensorboard, wandb, mlflow, "
+        "trackio",
+    )
+    logger_options: dict[str, dict[str, Any]] = Field(
+        {}, description="options by logger, such as {wandb: {project: mine, mode: online}}"
     )
     validate_every: PositiveInt | None = Field(
         None, description="optimizer steps between validations inside an epoch"
+    )
+    validate_at_start: bool = Field(False, description="validate once before the first step")
+    limit_val_batches: PositiveInt | None = Field(
+        None, description="validate on the first so many global batches of each set; None: on all"
+    )
+    f1_average: Literal["macro", "micro", "binary"] = Field(
+        "macro",
+        description="what `f1` is: the mean over classes, over all samples, or that of class 1",
     )
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     monitor: bool = Field(
@@ -286,12 +337,18 @@ class MultiGPUConfig(BaseModel):
     def _off_is_a_word(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads a bare `off` as false
 
-    @field_validator("save_dir", "resume", "forecast")
+    @field_validator("save_dir", "resume", "forecast", "local_dir")
     @classmethod
     def _absolute(cls, value: str | None, info: ValidationInfo) -> str | None:
         """Paths are meant from where the config is made, whatever `os.chdir` does later."""
         if value is None or (info.field_name == "resume" and value == "auto"):
             return value
+        if info.field_name in ("save_dir", "resume"):
+            problem = url_problem(value)
+            if problem is not None:
+                raise PydanticCustomError("url", "{problem}", {"problem": problem})
+            if is_url(value):
+                return value.rstrip("/")
         return os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 - as it was spelled
 
     @field_validator("run_name", "recipe")
@@ -329,6 +386,18 @@ class MultiGPUConfig(BaseModel):
         """`max_restarts`; unless it was given, 0 without checkpoints to restart from."""
         asked = "max_restarts" in self.model_fields_set
         return self.max_restarts if asked or self.enable_fault_tolerance else 0
+
+    @property
+    def local_save_dir(self) -> Path:
+        """The folder of the runs on this machine; with a URL, that of their local copies."""
+        return self.local_copy_of(self.save_dir) if is_url(self.save_dir) else Path(self.save_dir)
+
+    def local_copy_of(self, url: str) -> Path:
+        """The folder of the local copy of what lies at `url`."""
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        root = Path(self.local_dir or Path(cache, "multi-gpu-training", "runs"))
+        words = re.sub("[^A-Za-z0-9]+", "-", url).strip("-")[:60]
+        return root / f"{words}-{hashlib.sha256(url.encode()).hexdigest()[:10]}"
 
     def check(self) -> None:
         """Raise one ConfigError with every pair of settings that contradict each other."""
@@ -414,6 +483,11 @@ class MultiGPUConfig(BaseModel):
                 f"hang_timeout_s={self.hang_timeout_s:g} can name who holds it up; raise timeout, "
                 "or lower hang_timeout_s"
             )
+        if self.local_dir is not None and not any(map(is_url, (self.save_dir, self.resume or ""))):
+            yield (
+                f"local_dir={self.local_dir} does nothing without a URL as save_dir; drop it, or "
+                "give the folder as save_dir"
+            )
         if self.num_workers == 0:
             if self.prefetch_factor is not None:
                 yield (
@@ -426,6 +500,16 @@ class MultiGPUConfig(BaseModel):
             yield (
                 f"warmup_epochs={self.warmup_epochs:g} and warmup_steps={self.warmup_steps} "
                 "both set the warm-up; give one"
+            )
+        if self.ema_decay is not None and self.swa_start is not None:
+            yield (
+                f"ema_decay={self.ema_decay:g} and swa_start={self.swa_start} are two ways to "
+                "average the weights; give one"
+            )
+        if self.swa_every is not None and self.swa_start is None:
+            yield (
+                f"swa_every={self.swa_every} does nothing without swa_start, the step of the first "
+                "average; give it, or drop swa_every"
             )
         if self.mixed_precision_dtype != "auto" and self.use_mixed_precision is False:
             yield (
@@ -447,6 +531,8 @@ class MultiGPUConfig(BaseModel):
             )
         if self.mixed_precision_dtype == "fp16":
             yield f"mixed_precision_dtype=fp16 needs loss scaling, which {mode} lacks; use bf16"
+        if self.ema_decay is not None or self.swa_start is not None:
+            yield f"ema_decay and swa_start average whole weights, and {mode} has none; drop them"
         if self.share_gpu:
             yield f"share_gpu=true: gloo crashes on the GPU tensors of {mode}; use device=cpu"
         if self.fsdp_gather_dtype is not None and self.use_mixed_precision is not True:
@@ -493,6 +579,31 @@ def name_problem(name: str) -> str | None:
     return None
 
 
+def is_url(text: str) -> bool:
+    """Whether a setting names a place in object storage rather than a folder."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text) is not None
+
+
+def url_problem(text: str) -> str | None:
+    """What keeps `text` from being a folder or a URL that runs can be kept at."""
+    if "::" in text and "://" in text:
+        return "use a plain URL like s3://bucket/runs, without ::"
+    if not is_url(text):
+        cut = re.match(r"(s3|gs|gcs|az|abfs|file|memory):(?!//)", text)
+        return f"a URL begins with {cut[1]}://" if cut else None
+    scheme, _, rest = text.partition("://")
+    if "?" in text or "#" in text:
+        return "use a plain URL like s3://bucket/runs, without ? or #"
+    if ":" in rest.partition("/")[0].partition("@")[0] and "@" in rest.partition("/")[0]:
+        return (
+            "a password in a URL would be written into files; take it out, and give it through the "
+            "environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) or a file of the provider"
+        )
+    if scheme == "file" and not rest.startswith("/"):
+        return "file:// needs a whole path: file:///mnt/runs"
+    return None if rest.strip("/") else f"name a place below {scheme}://"
+
+
 def unknown_key(key: str, known: list[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "`mgt config-schema` lists every key"
@@ -504,4 +615,6 @@ def _describe(detail: ErrorDetails, known: list[str]) -> str:
     if detail["type"] in ("extra_forbidden", "no_such_attribute"):
         return unknown_key(name, known)
     problem = detail["msg"].removeprefix("Value error, ")
-    return f"{name}={detail['input']!r}: {problem[0].lower()}{problem[1:]}"
+    remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""
+    shown = redact(repr(detail["input"]))
+    return f"{name}={shown}: {problem[0].lower()}{problem[1:]}{remedy}"

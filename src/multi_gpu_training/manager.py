@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.feeding import BatchSizes, Data, Loader
+from multi_gpu_training.data.feeding import BatchSizes, Data, Loader, ValData, ValLoaders
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.placement import place
@@ -42,6 +44,7 @@ from multi_gpu_training.training.loop import TrainingLoop
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import set_arithmetic
+from multi_gpu_training.training.prediction import PredictFn, call_model, gather_outputs
 from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.stopping import end_control
@@ -112,7 +115,7 @@ class MultiGPUTrainingManager:
         self.model: nn.Module
         self.loss_fn: LossFn
         self.train_loader: Loader
-        self.val_loader: Loader | None = None
+        self.val_loader: ValLoaders | None = None
         self.sizes: BatchSizes
         self.control: Control
         self.loop: TrainingLoop
@@ -123,36 +126,38 @@ class MultiGPUTrainingManager:
         self,
         model: nn.Module | Callable[[], nn.Module],
         dataset: Data,
-        val_dataset: Data | None = None,
+        val_dataset: ValData | None = None,
         *,
         loss_fn: Any = None,
         optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
         scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
-        eval_fn: EvalFn | None = None,
+        eval_fn: EvalFn | Any = None,
         augment: Augment | None = None,
         callbacks: Sequence[Callback | Hook] = (),
         loggers: Sequence[Logger] = (),
         states: dict[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
         batch_size_fn: BatchSizeFn | None = None,
-    ) -> tuple[nn.Module, Loader, Loader | None]:
+    ) -> tuple[nn.Module, Loader, ValLoaders | None]:
         """Place the model, share out the data, and continue from a checkpoint where asked to.
 
         `model` may be a function that builds it, `optimizer` one that takes its parameters,
         `scheduler` one that takes the optimizer. `augment(batch, random)` changes training batches
         on the device; `random` gives numbers that belong to each sample (SampleRandom). Returns
         the model on its device and the loaders of this rank; without `val_dataset` the third is
-        None. `states` are further objects with `state_dict`, saved and restored with the run;
-        (object, "per_rank") for one that differs between ranks. `batch_size_fn(batch)` counts the
-        samples of batches that you make yourself, where their shapes do not say it. `hooks` is the
-        old name of `callbacks`.
+        None, and with several sets by name, {"clean": ..., "noisy": ...}, a dict of loaders.
+        `eval_fn` adds to the metrics of a validation: eval_fn(model, batch, metrics), or
+        torchmetrics objects. `states` are further objects with `state_dict`, saved and restored
+        with the run; (object, "per_rank") for one that differs between ranks.
+        `batch_size_fn(batch)` counts the samples of batches that you make yourself, where their
+        shapes do not say it. `hooks` is the old name of `callbacks`.
         """
         if hasattr(self, "_training"):
             raise ConfigError(
                 "this manager has set up a training already; make another MultiGPUTrainingManager "
                 "for another training"
             )
-        check_loggers(self.config.loggers)
+        check_loggers(self.config)
         self._handled = sys.exception()  # somebody may train while handling an error
         options = self.recipe_options
         made = self._training = Training(
@@ -194,7 +199,7 @@ class MultiGPUTrainingManager:
         self,
         model: nn.Module | Callable[[], nn.Module],
         dataset: Data,
-        val_dataset: Data | None = None,
+        val_dataset: ValData | None = None,
         *,
         epochs: int | None = None,
         **arguments: Any,
@@ -224,9 +229,58 @@ class MultiGPUTrainingManager:
         """Evaluate on every sample of the loader, once; returns metrics over all ranks."""
         return self.loop.validate_epoch(val_loader)
 
-    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Metrics of the model as it is on any batches, over all ranks; records nothing."""
-        return self.loop.evaluate(loader)
+    def evaluate(self, data: Any = None) -> dict[str, float]:
+        """Metrics of the model as it is now, over all ranks; records nothing. Every rank must call
+        it.
+
+        `data`: a dataset or DataLoader, of which each sample counts once; several of them by name;
+        or batches of this rank, such as val_loader. None: the validation data. With `ema_decay` or
+        `swa_start` it is the averaged weights that are judged.
+        """
+        return self.loop.evaluate(self._evaluation_data(data, "evaluation"))
+
+    def predict(self, data: Any = None, predict_fn: PredictFn | None = None) -> Any:
+        """Outputs for every sample, in the order of the data and each once, on every rank in host
+        memory. Every rank must call it.
+
+        `data` as in `evaluate`; what a DataLoader shuffles comes in the dataset's order.
+        `predict_fn(model, batch)` returns tensors with one row per sample, lists with one entry
+        per sample, or tuples and dicts of those. By default the model is called with the batch
+        without its last entry, the target; a batch that is a single tensor or dict is the input.
+        """
+        data = self._evaluation_data(data, "prediction", in_order=True)
+        given = predict_fn or call_model
+        if isinstance(data, Mapping):
+            return {name: self.loop.predict(part, given) for name, part in data.items()}
+        return self.loop.predict(data, given)
+
+    def gather(self, outputs: Iterable[tuple[Any, Any]]) -> Any:
+        """Outputs of your own loop over `val_loader`, from all ranks and in the order of the data:
+        give (batch, outputs) pairs. Every rank must call it."""
+        return gather_outputs(outputs, self.placement)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[nn.Module]:
+        """The model with its averaged weights (`ema_decay`, `swa_start`) for the length of a `with`
+        block; as it is where nothing is averaged. Every rank must enter it."""
+        with self.loop.ready_model() as model:
+            yield model
+
+    def _evaluation_data(self, data: Any, purpose: str, **how: Any) -> Any:
+        if data is None:
+            if self.val_loader is None:
+                raise ConfigError(
+                    f"there are no validation data for the {purpose}; give it a dataset, or "
+                    "val_dataset to setup_training"
+                )
+            return self.val_loader
+        if isinstance(data, Mapping):
+            return {
+                name: self._evaluation_data(part, purpose, **how) for name, part in data.items()
+            }
+        if isinstance(data, (Dataset, DataLoader)):
+            return self._training.loaders_for(data, purpose, **how)
+        return data
 
     def save_checkpoint(
         self, best: bool = False, wait: bool = True, *, score: dict[str, Any] | None = None
@@ -254,6 +308,7 @@ class MultiGPUTrainingManager:
                     self.trainer.check_replicas()
                 self.loop.log.flush()
                 self.fault_tolerance.settle()
+                self._training.averaged.leave_in_model()
             else:  # the other ranks may be anywhere
                 self.fault_tolerance.drain()
         finally:

@@ -1,8 +1,8 @@
 """Learning-rate schedules: what the rate is multiplied by after the warm-up.
 
 Each function below is one, chosen by `schedule: NAME`. It gets a `ScheduleStep` and returns a
-factor; it must depend on nothing else, so that a resumed run has the same rates. Adding a schedule
-means adding a function.
+factor; it must depend on nothing else, so that a resumed run has the same rates. Adding one means
+adding a function with `@schedule`.
 """
 
 from __future__ import annotations

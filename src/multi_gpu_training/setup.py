@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from multi_gpu_training.config_file import storable
 from multi_gpu_training.data.feeding import (
     Data,
     Loader,
+    ValData,
+    ValLoaders,
     place_after_resume,
     training_loader,
     validation_loader,
@@ -44,16 +46,24 @@ from multi_gpu_training.monitoring.announce import LossAnnouncement, announce
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.input_wait import InputWait
-from multi_gpu_training.monitoring.loggers import LoggedRun, Logger, LoggerList, open_loggers
+from multi_gpu_training.monitoring.loggers import (
+    LoggedRun,
+    Logger,
+    LoggerList,
+    chosen_loggers,
+    open_loggers,
+)
 from multi_gpu_training.monitoring.progress_bar import ProgressBar, ProgressLines
 from multi_gpu_training.monitoring.run_events import RunEvents
 from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
+from multi_gpu_training.storage.uploader import Uploader, UploadPlan
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
+from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
-from multi_gpu_training.training.evaluation import EvalFn
+from multi_gpu_training.training.evaluation import choose_eval_fn
 from multi_gpu_training.training.learning_rate import (
     base_batch_size,
     choose_schedule,
@@ -78,11 +88,19 @@ class Records:
     events: EventFile
     logger: StructuredLogger
     loggers: LoggerList
+    uploader: Uploader | None = None
+    upload_wait_s: float = 0.0
 
     def close(self) -> None:
         self.loggers.close()
         self.events.close()
+        if self.uploader is not None:  # after everything is written
+            self.uploader.close(self.upload_wait_s, self.logger.info)
         self.folder.close()
+
+    def checkpoints_changed(self) -> None:
+        if self.uploader is not None:
+            self.uploader.wake()
 
 
 def open_records(
@@ -92,7 +110,7 @@ def open_records(
     recipe_options: Mapping[str, Any],
 ) -> Records:
     """Choose, make and lock the run's folder, and open its events. Collective."""
-    folder = open_run(config, placement, recipe_options)
+    folder = open_run(config, placement, recipe_options, console.warn)
     identity = placement.identity
     events = EventFile(
         folder.events(identity.rank),
@@ -102,7 +120,21 @@ def open_records(
         rank=identity.rank,
         world_size=identity.world_size,
     )
-    return Records(folder, events, StructuredLogger(console, events), LoggerList())
+    records = Records(folder, events, StructuredLogger(console, events), LoggerList())
+    if folder.url is not None and folder.hosts is not None and folder.hosts.writes:
+        plan = UploadPlan(
+            folder.path,
+            folder.url,
+            identity,
+            config.keep_last,
+            config.keep_best,
+            config.upload_every,
+            whole=placement.is_main,
+        )
+        records.uploader = Uploader(plan, folder.lease, records.logger)
+        records.uploader.start()
+        console.line(f"uploading to {folder.url}")
+    return records
 
 
 @dataclass(frozen=True)
@@ -111,11 +143,11 @@ class Given:
 
     model: Any
     dataset: Data
-    val_dataset: Data | None
+    val_dataset: ValData | None
     loss_fn: Any
     optimizer: Any
     scheduler: Any
-    eval_fn: EvalFn | None
+    eval_fn: Any
     augment: Augment | None
     callbacks: Sequence[Callback | Hook]
     loggers: Sequence[Logger]
@@ -156,8 +188,8 @@ class Training:
         """Everything up to the loop, with the state of a checkpoint where there is one."""
         self.fault_tolerance = self._open_checkpoints(given.states)
         checkpoint = self._find_checkpoint()
-        self._build_data(given)  # loss_fn, train_loader, val_loader, sizes
-        self._build_model(given)  # model, optimizer, schedule
+        self._build_data(given)  # loss_fn, eval_fn, train_loader, val_loader, sizes
+        self._build_model(given)  # model, optimizer, schedule, averaged weights
         if checkpoint is not None:
             self._resume(checkpoint)
         self._settle_shares()
@@ -178,6 +210,10 @@ class Training:
         """well: the run has ended without an error."""
         if well:
             drop_oom_hint(self.folder)
+        # After an error the launcher waits to start the ranks again, and what asked the run to
+        # end gives it grace_s: what is not uploaded by then stays on the disk.
+        wait_s = self.config.upload_wait_s
+        self.records.upload_wait_s = wait_s if well else min(wait_s, self.control.time_left_s)
         self._taken.close()
 
     # Checkpoints and faults
@@ -212,6 +248,7 @@ class Training:
         if save.best and score is not None:
             value = f"{score['metric']} {score['value']:.4f}"
             self.console.line(f"  saved best model: {save.path} ({value})")
+        self.records.checkpoints_changed()
         for call in self.callbacks.on_checkpoint:
             call(save.path)
 
@@ -236,7 +273,7 @@ class Training:
         """Where to continue from, if anywhere. Its global batch is kept: on another number of ranks
         a batch_size per rank would give another one, and another order of samples."""
         config = self.config
-        path = self.fault_tolerance.find(config.resume)
+        path = self.fault_tolerance.find(self.records.folder.resume)
         if path is None:
             if config.resume is None:
                 self.fault_tolerance.refuse_to_overwrite()
@@ -255,6 +292,7 @@ class Training:
         except CheckpointError as error:
             changed = _changed_options(self.options, checkpoint)
             raise CheckpointError(f"{error}{changed}") from None
+        self.records.checkpoints_changed()  # from which step on this attempt differs
         manifest = read_manifest(checkpoint)
         saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
         if saved is not None and (saved != size or (steps or loader.steps) != loader.steps):
@@ -276,28 +314,47 @@ class Training:
         if self.measurement is not None:
             batch = config.global_batch_size or config.batch_size
             dataset = self.measurement.shorten(dataset, batch)
-            val_dataset = self.measurement.shorten(val_dataset, batch)
+            if is_named(val_dataset):
+                shorten = self.measurement.shorten
+                val_dataset = {name: shorten(part, batch) for name, part in val_dataset.items()}
+            else:
+                val_dataset = self.measurement.shorten(val_dataset, batch)
         self.loss_fn = choose_loss(given.loss_fn)
         if isinstance(self.loss_fn, SupervisedLoss) and given.augment is None:
             self.loss_fn.look_at(dataset)  # labels that `augment` changes are looked at per batch
-        _check_metric(config, self.loss_fn, given.eval_fn)
+        self.eval_fn = choose_eval_fn(given.eval_fn, self.placement.dp_size)
+        sets = list(val_dataset) if is_named(val_dataset) else []
+        self.progress.sets = tuple(sets)
+        _check_sets(config, sets, val_dataset)
+        _check_metric(config, self.loss_fn, self.eval_fn, sets)
         replicas = self.trainer.strategy.replicas
         count = self.state.batch_size_fn = given.batch_size_fn
         self.train_loader, self.sizes = training_loader(
             dataset, config, self.placement, replicas, count
         )
-        self.val_loader: Loader | None = None
+        limit = config.limit_val_batches
+        self.val_loader: ValLoaders | None = None
         if val_dataset is not None:
-            self.val_loader = validation_loader(
-                val_dataset, config, self.placement, self.sizes, self.train_loader, count
-            )
-        elif config.validate_every is not None:
-            raise ConfigError(
-                f"validate_every={config.validate_every}, but there is no val_dataset; give one, "
-                "or drop validate_every"
-            )
+            self.val_loader = self.loaders_for(val_dataset, limit=limit)
         self.state.loader, self.state.augment = self.train_loader, given.augment
         self.trainer.oom.whole = self.sizes.per_rank
+
+    def loaders_for(self, data: Any, what: str = "validation", **how: Any) -> Any:
+        """This rank's shares of a dataset or DataLoader, or of several by name; anything else
+        gives batches already. Collective."""
+        if is_named(data):
+            named = {name: (part, f"{what} set {name!r} of type") for name, part in data.items()}
+            return {name: self._shares(part, purpose=p, **how) for name, (part, p) in named.items()}
+        return self._shares(data, purpose=f"{what} dataset", **how)
+
+    def _shares(self, data: Any, **how: Any) -> Loader:
+        count, size = self.state.batch_size_fn, self.sizes
+        loader = validation_loader(
+            data, self.config, self.placement, size, self.train_loader, count, **how
+        )
+        if self.balance.weights is not None:
+            loader.set_shares(weights=self.balance.weights)
+        return loader
 
     def _build_model(self, given: Given) -> None:
         """The model on its device, its optimizer and its schedule."""
@@ -327,7 +384,13 @@ class Training:
             self.sizes.global_batch,
             restarted=self.placement.identity.attempt > 0,
         )
-        announce(say, config, state, self.sizes, self.train_loader, scaling, self.folder)
+        loaders = self.train_loader, self.val_loader
+        announce(say, config, state, self.sizes, *loaders, scaling, self.folder)
+        self.averaged = AveragedWeights(config, state, self.train_loader.steps)
+        self.fault_tolerance.run_state.model_to_save = self.averaged.in_checkpoint
+        self.fault_tolerance.register("averaged_weights", self.averaged)
+        if self.averaged.active:
+            say(self.averaged.describe())
 
     def _settle_shares(self) -> None:
         """How much each rank computes, and in how small parts."""
@@ -359,8 +422,17 @@ class Training:
         """Those that the config names, and the user's. Only once the run is resumed: a logger may
         drop what will be logged again."""
         main, config = self.placement.is_main, self.config
-        run = LoggedRun(self.folder, config, main, self.state.step, self.records.events)
-        names = ["jsonl", *(["tensorboard"] if config.tensorboard else []), *config.loggers]
+        settings = storable({**config.plain(), **self.options})
+        run = LoggedRun(
+            self.folder,
+            config,
+            main,
+            self.state.step,
+            self.records.events,
+            settings,
+            is_stopping=lambda: self.control.asked is not None,
+        )
+        names = chosen_loggers(config, self.console.line)
         self.records.loggers.loggers += [*open_loggers(names, run), *(given if main else ())]
 
     def _build_loop(self, given: Given) -> TrainingLoop:
@@ -376,7 +448,8 @@ class Training:
             train_loader=self.train_loader,
             val_loader=self.val_loader,
             loss_fn=self.loss_fn,
-            eval_fn=given.eval_fn,
+            eval_fn=self.eval_fn,
+            averaged=self.averaged,
             epoch_metrics=self.epoch_metrics,
             facts={
                 "global_batch_size": self.sizes.global_batch,
@@ -385,6 +458,8 @@ class Training:
             },
             renew_shares=self.balance.renew,
             record=self.logger.record,
+            warn=self.logger.warning,
+            track=self.console.track,
             folder=self.folder,
         )
 
@@ -416,6 +491,8 @@ class Training:
         if given.loss_fn is None and isinstance(self.loss_fn, SupervisedLoss):
             add(LossAnnouncement(self.loss_fn, self.callbacks))
         self.callbacks.extend(given.callbacks)
+        if self.averaged.active:
+            add(self.averaged)  # after what the user's callbacks do to the weights
         # What a callback of the user did to the weights is looked at in the same step.
         if config.consistency_check_every:
             every = config.consistency_check_every
@@ -440,14 +517,48 @@ def build_model(model: Any, config: MultiGPUConfig) -> nn.Module:
     return model
 
 
-def _check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: EvalFn | None) -> None:
-    """A metric that the built-in evaluation never gives is an error before training."""
-    known = {"loss", "accuracy", "f1"}
-    asked = config.best_metric
-    if eval_fn is None and isinstance(loss_fn, SupervisedLoss) and asked not in {None, *known}:
+def is_named(data: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether these are several sets by name. A dict with numbers for keys is one dataset."""
+    return isinstance(data, Mapping) and all(isinstance(name, str) for name in data)
+
+
+def _check_sets(config: MultiGPUConfig, sets: list[str], val_dataset: Any) -> None:
+    """What the config asks of a validation needs one, and names must be usable in a log."""
+    for field in ("validate_every", "limit_val_batches", "validate_at_start"):
+        asked = getattr(config, field)
+        if val_dataset is None and asked:
+            raise ConfigError(
+                f"{field}={asked}, but there is no val_dataset; give one, or drop {field}"
+            )
+    if isinstance(val_dataset, Mapping) and not val_dataset:
+        raise ConfigError("val_dataset={} holds no set; give one by name, or leave it out")
+    odd = [name for name in sets if not name or "/" in name or name != name.strip()]
+    if odd:
         raise ConfigError(
-            f"best_metric={asked!r} is unknown; without an eval_fn there are "
-            f"{', '.join(sorted(known))}"
+            f"val_dataset has a set named {odd[0]!r}, and metrics are called val/NAME/loss; give "
+            "it a name without slashes and outer spaces"
+        )
+
+
+def _check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: Any, sets: list[str]) -> None:
+    """A set that is not there, or a metric that the built-in evaluation never gives, is an error
+    before training."""
+    known = ["accuracy", "f1", "loss"]
+    if config.best_metric is None:
+        return
+    asked = metric = config.best_metric
+    if sets:
+        name, _, metric = asked.removeprefix("val/").partition("/")
+        if name not in sets or not metric:
+            raise ConfigError(
+                f"best_metric={asked!r} names no validation set; there are {', '.join(sets)}: "
+                f"write for example best_metric={sets[0]}/{asked if '/' not in asked else 'loss'}"
+            )
+    elif eval_fn is None:
+        metric = asked.removeprefix("val/")
+    if eval_fn is None and isinstance(loss_fn, SupervisedLoss) and metric not in known:
+        raise ConfigError(
+            f"best_metric={asked!r} is unknown; without an eval_fn there are {', '.join(known)}"
         )
 
 

@@ -6,6 +6,7 @@ Nothing that is loaded can run code.
 from __future__ import annotations
 
 import base64
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -127,6 +128,20 @@ def to_text(value: Any) -> dict[str, Any]:
 def from_text(text: dict[str, Any]) -> Any:
     """The inverse of `to_text`."""
     return unpack(text["plain"], load(base64.b64decode(text["tensors"])))
+
+
+def to_bytes(value: Any) -> bytes:
+    """Return a state as bytes, for much data: the JSON's length, the JSON, the tensors."""
+    tensors: dict[str, Tensor] = {}
+    plain = json.dumps(pack(value, tensors)).encode()
+    raw = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+    return len(plain).to_bytes(8, "little") + plain + raw
+
+
+def from_bytes(raw: bytes) -> Any:
+    """The inverse of `to_bytes`."""
+    end = 8 + int.from_bytes(raw[:8], "little")
+    return unpack(json.loads(raw[8:end]), load(raw[end:]))
 
 
 def _portable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -100,6 +100,11 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: float) -> None:
+    """Move each tensor by `weight` of the way to its end."""
+    torch._foreach_lerp_(list(tensors), list(ends), weight)
+
+
 def foreach_norm(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
     """Norms of tensors. `order=math.inf`: their largest elements."""
     return list(torch._foreach_norm(list(tensors), order))
@@ -241,6 +246,13 @@ def default_store() -> Any:
 def attention_implementation(config: Any) -> str | None:
     """Which attention a Hugging Face model uses; the public API can set it, but not tell."""
     return getattr(config, "_attn_implementation", None)
+
+
+def metric_reductions(metric: Any) -> dict[str, Callable[[Tensor], Tensor] | None]:
+    """By the name of a torchmetrics Metric's state, how ranks combine it; the public API sets it
+    (`add_state`), but does not tell."""
+    found: dict[str, Callable[[Tensor], Tensor] | None] = metric._reductions
+    return found
 
 
 # Sharded modules

@@ -263,7 +263,7 @@ def test_missing_scikit_learn_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(DataError) as caught:
         load_images("auto", None)
-    assert "pip install -e '.[image]'" in str(caught.value)
+    assert "pip install 'multi-gpu-training[image]'" in str(caught.value)
 
 
 def test_dataset_and_folder_that_contradict_each_other(fashion: Path) -> None:

@@ -389,7 +389,7 @@ def test_missing_pillow_says_how_to_install_it(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    assert "pip install -e '.[image]'" in problem(photos)
+    assert "pip install 'multi-gpu-training[image]'" in problem(photos)
 
 
 # Datasets of Hugging Face
@@ -400,7 +400,7 @@ def test_datasets_of_hugging_face_say_which_extra_they_need(
 ) -> None:
     (tmp_path / "train-00000-of-00001.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install -e '.[image-arrow]'" in problem(tmp_path)
+    assert "pip install 'multi-gpu-training[image-arrow]'" in problem(tmp_path)
 
 
 def test_arrow_and_parquet_datasets_give_the_samples_of_their_folder(tmp_path: Path) -> None:

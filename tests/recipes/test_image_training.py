@@ -265,7 +265,7 @@ def test_wrong_models_say_what_to_do(tmp_path: Path, photos: Path) -> None:
     assert "model_args has widht, which vit does not know" in message
     assert "hf download google/vit --local-dir vit" in problem(photos, model="google/vit")
     assert "from_scratch=true is for a folder" in problem(photos, model="vit", from_scratch=True)
-    assert "pip install -e '.[timm]'" in problem(photos, model="timm:resnet18")
+    assert "pip install 'multi-gpu-training[timm]'" in problem(photos, model="timm:resnet18")
     folder = tiny_vit(tmp_path / "vit")
     assert "takes images of 16, not 32x32" in problem(photos, model=str(folder), image_size=32)
     facts = folder / "preprocessor_config.json"

@@ -249,7 +249,7 @@ def test_missing_soundfile_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    assert "pip install -e '.[speech]'" in problem(write_librispeech_files(tmp_path))
+    assert "pip install 'multi-gpu-training[speech]'" in problem(write_librispeech_files(tmp_path))
     assert load(write_fsdd(tmp_path / "fsdd")).rate == 8000  # plain WAV needs no library
 
 

@@ -185,4 +185,4 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
 
 def test_missing_transformers_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install -e '.[transformer]'" in problem()
+    assert "pip install 'multi-gpu-training[transformer]'" in problem()

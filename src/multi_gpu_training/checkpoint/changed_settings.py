@@ -37,7 +37,8 @@ _TAKE_EFFECT = """
     schedule_step_epochs schedule_gamma scheduler_unit batch_size gradient_accumulation_steps
     use_mixed_precision mixed_precision_dtype allow_tf32 use_gradient_checkpointing sync_bn
     deterministic broadcast_buffers use_fp16_allreduce fp16_compression training_mode best_metric
-    best_metric_mode early_stopping_patience on_nonfinite on_loss_spike on_divergence"""
+    best_metric_mode early_stopping_patience ema_decay swa_start swa_every on_nonfinite
+    on_loss_spike on_divergence"""
 TAKE_EFFECT = set(_TAKE_EFFECT.split())
 OF_THE_OPTIMIZER = ("learning_rate", "weight_decay")
 # All others say where a run trains, how fast, what is kept and shown: not what is trained.

@@ -39,7 +39,10 @@ class ListedCheckpoint:
 
 @dataclass
 class CheckpointListing:
-    """All checkpoints, newest first, and who is using the folder."""
+    """All checkpoints, newest first, and who is using the folder.
+
+    remote: they lie in object storage, and only their sizes were compared.
+    """
 
     folder: str
     checkpoints: list[ListedCheckpoint]
@@ -47,6 +50,7 @@ class CheckpointListing:
     leftovers: list[str]
     owner: dict[str, Any] | None
     lineage_problem: str | None = None
+    remote: bool = False
 
     def plain(self) -> dict[str, Any]:
         found = asdict(self)

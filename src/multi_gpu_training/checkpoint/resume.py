@@ -50,6 +50,16 @@ class Divisible(Protocol):
     def load_shares(self, states: list[dict[str, Any]]) -> None: ...
 
 
+@runtime_checkable
+class FollowsModel(Protocol):
+    """A state that goes with the weights: it is kept in memory together with them, and begins anew
+    from the weights of a checkpoint that does not hold it."""
+
+    def kept(self) -> Callable[[], None]: ...
+
+    def begin(self) -> None: ...
+
+
 class TrainingState(Stateful, Protocol):
     """What trains: its place in the run, the model and the optimizer. Read when it is saved."""
 
@@ -88,6 +98,8 @@ class RunState:
         self.hosts = hosts
         self.settings = settings
         self.description: RunDescription | None = None  # once there is an optimizer
+        # Which tensors are saved as the model: its own, or an average of them.
+        self.model_to_save: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._resumed: dict[str, Any] | None = None
 
@@ -101,20 +113,26 @@ class RunState:
 
     def kept(self) -> Callable[[], None]:
         """Copy what is registered, in memory; calling the result puts it back."""
+        items = {name: item for name, (item, _) in self._registered.items()}
+        followers = [item.kept() for item in items.values() if isinstance(item, FollowsModel)]
         states = {
-            name: copy.deepcopy(item.state_dict()) for name, (item, _) in self._registered.items()
+            name: copy.deepcopy(item.state_dict())
+            for name, item in items.items()
+            if not isinstance(item, FollowsModel)
         }
 
         def put_back() -> None:
             for name, state in states.items():
                 self._registered[name][0].load_state_dict(copy.deepcopy(state))
+            for follow in followers:
+                follow()
 
         return put_back
 
     def snapshot(self, facts: dict[str, Any]) -> Snapshot:
         """Return the state as it is now; `facts` go into the manifest. Collective."""
         training = self.training
-        tensors, aliases, extra = model_state(training.held_state(), piece)
+        tensors, aliases, extra = model_state(self.model_to_save(training.held_state()), piece)
         optimizer = optimizer_state(training.model, training.optimizer)
         for held in (tensors, *optimizer["state"].values()):
             for name, value in held.items():
@@ -203,6 +221,8 @@ class RunState:
         if scope == "replicated":
             if name in state["replicated"]:
                 item.load_state_dict(state["replicated"][name])
+            elif isinstance(item, FollowsModel):
+                item.begin()
         elif len(ranks) == world:
             if name in ranks[rank]["registered"]:
                 item.load_state_dict(from_text(ranks[rank]["registered"][name]))

@@ -101,7 +101,7 @@ def capture(
         "format": FORMAT,
         "step": snapshot.step,
         "epoch": snapshot.epoch,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="microseconds"),
         "aliases": snapshot.aliases,
         **snapshot.facts,
     }

@@ -95,8 +95,8 @@ def train(
     grad_accum_steps: Annotated[int | None, Training()] = None,
     mode: Annotated[str | None, Training(help="the recipe's variant")] = None,
     data_dir: Annotated[str | None, Training(help="your data")] = None,
-    save_dir: Annotated[str | None, Training(help="where runs are kept")] = None,
-    resume: Annotated[str | None, Training(help="auto, or a checkpoint folder")] = None,
+    save_dir: Annotated[str | None, Training(help="where runs are kept: a folder or URL")] = None,
+    resume: Annotated[str | None, Training(help="auto, or a checkpoint (folder, URL)")] = None,
     resume_anyway: Annotated[
         bool | None, Training("--resume-anyway", help="although seed or data changed")
     ] = None,
@@ -312,30 +312,43 @@ def estimate(
 def checkpoints(
     words: Annotated[
         list[str],
-        Argument(metavar="RUN | merge RUN OUT", help="a run folder, or one checkpoint"),
+        Argument(
+            metavar="[upload] RUN | merge RUN OUT",
+            help="a run folder, its URL, or one checkpoint",
+        ),
     ],
     as_json: AsJson = False,
+    to: Annotated[str | None, Option(help="upload: the run's URL, if not its save_dir")] = None,
+    wait: Annotated[float, Option(help="upload: seconds it may take")] = 3600.0,
     like: Annotated[
         str | None, Option(help="merge: a save_pretrained folder whose config OUT gets")
     ] = None,
 ) -> None:
     """List what a run has saved, check every byte, and say which ones are intact.
 
-    Ends with 1 if there is none to go on from. `merge RUN OUT` writes the newest weights, sharded
-    or not, into OUT: a .safetensors file, or a folder.
+    Ends with 1 if there is none to go on from. `upload RUN` copies a local run to the object
+    storage that is its save_dir, and ends with 1 if something is missing there then. `merge RUN
+    OUT` writes the newest weights, sharded or not, into OUT: a .safetensors file, or a folder.
     """
-    from multi_gpu_training.cli.checkpoints_command import merge_checkpoint, show_checkpoints
+    from multi_gpu_training.cli.checkpoints_command import (
+        merge_checkpoint,
+        show_checkpoints,
+        upload_run,
+    )
+    from multi_gpu_training.errors import ConfigError
 
     if words[0] == "merge":
         raise typer.Exit(merge_checkpoint(words[1:], like))
+    if len(words) == 2 and words[0] == "upload":
+        raise typer.Exit(upload_run(words[1], to, wait))
     if len(words) > 1:
-        raise typer.BadParameter(f"one run at a time; {words[1]!r} is one word too many")
+        raise ConfigError(f"mgt checkpoints takes one run, not {len(words)}: {' '.join(words)}")
     raise typer.Exit(show_checkpoints(words[0], as_json))
 
 
 @app.command()
 def report(
-    runs: Annotated[list[str], Argument(metavar="RUN...", help="run folders")],
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="run folders, or their URLs")],
     out: Annotated[
         str | None, Option(help="the HTML file; default RUN/report.html, of several ./report.html")
     ] = None,

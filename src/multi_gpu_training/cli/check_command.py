@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from multi_gpu_training.cli.measured_script import command_of, place_problems
+from multi_gpu_training.config import MultiGPUConfig, is_url
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ def check(flags: CheckFlags) -> int:
 
     printer = Printer(Console(highlight=False))
     report = CheckReport()
-    options = CheckOptions(
-        flags.device, flags.num_gpus, Path(flags.save_dir), flags.timeout, flags.hosts
-    )
+    kept = MultiGPUConfig(save_dir=flags.save_dir)
+    url = kept.save_dir if is_url(kept.save_dir) else None
+    folder = kept.local_save_dir if url else Path(flags.save_dir)
+    options = CheckOptions(flags.device, flags.num_gpus, folder, flags.timeout, flags.hosts, url)
     checkup = Checkup(options, report, os.environ)
     if checkup.main and not flags.as_json:
         report.heard = printer.show

@@ -1,4 +1,4 @@
-"""`mgt checkpoints`: list what a run has saved, with every byte checked, or merge its shards."""
+"""`mgt checkpoints`: list what a run has saved, every byte checked; upload it, merge its shards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from rich.table import Table
 
 from multi_gpu_training.checkpoint.inspection import CheckpointListing, ListedCheckpoint, inspect
 from multi_gpu_training.checkpoint.merging import merge
+from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.config import is_url
+from multi_gpu_training.distributed.identity import ALONE
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_files import read_yaml
 from multi_gpu_training.safe_output import printable
+from multi_gpu_training.storage.remote_folder import StorageError
+from multi_gpu_training.storage.remote_resume import parse_address
+from multi_gpu_training.storage.remote_view import list_remote
+from multi_gpu_training.storage.uploader import UploadPlan, upload_now
 
 
 def merge_checkpoint(words: list[str], like: str | None) -> int:
@@ -30,11 +38,48 @@ def merge_checkpoint(words: list[str], like: str | None) -> int:
 def show_checkpoints(run: str, as_json: bool) -> int:
     """Print the checkpoints of a run; return 0 if there is an intact one to resume from, else 1."""
     given = Path(run)
+    if is_url(run):
+        return _show(list_remote(run), as_json)
     if not given.is_dir():
         raise ConfigError(
             f"mgt checkpoints {run}: no such folder; give a run folder like runs/RECIPE/NAME"
         )
-    listing = inspect(given)
+    return _show(inspect(given), as_json)
+
+
+def upload_run(run: str, url: str | None, wait_s: float) -> int:
+    """Upload what a run's local copy holds and its storage lacks; 0 if all of it is there now."""
+    folder = Path(run)
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"mgt checkpoints upload {run}: no run there; give a run folder, such as the local "
+            "copy that the run named"
+        )
+    try:
+        settings = read_yaml(folder / "config.yaml")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"mgt checkpoints upload {run}: {error}") from None
+    save = str(settings.get("save_dir", ""))
+    if url is None and is_url(save):
+        url = f"{save}/{settings.get('recipe', 'custom')}/{folder.resolve().name}"
+    if url is None:
+        raise ConfigError(f"mgt checkpoints upload {run}: its save_dir is not a URL; add --to URL")
+    address = parse_address(url)
+    last, best = int(settings.get("keep_last", 3)), int(settings.get("keep_best", 1))
+    lock = RunLock(folder, grace_s=0.0)  # a run that trains uploads by itself
+    try:
+        plan = UploadPlan(folder, address.url, ALONE, last, best)
+        missing = upload_now(plan, print, wait_s)
+    except StorageError as error:
+        raise ConfigError(f"mgt checkpoints upload: {error}") from None
+    finally:
+        lock.release()
+    if not missing:
+        print(f"everything is at {address.url}")
+    return 1 if missing else 0
+
+
+def _show(listing: CheckpointListing, as_json: bool) -> int:
     if as_json:
         print(json.dumps(listing.plain(), indent=1))
     else:
@@ -50,7 +95,8 @@ def _print(listing: CheckpointListing, console: Console) -> None:
     for title in ("checkpoint", "epoch", "saved", "ranks", "size", "metrics", "", "state"):
         table.add_column(title, no_wrap=title != "metrics", overflow="fold")
     for item in listing.checkpoints:
-        table.add_row(*(escape(printable(cell)) for cell in _row(item)))
+        row = _row(item, "complete" if listing.remote else "intact")
+        table.add_row(*(escape(printable(cell)) for cell in row))
     if listing.checkpoints:
         console.print(table)
     for item in listing.checkpoints:
@@ -72,9 +118,9 @@ def _print(listing: CheckpointListing, console: Console) -> None:
         console.print(f"--resume auto continues from {listing.newest_intact}", markup=False)
 
 
-def _row(item: ListedCheckpoint) -> list[str]:
+def _row(item: ListedCheckpoint, well: str) -> list[str]:
     metrics = ", ".join(f"{name} {value:.4g}" for name, value in item.metrics.items())
-    state = "damaged" if item.problem is not None else "intact"
+    state = "damaged" if item.problem is not None else well
     if not item.current:
         state += ", abandoned"
     return [

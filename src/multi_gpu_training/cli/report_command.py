@@ -8,16 +8,22 @@ from typing import Any
 
 from rich.console import Console
 
+from multi_gpu_training.config import is_url
 from multi_gpu_training.monitoring.report import write_page
 from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord, read_runs
 from multi_gpu_training.monitoring.report.terminal import show
 from multi_gpu_training.monitoring.report.verdict import judge
+from multi_gpu_training.storage.remote_resume import parse_address
+from multi_gpu_training.storage.remote_view import fetch_record, is_running
 
 
 def report(folders: list[str], out: str | None, as_json: bool, html: bool) -> int:
     """Show the runs, and write the page unless told not to."""
-    runs = read_runs(folders)
+    runs = read_runs([fetch_record(name) if is_url(name) else name for name in folders])
+    for name, run in zip(folders, runs, strict=True):
+        if is_url(name) and is_running(parse_address(name).url):
+            run.state = "running"
     if as_json:
         print(json.dumps([summary(run) for run in runs], indent=1))
     else:

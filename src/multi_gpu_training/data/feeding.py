@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,12 @@ from torch.utils.data import default_collate as torch_collate
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.items import ItemLoader
 from multi_gpu_training.data.loader import Feeding, ShareLoader
-from multi_gpu_training.data.order import FormsBatches, GlobalBatchSource, ShuffledBatches
+from multi_gpu_training.data.order import (
+    FirstBatches,
+    FormsBatches,
+    GlobalBatchSource,
+    ShuffledBatches,
+)
 from multi_gpu_training.data.resident import ResidentLoader, fits_on_gpu
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
@@ -32,6 +38,9 @@ from multi_gpu_training.torch_internals import asked_samples
 
 Loader = ShareLoader | StreamLoader
 Data = Dataset[Any] | DataLoader[Any]
+# What is validated on: one set, or several by name.
+ValData = Data | Mapping[str, Data]
+ValLoaders = Loader | dict[str, Loader]
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ def training_loader(
         steps = config.steps_per_epoch
         size = 1 if feeding.items else sizes.global_batch
         return StreamLoader(dataset, size, feeding, steps), sizes
-    samples = _length(dataset, "training")
+    samples = _length(dataset, "training dataset")
     if config.steps_per_epoch is not None:
         raise DataError(
             f"steps_per_epoch={config.steps_per_epoch} is for streams, which have no length; "
@@ -127,21 +136,33 @@ def validation_loader(
     sizes: BatchSizes,
     training: Loader | None = None,
     batch_size_fn: BatchSizeFn | None = None,
+    *,
+    limit: int | None = None,
+    purpose: str = "validation dataset",
+    in_order: bool = False,
 ) -> Loader:
     """Each sample once, in order; a rank without a share of a batch just does not see it. Of a
-    DataLoader, the samples that its sampler gives. `training`: the loader beside this one."""
+    DataLoader, the samples that its sampler gives. `training`: the loader beside this one.
+
+    limit: only so many global batches, the same samples on any number of ranks. in_order: what a
+    DataLoader shuffles comes in the dataset's order. purpose: names the data in errors.
+    """
     brought = data if isinstance(data, DataLoader) else None
     dataset: Any = _dataset(data)
     feeding = _feeding(brought, dataset, config, placement, sizes, batch_size_fn, evaluating=True)
     if isinstance(dataset, IterableDataset):
         if training is not None and training.dataset is dataset:
             dataset = copy.copy(dataset)  # set_epoch must not reach a training pass half done
-        return StreamLoader(dataset, 1 if feeding.items else feeding.micro_size, feeding)
-    samples = _length(dataset, "validation")
-    source: GlobalBatchSource = ShuffledBatches(samples, feeding.micro_size, shuffle=False)
+        size = feeding.micro_size if limit is None else sizes.global_batch
+        return StreamLoader(dataset, 1 if feeding.items else size, feeding, limit=limit)
+    samples = _length(dataset, purpose)
+    size = feeding.micro_size if limit is None else sizes.global_batch
+    source: GlobalBatchSource = ShuffledBatches(samples, size, shuffle=False)
     if brought is not None:
-        source = _brought_source(brought, samples, feeding.micro_size, feeding)
-    return _sized_loader(dataset, source, feeding, config, placement)
+        source = _brought_source(brought, samples, size, feeding)
+    if in_order and isinstance(source, ShuffledBatches):
+        source = ShuffledBatches(samples, source.batch_size, False, feeding.unit)
+    return _sized_loader(dataset, source, feeding, config, placement, limit)
 
 
 def _sized_loader(
@@ -150,9 +171,12 @@ def _sized_loader(
     feeding: Feeding,
     config: MultiGPUConfig,
     placement: Placement,
+    limit: int | None = None,
 ) -> ShareLoader:
     if isinstance(source, (SamplerBatches, BatchSamplerBatches)):
         _check_same_order(source, feeding.seed, placement)
+    if limit is not None:
+        source = FirstBatches(source, limit)
     if feeding.items:
         return ItemLoader(dataset, source, feeding)
     # On all ranks or on none: ranks with unequal GPUs must still agree on how steps are run.
@@ -323,13 +347,11 @@ def _length(dataset: Any, purpose: str) -> int:
         samples = len(dataset)
     except TypeError:
         raise DataError(
-            f"the {purpose} dataset {name} has no length; give it __len__, or make it a torch "
+            f"the {purpose} {name} has no length; give it __len__, or make it a torch "
             "IterableDataset to read it as a stream"
         ) from None
     if samples == 0:
-        raise DataError(
-            f"the {purpose} dataset {name} has 0 samples; check its path and its filters"
-        )
+        raise DataError(f"the {purpose} {name} has 0 samples; check its path and its filters")
     return samples
 
 

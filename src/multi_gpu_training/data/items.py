@@ -107,6 +107,7 @@ def item_parts(
                 last=chunk == chunks - 1,
                 key=share.key,
                 sample_seed=share.sample_seed,
+                place=(share.position << 32) + first + begin,
             ),
             held,
             count or size,

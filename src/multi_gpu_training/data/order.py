@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -53,6 +54,7 @@ class Share:
     window_count: samples of the whole step, over all micro-batches and ranks.
     key, sample_seed: where this micro-batch's and its samples' randomness comes from.
     changed: the user unpacked or changed the batch, so that fetching it again gives another one.
+    place: of the first of these samples, counted from the start of the pass over all ranks.
     """
 
     epoch: int
@@ -65,6 +67,7 @@ class Share:
     key: int
     sample_seed: int = 0
     changed: bool = False
+    place: int = 0
 
 
 def derive_seed(*parts: int) -> int:
@@ -148,6 +151,20 @@ class ShuffledBatches:
         return torch.randperm(self.all_samples, generator=generator)[: self.samples]
 
 
+class FirstBatches:
+    """The first `count` batches of another source."""
+
+    def __init__(self, source: GlobalBatchSource, count: int) -> None:
+        self.source = source
+        self.count = count
+
+    def __len__(self) -> int:
+        return min(self.count, len(self.source))
+
+    def batches(self, seed: int, epoch: int) -> Iterable[Sequence[int]]:
+        return islice(self.source.batches(seed, epoch), self.count)
+
+
 def shares(
     source: GlobalBatchSource,
     micro_size: int,
@@ -164,7 +181,9 @@ def shares(
     micro-batches; one whose part is empty still takes part, with count 0. With `weights` the
     parts follow them instead of being equal.
     """
+    before = 0  # samples of the global batches up to this one
     for position, batch in enumerate(source.batches(seed, epoch)):
+        before += len(batch)
         if position < start:
             continue
         chunks = max(1, -(-len(batch) // micro_size))
@@ -181,6 +200,7 @@ def shares(
                 last=chunk == chunks - 1,
                 key=derive_seed(seed, epoch, position, chunk, rank),
                 sample_seed=derive_seed(seed, epoch),
+                place=before - len(batch) + chunk * micro_size + begin,
             )
 
 

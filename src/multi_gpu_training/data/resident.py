@@ -60,24 +60,27 @@ class ResidentLoader(ShareLoader):
         order = torch.tensor(mine, dtype=torch.int64).to(feeding.device, non_blocking=True)
         sample_seed = derive_seed(feeding.seed, self.epoch)
         epoch, tensors, place = self.epoch, self.tensors, 0
-        for position, chunk, size, window, last in micros:
+        for position, chunk, size, window, last, at in micros:
             indices = tuple(mine[place : place + size]) if with_indices else ()
             share = Share(
                 epoch, position, indices, size, window, chunk == 0, last, position, sample_seed
             )
+            share.place = at
             if size or not feeding.evaluating:
                 yield ResidentBatch(order[place : place + size], tensors, share)
             place += size
         if not feeding.evaluating:
             self.seek(self.epoch + 1)
 
-    def _plan_epoch(self) -> tuple[list[tuple[int, int, int, int, bool]], list[int]]:
-        """Each micro-batch's (position, chunk, own samples, samples of the step, last), and the
-        places of this rank's samples in the order in which they are used."""
+    def _plan_epoch(self) -> tuple[list[tuple[int, int, int, int, bool, int]], list[int]]:
+        """Each micro-batch's (position, chunk, own samples, samples of the step, last, place), and
+        this rank's samples in the order in which they are used."""
         feeding = self.feeding
-        micros: list[tuple[int, int, int, int, bool]] = []
+        micros: list[tuple[int, int, int, int, bool, int]] = []
         mine: list[int] = []
+        before = 0
         for position, batch in enumerate(self.source.batches(feeding.seed, self.epoch)):
+            before += len(batch)
             if position < self.start:
                 continue
             chunks = max(1, -(-len(batch) // feeding.micro_size))
@@ -86,7 +89,8 @@ class ResidentLoader(ShareLoader):
                 count = min(feeding.micro_size, len(batch) - first)
                 begin, end = cut(count, feeding.ranks, feeding.rank, feeding.weights)
                 mine.extend(batch[first + begin : first + end])
-                micros.append((position, chunk, end - begin, len(batch), chunk == chunks - 1))
+                place, last = before - len(batch) + first + begin, chunk == chunks - 1
+                micros.append((position, chunk, end - begin, len(batch), last, place))
         return micros, mine
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class StreamLoader(EpochLoader):
     one global batch. A resume reads past what was consumed.
 
     Without `steps_per_epoch` an epoch is one pass over the stream. With it, an epoch is that
-    many steps: an endless stream is read on, one that ends is begun again.
+    many steps: an endless stream is read on, one that ends is begun again. A pass reads `limit`
+    global batches at most.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class StreamLoader(EpochLoader):
         global_batch_size: int,
         feeding: Feeding,
         steps_per_epoch: int | None = None,
+        limit: int | None = None,
     ) -> None:
         super().__init__()
         self.dataset = dataset
@@ -52,6 +54,7 @@ class StreamLoader(EpochLoader):
         # Several workers would each read the whole stream.
         self.feeding = replace(feeding, num_workers=min(1, feeding.num_workers))
         self.steps = steps_per_epoch
+        self.limit = limit
         self._template: tuple[int, Any] | None = None  # (samples in it, batch)
         self._next: Iterator[Window] | None = None  # stands where an epoch ended
 
@@ -101,7 +104,13 @@ class StreamLoader(EpochLoader):
 
     def _windows(self) -> Iterator[Window]:
         windows = _Windows(
-            self.dataset, self.global_batch_size, self.feeding, self.epoch, self.start, self.steps
+            self.dataset,
+            self.global_batch_size,
+            self.feeding,
+            self.epoch,
+            self.start,
+            self.steps,
+            self.limit,
         )
         if not self.feeding.num_workers:
             return _read_here(windows)
@@ -146,6 +155,7 @@ class _Windows(IterableDataset[Any]):
         epoch: int,
         start: int,
         steps: int | None,
+        limit: int | None,
     ) -> None:
         self.dataset = dataset
         self.global_batch_size = global_batch_size
@@ -153,10 +163,11 @@ class _Windows(IterableDataset[Any]):
         self.epoch = epoch
         self.start = start
         self.steps = steps
+        self.limit = limit
 
     def __iter__(self) -> Iterator[Window]:
         if self.steps is None:
-            for position, window in enumerate(self._pass(self.epoch)):
+            for position, window in enumerate(islice(self._pass(self.epoch), self.limit)):
                 if position >= self.start:
                     yield from self._parts(window, self.epoch, position)
             return
@@ -205,6 +216,7 @@ class _Windows(IterableDataset[Any]):
                 first=chunk == 0,
                 last=chunk == chunks - 1,
                 key=derive_seed(feeding.seed, epoch, position, chunk, feeding.rank),
+                place=offset + first + begin,
             )
             seed_everything(share.key)
             yield share, feeding.collate(part[begin:end] or part[:1]), max(1, end - begin)

@@ -33,6 +33,7 @@ from multi_gpu_training.torch_internals import default_store
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
 POLL_S = 0.25
+MARGIN_S = 2.0
 _ASKED = "asked"
 
 
@@ -112,6 +113,13 @@ class Control(Boundary):
         """What asked the run to end, as people call it."""
         asked = self.asked or signal.SIGTERM
         return NAMES.get(asked, asked.name)
+
+    @property
+    def time_left_s(self) -> float:
+        """Seconds until a run that was asked to end must have ended; grace_s before that."""
+        if self._deadline is None:
+            return self.grace_s
+        return max(0.0, self._deadline - time.monotonic() - MARGIN_S)
 
     @property
     def ends_next(self) -> bool:

@@ -32,6 +32,7 @@ from multi_gpu_training.distributed.recoverable_group import (
 )
 from multi_gpu_training.errors import ConfigError, LaunchError
 
+_PIECE = 64 * 2**20  # bytes that a rank sends at a time
 T = TypeVar("T")
 Collective = TypeVar("Collective", bound=Callable[..., Any])
 
@@ -134,16 +135,25 @@ class Placement:
 
     def gather_json(self, value: Any) -> list[Any]:
         """One JSON value of each rank, in rank order, on every rank. Nothing is unpickled."""
+        return [json.loads(raw) for raw in self.gather_bytes(json.dumps(value).encode())]
+
+    def gather_bytes(self, value: bytes) -> list[bytes]:
+        """The bytes of each rank, of any number, in rank order, on every rank."""
         if self.group is None:
-            return [json.loads(json.dumps(value))]
-        raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = self.gather(torch.tensor([raw.numel()], device=self.wire)).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: raw.numel()] = raw
-        rows = self.gather(padded.to(self.wire)).cpu()
-        return [
-            json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)
-        ]
+            return [value]
+        sizes = self.gather(torch.tensor([len(value)], device=self.wire)).flatten().tolist()
+        parts: list[list[bytes]] = [[] for _ in sizes]
+        # In pieces: the GPU holds one of every rank at a time.
+        for start in range(0, max(sizes), _PIECE):
+            padded = torch.zeros(min(_PIECE, max(sizes) - start), dtype=torch.uint8)
+            mine = value[start : start + _PIECE]
+            if mine:
+                padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            for row, size, found in zip(
+                self.gather(padded.to(self.wire)).cpu(), sizes, parts, strict=True
+            ):
+                found.append(row[: max(0, min(size - start, _PIECE))].numpy().tobytes())
+        return [b"".join(found) for found in parts]
 
     @_watched
     def broadcast_json(self, value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.feeding import Loader
+from multi_gpu_training.data.feeding import Loader, ValLoaders
 from multi_gpu_training.data.order import cut, proportional
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, DataError
@@ -124,14 +124,16 @@ class Balance:
         self,
         state: StepState,
         loader: Loader,
-        val_loader: Loader | None,
+        val_loader: ValLoaders | None,
         log: RunLog,
         say: Callable[[str], None],
     ) -> None:
         """Decide before the first step of this process: what was asked for, what was saved with
         the checkpoint, or what is measured. Every rank must call it."""
         self.state, self.log, self.say = state, log, say
-        self.loaders = [loader] if val_loader is None else [loader, val_loader]
+        self.loaders = [loader]
+        if val_loader is not None:
+            self.loaders += val_loader.values() if isinstance(val_loader, dict) else [val_loader]
         ranks, config = self.placement.dp_size, self.config
         if config.share_weights is not None and len(config.share_weights) != ranks:
             raise ConfigError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -19,7 +18,7 @@ from typing import Any, Protocol, cast
 from torch import nn
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.feeding import BatchSizes, Loader, batch_sizes
+from multi_gpu_training.data.feeding import BatchSizes, Loader, ValLoaders, batch_sizes
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
@@ -93,11 +92,11 @@ class MeasuredRun(Run, Protocol):
     trainer: MultiGPUTrainer
     callbacks: CallbackList
     train_loader: Loader
-    val_loader: Loader | None
+    val_loader: ValLoaders | None
     sizes: BatchSizes
     loss_fn: Any
 
-    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
+    def evaluate(self, data: Any = None) -> dict[str, float]:
         """Metrics of the model as it is, over all ranks."""
 
 
@@ -176,9 +175,12 @@ def placed(config: MultiGPUConfig, request: MeasureRequest) -> dict[str, Any]:
         "forecast": None,
         "enable_fault_tolerance": False,
         "tensorboard": False,
+        "loggers": [],
+        "logger_options": {},
         "monitor": False,
         "progress": "off",
         "save_dir": str(Path(request.out) / "runs"),
+        "local_dir": None,
         "max_restarts": 0,
     }
 

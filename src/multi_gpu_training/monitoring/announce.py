@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.feeding import BatchSizes, Loader
+from multi_gpu_training.data.feeding import BatchSizes, Loader, ValLoaders
 from multi_gpu_training.data.loader import ShareLoader
 from multi_gpu_training.gpus import get_gpu_info
 from multi_gpu_training.monitoring.console import Console
@@ -25,6 +25,7 @@ def announce(
     state: StepState,
     sizes: BatchSizes,
     loader: Loader,
+    val_loader: ValLoaders | None,
     scaling: Scaling,
     folder: Path,
 ) -> None:
@@ -55,6 +56,11 @@ def announce(
             len(loader) if isinstance(loader, ShareLoader) else loader.steps * sizes.accumulation
         )
         say(f"data: {loader.steps} steps per epoch, {batches * ranks} batches, {batches} per rank")
+    sets = val_loader if isinstance(val_loader, dict) else {"": val_loader}
+    for name, val in sets.items():
+        if isinstance(val, ShareLoader):
+            title = f"validation {name}:" if name else "validation:"
+            say(f"{title} {len(val) * ranks} batches, {len(val)} per rank")
     say(scaling.describe())
     say(state.schedule.describe())
     say(f"run: {folder}")
@@ -81,7 +87,8 @@ def summary(
     console.line(f"run folder: {run.path}")
     if (run.checkpoints / "best").is_dir():
         console.line(f"best model: {run.checkpoints / 'best'}")
-    if config.tensorboard:
+    curves = config.tensorboard or "tensorboard" in config.loggers
+    if curves and run.tensorboard.is_dir():
         console.line(f"curves: tensorboard --logdir {run.tensorboard}")
 
 
@@ -100,4 +107,4 @@ class LossAnnouncement(Callback):
 
 
 def _value(name: str, value: float) -> str:
-    return f"{value:.2%}" if name == "accuracy" else f"{value:.4f}"
+    return f"{value:.2%}" if name.split("/")[-1] == "accuracy" else f"{value:.4f}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+T = TypeVar("T")
 
 
 class Console:
@@ -86,6 +88,27 @@ class Console:
         if now - self._last_tick > 0.1:
             self._last_tick = now
             self._progress.update(self._task, completed=done())
+
+    def track(self, title: str, items: Iterable[T], total: int | None) -> Iterator[T]:
+        """The items, with a bar that counts them: its own, or one below that of the epoch."""
+        if not self.main or self.style != "bar":
+            yield from items
+            return
+        alone = self._progress is None
+        if alone:
+            self.start_bar(title, total)
+        progress = self._progress
+        assert progress is not None and self._task is not None
+        task = self._task if alone else progress.add_task(title, total=total, note="")
+        try:
+            for item in items:
+                yield item
+                progress.advance(task)
+        finally:
+            if alone:
+                self.end_bar()
+            else:
+                progress.remove_task(task)
 
     def advance(self, done: int, total: int | None, note: str) -> None:
         """Show how far we are. Called when something was logged, not every step."""

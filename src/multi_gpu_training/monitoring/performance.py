@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from multi_gpu_training.errors import MultiGPUError
+from multi_gpu_training.extras import install, installed
 from multi_gpu_training.monitoring.device import DeviceReader
 from multi_gpu_training.monitoring.report.charts import Series
 from multi_gpu_training.monitoring.report.figures import figures, readings
@@ -112,6 +113,8 @@ class PerformanceMonitor:
     def plot_metrics(self, path: Path | str = "training_metrics.png") -> Path:
         """Draw loss, throughput, memory and use of the GPU."""
         path = Path(path)
+        if not installed("matplotlib"):
+            raise MultiGPUError(f"{path} needs matplotlib; run {install('plots')}")
         if self._run is not None:
             from multi_gpu_training.monitoring.report.picture import draw_run
 

@@ -32,7 +32,8 @@ class ProgressLines(Callback):
 
     def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
         loss, rate = metrics.get("loss", float("nan")), metrics["samples_per_s"]
-        note = f"loss {loss:.4f}  {rate:,.0f} samples/s"
+        accuracy = f"  acc {metrics['accuracy']:.2%}" if "accuracy" in metrics else ""
+        note = f"loss {loss:.4f}{accuracy}  {rate:,.0f} samples/s"
         if self._in_epoch:
             self._console.advance(self._position(), self._total(), note)
         else:  # a loop of the user's own
@@ -68,8 +69,8 @@ def epoch_line(
 def _metrics(values: dict[str, float]) -> str:
     shown = []
     for name, value in values.items():
-        if name == "accuracy":
-            shown.append(f"acc {value:.2%}")
-        else:
-            shown.append(f"{'F1' if name == 'f1' else name} {value:.4f}")
+        *sets, metric = name.split("/")
+        metric = {"accuracy": "acc", "f1": "F1"}.get(metric, metric)
+        number = f"{value:.2%}" if metric == "acc" else f"{value:.4f}"
+        shown.append(f"{' '.join([*sets, metric])} {number}")
     return ", ".join(shown)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ from omegaconf import OmegaConf
 from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, find_checkpoint_hosts
-from multi_gpu_training.config import MultiGPUConfig, name_problem
+from multi_gpu_training.config import MultiGPUConfig, is_url, name_problem
 from multi_gpu_training.config_file import storable
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.redaction import redact_command
 from multi_gpu_training.safe_files import (
     check_folder,
@@ -35,12 +37,27 @@ from multi_gpu_training.safe_files import (
     signed,
     write_atomically,
 )
+from multi_gpu_training.storage.event_mirror import fetch_events
+from multi_gpu_training.storage.lease import Lease
+from multi_gpu_training.storage.remote_folder import RemoteFolder, StorageError
+from multi_gpu_training.storage.remote_resume import (
+    fetch_checkpoint,
+    is_taken,
+    latest_remote_run,
+    open_remote_run,
+    parse_address,
+    run_url,
+)
 
 FORECAST = "forecast.json"
 
 
 class RunFolder:
-    """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints."""
+    """runs/<recipe>/<name>/ with config, environment, events, tensorboard and checkpoints.
+
+    url: where it is uploaded to, if anywhere; `lease` is the right to do that, on rank 0.
+    resume: the checkpoint to resume from, as it lies on this disk, or "auto".
+    """
 
     def __init__(
         self,
@@ -48,9 +65,15 @@ class RunFolder:
         lock: RunLock | None = None,
         hosts: CheckpointHosts | None = None,
         facts: dict[str, str] | None = None,
+        url: str | None = None,
+        lease: Lease | None = None,
+        resume: str | None = None,
     ) -> None:
         self.path = path
         self.hosts = hosts
+        self.url = url
+        self.lease = lease
+        self.resume = resume
         self._lock = lock
         self._facts = facts or {}  # name -> text of the files that describe the run
 
@@ -81,14 +104,19 @@ class RunFolder:
 
 
 def open_run(
-    config: MultiGPUConfig, placement: Placement, options: Mapping[str, Any] | None = None
+    config: MultiGPUConfig,
+    placement: Placement,
+    options: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> RunFolder:
     """The run's folder, chosen, made and locked by rank 0 and told to all. Collective.
 
-    On a node with a disk of its own it has the same name in that node's save_dir.
+    On a node with a disk of its own it has the same name in that node's save_dir. Where save_dir
+    is a URL the folder is a local copy, which rank 0 brings up to date.
     """
     answer: dict[str, Any] = {}
     lock: RunLock | None = None
+    lease: Lease | None = None
     path = Path()
     if placement.is_main:
         try:
@@ -97,14 +125,19 @@ def open_run(
             lock = _locked(path)
             _keep_forecast(path, config.forecast)
             answer = {"name": path.name if path.parent == _base(config) else None}
+            url = run_url(config, path)
+            if url is not None:
+                lease = open_remote_run(url, path, config, placement.identity, say)
+            answer["resume"] = _fetched_checkpoint(config, path, say)
         except ConfigError as error:
             answer = {"problem": error.problems[0]}
+        except (StorageError, CheckpointError) as error:
+            answer = {"problem": str(error)}
         except OSError as error:
             answer = {"problem": _unwritable(error, config)}
     answer = placement.broadcast_json(answer)
     if "problem" in answer:
-        if lock is not None:
-            lock.release()
+        _let_go(lock, lease)
         raise ConfigError(answer["problem"])
     if not placement.is_main:
         path = _told_path(config, placement.identity, answer.get("name"))
@@ -113,15 +146,56 @@ def open_run(
         hosts = find_checkpoint_hosts(placement, path)
         if hosts.writes and not placement.is_main:
             lock = _locked(path)
+            _fetch_own_events(config, path, placement.identity)
         if hosts.writes:
             facts = _facts(path, {**config.plain(), **(options or {})}, placement.identity)
             for name, text in facts.items():
                 write_atomically(path / name, text)
     except OSError as error:
-        if lock is not None:
-            lock.release()
+        _let_go(lock, lease)
         raise ConfigError(_unwritable(error, config)) from None
-    return RunFolder(path, lock, hosts, facts)
+    resume = _local_checkpoint(config, path, answer.get("resume"))
+    return RunFolder(path, lock, hosts, facts, run_url(config, path), lease, resume)
+
+
+def _let_go(lock: RunLock | None, lease: Lease | None) -> None:
+    if lease is not None:
+        with contextlib.suppress(StorageError):
+            lease.release()
+    if lock is not None:
+        lock.release()
+
+
+def _fetched_checkpoint(
+    config: MultiGPUConfig, path: Path, say: Callable[[str], None]
+) -> str | None:
+    """The name of the checkpoint that `resume` gives as a URL, brought to this disk."""
+    if config.resume is None or not is_url(config.resume):
+        return None
+    address = parse_address(config.resume)
+    own = address.folder(config) == path
+    folder = path / "checkpoints" if own else address.fetched(config)
+    return fetch_checkpoint(address, CheckpointStore(folder), say).name
+
+
+def _local_checkpoint(config: MultiGPUConfig, path: Path, name: Any) -> str | None:
+    """What `resume` names, on this disk; rank 0 told the checkpoint's name where it is a URL."""
+    if config.resume is None or not is_url(config.resume):
+        return config.resume
+    address = parse_address(config.resume)
+    if not isinstance(name, str) or not re.fullmatch("step-[0-9]{8,16}", name):
+        raise ConfigError(f"refused {name!r:.200} as the name of a checkpoint, sent by rank 0")
+    own = address.folder(config) == path
+    return str((path / "checkpoints" if own else address.fetched(config)) / name)
+
+
+def _fetch_own_events(config: MultiGPUConfig, path: Path, identity: Identity) -> None:
+    """On a further machine with an empty disk: the events that were written there before."""
+    url = run_url(config, path)
+    if url is None or any((path / "events").glob("*.jsonl")):
+        return
+    with contextlib.suppress(StorageError, FileNotFoundError, ValueError):
+        fetch_events(RemoteFolder(url), path / "events", identity.rank)
 
 
 def _make(path: Path) -> None:
@@ -146,7 +220,7 @@ def _locked(path: Path) -> RunLock:
 
 
 def _base(config: MultiGPUConfig) -> Path:
-    return Path(config.save_dir) / config.recipe
+    return config.local_save_dir / config.recipe
 
 
 def _told_path(config: MultiGPUConfig, identity: Identity, name: Any) -> Path:
@@ -188,6 +262,8 @@ def _resumed_run(config: MultiGPUConfig) -> Path | None:
     """The run that holds the checkpoint named by `resume`: training continues in its folder."""
     if config.resume is None or config.resume == "auto":
         return None
+    if is_url(config.resume):
+        return parse_address(config.resume).folder(config)
     given = Path(config.resume).resolve()
     return given.parent.parent if given.parent.name == "checkpoints" else None
 
@@ -210,13 +286,16 @@ def _choose(config: MultiGPUConfig, identity: Identity) -> Path:
     resumed = _resumed_run(config)
     if resumed is not None:
         return resumed
+    remote = is_url(config.save_dir)
     if config.resume == "auto":
-        found = latest_run(base)
+        found = _latest_anywhere(config) if remote else latest_run(base)
         if found is not None:
             return found
     name = datetime.now().strftime("%Y%m%d-%H%M%S")
     for suffix in ["", *(f"-{i}" for i in range(2, 1000))]:
         path = base / (name + suffix)
+        if remote and is_taken(config, path.name):
+            continue
         base.mkdir(parents=True, exist_ok=True)
         try:
             path.mkdir(mode=0o700)
@@ -228,7 +307,19 @@ def _choose(config: MultiGPUConfig, identity: Identity) -> Path:
 
 def latest_run(base: Path) -> Path | None:
     """The run under `base` that saved a checkpoint last."""
-    saved = [(c.lstat().st_mtime, c.parent.parent) for c in base.glob("*/checkpoints/step-*")]
+    saved = _saved(base)
+    return max(saved)[1] if saved else None
+
+
+def _saved(base: Path) -> list[tuple[float, Path]]:
+    return [(c.lstat().st_mtime, c.parent.parent) for c in base.glob("*/checkpoints/step-*")]
+
+
+def _latest_anywhere(config: MultiGPUConfig) -> Path | None:
+    """The run that saved a checkpoint last, on this disk or in object storage."""
+    saved, remote = _saved(_base(config)), latest_remote_run(config)
+    if remote is not None:
+        saved.append((remote[0], _base(config) / remote[1]))
     return max(saved)[1] if saved else None
 
 

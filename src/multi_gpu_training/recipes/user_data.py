@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import DataError
+from multi_gpu_training.extras import install
 
 
 def library(module: str, needed: str, extra: str, otherwise: str = "") -> Any:
@@ -16,7 +17,7 @@ def library(module: str, needed: str, extra: str, otherwise: str = "") -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise DataError(
-            f"{needed}, which is not installed; run pip install -e '.[{extra}]'{otherwise}"
+            f"{needed}, which is not installed; run {install(extra)}{otherwise}"
         ) from None
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from multi_gpu_training.data.batch import share_of, to_device
 from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
+from multi_gpu_training.errors import ConfigError, ModelError
 from multi_gpu_training.training.loss import (
     LossFn,
     Pairs,
@@ -20,6 +22,7 @@ from multi_gpu_training.training.loss import (
     predict,
     read_loss,
 )
+from multi_gpu_training.training.metric_states import is_metric, refuse_inexact
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
 
@@ -27,50 +30,99 @@ from multi_gpu_training.training.precision import Precision
 EvalFn = Callable[[nn.Module, Any, MetricsCollector], None]
 
 
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[Any],
-    loss_fn: LossFn,
-    eval_fn: EvalFn | None,
-    precision: Precision,
-    device: torch.device,
-    batch_size_fn: BatchSizeFn | None = None,
-) -> MetricsCollector:
-    """Collect this rank's part. Every module is put back into the mode it was in."""
-    collected = MetricsCollector()
+class MetricObjects(dict[str, Any]):
+    """torchmetrics objects by name, in place of an eval_fn: each is updated with the model's
+    output and the target, beside the metrics that there are without an eval_fn."""
+
+
+def choose_eval_fn(given: Any, ranks: int) -> EvalFn | MetricObjects | None:
+    """What `eval_fn` may be: a function, a torchmetrics object, or several by name."""
+    named = {"": given} if is_metric(given) else given
+    if isinstance(named, Mapping) and named and all(map(is_metric, named.values())):
+        for name, metric in named.items() if ranks > 1 else ():
+            refuse_inexact(name or type(metric).__name__, metric)
+        # A single metric goes by its class; the names of a collection are its members'.
+        return MetricObjects({name or _own_name(metric): metric for name, metric in named.items()})
+    if given is not None and not callable(given):
+        raise ConfigError(
+            f"eval_fn is a {type(given).__name__}; give a function eval_fn(model, batch, metrics), "
+            "a torchmetrics Metric or MetricCollection, or a dict of them"
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def _own_name(metric: Any) -> str:
+    return "" if hasattr(metric, "compute_groups") else type(metric).__name__.lower()
+
+
+def named_sets(data: Any) -> dict[str, Any]:
+    """Sets by name; a single one has none."""
+    return dict(data) if isinstance(data, Mapping) else {"": data}
+
+
+def prefixed(name: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics as they are called among those of several sets."""
+    return {f"{name}/{key}": value for key, value in metrics.items()} if name else metrics
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients. Every module is put back into the mode it was in."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
-            for batch in batches:
-                share = share_of(batch)
-                if share is None:
-                    batch = to_device(batch, device)
-                with precision.autocast():
-                    if eval_fn is not None:
-                        eval_fn(model, batch, collected)
-                        continue
-                    mean, weight, pairs = _measure(model, batch, loss_fn, collected)
-                if weight is None:  # counted only where it matters: shapes may not say it
-                    count = sample_count(batch, batch_size_fn) if share is None else share.count
-                    collected.add_mean(mean, count, pairs)
-                    continue
-                # A batch in which nothing counts has a mean of 0/0, and 0 x NaN is NaN.
-                counts = (weight > 0).to(mean.device)
-                mean = torch.where(counts, mean, torch.zeros_like(mean))
-                collected.add_mean(mean, weight, pairs)
+            yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    loss_fn: LossFn,
+    eval_fn: EvalFn | MetricObjects | None,
+    precision: Precision,
+    device: torch.device,
+    batch_size_fn: BatchSizeFn | None = None,
+    f1_average: str = "macro",
+) -> MetricsCollector:
+    """Collect this rank's part."""
+    collected = MetricsCollector(f1_average)
+    with evaluation_mode(model):
+        for batch in batches:
+            share = share_of(batch)
+            if share is None:
+                batch = to_device(batch, device)
+            with precision.autocast():
+                if eval_fn is not None and not isinstance(eval_fn, MetricObjects):
+                    eval_fn(model, batch, collected)
+                    continue
+                mean, weight, pairs = _measure(model, batch, loss_fn, eval_fn or {}, collected)
+            if weight is None:  # counted only where it matters: shapes may not say it
+                count = sample_count(batch, batch_size_fn) if share is None else share.count
+                collected.add_mean(mean, count, pairs)
+                continue
+            # A batch in which nothing counts has a mean of 0/0, and 0 x NaN is NaN.
+            counts = (weight > 0).to(mean.device)
+            mean = torch.where(counts, mean, torch.zeros_like(mean))
+            collected.add_mean(mean, weight, pairs)
     return collected
 
 
 def _measure(
-    model: nn.Module, batch: Any, loss_fn: LossFn, collected: MetricsCollector
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn,
+    objects: Mapping[str, Any],
+    collected: MetricsCollector,
 ) -> tuple[Tensor, Tensor | None, Pairs]:
     """Mean loss of a batch, its weight where that is not the sample count, and metrics."""
     if not isinstance(loss_fn, SupervisedLoss) or isinstance(batch, Mapping):
         loss = read_loss(loss_fn(model, batch), torch.device("cpu"))
+        if objects:
+            _update(objects, *_predicted(model, batch), collected)
         return loss.mean, loss.weight, loss.metrics
     output, target = predict(model, batch)
     criterion = loss_fn.criterion_for(output, target)
@@ -78,4 +130,23 @@ def _measure(
     if is_classification(output, target):
         valid = target != ignored_label(criterion)
         collected.add_predictions(output.argmax(1)[valid], target[valid], output.shape[1])
+    _update(objects, output, target, collected)
     return mean, criterion_weight(criterion, output, target), {}
+
+
+def _update(
+    objects: Mapping[str, Any], output: Tensor, target: Tensor, collected: MetricsCollector
+) -> None:
+    for name, metric in objects.items():
+        collected.update(name, metric, output, target)
+
+
+def _predicted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Output and target beside a loss_fn, which keeps its own to itself."""
+    if isinstance(batch, Mapping):
+        raise ModelError(
+            f"eval_fn is a torchmetrics object, and a batch has keys {sorted(batch)}: which of "
+            "them it is to be updated with is not known. Give eval_fn(model, batch, metrics), and "
+            "call metrics.update(name, metric, predictions, target) in it"
+        )
+    return predict(model, batch)

@@ -3,6 +3,7 @@
     run             all epochs, unless max_steps or early stopping ends it before
     train_epoch     one pass over the data; after a rollback, again from the checkpoint's place
     validate_epoch  every validation sample once; closes the epoch: record, best, checkpoint
+    evaluate        metrics of any data; predict: outputs, in the order of the data
     save_checkpoint the whole state, written in the background
     stop            a signal came: save where all ranks stand, and leave
 
@@ -14,14 +15,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import nn
+
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import came_from_a_loader, share_of
-from multi_gpu_training.data.feeding import Loader
+from multi_gpu_training.data.feeding import Loader, ValLoaders
 from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.distributed.control import Control
@@ -32,11 +36,20 @@ from multi_gpu_training.errors import (
     MultiGPUError,
     NonFiniteLossError,
 )
+from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import CallbackList
-from multi_gpu_training.training.evaluation import EvalFn, evaluate
+from multi_gpu_training.training.evaluation import (
+    EvalFn,
+    MetricObjects,
+    evaluate,
+    evaluation_mode,
+    named_sets,
+    prefixed,
+)
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.oom import advice, is_out_of_memory
+from multi_gpu_training.training.prediction import PredictFn, gather_outputs
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.stopping import (
     leave,
@@ -96,18 +109,22 @@ class TrainingLoop:
     log: StepLog
     control: Control
     train_loader: Loader
-    val_loader: Loader | None
+    val_loader: ValLoaders | None
     loss_fn: LossFn
-    eval_fn: EvalFn | None
+    eval_fn: EvalFn | MetricObjects | None
+    averaged: AveragedWeights  # used wherever the model is judged
     epoch_metrics: MetricsCollector  # of the epoch under way, over the steps logged so far
     facts: dict[str, Any]  # what a checkpoint's manifest says beside the state
     renew_shares: Callable[[], None]  # measures again how much each rank should compute
     record: Callable[..., None]  # into the events
+    warn: Callable[[str], None]
+    track: Callable[[str, Iterable[Any], int | None], Iterable[Any]]  # shows a bar of batches
     folder: Path
     evaluated: MetricsCollector = field(default_factory=MetricsCollector)
     _epoch: int | None = None  # the last one that train_epoch was asked for
     _whole: bool = True  # whether it was trained to its end
     _trained: tuple[int, dict[str, float]] | None = None  # an epoch that waits for its validation
+    _validated: tuple[int, dict[str, float]] | None = None  # step and metrics of the newest one
 
     def run(self) -> None:
         """Train all epochs that are left."""
@@ -153,6 +170,7 @@ class TrainingLoop:
                 call(epoch)
             step = trainer.step + 1  # the one that an error belongs to
             try:
+                self._validate_before_steps()
                 for batch in self._batches(loader):
                     if self.checkpoints.skips(batch):
                         # It still counts as seen: positions in the data stay what they were.
@@ -163,7 +181,7 @@ class TrainingLoop:
                         break
                     step = trainer.step + 1
                 metrics = self._end_of_training(loader, epoch)
-                if validate:
+                if validate and self.val_loader is not None:
                     self._validate(self.val_loader)
                 return metrics
             except Exception as error:
@@ -209,10 +227,13 @@ class TrainingLoop:
         self.checkpoints.poll()
         if every and step % every == 0 and not self._at_end_of_epoch:
             self._validate_inside_epoch()
-        if self.checkpoints.due(step):
-            self.log.flush()  # finds a NaN before it is saved
-            self.save_checkpoint(wait=False)
+        elif self.checkpoints.due(step):
+            self._save_between_steps()
         return self.reached_max_steps
+
+    def _save_between_steps(self, **facts: Any) -> None:
+        self.log.flush()  # finds a NaN before it is saved
+        self.save_checkpoint(wait=False, **facts)
 
     def _end_of_training(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
         """All steps of the epoch are taken; it is closed now or by its validation."""
@@ -254,28 +275,78 @@ class TrainingLoop:
             self._recover(error, self.trainer.step)
             raise self._out_of_reach("the validation") from error
 
-    def _validate(self, loader: Iterable[Any] | None) -> dict[str, float]:
+    def _validate(self, loader: Iterable[Any]) -> dict[str, float]:
         """Evaluate, and close the epoch that waits for it."""
-        assert loader is not None
         recorded = self.progress.record_of(self._epoch) if loader is self.val_loader else None
         if self._trained is None and recorded is not None:
             return recorded["val"]  # a resumed run has validated this epoch before
-        note_phase(Phase.VALIDATION)
-        metrics = self.evaluate(validation_batches(loader, self.control))
+        known = self._validated if self._trained and loader is self.val_loader else None
+        if known is not None and known[0] != self.trainer.step:
+            known = None  # else: a stream, or max_steps, ended where a validation was due
+        metrics = self._validation(loader) if known is None else known[1]
         note_phase(Phase.EPOCH)
         if self._trained is not None:
             (epoch, train), self._trained = self._trained, None
-            for call in self.callbacks.on_validation:
+            for call in self.callbacks.on_validation if known is None else ():
                 call(metrics)
+            self.progress.validated_step = self.trainer.step
             self._close_epoch(epoch, train, metrics)
         return metrics
 
+    def _validate_before_steps(self) -> None:
+        """The validation of the untrained model, and one that a signal or a fault cut off."""
+        step, every, done = self.trainer.step, self.config.validate_every, self.progress
+        if self.val_loader is None:
+            return
+        if step == 0 and self.config.validate_at_start and self._validated is None:
+            metrics = self._validation(self.val_loader)
+            done.find_metric(metrics)  # a wrong best_metric is found here, not after an epoch
+            self._validated = (0, metrics)
+            for call in self.callbacks.on_validation:
+                call(metrics)
+            return
+        missed = step and every and step % every == 0 and done.validated_step < step
+        if missed and not (self._at_end_of_epoch or self.reached_max_steps):
+            self._validate_inside_epoch()
+
     def _validate_inside_epoch(self) -> None:
+        """Validate between two steps; what is better than all before is saved."""
         assert self.val_loader is not None
-        note_phase(Phase.VALIDATION)
-        metrics = self.evaluate(validation_batches(self.val_loader, self.control))
+        metrics, step = self._validation(self.val_loader), self.trainer.step
+        self._validated, self.progress.validated_step = (step, metrics), step
         for call in self.callbacks.on_validation:
             call(metrics)
+        better = self.progress.judge(metrics)
+        if self.checkpoints.due(step) or (better and self.config.enable_fault_tolerance):
+            score = self.progress.score(metrics) if better else None
+            self._save_between_steps(best=better, score=score, metrics=metrics)
+
+    def _validation(self, loader: Iterable[Any]) -> dict[str, float]:
+        """Evaluate a validation set, or several. All ranks can stop behind each."""
+        note_phase(Phase.VALIDATION)
+        metrics: dict[str, float] = {}
+        sets = self.val_loader if isinstance(self.val_loader, dict) else {}
+        one_of_them = {name: one for name, one in sets.items() if one is loader}
+        for name, batches in (one_of_them or named_sets(loader)).items():
+            title = f"Validation {name}".rstrip()
+            length = len(batches) if isinstance(batches, Sized) else None
+            shown = self.track(title, validation_batches(batches, self.control), length)
+            found = self._evaluate(shown)
+            if not found:
+                which = f" on {name!r}" if name else ""
+                raise ConfigError(
+                    f"the validation{which} gave no metric: its data are empty, or eval_fn adds "
+                    "nothing; give it at least one sample and one metric, or leave it out of "
+                    "val_dataset"
+                )
+            metrics |= prefixed(name, found)
+        spoilt = [f"val/{name} is {value}" for name, value in metrics.items() if value != value]
+        if spoilt:
+            self.warn(
+                f"step {self.trainer.step}: {', '.join(spoilt)}; such a validation is never the "
+                "best. Check the data and the metric for a division by zero"
+            )
+        return metrics
 
     def _close_epoch(
         self, epoch: int, train: dict[str, float], val: dict[str, float] | None
@@ -285,7 +356,7 @@ class TrainingLoop:
         better = self.progress.finish_epoch(train, val, self._whole)
         if self._whole:
             self.epoch_metrics.reset()  # not before: a run may stop in the validation
-            self.trainer.state.schedule.after_epoch(judged)
+            self.trainer.state.schedule.after_epoch(self.progress.of_deciding_set(judged))
         for call in self.callbacks.on_epoch_end:
             call(epoch, judged)
         if self.config.enable_fault_tolerance:
@@ -297,22 +368,55 @@ class TrainingLoop:
             (epoch, train), self._trained = self._trained, None
             self._close_epoch(epoch, train, None)
 
-    def evaluate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Metrics of the model as it is on any batches, over all ranks; records nothing."""
+    # The model, judged
+
+    def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
+        """Metrics on any batches, or on several sets of them by name, over all ranks; records
+        nothing."""
+        metrics: dict[str, float] = {}
+        for name, batches in named_sets(data).items():
+            metrics |= prefixed(name, self._evaluate(batches))
+        return metrics
+
+    def _evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         state, placement = self.trainer.state, self.trainer.placement
-        self.trainer.execution.verify()
-        state.strategy.sync_buffers()
-        with state.strategy.gathered():
+        with self.ready_model() as model:
             self.evaluated = evaluate(
-                state.model,
-                loader if state.transform is None else map(state.transform, loader),
+                model,
+                self._as_computed(batches),
                 self.loss_fn,
                 self.eval_fn,
                 state.precision,
                 placement.device,
                 state.batch_size_fn,
+                self.config.f1_average,
             )
-        return self.evaluated.compute(placement)
+            return self.evaluated.compute(placement)
+
+    def predict(self, batches: Iterable[Any], predict_fn: PredictFn) -> Any:
+        """Outputs for the samples of all ranks, in the order of the data, on every rank."""
+        state = self.trainer.state
+
+        def pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+            for batch in self._as_computed(batches):
+                with state.precision.autocast():
+                    yield batch, predict_fn(model, batch)
+
+        with self.ready_model() as model, evaluation_mode(model):
+            return gather_outputs(pairs(model), self.trainer.placement)
+
+    @contextmanager
+    def ready_model(self) -> Iterator[nn.Module]:
+        """The model to be judged: recorded steps are verified, ranks have the same buffers, and
+        where weights are averaged it holds the average. Collective."""
+        self.trainer.execution.verify()
+        self.trainer.strategy.sync_buffers()
+        with self.averaged.applied(), self.trainer.strategy.gathered():
+            yield self.trainer.model
+
+    def _as_computed(self, batches: Iterable[Any]) -> Iterable[Any]:
+        transform = self.trainer.state.transform
+        return batches if transform is None else map(transform, batches)
 
     # Going back
 
@@ -332,7 +436,7 @@ class TrainingLoop:
         state = self.trainer.state
         self.train_loader.seek(state.epoch, state.position)
         self.log.went_back()
-        self._trained = None
+        self._trained = self._validated = None
 
     def _out_of_reach(self, where: str) -> CheckpointError:
         """Your own loop stands at `where`, and only it could go back to where the state is now."""
@@ -345,7 +449,12 @@ class TrainingLoop:
     # Saving and stopping
 
     def save_checkpoint(
-        self, best: bool = False, wait: bool = True, *, score: dict[str, Any] | None = None
+        self,
+        best: bool = False,
+        wait: bool = True,
+        *,
+        score: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
     ) -> Path:
         """Save the whole state now. With `wait` it is safe on the disk when this returns; else
         training continues once the state is copied, and it is written in the background."""
@@ -354,7 +463,7 @@ class TrainingLoop:
         trainer.execution.verify()  # the last chance to undo wrong recorded steps
         trainer.nan_guard.look(now=True)  # finds a NaN before it is saved
         trainer.read_metrics()
-        facts = {"metrics": self.progress.newest, **self.facts}
+        facts = {"metrics": metrics or self.progress.newest, **self.facts}
         if score is not None:
             facts["score"] = score
         for call in self.callbacks.on_save_begin:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.training.metric_states import compute_over_ranks, is_metric
 
 Number = Tensor | float | int
 
@@ -19,18 +21,25 @@ class MetricsCollector:
 
         metrics.add("loss", mean_loss * count, count)
         metrics.add_predictions(logits.argmax(1), target, classes=10)
-        metrics.compute(placement)  ->  {"loss": ..., "accuracy": ..., "f1": ...}
+        metrics.update("auroc", torchmetrics_object, logits, target)
+        metrics.compute(placement)  ->  {"loss": ..., "accuracy": ..., "f1": ..., "auroc": ...}
 
     `compute` is collective: every rank must call it, also one that collected nothing.
+    f1_average: what `f1` is, see `classification_scores`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, f1_average: str = "macro") -> None:
+        self._f1_average = f1_average
+        self._objects: dict[str, Any] = {}  # of torchmetrics
         self._sums: dict[str, Tensor | float] = {}
         self._weights: dict[str, Tensor | float] = {}
         self._confusion: Tensor | None = None
 
     def add(self, name: str, total: Number, weight: Number) -> None:
         """Add to a metric that is the summed `total` over the summed `weight`."""
+        for given in (total, weight):
+            if given.numel() != 1 if isinstance(given, Tensor) else not hasattr(given, "__float__"):
+                raise _not_a_number(name, given)
         self._sums[name] = _plus(self._sums.get(name), total)
         self._weights[name] = _plus(self._weights.get(name), weight)
 
@@ -66,6 +75,36 @@ class MetricsCollector:
         counts = torch.bincount(pairs, minlength=classes**2 + 1)[:-1].view(classes, classes)
         self._confusion = counts if self._confusion is None else self._confusion + counts
 
+    def update(self, name: str, metric: Any, *values: Any, **named: Any) -> None:
+        """Update a torchmetrics Metric or MetricCollection with this rank's samples.
+
+        `compute` combines the states of all ranks. The metric is reset when it is first updated in
+        a validation, and after it.
+        """
+        known = self._objects.get(name)
+        if known is None:
+            if not is_metric(metric):
+                raise ConfigError(
+                    f"metrics.update({name!r}, ...) takes a torchmetrics Metric, and got "
+                    f"{type(metric).__name__}; for numbers use metrics.add(name, total, weight)"
+                )
+            if any(metric is other for other in self._objects.values()):
+                raise ConfigError(
+                    f"metrics.update({name!r}, ...) got an object that another name updates as "
+                    "well; give each name its own: metric.clone()"
+                )
+            tensors = [value for value in (*values, *named.values()) if isinstance(value, Tensor)]
+            if tensors:
+                metric.to(tensors[0].device)
+            metric.reset()
+            self._objects[name] = metric
+        elif known is not metric:
+            raise ConfigError(
+                f"metrics.update({name!r}, ...) got another object than before; make the metric "
+                "once, outside eval_fn"
+            )
+        metric.update(*values, **named)
+
     def compute(self, placement: Placement | None = None) -> dict[str, float]:
         """The metrics over all ranks."""
         placement = placement or Placement()
@@ -73,15 +112,17 @@ class MetricsCollector:
             name: [float(self._sums[name]), float(self._weights[name])] for name in self._sums
         }
         classes = 0 if self._confusion is None else len(self._confusion)
-        everyone = placement.gather_json([mine, classes])
+        everyone = placement.gather_json([mine, classes, bool(self._objects)])
         result = {}
-        for name in dict.fromkeys(name for pairs, _ in everyone for name in pairs):
-            found = [pairs[name] for pairs, _ in everyone if name in pairs]
+        for name in dict.fromkeys(name for pairs, *_ in everyone for name in pairs):
+            found = [pairs[name] for pairs, *_ in everyone if name in pairs]
             weight = math.fsum(w for _, w in found)
             result[name] = math.fsum(s for s, _ in found) / weight if weight else math.nan
-        matrix = self.confusion_matrix(placement, max(count for _, count in everyone))
+        matrix = self.confusion_matrix(placement, max(count for _, count, _ in everyone))
         if matrix is not None:
-            result.update(classification_scores(matrix))
+            result.update(classification_scores(matrix, self._f1_average))
+        if any(objects for *_, objects in everyone):
+            result.update(compute_over_ranks(self._objects, placement))
         return result
 
     def confusion_matrix(self, placement: Placement, classes: int) -> Tensor | None:
@@ -132,19 +173,45 @@ class MetricsCollector:
         self._sums.clear()
         self._weights.clear()
         self._confusion = None
+        self._objects.clear()
 
 
-def classification_scores(matrix: Tensor) -> dict[str, float]:
-    """Accuracy and macro F1 (mean over the classes that occur) of a confusion matrix."""
+def classification_scores(matrix: Tensor, f1_average: str = "macro") -> dict[str, float]:
+    """Accuracy and F1 of a confusion matrix.
+
+    f1_average: "macro" is the mean over the classes that occur, "micro" counts all samples alike,
+    "binary" is that of class 1 of two.
+    """
     counts = matrix.double()
     hits = counts.diagonal()
     support, predicted = counts.sum(1), counts.sum(0)
     occurs = (support + predicted) > 0
     f1 = 2 * hits / (support + predicted).clamp(min=1)
+    if f1_average == "binary" and len(counts) != 2:
+        raise ConfigError(
+            f"f1_average=binary is for 2 classes, and the model has {len(counts)}; use macro or "
+            "micro"
+        )
+    averages = {
+        "macro": lambda: f1[occurs].mean(),
+        "micro": lambda: 2 * hits.sum() / (support + predicted).sum(),
+        "binary": lambda: f1[1],
+    }
     return {
         "accuracy": float(hits.sum() / counts.sum()),
-        "f1": float(f1[occurs].mean()),
+        "f1": float(averages[f1_average]()),
     }
+
+
+def _not_a_number(name: str, value: Any) -> ConfigError:
+    if isinstance(value, Tensor):
+        found = f"a tensor of shape {tuple(value.shape)}"
+    else:
+        found = f"{type(value).__name__} {value!r:.60}"
+    return ConfigError(
+        f"metric {name!r} is {found}, not a number; add a sum and its weight as numbers or tensors "
+        "of one element: metrics.add(name, total, weight)"
+    )
 
 
 def _plus(before: Tensor | float | None, value: Number) -> Tensor | float:

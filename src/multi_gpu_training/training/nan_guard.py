@@ -112,7 +112,7 @@ class NanGuard:
         """Let the optimizer's kernel look at the gate."""
         self.mode = "gate"
         set_found_inf(optimizer, self.found)
-        self.state.extra_tensors = [self.found, self._closed]
+        self.state.extra_tensors += [self.found, self._closed]
         # A gate that stays closed holds back the optimizer's own count of steps, too: that says
         # since when, and nothing has to be added up beside it. SGD does not count.
         self._counts = self.policy == "skip" or isinstance(optimizer, optim.SGD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class Progress:
 
     def __init__(self, config: MultiGPUConfig) -> None:
         self.metric = config.best_metric or "loss"
+        self.sets: tuple[str, ...] = ()  # names of the validation sets, where there are several
+        self.validated_step = 0  # the newest one; after a stop, one that is due may be missing
         self._chosen = config.best_metric is not None
         self.mode = config.best_metric_mode
         self.patience = config.early_stopping_patience
@@ -76,28 +79,42 @@ class Progress:
         self.unfinished = None if whole else record
         if whole:
             self.history.append(record)
-        judged = val if val is not None else train
-        if not self._chosen and self.metric not in judged and judged:
-            self.metric = next(iter(judged))
-        if val is not None and not val:
-            raise ConfigError(
-                "the validation gave no metric: its data are empty, or eval_fn returns nothing; "
-                "give it at least one sample and one metric, or leave out val_dataset"
-            )
-        if self.metric not in judged:
-            raise ConfigError(
-                f"best_metric={self.metric!r} is not among the metrics of this run: "
-                f"{', '.join(sorted(judged))}"
-            )
-        value = judged[self.metric]
+        return self.judge(val if val is not None else train, self.epochs_done - whole)
+
+    def judge(self, metrics: dict[str, float], epoch: int | None = None) -> bool:
+        """Whether these metrics are the best so far, of `epoch` or of the one under way."""
+        value = metrics[self.find_metric(metrics)]
         better = not math.isnan(value) and (
             self.best is None
             or math.isnan(self.best)
             or (value < self.best if self.smaller_is_better else value > self.best)
         )
         if better:
-            self.best, self.best_epoch = value, self.epochs_done - whole
+            self.best, self.best_epoch = value, self.epochs_done if epoch is None else epoch
         return better
+
+    def find_metric(self, metrics: dict[str, float]) -> str:
+        """The name of the metric that names the best checkpoint; an error if it is not there."""
+        if self.metric not in metrics and self.metric.removeprefix("val/") in metrics:
+            self.metric = self.metric.removeprefix("val/")  # as it is called in the logs
+        if not self._chosen and self.metric not in metrics and metrics:
+            first = f"{self.sets[0]}/loss" if self.sets else ""
+            self.metric = first if first in metrics else next(iter(metrics))
+        if self.metric not in metrics:
+            raise ConfigError(
+                f"best_metric={self.metric!r} is not among the metrics of this run: "
+                f"{', '.join(sorted(metrics))}; name one of them"
+            )
+        return self.metric
+
+    def of_deciding_set(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics; where there are several validation sets, also those of the one that names
+        the best checkpoint without its name."""
+        prefix = f"{self.metric.partition('/')[0]}/"
+        if prefix[:-1] not in self.sets:
+            return metrics
+        found = {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)}
+        return {**metrics, **found}
 
     def score(self, metrics: dict[str, float]) -> dict[str, Any]:
         """How good a checkpoint with these metrics is, as its manifest records it."""
@@ -111,7 +128,9 @@ class Progress:
     def smaller_is_better(self) -> bool:
         if self.mode != "auto":
             return self.mode == "min"
-        words = re.split(r"[^a-z]+", self.metric.lower())  # power is not a wer
+        name, _, rest = self.metric.partition("/")
+        metric = rest if name in self.sets else self.metric  # not the name of the set
+        words = re.split(r"[^a-z]+", metric.lower())  # power is not a wer
         return not _SMALLER_IS_BETTER.isdisjoint(words)
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,6 +139,7 @@ class Progress:
             "unfinished": self.unfinished,
             "best": self.best,
             "best_epoch": self.best_epoch,
+            "validated_step": self.validated_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -127,3 +147,4 @@ class Progress:
         self.unfinished = state.get("unfinished")
         self.best = state["best"]
         self.best_epoch = state["best_epoch"]
+        self.validated_step = state.get("validated_step", sys.maxsize)  # 0.1 did not tell

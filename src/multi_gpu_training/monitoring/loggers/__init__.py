@@ -2,8 +2,9 @@
 
 Every `NAME_logger.py` in this folder is one, chosen by `loggers: [NAME, ...]` in the config. It has
 a function `open_logger(run: LoggedRun) -> Logger | None`; None means that it does not write on this
-rank. Adding a logger means adding such a file. Objects of your own with `log` and `close` are given
-to `fit(..., loggers=[...])`.
+rank. `PACKAGE` names the package that it needs, which is also its extra; `OPTIONS` is a pydantic
+model of what `logger_options.NAME` takes. Adding a logger means adding such a file. Objects of your
+own with `log` and `close` are given to `fit(..., loggers=[...])`.
 
 Names carry their group: `train/loss`, `val/accuracy`, and names of your own as you give them.
 """
@@ -13,15 +14,18 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.extras import install, installed
 from multi_gpu_training.monitoring.events import EventFile
 from multi_gpu_training.training.callbacks import Callback, Run
 
@@ -41,6 +45,8 @@ class LoggedRun:
     """What a logger may know of a run when it is opened.
 
     step: where the run stands; more than 0 after a resume. events: this rank's event file.
+    settings: config and recipe options without secrets, for loggers that show hyperparameters.
+    is_stopping: whether a signal has asked the run to end.
     """
 
     folder: Path
@@ -48,6 +54,12 @@ class LoggedRun:
     is_main: bool
     step: int
     events: EventFile
+    settings: Mapping[str, Any]
+    is_stopping: Callable[[], bool]
+
+    def options(self, name: str) -> dict[str, Any]:
+        """What the user set for this logger; `check_loggers` has checked it."""
+        return dict(self.config.logger_options.get(name, {}))
 
 
 def known_loggers() -> list[str]:
@@ -56,25 +68,78 @@ def known_loggers() -> list[str]:
     return sorted(m.name.removesuffix(_SUFFIX) for m in modules if m.name.endswith(_SUFFIX))
 
 
-def check_loggers(names: Iterable[str]) -> None:
-    """Raise an error for a name that is not a logger's."""
-    known = known_loggers()
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(
-            [f"loggers: {name!r} is not a logger; there are {', '.join(known)}" for name in unknown]
+def check_loggers(config: MultiGPUConfig) -> None:
+    """Raise an error for unknown loggers, missing packages and options that do not fit, all at
+    once."""
+    known, problems = known_loggers(), []
+    for name in dict.fromkeys(config.loggers):
+        if name not in known:
+            problems.append(f"loggers: {name!r} is not a logger; there are {', '.join(known)}")
+            continue
+        module = _module(name)
+        package = getattr(module, "PACKAGE", None)
+        if package is not None and not installed(package):
+            problems.append(
+                f"loggers: {name} needs the package {package}, which is not installed; run "
+                f"{install(name)}"
+            )
+        problems += _option_problems(name, module, config.logger_options.get(name, {}))
+    for name in config.logger_options:
+        if name not in config.loggers:
+            problems.append(
+                f"logger_options.{name} is set, but {name} is not among the loggers; add it to "
+                "loggers, or drop its options"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _option_problems(name: str, module: ModuleType, given: Mapping[str, Any]) -> list[str]:
+    options = getattr(module, "OPTIONS", None)
+    if options is None:
+        return [f"logger_options.{name}: this logger takes no options"] if given else []
+    try:
+        options(**given)
+    except ValidationError as error:
+        takes = ", ".join(options.model_fields)
+        return [
+            f"logger_options.{name}.{'.'.join(map(str, found['loc']))}={found['input']!r}: "
+            f"{found['msg'][0].lower()}{found['msg'][1:]}; it takes {takes}"
+            for found in error.errors()
+        ]
+    return []
+
+
+def chosen_loggers(config: MultiGPUConfig, say: Callable[[str], None]) -> list[str]:
+    """All loggers of a run by name. The curves for TensorBoard are on by default, so that they are
+    left out with a line where TensorBoard is not installed."""
+    curves = config.tensorboard and "tensorboard" not in config.loggers
+    if curves and not installed("tensorboard"):
+        say(
+            "TensorBoard is not installed, so no curves are written; run "
+            f"{install('tensorboard')}, or set tensorboard=false"
         )
+        curves = False
+    return list(dict.fromkeys(["jsonl", *(["tensorboard"] if curves else []), *config.loggers]))
 
 
 def open_loggers(names: Iterable[str], run: LoggedRun) -> list[Logger]:
     """The loggers of these names that write on this rank."""
-    opened = []
-    for name in dict.fromkeys(names):
-        module = importlib.import_module(f"{__name__}.{name}{_SUFFIX}")
-        logger = module.open_logger(run)
-        if logger is not None:
-            opened.append(logger)
+    opened: list[Logger] = []
+    try:
+        for name in names:
+            logger = _module(name).open_logger(run)
+            if logger is not None:
+                opened.append(logger)
+    except BaseException:
+        for logger in opened:
+            logger.close()
+        raise
     return opened
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}{_SUFFIX}")
 
 
 class LoggerList(Callback):

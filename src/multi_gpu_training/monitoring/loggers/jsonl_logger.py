@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+from multi_gpu_training.monitoring.event_crc import is_damaged
 from multi_gpu_training.monitoring.events import EventFile
 from multi_gpu_training.monitoring.loggers import LoggedRun
+from multi_gpu_training.safe_files import open_regular
 
 # How the groups of metrics are called in the events.
 _EVENTS = {"train": "step", "val": "validation"}
+_GROUPS = {event: group for group, event in _EVENTS.items()}
+_MARKS = [f'"event": "{event}"'.encode() for event in (*_GROUPS, "metrics")]
+# What every line holds besides metrics.
+_ENVELOPE = {"v", "run", "attempt", "rank", "world_size", "host", "time", "clock", "event", "step"}
 
 
 def open_logger(run: LoggedRun) -> JsonlLogger:
@@ -36,3 +46,38 @@ class JsonlLogger:
 
     def close(self) -> None:
         pass
+
+
+def logged_metrics(
+    path: Path, step: int, size: int
+) -> Iterator[tuple[int, dict[str, float], float]]:
+    """Step, metrics and time of what the first `size` bytes of an event file hold up to `step`, in
+    the order of steps. Where steps were trained again, the last value counts."""
+    found: dict[tuple[int, str], tuple[float, float]] = {}
+    try:
+        file = os.fdopen(open_regular(path), "rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for raw in file.read(size).splitlines():
+            if any(mark in raw for mark in _MARKS) and not is_damaged(raw):
+                event = json.loads(raw)
+                for name, value in _metrics_of(event) if event["step"] <= step else ():
+                    found[event["step"], name] = float(value), float(event["time"])
+    rows: dict[int, tuple[dict[str, float], float]] = {}
+    for (at, name), (value, logged_at) in sorted(found.items()):
+        metrics, latest = rows.get(at, ({}, 0.0))
+        metrics[name] = value
+        rows[at] = metrics, max(latest, logged_at)
+    for at, (metrics, latest) in rows.items():
+        yield at, metrics, latest
+
+
+def _metrics_of(event: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    if event["event"] == "metrics":
+        yield from event["values"].items()
+        return
+    group = _GROUPS[event["event"]]
+    for name, value in event.items():
+        if name not in _ENVELOPE and not name.startswith("_"):
+            yield f"{group}/{name}", value

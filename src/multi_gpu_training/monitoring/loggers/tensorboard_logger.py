@@ -11,6 +11,7 @@ from typing import Any
 
 from multi_gpu_training.monitoring.loggers import LoggedRun
 
+PACKAGE = "tensorboard"
 RETRY_S = 60.0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from multi_gpu_training.errors import MultiGPUError
+from multi_gpu_training.extras import can_draw
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.picture import draw_run
 from multi_gpu_training.monitoring.report.run_record import RunRecord, read_runs
@@ -29,7 +30,7 @@ def write_page(runs: Sequence[RunRecord], out: Path | str | None = None) -> Path
         if len(runs) == 1:
             check_replaceable(picture)  # before anything is written
         write_atomically(path, page(runs), mode=0o666)
-        if len(runs) == 1:
+        if len(runs) == 1 and can_draw(picture):
             drawn = io.BytesIO()
             draw_run(runs[0], drawn)
             if drawn.getvalue():

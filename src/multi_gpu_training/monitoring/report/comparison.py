@@ -10,7 +10,7 @@ from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.sentences import duration
 from multi_gpu_training.monitoring.report.wording import STATES, number, size
 
-UNINTERESTING = ("run_name", "save_dir", "resume")
+UNINTERESTING = ("run_name", "save_dir", "local_dir", "resume")
 
 
 def names(runs: Sequence[RunRecord]) -> list[str]:

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from multi_gpu_training.extras import can_draw
+
 SCHEMA = 1
 Row = dict[str, Any]
 
@@ -128,13 +130,14 @@ class ResultTable:
         return path
 
     def save(self, folder: Path | str, name: str = "bench") -> list[Path]:
-        """Write NAME.json, NAME.md and NAME.png."""
+        """Write NAME.json, NAME.md and, where matplotlib is installed, NAME.png."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         data, text = folder / f"{name}.json", folder / f"{name}.md"
         data.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
         text.write_text(f"# {self.title}\n\n{self.markdown()}")
-        return [data, text, self.plot(folder / f"{name}.png")]
+        picture = folder / f"{name}.png"
+        return [data, text, *([self.plot(picture)] if can_draw(picture) else [])]
 
     def __str__(self) -> str:
         return f"{self.title}\n\n{self.markdown()}"

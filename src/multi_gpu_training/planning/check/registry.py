@@ -25,13 +25,15 @@ PACKAGE = "multi_gpu_training.planning.check"
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What `mgt check` was asked. `hosts` are the flags of several machines."""
+    """What `mgt check` was asked. `hosts` are the flags of several machines, `save_url` is where
+    runs are uploaded to; `save_dir` is then the folder of their local copies."""
 
     device: str = "auto"
     num_gpus: int = -1
     save_dir: Path = Path("runs")
     timeout_s: float = 60.0
     hosts: Mapping[str, Any] = field(default_factory=dict)
+    save_url: str | None = None
 
 
 @dataclass

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from multi_gpu_training.extras import can_draw
 from multi_gpu_training.measure.case import percentile
 from multi_gpu_training.measure.memory_model import MemoryModel
 from multi_gpu_training.planning.bench.result_table import (
@@ -256,7 +257,8 @@ def money(value: float | None, currency: str) -> str:
 
 
 def save(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write profile.json, forecast.json, estimate.md and estimate.png to `folder`."""
+    """Write profile.json, forecast.json, estimate.md and, where matplotlib is installed,
+    estimate.png to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     names = ("profile.json", "forecast.json", "estimate.md", "estimate.png")
     profile, forecast, text, picture = (folder / name for name in names)
@@ -265,7 +267,7 @@ def save(outcome: Outcome, folder: Path) -> list[Path]:
     report = outcome.report()
     lines = "\n".join(f"- {line}" for line in measured_lines(outcome.profile))
     text.write_text(f"# {report.title}\n\n{report.markdown()}\n## Measured\n\n{lines}\n")
-    return [profile, forecast, text, draw(outcome, picture)]
+    return [profile, forecast, text, *([draw(outcome, picture)] if can_draw(picture) else [])]
 
 
 def draw(outcome: Outcome, path: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from multi_gpu_training.extras import can_draw, installed
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.metrics import classification_scores
 
@@ -58,7 +59,9 @@ class ClassReport(Callback):
         with path.open(newline="") as file:
             header, *rows = csv.reader(file)
         run.show_table("Classes in validation, best epoch", header, rows)
-        run.say(f"confusion matrix: {run.folder / 'confusion.png'}")
+        picture = run.folder / "confusion.png"
+        shown = picture if can_draw(picture) else picture.with_suffix(".csv")
+        run.say(f"confusion matrix: {shown}")
 
     def write(self, matrix: Tensor, folder: Path, epoch: int) -> None:
         """The three files, from a matrix over all ranks."""
@@ -73,7 +76,8 @@ class ClassReport(Callback):
                 [name, *row] for name, row in zip(self.names, matrix.tolist(), strict=True)
             )
         title = f"epoch {epoch + 1}, macro F1 {classification_scores(matrix)['f1']:.3f}"
-        picture(matrix, self.names, title, folder / "confusion.png")
+        if installed("matplotlib"):
+            picture(matrix, self.names, title, folder / "confusion.png")
 
 
 def class_scores(matrix: Tensor, names: Sequence[str]) -> list[list[str]]:

@@ -1,9 +1,11 @@
 """Runners: what executes one micro-batch.
 
 eager       operation by operation: the plain step, and the one that all others must equal
-graph       the same step replayed as a CUDA graph
-compiled    the plain step around a loss function that torch.compile has compiled
-selection   chooses among them, compares them with the eager step, and takes steps back
+graph       records the same step as a CUDA graph; graph_cache replays it, one graph per shape
+verified_graph  compares replayed steps with eager ones, and takes them back where they differ;
+            with step_comparison, rollback_window and graph_guards
+compiled    tries the loss compiled; the eager runner then calls it in that form
+selection   chooses among them by eligibility, comparison and time
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A strategy wraps the step module, computes a micro-batch on all copies, and does what depends on
 where parameters and gradients live: dividing by the step's weight, clipping, comparing copies,
-and saying what a checkpoint holds. A new way to train (sharded, say) is one new file here.
+and saying what a checkpoint holds. CONTRIBUTING says what else a new one needs.
 """
 
 from __future__ import annotations
