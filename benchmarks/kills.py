@@ -12,8 +12,8 @@ trains or saves. A killed rank is made good by the supervision; after the others
 history, the steps that were done again (from the events and the manifests), and the processes,
 temporary files and shared memory that were left.
 
-`--mode single` trains in one process instead, and `--while-saving` lets every kill fall while a
-checkpoint is being written.
+`--mode single` trains in one process instead, `--mode fsdp` splits the state over the ranks, and
+`--while-saving` lets every kill fall while a checkpoint is being written.
 
 `--lanes` trainings run side by side. `--out` is written after each of them and read at the start:
 the same command goes on with what is missing. Beside it lies the table, as Markdown.
@@ -39,7 +39,11 @@ from subject import EVERY, Reference, Subject, ended_at_last, shared_memory, und
 
 PATIENCE_S = 180.0
 KINDS = {"tree": 9, "rank": 9, "launcher": 2}  # and how often
-MODES = {"ddp": {}, "single": {"training_mode": "single", "world_size": 1, "batch_size": 8}}
+MODES = {
+    "ddp": {},
+    "single": {"training_mode": "single", "world_size": 1, "batch_size": 8},
+    "fsdp": {"training_mode": "fsdp"},
+}
 RESTARTS = 3  # of one launch, the default of max_restarts
 
 
@@ -145,7 +149,7 @@ class Campaign:
         lines = [
             f"{self.machine()}",
             "",
-            f"{'Two ranks' if self.given.mode == 'ddp' else 'One process'}, two workers each, "
+            f"{'One process' if self.given.mode == 'single' else 'Two ranks'}, two workers each, "
             f"{self.reference.state_bytes / 1e6:.0f} MB of state, "
             f"{self.given.steps} steps, a checkpoint every {EVERY}; {len(kills)} kills in "
             f"{len(runs)} trainings, {self.given.lanes} side by side.",

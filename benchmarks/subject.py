@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from safetensors.torch import load_file
+
+from multi_gpu_training.checkpoint.store import load
 
 MARK = "MGT_SUBJECT"
 EVERY = 5  # steps between checkpoints
@@ -205,11 +206,12 @@ class Subject:
             return f"no checkpoint of step {self.steps}"
         state = json.loads((last / "state.json").read_text())["state"]
         parts = [json.dumps(state["replicated"]["progress"]).encode()]
-        parts += [(last / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
+        named = [path for path in last.glob("*.safetensors") if path.name != "state.safetensors"]
+        parts += [path.read_bytes() for path in sorted(named)]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
     def weights(self) -> dict[str, Any]:
-        return load_file(self.checkpoints / f"step-{self.steps:08d}" / "model.safetensors")
+        return load(self.checkpoints / f"step-{self.steps:08d}").model
 
     def state_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._last().iterdir())

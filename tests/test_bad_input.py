@@ -61,7 +61,7 @@ TRAIN = ("train", "image", "--num-gpus", "1")
     ("words", "expected"),
     [
         (["train", "imagge"], ["unknown recipe 'imagge'", "did you mean 'image'?"]),
-        (["train", "image", "--multi-gpu", "tdp"], ["tdp", "use ddp, dp or single"]),
+        (["train", "image", "--multi-gpu", "tdp"], ["tdp", "use ddp, fsdp, dp or single"]),
         (["train", "image", "--mode", "cmn"], ["mode='cmn'", "flatten", "cnn"]),
         ([*TRAIN, "epoch=3"], ["unknown key 'epoch'", "did you mean 'epochs'?"]),
         ([*TRAIN, "--epoochs", "3"], ["unknown key 'epoochs'", "did you mean 'epochs'?"]),

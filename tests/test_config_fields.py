@@ -86,6 +86,11 @@ SHOWN_IN = {
         "fp16_compression": "test_gradients_are_sent_in_half_the_bytes",
         "consistency_check_every": "test_consistency_check_every_finds_a_weight_that_differs",
     },
+    "test_fields_sharding": {
+        "fsdp_blocks": "test_fsdp_fields_say_what_is_gathered_when_and_in_which_type",
+        "fsdp_reshard": "test_fsdp_fields_say_what_is_gathered_when_and_in_which_type",
+        "fsdp_gather_dtype": "test_fsdp_fields_say_what_is_gathered_when_and_in_which_type",
+    },
     "faults.test_signals": {
         "grace_s": "test_ctrl_c_twice_stops_now_and_grace_s_bounds_the_wait",
     },

@@ -24,6 +24,7 @@ PUBLIC = {
     "DistributedDataParallelTrainer",
     "FaultToleranceManager",
     "FitResult",
+    "FullyShardedTrainer",
     "Callback",
     "Hook",
     "MetricsCollector",

@@ -362,3 +362,35 @@ def test_the_reductions_of_a_torchmetrics_metric_are_where_we_read_them() -> Non
     metrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
     found = torch_internals.metric_reductions(metrics.MeanMetric())
     assert {how.__name__ for how in found.values() if how} == {"dim_zero_sum"}
+
+
+def test_gradient_hooks_are_found_and_views_are_known() -> None:
+    """gradient_hooks, is_view."""
+    weight = nn.Parameter(torch.ones(2))
+    assert not torch_internals.gradient_hooks(weight)
+    weight.register_hook(lambda grad: None)
+    assert torch_internals.gradient_hooks(weight)
+    assert torch_internals.is_view((weight * 2)[0])
+    assert not torch_internals.is_view(weight * 2)
+
+
+def sharded_facts() -> list[Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    for module in (*model, model):
+        fully_shard(module)
+    torch_internals.initialise_sharded(model)
+    model[0](torch.ones(1, 2))  # a part alone does not become the root
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 2)).sum().backward()
+    for module in (*model, model):
+        torch_internals.forget_sharded_step(module)
+    model.set_requires_gradient_sync(True)
+    model(torch.zeros(1, 2)).sum().backward()
+    return [float(model[0].weight.grad.full_tensor().abs().sum()), model[0].weight.shape[0]]
+
+
+def test_names_of_fully_shard() -> None:
+    """initialise_sharded, forget_sharded_step."""
+    assert run_ranks(2, sharded_facts) == [[0.0, 2]] * 2

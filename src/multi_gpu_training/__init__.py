@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.training.trainer import (
         DataParallelTrainer,
         DistributedDataParallelTrainer,
+        FullyShardedTrainer,
         MultiGPUTrainer,
         SingleDeviceTrainer,
     )
@@ -52,6 +53,7 @@ _HOMES = {
     "MultiGPUTrainingManager": "manager",
     "DataParallelTrainer": "training.trainer",
     "DistributedDataParallelTrainer": "training.trainer",
+    "FullyShardedTrainer": "training.trainer",
     "MultiGPUTrainer": "training.trainer",
     "ShardedStream": "data.sharded_stream",
     "SingleDeviceTrainer": "training.trainer",
@@ -66,6 +68,7 @@ __all__ = [
     "DistributedDataParallelTrainer",
     "FaultToleranceManager",
     "FitResult",
+    "FullyShardedTrainer",
     "Hook",
     "MetricsCollector",
     "MultiGPUConfig",

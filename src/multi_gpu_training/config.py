@@ -49,10 +49,21 @@ class TrainingMode(StrEnum):
     SINGLE = "single"
     DATA_PARALLEL = "data_parallel"
     DISTRIBUTED_DATA_PARALLEL = "distributed_data_parallel"
+    FULLY_SHARDED = "fully_sharded"
 
     @classmethod
     def _missing_(cls, value: object) -> TrainingMode | None:
-        return {"dp": cls.DATA_PARALLEL, "ddp": cls.DISTRIBUTED_DATA_PARALLEL}.get(str(value))
+        short = {
+            "dp": cls.DATA_PARALLEL,
+            "ddp": cls.DISTRIBUTED_DATA_PARALLEL,
+            "fsdp": cls.FULLY_SHARDED,
+        }
+        return short.get(str(value))
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether it is one process per GPU, rather than one process."""
+        return self in (TrainingMode.DISTRIBUTED_DATA_PARALLEL, TrainingMode.FULLY_SHARDED)
 
 
 class MultiGPUConfig(BaseModel):
@@ -187,6 +198,22 @@ class MultiGPUConfig(BaseModel):
     fp16_compression: bool = Field(False, description="send gradients in 16 bits")
     consistency_check_every: NaturalInt = Field(
         500, description="steps between comparisons of the replicas; 0 is never"
+    )
+
+    # Sharding (training_mode=fully_sharded)
+    fsdp_blocks: list[str] | None = Field(
+        None,
+        min_length=1,
+        description="classes or names of the modules that are gathered as one; None: the model's "
+        "repeated blocks",
+    )
+    fsdp_reshard: bool = Field(
+        True,
+        description="free a block's parameters after its forward and gather them again in "
+        "backward; false: faster, more memory",
+    )
+    fsdp_gather_dtype: Literal["bf16"] | None = Field(
+        None, description="send parameters in 16 bits, with mixed precision; None: as they are"
     )
 
     # Feeding
@@ -402,7 +429,7 @@ class MultiGPUConfig(BaseModel):
     def _contradictions(self) -> Iterator[str]:
         given = self.model_fields_set
         mode = self.training_mode
-        distributed = mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL
+        distributed = mode.has_ranks
         if not distributed and (self.world_size or 1) > 1:
             yield (
                 f"training_mode={mode.value} is one process; drop world_size={self.world_size} "
@@ -413,6 +440,17 @@ class MultiGPUConfig(BaseModel):
         if not distributed and (self.share_weights or self.balance in ("measured", "dynamic")):
             asked = "share_weights" if self.share_weights else f"balance={self.balance}"
             yield f"{asked} needs distributed_data_parallel; {mode.value} is one process"
+        if mode is TrainingMode.FULLY_SHARDED:
+            yield from self._sharding_contradictions()
+        else:
+            fields = type(self).model_fields
+            useless = [
+                name
+                for name in sorted(given)
+                if name[:5] == "fsdp_" and getattr(self, name) != fields[name].default
+            ]
+            if useless:
+                yield f"{', '.join(useless)}: only for training_mode=fully_sharded; drop it"
         if self.share_weights and self.balance != "auto":
             yield (
                 f"share_weights={self.share_weights} and balance={self.balance} both say how "
@@ -510,7 +548,7 @@ class MultiGPUConfig(BaseModel):
                 f"{asked} trains on one device, but world_size={self.world_size}; use one rank, or "
                 "device=cpu to try several"
             )
-        if self.training_mode is TrainingMode.DATA_PARALLEL:
+        if self.training_mode in (TrainingMode.DATA_PARALLEL, TrainingMode.FULLY_SHARDED):
             yield f"{asked} is one device; use training_mode=single"
         if self.device_ids and self.device == "mps":
             yield f"{asked} has no numbered devices; drop device_ids={self.device_ids}"
@@ -520,6 +558,30 @@ class MultiGPUConfig(BaseModel):
             yield f"step_execution=graph records CUDA graphs, which {asked} has not; use eager"
         if self.data_on_gpu:
             yield f"data_on_gpu=true is for CUDA; drop it with {asked}"
+
+    def _sharding_contradictions(self) -> Iterator[str]:
+        """What fully sharded training cannot do."""
+        mode = "training_mode=fully_sharded"
+        if self.compress_gradients:
+            yield f"{mode} sends gradients as they are; drop fp16_compression"
+        if self.static_graph:
+            yield f"static_graph=true is for distributed_data_parallel; {mode} has no such graph"
+        if self.balance in ("measured", "dynamic"):
+            yield (
+                f"balance={self.balance} measures ranks one by one, and under {mode} no rank "
+                "computes alone; give share_weights"
+            )
+        if self.mixed_precision_dtype == "fp16":
+            yield f"mixed_precision_dtype=fp16 needs loss scaling, which {mode} lacks; use bf16"
+        if self.ema_decay is not None or self.swa_start is not None:
+            yield f"ema_decay and swa_start average whole weights, and {mode} has none; drop them"
+        if self.share_gpu:
+            yield f"share_gpu=true: gloo crashes on the GPU tensors of {mode}; use device=cpu"
+        if self.fsdp_gather_dtype is not None and self.use_mixed_precision is not True:
+            yield (
+                f"fsdp_gather_dtype={self.fsdp_gather_dtype} needs use_mixed_precision=true: "
+                "without it everything is computed in the type of the parameters"
+            )
 
     @property
     def compress_gradients(self) -> bool:

@@ -63,6 +63,7 @@ from multi_gpu_training.training.stopping import end_control
 from multi_gpu_training.training.trainer import (
     DataParallelTrainer,
     DistributedDataParallelTrainer,
+    FullyShardedTrainer,
     MultiGPUTrainer,
     SingleDeviceTrainer,
 )
@@ -71,6 +72,7 @@ TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
     TrainingMode.SINGLE: SingleDeviceTrainer,
     TrainingMode.DATA_PARALLEL: DataParallelTrainer,
     TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
+    TrainingMode.FULLY_SHARDED: FullyShardedTrainer,
 }
 
 

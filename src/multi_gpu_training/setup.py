@@ -390,6 +390,7 @@ class Training:
         untrained = untrained_part(self.loss_fn)
         if untrained is not None and not isinstance(given.optimizer, Optimizer):
             say(untrained)
+        trainer.strategy.adopt(given.optimizer)
         note = trainer.take_optimizer(choose_optimizer(given.optimizer, self.model, config, say))
         if note:
             say(note)

@@ -9,7 +9,7 @@ import base64
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain, count
 from typing import Any
 
@@ -160,9 +160,10 @@ def plain_name(name: str) -> str:
 
 
 def model_state(
-    state: Mapping[str, Any],
+    state: Mapping[str, Any], held: Callable[[Tensor], Tensor] = lambda tensor: tensor
 ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Split a state_dict: tensors by name, names that share another's memory, and the rest."""
+    """Split a state_dict: tensors by name, names that share another's memory, and the rest.
+    held: what this rank has of a tensor that is split over ranks."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}
@@ -171,8 +172,9 @@ def model_state(
         if not isinstance(value, Tensor):
             extra[name] = value
             continue
-        place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-        owner = owners.setdefault(place, name) if value.numel() else name
+        part = held(value)
+        place = (value.device, part.data_ptr(), value.shape, value.stride(), value.dtype)
+        owner = owners.setdefault(place, name) if part.numel() else name
         if owner != name:
             aliases[name] = owner
         else:

@@ -147,6 +147,11 @@ def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
             hooks.update(before)
 
 
+def gradient_hooks(tensor: Tensor) -> bool:
+    """Whether somebody has hooks on the gradient of this tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def queue_after_backward(call: Callable[[], None]) -> None:
     """Run `call` when the backward under way has computed all gradients, before DDP's own
     callback waits for the other ranks. Only inside a backward."""
@@ -255,3 +260,30 @@ def metric_reductions(metric: Any) -> dict[str, Callable[[Tensor], Tensor] | Non
     (`add_state`), but does not tell."""
     found: dict[str, Callable[[Tensor], Tensor] | None] = metric._reductions
     return found
+
+
+# Sharded modules
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor shares the memory of another that autograd knows of."""
+    return tensor._base is not None
+
+
+def initialise_sharded(root: Any) -> None:
+    """Let `fully_shard` settle which module is the root. Left to the first forward, a part of the
+    model that is called by itself before would become one."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def forget_sharded_step(module: Any) -> None:
+    """Drop what a sharded module holds of an unfinished step. `reset_iter_state` alone keeps the
+    gradients of micro-batches that were not exchanged yet."""
+    state = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+    if state._is_root:
+        module.reset_iter_state()

@@ -290,3 +290,21 @@ def test_samples_are_told_apart_by_content_whatever_the_structure() -> None:
     assert row_hashes(row_leaves(part, 2), 2) == [whole[2], whole[0]]
     padded = torch.nn.functional.pad(x[0], (0, 2))
     assert same_rows(x[0], padded) and not same_rows(x[0], x[1])
+
+
+@pytest.mark.engines
+def test_a_sharded_training_is_compared_as_it_is(verified: Verified) -> None:
+    script = (
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(training_mode='fsdp', epochs=4,"
+        " global_batch_size=10, gradient_accumulation_steps=2, max_grad_norm=0.5))\n"
+        "manager.fit(net, data, data, optimizer=adamw)\n"
+        "assert WORLD == 1 or hasattr(net[0].weight, 'full_tensor')"
+    )
+    report = verified(script, (2, 3, 4))
+    assert report.passed, report.problems
+    assert [outcome.ranks for outcome in report.outcomes] == [2, 3, 4]
+    assert max(outcome.gradients for outcome in report.outcomes) < 1e-12
+
+    bug = "\nmanager.fit(net, data, optimizer=adamw, loss_fn=lambda m, b: m(b[0]).mean() / WORLD)"
+    wrong = verified(script.partition("\n")[0] + bug)
+    assert any("divided by the number of ranks" in problem for problem in wrong.problems)

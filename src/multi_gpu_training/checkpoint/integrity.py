@@ -32,8 +32,9 @@ from multi_gpu_training.safe_files import (
     read_text,
 )
 
-FORMATS = (1, 2)  # 2 records large files by the hash of their chunks' hashes
-FORMAT = FORMATS[-1]
+# 2 records large files by the hash of their chunks' hashes; in 3 the state is split into shards
+FORMATS = (1, 2, 3)
+FORMAT, SHARDED = FORMATS[1:]
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json")
 CHUNK_BYTES = 16 * 2**20
@@ -81,6 +82,8 @@ class Manifest(Signed):
     aliases: dict[str, str]
     created: Annotated[str, Field(max_length=64)] | None = None
     world_size: Ranks | None = None
+    shards: Ranks | None = None
+    split: dict[str, dict[str, list[Count]]] | None = None
     global_batch_size: Annotated[int, Field(gt=0, le=2**53)] | None = None
     metrics: dict[str, float] | None = None
     score: Score | None = None

@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from multi_gpu_training.checkpoint.changed_settings import Change, RunDescription, table
 from multi_gpu_training.checkpoint.integrity import fingerprint
+from multi_gpu_training.checkpoint.shards import fit_to
 from multi_gpu_training.checkpoint.snapshot import Snapshot
 from multi_gpu_training.checkpoint.store import CheckpointStore, read_verified
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, agree_on_newest, bring_to_all
 from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.distributed.sharding import by_rows, piece, whole
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.state_dicts import (
     from_text,
@@ -23,6 +25,7 @@ from multi_gpu_training.state_dicts import (
     load_optimizer_state,
     model_state,
     optimizer_state,
+    plain_name,
     random_state,
     set_random_state,
     to_text,
@@ -72,8 +75,8 @@ class TrainingState(Stateful, Protocol):
     @property
     def optimizer(self) -> Optimizer: ...
 
-    def full_state(self) -> dict[str, Any]:
-        """The state_dict of the whole model. Collective."""
+    def held_state(self) -> dict[str, Any]:
+        """The state_dict of the model as this rank holds it: parameters may be split."""
 
 
 class RunState:
@@ -129,7 +132,13 @@ class RunState:
     def snapshot(self, facts: dict[str, Any]) -> Snapshot:
         """Return the state as it is now; `facts` go into the manifest. Collective."""
         training = self.training
-        tensors, aliases, extra = model_state(self.model_to_save(training.full_state()))
+        tensors, aliases, extra = model_state(self.model_to_save(training.held_state()), piece)
+        optimizer = optimizer_state(training.model, training.optimizer)
+        for held in (tensors, *optimizer["state"].values()):
+            for name, value in held.items():
+                # Every disk gets the whole state, so that any of them may be lost.
+                if isinstance(value, Tensor) and (self.hosts.several or not by_rows(value)):
+                    held[name] = whole(value)
         if self.hosts.several:
             self._take_buffers_of_main(tensors)
         states: dict[Scope, dict[str, Any]] = {"replicated": {}, "per_rank": {}}
@@ -144,7 +153,7 @@ class RunState:
             epoch=training.epoch,
             model=tensors,
             aliases=aliases,
-            optimizer=optimizer_state(training.model, training.optimizer),
+            optimizer=optimizer,
             state={
                 "trainer": training.state_dict(),
                 "extra": extra,
@@ -173,11 +182,16 @@ class RunState:
         changes: list[Change] = []
         # The model first: another one says more about what went wrong than any setting.
         extra = snapshot.state["extra"]
-        load_model_state(model, snapshot.model, snapshot.aliases, extra, where)
+        own = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+        saved = {n: fit_to(own.get(plain_name(n)), t) for n, t in snapshot.model.items()}
+        load_model_state(model, saved, snapshot.aliases, extra, where)
         if self.description is not None:
             fresh = optimizer_state(model, optimizer)
             snapshot, changes = self.description.adapt(snapshot, fresh)
         state = snapshot.state
+        for name, values in snapshot.optimizer["state"].items():
+            parameter = own.get(plain_name(name))
+            values.update({key: fit_to(parameter, value) for key, value in values.items()})
         load_optimizer_state(model, optimizer, snapshot.optimizer, where)
         training.load_state_dict(state["trainer"])
         if self.description is not None and changes:

@@ -19,6 +19,7 @@ from multi_gpu_training.checkpoint.resume import (
     locate,
     read_together,
 )
+from multi_gpu_training.checkpoint.shards import ShardWriting
 from multi_gpu_training.checkpoint.signature import read_signer
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.checkpoint.store import CheckpointStore
@@ -38,10 +39,13 @@ class Save:
     does not exit before it has ended.
     """
 
-    def __init__(self, store: CheckpointStore, captured: Capture, best: bool = False) -> None:
+    def __init__(
+        self, store: CheckpointStore, captured: Capture, best: bool = False, writes: bool = True
+    ) -> None:
         self.store = store
         self.captured = captured
         self.best = best
+        self.writes = writes  # else this rank adds its shard to what another one writes
         self.step = captured.step
         self.path = store.path_of(captured.step)
         self.problem: str | None = None
@@ -69,8 +73,15 @@ class Save:
             self._thread.join()
         return time.perf_counter() - begun
 
-    def retry(self) -> None:
+    def hurry(self) -> None:
+        """Wait no longer than needed for the files of other ranks, which may be gone."""
+        if self.captured.shard is not None:
+            self.captured.shard.hurry = True
+
+    def retry(self, staged: Path | None = None) -> None:
         """Write the same state once more, here and now. It is still in the buffer."""
+        if self.captured.shard is not None and staged is not None:
+            self.captured.shard.staged = staged
         self.problem = None
         self.reported = False
         self._run()
@@ -91,7 +102,10 @@ class Save:
     def _run(self) -> None:
         begun = time.perf_counter()
         try:
-            self.store.write(self.captured)
+            if self.writes:
+                self.store.write(self.captured)
+            else:
+                self.store.write_shard(self.captured)
         except CheckpointError as error:
             self.problem = str(error)
         except BaseException as error:
@@ -100,7 +114,7 @@ class Save:
                 f"{type(error).__name__}: {error}; earlier checkpoints are untouched"
             )
         self.write_s = time.perf_counter() - begun
-        if self.problem is not None:
+        if self.problem is not None or not self.writes:
             return
         # The checkpoint is safe now, whatever happens while the old ones are tidied up.
         try:
@@ -119,7 +133,8 @@ class Saver:
     hosts: which ranks write; by default all ranks share one disk and rank 0 writes.
     on_saved: called on rank 0, in the main thread, once the files of a save are safe.
 
-    Every rank has one; rank 0 copies and writes, and so does one rank on every further disk.
+    Every rank has one; rank 0 copies and writes, and so does one rank on every further disk. A
+    state that is split over the ranks is written by all of them, each its part.
     """
 
     def __init__(
@@ -153,6 +168,7 @@ class Saver:
         self._stops = config.on_save_failure == "stop"
         self._unsettled = False  # equal on all ranks: they have not agreed yet on how it went
         self._interrupted = False
+        self._split = False  # the newest state is split over the ranks; equal on all of them
         # A script that ends without `finish`, or dies: finish writing what was begun.
         self._at_exit = functools.partial(_drain, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -188,7 +204,7 @@ class Saver:
         begun = time.perf_counter()
         facts = facts or {}
         snapshot = self.run_state.snapshot(facts)
-        save, now, never = self._capture(snapshot, best)
+        save, now, never = self._capture(snapshot, best, self._staging(snapshot))
         before, now, never = self._agreed([before, now, never])
         self._unsettled = False
         if before and self._stops:
@@ -242,6 +258,7 @@ class Saver:
         """
         if self.current is not None and not self._interrupted:
             self._interrupted = True  # a second Ctrl-C ends the waiting
+            self.current.hurry()
             self.current.wait()
             self._interrupted = False
             self._report()
@@ -259,8 +276,14 @@ class Saver:
         problem: str | None = None
         if self.current is not None:
             self.current.wait()
-            if self.current.problem and retry:
-                self.current.retry()
+            problem = self.current.problem
+        if self._split and retry and self._agreed([problem])[0] and self.current is not None:
+            # All of them once more: what the others wrote went with the folder.
+            staged = self.placement.broadcast_json(str(self.store.staged_name(self.current.path)))
+            self.current.retry(Path(staged))
+        elif problem and retry and self.current is not None and not self._split:
+            self.current.retry()
+        if self.current is not None:
             problem = self.current.problem
             self._report(aloud=False)
         self.current, self._unsettled = None, False
@@ -270,7 +293,7 @@ class Saver:
 
     def _agreed(self, problems: list[str | None]) -> list[str | None]:
         """Tell every rank what went wrong on any disk."""
-        if not self.hosts.several:
+        if not self.hosts.several and not self._split:
             return list(self.placement.broadcast_json(problems))
         told = self.placement.gather_json(problems)
         found = [next((p for p in column if p), None) for column in zip(*told, strict=True)]
@@ -278,15 +301,26 @@ class Saver:
             self.log.warning(f"one copy is missing: {found[0]}")
         return found
 
+    def _staging(self, snapshot: Snapshot) -> ShardWriting | None:
+        """Where all ranks write a state that is split over them. Collective."""
+        self._split = snapshot.split
+        if not self._split:
+            return None
+        final = self.store.path_of(snapshot.step)
+        staged = self.placement.broadcast_json(str(self.store.staged_name(final)))
+        return ShardWriting(Path(staged), self.placement.dp_rank, self.placement.dp_size)
+
     def _capture(
-        self, snapshot: Snapshot, best: bool
+        self, snapshot: Snapshot, best: bool, shard: ShardWriting | None
     ) -> tuple[Save | None, str | None, str | None]:
         """On ranks that write: copy the state to host memory, or say why that failed now, or why
         it will fail every time."""
-        if not self.hosts.writes:
+        writes = self.hosts.writes
+        if not writes and shard is None:
             return None, None, None
         try:
-            return Save(self.store, capture(snapshot, self.buffer), best), None, None
+            captured = capture(snapshot, self.buffer, shard, writes)
+            return Save(self.store, captured, best, writes), None, None
         except CheckpointError as error:
             return None, None, str(error)
         except (MemoryError, OSError, RuntimeError) as error:

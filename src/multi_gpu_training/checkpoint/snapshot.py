@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multi_gpu_training.checkpoint.integrity import FORMAT, Bytes
+from multi_gpu_training.checkpoint.integrity import FORMAT, SHARDED, Bytes
+from multi_gpu_training.checkpoint.shards import ShardWriting, part_in_two
+from multi_gpu_training.distributed.sharding import is_split
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.state_dicts import pack
 
@@ -46,6 +48,11 @@ class Snapshot:
     optimizer: Any
     state: Any
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def split(self) -> bool:
+        """Whether each rank holds a part of it."""
+        return any(is_split(tensor) for tensor in self.model.values())
 
 
 @dataclass
@@ -73,10 +80,17 @@ class Capture:
     manifest: dict[str, Any]
     plain: dict[str, Any]
     copy: HostCopy
+    shard: ShardWriting | None = None  # where the state is split over the ranks
 
 
-def capture(snapshot: Snapshot, buffer: HostBuffer) -> Capture:
-    """Copy `snapshot` into `buffer`. The device may still be copying when this returns."""
+def capture(
+    snapshot: Snapshot, buffer: HostBuffer, shard: ShardWriting | None = None, writes: bool = True
+) -> Capture:
+    """Copy `snapshot` into `buffer`. The device may still be copying when this returns.
+
+    shard: of a state that is split, this rank's rows are a file by themselves; of a rank that
+    does not write the rest, nothing else is copied.
+    """
     optimizer: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
     plain = {
@@ -91,12 +105,20 @@ def capture(snapshot: Snapshot, buffer: HostBuffer) -> Capture:
         "aliases": snapshot.aliases,
         **snapshot.facts,
     }
+    mine, split = part_in_two(snapshot.model, optimizer) if shard is not None else ({}, {})
     files = {
-        "model.safetensors": snapshot.model,
-        "optimizer.safetensors": optimizer,
+        "model.safetensors": _without(snapshot.model, split.get("model")),
+        "optimizer.safetensors": _without(optimizer, split.get("optimizer")),
         "state.safetensors": state,
     }
-    return Capture(snapshot.step, manifest, plain, buffer.copy(files))
+    if shard is not None:
+        manifest |= {"format": SHARDED, "shards": shard.ranks, "split": split}
+        files = {**files, shard.name: mine} if writes else {shard.name: mine}
+    return Capture(snapshot.step, manifest, plain, buffer.copy(files), shard)
+
+
+def _without(tensors: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name not in (names or ())}
 
 
 class HostBuffer:

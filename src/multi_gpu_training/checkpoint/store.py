@@ -2,7 +2,7 @@
 
     checkpoints/
       step-00000100/
-        model.safetensors      plain names, loadable anywhere
+        model.safetensors      plain names, loadable anywhere; of sharded runs see shards.py
         optimizer.safetensors
         state.safetensors
         state.json
@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 
 from multi_gpu_training.checkpoint import durable, integrity, retention
 from multi_gpu_training.checkpoint.integrity import trusted_manifest
+from multi_gpu_training.checkpoint.shards import stored_rows
 from multi_gpu_training.checkpoint.signature import ManifestSigner
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.errors import CheckpointError
@@ -94,7 +96,8 @@ class CheckpointStore:
                 return self._write(captured)
             except OSError as error:
                 # What killed saves left may be all that fills the disk.
-                if error.errno not in _FULL or not self.clear_leftovers():
+                # The other ranks of a sharded save have seen its folder go: no second try.
+                if error.errno not in _FULL or captured.shard or not self.clear_leftovers():
                     raise
                 return self._write(captured)
         except OSError as error:
@@ -104,9 +107,15 @@ class CheckpointStore:
                 "or choose another --save-dir"
             ) from error
 
+    def write_shard(self, captured: Capture) -> None:
+        """Write this rank's file of a checkpoint that another rank writes."""
+        assert captured.shard is not None
+        captured.copy.wait()
+        captured.shard.write(captured.copy.files[captured.shard.name], self._chunk_bytes)
+
     def _write(self, captured: Capture) -> Path:
         final = self.path_of(captured.step)
-        staged = self._staged_name(final)
+        staged = self.staged_name(final) if captured.shard is None else captured.shard.staged
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lineage.write()
@@ -137,6 +146,8 @@ class CheckpointStore:
                 for descriptor in opened:
                     os.fsync(descriptor)
                 files = {name: hashes[name].facts() for name in sorted(hashes)}
+            if captured.shard is not None:
+                files |= captured.shard.collect()
         finally:
             for descriptor in opened:
                 os.close(descriptor)
@@ -169,7 +180,7 @@ class CheckpointStore:
     def staging(self, final: Path) -> Path:
         """Make a folder in which a checkpoint can be put together."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        staged = self._staged_name(final)
+        staged = self.staged_name(final)
         staged.mkdir()
         return staged
 
@@ -184,7 +195,8 @@ class CheckpointStore:
         self._move_into_place(staged, final)
         return None
 
-    def _staged_name(self, final: Path) -> Path:
+    def staged_name(self, final: Path) -> Path:
+        """A new name for the folder in which this process puts a checkpoint together."""
         return self.folder / f"{_STAGED}{final.name}-{durable.own_name()}"
 
     # Keeping
@@ -316,20 +328,27 @@ def _step(path: Path) -> int:
 
 
 def load(path: Path) -> Snapshot:
-    """Read a checkpoint after checking every byte of it."""
+    """Read a checkpoint after checking every byte of it. Split tensors come whole."""
     problem = integrity.damage(path)
     if problem is not None:
         raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
-    return read_verified(path)
+    return read_verified(path, in_parts=False)
 
 
-def read_verified(path: Path) -> Snapshot:
-    """Read a checkpoint that was verified, here or by another rank that sees the same files."""
+def read_verified(path: Path, in_parts: bool = True) -> Snapshot:
+    """Read a checkpoint that was verified, here or by another rank that sees the same files.
+
+    Where a checkpoint has shards, tensors that are split over files come `in_parts`: as
+    `StoredRows`, which read only what they are asked for.
+    """
     manifest = _read(path, integrity.read_manifest)
     plain = _read(path / "state.json", lambda file: read_json(file, dict[str, Any], _MOST_STATE))
     model, optimizer, state = (
         _read(path / f"{name}.safetensors", load_file) for name in ("model", "optimizer", "state")
     )
+    for kind, tensors in (("model", model), ("optimizer", optimizer)):
+        parts = _read(path, partial(stored_rows, manifest=manifest, kind=kind))
+        tensors |= parts if in_parts else {name: part.whole() for name, part in parts.items()}
     return Snapshot(
         step=manifest["step"],
         epoch=manifest["epoch"],

@@ -97,7 +97,7 @@ def train(
     target: Annotated[
         str, Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them", callback=no_flag)
     ],
-    multi_gpu: Annotated[str | None, Place(help="ddp, dp or single")] = None,
+    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp or single")] = None,
     num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
     share_gpu: Annotated[bool | None, Place(help="several ranks on one GPU, for tests")] = None,
@@ -331,7 +331,9 @@ def checkpoints(
     words: Annotated[
         list[str],
         Argument(
-            metavar="[upload] RUN", help="a run folder, its URL, or one checkpoint", callback=a_path
+            metavar="[upload] RUN | merge RUN OUT",
+            help="a run folder, its URL, or one checkpoint",
+            callback=a_path,
         ),
     ],
     as_json: AsJson = False,
@@ -341,15 +343,25 @@ def checkpoints(
         str | None,
         Option(help="key file: what is not signed with it counts as damaged", callback=a_path),
     ] = None,
+    like: Annotated[
+        str | None, Option(help="merge: a save_pretrained folder whose config OUT gets")
+    ] = None,
 ) -> None:
     """List what a run has saved, check every byte, and say which ones are intact.
 
     Ends with 1 if there is none to go on from. `upload RUN` copies a local run to the object
-    storage that is its save_dir, and ends with 1 if something is missing there then.
+    storage that is its save_dir, and ends with 1 if something is missing there then. `merge RUN
+    OUT` writes the newest weights, sharded or not, into OUT: a .safetensors file, or a folder.
     """
-    from multi_gpu_training.cli.checkpoints_command import show_checkpoints, upload_run
+    from multi_gpu_training.cli.checkpoints_command import (
+        merge_checkpoint,
+        show_checkpoints,
+        upload_run,
+    )
     from multi_gpu_training.errors import ConfigError
 
+    if words[0] == "merge":
+        raise typer.Exit(merge_checkpoint(words[1:], like))
     if len(words) == 2 and words[0] == "upload":
         raise typer.Exit(upload_run(words[1], to, wait))
     if len(words) > 1:

@@ -28,6 +28,7 @@ MODES = {
     "single": TrainingMode.SINGLE,
     "dp": TrainingMode.DATA_PARALLEL,
     "ddp": TrainingMode.DISTRIBUTED_DATA_PARALLEL,
+    "fsdp": TrainingMode.FULLY_SHARDED,
 }
 REPEATS_OF_TUNE = 3
 

@@ -1,4 +1,4 @@
-"""`mgt checkpoints`: list what a run has saved, with every byte checked, or upload it."""
+"""`mgt checkpoints`: list what a run has saved, every byte checked; upload it, merge its shards."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from multi_gpu_training.checkpoint.inspection import CheckpointListing, ListedCheckpoint, inspect
+from multi_gpu_training.checkpoint.merging import merge
 from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.checkpoint.signature import read_signer
 from multi_gpu_training.config import is_url
@@ -21,6 +22,18 @@ from multi_gpu_training.storage.remote_folder import StorageError
 from multi_gpu_training.storage.remote_resume import parse_address
 from multi_gpu_training.storage.remote_view import list_remote
 from multi_gpu_training.storage.uploader import UploadPlan, upload_now
+
+
+def merge_checkpoint(words: list[str], like: str | None) -> int:
+    """Write the weights of a checkpoint into one file; say which."""
+    if len(words) != 2:
+        raise ConfigError("give a run and where to write: mgt checkpoints merge RUN OUT")
+    run, out = map(Path, words)
+    if not run.is_dir():
+        raise ConfigError(f"mgt checkpoints merge {run}: no such folder")
+    file, step = merge(run, out, None if like is None else Path(like))
+    print(printable(f"the weights of step {step}: {file}"))
+    return 0
 
 
 def show_checkpoints(run: str, as_json: bool, verify_key: str | None = None) -> int:

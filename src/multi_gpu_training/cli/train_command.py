@@ -101,7 +101,7 @@ def _mode(fields: Mapping[str, Any]) -> TrainingMode:
         return TrainingMode(asked)
     except ValueError:
         raise ConfigError(
-            f"--multi-gpu {brief(asked)} (training_mode) is unknown; use ddp, dp or single"
+            f"--multi-gpu {brief(asked)} (training_mode) is unknown; use ddp, fsdp, dp or single"
         ) from None
 
 
@@ -120,7 +120,7 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> Non
     count = ranks_for(asked, bool(fields.get("share_gpu")), ids, device)
     hosts = Hosts.from_environment(**flags.hosts)
     nodes = hosts.nodes
-    if mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL and not hosts.elastic:
+    if mode.has_ranks and not hosts.elastic:
         if flags.num_gpus is not None and flags.num_gpus != -1:
             fields["world_size"] = count * nodes
         elif from_environment() is None and not gpus and "world_size" not in fields:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from multi_gpu_training import accelerator
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed import meeting_place
 from multi_gpu_training.distributed.cleanup import die_with_parent, spare_forked_children
 from multi_gpu_training.distributed.identity import ALONE, Identity, from_environment
@@ -224,7 +224,7 @@ class Placement:
 
 def place(config: MultiGPUConfig) -> Placement:
     """Join the ranks that a launcher started, or stand alone. Never waits for absent ranks."""
-    if config.training_mode is not TrainingMode.DISTRIBUTED_DATA_PARALLEL:
+    if not config.training_mode.has_ranks:
         found = from_environment()
         if found is not None and found.world_size > 1:
             raise ConfigError(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.launch.engine import (
     Hosts,
@@ -72,7 +72,7 @@ def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) ->
     Returns at once in a rank, or where one rank is enough. Otherwise runs this very command once
     per rank, waits, and exits with the run's code.
     """
-    if config.training_mode is not TrainingMode.DISTRIBUTED_DATA_PARALLEL:
+    if not config.training_mode.has_ranks:
         return
     hosts = hosts or Hosts.from_environment()
     if choose_engine(hosts, config).identity(config) is not None:

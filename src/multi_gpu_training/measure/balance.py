@@ -154,6 +154,8 @@ class Balance:
             self._use(saved, "as saved with the checkpoint")
         elif config.balance == "auto" and len(set(self.devices)) == 1:
             self._use(None, "all ranks have the same device")
+        elif not state.strategy.computes_alone:  # so none can be measured by itself
+            self._use(None, "no rank computes alone; share_weights sets others")
         elif config.balance == "auto" and config.deterministic:
             self._use(None, "deterministic=true; share_weights sets others")
             names = ", ".join(self.devices)

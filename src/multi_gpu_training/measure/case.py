@@ -14,6 +14,7 @@ SHORT = {
     TrainingMode.SINGLE: "single",
     TrainingMode.DATA_PARALLEL: "DP",
     TrainingMode.DISTRIBUTED_DATA_PARALLEL: "DDP",
+    TrainingMode.FULLY_SHARDED: "FSDP",
 }
 
 
@@ -39,7 +40,7 @@ class Case:
 
     @property
     def processes(self) -> int:
-        return self.ranks if self.mode is TrainingMode.DISTRIBUTED_DATA_PARALLEL else 1
+        return self.ranks if self.mode.has_ranks else 1
 
 
 class Failure(StrEnum):

@@ -177,7 +177,7 @@ class StepTimes(Measurement):
             "on_out_of_memory": "stop",  # a batch that does not fit is a result
         }
         if self.request.mode != TrainingMode.DISTRIBUTED_DATA_PARALLEL:
-            found["balance"] = "auto"
+            found["balance"] = "auto"  # one process, or ranks that cannot be measured alone
         if self.request.mode == TrainingMode.DATA_PARALLEL:
             found["sync_bn"] = False  # which DataParallel cannot do
         if self.request.silent:

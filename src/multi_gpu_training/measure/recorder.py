@@ -42,6 +42,7 @@ from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.loss import read_loss
 from multi_gpu_training.training.step import StepResult
 
+DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 KEPT_BYTES = 64 * 2**20  # of samples, per rank, for comparing them one by one
 
 
@@ -328,7 +329,7 @@ class Recording(Measurement):
         kept = weights is not None and len(weights) == self.request.ranks
         total = max(config.global_batch_size or batch, self.request.least_batch)
         found = {
-            "training_mode": TrainingMode.DISTRIBUTED_DATA_PARALLEL,
+            "training_mode": config.training_mode if config.training_mode.has_ranks else DDP,
             "world_size": self.request.ranks,
             "global_batch_size": total,
             "balance": "auto" if kept else "equal",
@@ -336,6 +337,7 @@ class Recording(Measurement):
             "mixed_precision_dtype": "auto",
             "use_fp16_allreduce": False,
             "fp16_compression": False,
+            "fsdp_gather_dtype": None,
             "allow_tf32": False,
             "fast_defaults": False,
             "step_execution": "eager",

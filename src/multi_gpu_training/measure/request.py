@@ -117,6 +117,8 @@ class Measurement:
         given |= placed(config, self.request) | self.changes(config)
         if len(given.get("share_weights") or ()) != given["world_size"]:
             given.pop("share_weights", None)  # meant for another number of ranks
+        if given["training_mode"] is not TrainingMode.FULLY_SHARDED:
+            given = {name: value for name, value in given.items() if name[:5] != "fsdp_"}
         for name in self.request.settings:
             for other in SYNONYMS.get(name, ()):
                 given.pop(other, None)
@@ -158,7 +160,7 @@ def requested() -> Measurement | None:
 
 def placed(config: MultiGPUConfig, request: MeasureRequest) -> dict[str, Any]:
     """Settings that put a training where the request wants it, and let it leave no trace."""
-    several = request.mode == TrainingMode.DISTRIBUTED_DATA_PARALLEL
+    several = TrainingMode(request.mode).has_ranks
     return {
         "training_mode": TrainingMode(request.mode),
         "world_size": request.ranks if several else None,

@@ -98,7 +98,7 @@ class ScriptRunner:
 
     def start(self, request: MeasureRequest, log: Path) -> int:
         """The exit code of the case's processes, which write to `log`."""
-        if request.mode == DDP:
+        if TrainingMode(request.mode).has_ranks:
             main = ["multi_gpu_training.measure.case_launcher", str(request.ranks)]
         else:
             main = ["multi_gpu_training.launch.rank_main"]

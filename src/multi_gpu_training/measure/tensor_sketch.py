@@ -13,6 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from multi_gpu_training.distributed.sharding import whole
+
 PROJECTIONS = 8
 _WIDTH = 1024
 
@@ -31,7 +33,7 @@ def _signs(rows: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def sketch(tensor: Tensor) -> Sketch:
     """The tensor's norm and its products with a few fixed random vectors of +1 and -1."""
-    tensor = tensor.detach()
+    tensor = whole(tensor.detach())  # collective where ranks hold parts of it
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.is_complex():

@@ -10,8 +10,9 @@ from typing import Any
 
 import psutil
 import torch
-from safetensors.torch import load_file
 
+from multi_gpu_training.checkpoint.store import load
+from multi_gpu_training.distributed.sharding import is_split
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.recipes.user_data import library
 from multi_gpu_training.safe_output import brief
@@ -151,8 +152,13 @@ def first_line(error: Exception) -> str:
 def weights_to_keep(run: Run) -> tuple[dict[str, Any] | None, str]:
     """At the end of a run: the best weights, or None where only the model itself has any; and
     which these are, in words."""
-    best = run.folder / "checkpoints" / "best" / "model.safetensors"
+    best = run.folder / "checkpoints" / "best"
     # Without fault tolerance nothing is saved: a file there would be an older run's.
-    if run.config.enable_fault_tolerance and best.is_file():
-        return load_file(best), "the best"
+    if run.config.enable_fault_tolerance and (best / "model.safetensors").is_file():
+        return load(best).model, "the best"
+    if any(is_split(p) for p in run.model.parameters()):
+        raise ModelError(
+            "training_mode=fully_sharded leaves a part of the model on each rank, and nothing was "
+            "saved to export; train with enable_fault_tolerance=true"
+        )
     return None, "the last"

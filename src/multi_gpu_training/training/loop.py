@@ -417,7 +417,7 @@ class TrainingLoop:
         where weights are averaged it holds the average. Collective."""
         self.trainer.execution.verify()
         self.trainer.strategy.sync_buffers()
-        with self.averaged.applied():
+        with self.averaged.applied(), self.trainer.strategy.gathered():
             yield self.trainer.model
 
     def _as_computed(self, batches: Iterable[Any]) -> Iterable[Any]:

@@ -162,12 +162,14 @@ class NanGuard:
             self._closed.add_(self.found)
 
     def _look_at_gradients(self) -> None:
-        found = [grad for p in self.state.parameters if (grad := p.grad) is not None]
+        strategy = self.state.strategy
+        found = strategy.gradients()
         if self._alike:
             # Reading large gradients is cheaper than reading and writing them.
             flag_nonfinite_(
                 largest_elements(found) if self._large else found, self.found, self._one
             )
+            strategy.any_rank(self.found)
             return
         if self._alike is None:
             kinds = {grad.dtype for grad in found}
@@ -175,6 +177,7 @@ class NanGuard:
             self._alike = dense and len(kinds) == 1 and kinds <= set(LOOKED_AT)
             self._large = sum(grad.numel() for grad in found) >= LARGE * len(found)
         flag_nonfinite(found, self.found, self._one)
+        strategy.any_rank(self.found)
 
     def take_new_parameters(self) -> None:
         """Other parameters are trained from now on: their gradients may be of other types."""
@@ -185,8 +188,8 @@ class NanGuard:
         state = self.state
         names = [
             name
-            for name, p in state.model.named_parameters()
-            if p.grad is not None and not bool(plain_values(p.grad).isfinite().all())
+            for name, grad in state.strategy.named_gradients()
+            if not bool(plain_values(grad).isfinite().all())
         ]
         losses = list(self.losses)
         state.drop_gradients()

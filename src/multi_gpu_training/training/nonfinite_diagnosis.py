@@ -41,7 +41,9 @@ def explain(
     clear = any((samples or own) and not math.isfinite(loss) for loss, samples, _ in mine)
     if state.placement.all_min(-int(clear)) == 0:  # no rank has seen a loss that explains it
         mine = [list(finding) for finding in _once_more(state, error)] or mine
-    error.describe(_findings(state.placement.gather_json(mine)), names, state)
+    every = state.placement.gather_json([mine, names])
+    names = list(dict.fromkeys(name for _, theirs in every for name in theirs))
+    error.describe(_findings([theirs for theirs, _ in every]), names, state)
 
 
 def _findings(by_rank: list[list[Any]]) -> list[tuple[int, Finding]]:
@@ -58,6 +60,8 @@ def _once_more(state: StepState, error: NonFiniteLossError) -> list[Finding]:
     """Compute this rank's part of the step again, without the others and without moving."""
     loader = state.loader
     if loader is None or error.position < 0 or state.strategy.copies_here > 1:
+        return []
+    if not state.strategy.computes_alone:
         return []
     found: list[Finding] = []
     step, micro = state.step, state.micro

@@ -112,6 +112,8 @@ class OomRecovery:
         alone = placement.dp_size == 1
         mendable = not state.moving if alone else placement.breakable is not None
         mendable = mendable and state.config.on_out_of_memory == "split"
+        # A sharded rank stands in the middle of what it says to the others.
+        mendable = mendable and (alone or state.strategy.computes_alone)
         if not mendable:
             error.add_note(advice(state))
         return mendable

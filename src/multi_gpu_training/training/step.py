@@ -111,6 +111,8 @@ class StepModule(nn.Module):
         self.compiled = loss_fn  # what is run: the same, or the same compiled
         self.precision = precision
         self.replicated = False
+        self.sharded = False  # parameters are not whole outside the modules that use them
+        self.silent = False  # the newest micro-batch gives no parameter a gradient
         self.finds_unused = False  # ranks tell each other which parameters they used
         self.needs_graph = False  # every micro-batch must go through model and loss, backward too
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -133,6 +135,7 @@ class StepModule(nn.Module):
         step's weight were its sample count; the tally adds up what it really is, and
         `Strategy.weigh` makes up for the difference. So both kinds may meet in one step.
         """
+        self.silent = count == 0
         if count == 0:
             return self.absent(batch)
         with self.precision.autocast():
@@ -152,6 +155,7 @@ class StepModule(nn.Module):
         if weight.device.type == "cpu" and not float(weight) > 0 and not mean.isfinite():
             mean = no_gradient(mean)
             zeros = self.zero_gradients()
+            self.silent = True
         else:
             mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
         share = weight.to(self.tally.dtype)
@@ -174,7 +178,8 @@ class StepModule(nn.Module):
         if mean is None:
             scaled = nothing + self.zero_gradients()
         else:
-            scaled = no_gradient(mean) if self.finds_unused else zero_loss(mean)
+            silent = self.finds_unused or self.sharded
+            scaled = no_gradient(mean) if silent else zero_loss(mean)
         return MicroResult(scaled, nothing, torch.zeros_like(nothing), None, {})
 
     def _rehearse(self, batch: Any) -> Tensor | None:
@@ -197,6 +202,8 @@ class StepModule(nn.Module):
         """A zero that gives every parameter a zero gradient; only what DDP asks for in any case
         where it looks for unused parameters."""
         total = torch.zeros_like(self.tally)
+        if self.sharded:
+            return total  # ranks send zeros for what got no gradient
         found = self.sparse
         for parameter in self.model.parameters():
             sparse = id(parameter) in found

@@ -228,6 +228,7 @@ class StepState:
     def abandon_step(self) -> None:
         """Give up the step under way: the next micro-batch is the first of another one."""
         self.drop_gradients()
+        self.strategy.forget_step()
         self.give_back_generators()
         self.micro = self.given = 0
 

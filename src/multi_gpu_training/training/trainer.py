@@ -50,6 +50,7 @@ from multi_gpu_training.training.step_state import StepState
 from multi_gpu_training.training.strategy import SingleDevice, Strategy
 from multi_gpu_training.training.strategy.data_parallel_strategy import DataParallelStrategy
 from multi_gpu_training.training.strategy.ddp_strategy import DDPStrategy
+from multi_gpu_training.training.strategy.fsdp_strategy import FSDPStrategy
 
 
 class MultiGPUTrainer(ABC):
@@ -314,6 +315,10 @@ class MultiGPUTrainer(ABC):
         """The state_dict of the whole model, on every rank. Every rank must call it."""
         return self.strategy.full_state()
 
+    def held_state(self) -> dict[str, Any]:
+        """The state_dict of the model as this rank holds it: parameters may be split."""
+        return self.strategy.held_state()
+
     def read_metrics(self) -> MetricsCollector:
         """What was collected since the last reset, recorded steps included."""
         self.execution.collect(self.state.metrics)
@@ -376,3 +381,10 @@ class DistributedDataParallelTrainer(MultiGPUTrainer):
 
     def make_strategy(self) -> Strategy:
         return DDPStrategy(self.config, self.placement)
+
+
+class FullyShardedTrainer(MultiGPUTrainer):
+    """One process per GPU, each with a part of every parameter."""
+
+    def make_strategy(self) -> Strategy:
+        return FSDPStrategy(self.config, self.placement)

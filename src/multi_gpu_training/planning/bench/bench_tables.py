@@ -35,7 +35,7 @@ MIXED: dict[str, Any] = {"use_mixed_precision": True}
 def compare_modes(
     measure: Measure,
     ranks: int,
-    modes: Sequence[TrainingMode] = tuple(TrainingMode),
+    modes: Sequence[TrainingMode] = (TrainingMode.SINGLE, TrainingMode.DATA_PARALLEL, DDP),
     repeats: int = 1,
     unit: str = "GPU",
 ) -> ResultTable:

@@ -290,8 +290,8 @@ def check_config(config: MultiGPUConfig) -> None:
     """Settings that mean nothing here are errors, not silence."""
     execution = config.step_execution
     wrong = {
-        "training_mode=data_parallel: PPO runs as ddp or single": (
-            config.training_mode is TrainingMode.DATA_PARALLEL
+        f"training_mode={config.training_mode.value}: PPO runs as ddp or single": (
+            config.training_mode in (TrainingMode.DATA_PARALLEL, TrainingMode.FULLY_SHARDED)
         ),
         "schedule and warm-up count steps; PPO has decay=linear, by progress": (
             config.schedule != "constant" or config.warmup_steps or config.warmup_epochs

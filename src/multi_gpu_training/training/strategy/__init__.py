@@ -45,6 +45,7 @@ class Strategy(ABC):
         self.wrapped: nn.Module
         self.parameters: list[nn.Parameter]
         self.forward_exchanges = False  # ranks talk in each micro-batch's forward
+        self.computes_alone = True  # a rank can run model and loss without the others
 
     # Wrapping
 
@@ -87,6 +88,10 @@ class Strategy(ABC):
 
     def _find_parameters(self) -> None:
         self.parameters = [p for p in self.step_module.model.parameters() if p.requires_grad]
+
+    def adopt(self, optimizer: Any) -> None:
+        """Let the user's own optimizer hold the parameters that the wrapped model has now."""
+        return
 
     def settle(self, batch: Callable[[], Any]) -> None:
         """Bring the wrapper into the form it keeps. Called once, before the first step. `batch`
@@ -154,9 +159,8 @@ class Strategy(ABC):
         """total: the mean over ranks of their weights."""
         nominal = window_count / self.placement.dp_size if window_count else 1.0
         factor = torch.where(total > 0, nominal / total, torch.ones_like(total))
-        grads = [p.grad for p in self.parameters if p.grad is not None]
         by_type: dict[torch.dtype, list[Tensor]] = {}
-        for grad in grads:
+        for grad in self.gradients():
             by_type.setdefault(grad.dtype, []).append(
                 sparse_values(grad) if grad.is_sparse else grad
             )
@@ -167,6 +171,25 @@ class Strategy(ABC):
                     grad.copy_(grad.float() * factor)
             else:
                 foreach_mul_(same, factor.to(dtype))
+
+    def gradients(self) -> list[Tensor]:
+        """What this rank holds of the step's gradients."""
+        return [grad for p in self.parameters if (grad := p.grad) is not None]
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, by the names of the parameters."""
+        for name, parameter in self.step_module.model.named_parameters():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
+    def any_rank(self, flag: Tensor) -> None:
+        """Raise `flag` here if a rank raised it for its own part of the gradients. Collective
+        where ranks hold different parts."""
+        return
+
+    def forget_step(self) -> None:
+        """Drop what the wrapper holds of a step that is given up."""
+        return
 
     def clip(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole model; returns their norm before."""
@@ -188,11 +211,20 @@ class Strategy(ABC):
 
     # The model as a whole
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Context in which every rank has the whole model and computes without the others.
+        Collective."""
+        return nullcontext()
+
     def full_state(self) -> dict[str, Tensor]:
         """The state_dict of the whole model, on every rank. Every rank must call it."""
         state: dict[str, Tensor] = self.step_module.model.state_dict()
         # A model that the user compiled is saved like any other.
         return {plain_name(name): value for name, value in state.items()}
+
+    def held_state(self) -> dict[str, Tensor]:
+        """The state_dict as this rank holds it: parameters may be split. No rank must wait."""
+        return self.full_state()
 
     def check_replicas(self, step: int) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""

@@ -1,0 +1,142 @@
+"""A model whose parameters are split over the ranks: `fully_shard`, and the piece each rank holds.
+
+A split tensor is a DTensor. Its pieces are rows: rank r of n holds the r-th of n equal runs of
+rows, of which the last ones may be shorter or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.torch_internals import forget_sharded_step, initialise_sharded
+
+
+def shard(
+    root: nn.Module,
+    blocks: Sequence[nn.Module],
+    whole: Iterable[nn.Parameter],
+    placement: Placement,
+    *,
+    reshard: bool,
+    gather_dtype: torch.dtype | None,
+) -> FSDPModule:
+    """Split every parameter of `root` over the ranks, except those that stay `whole`.
+
+    The parameters of a block are gathered together when it runs; with `reshard` they are freed
+    after its forward and gathered again for its backward. All others are gathered by the root.
+    """
+    assert placement.group is not None
+    mesh = DeviceMesh.from_group(placement.group, placement.device.type)
+    # Gradients are added up in the type of the parameters, whatever these are gathered in. Inputs
+    # stay as they are: autocast decides what is computed in 16 bits.
+    policy = MixedPrecisionPolicy(
+        param_dtype=gather_dtype,
+        reduce_dtype=None if gather_dtype is None else torch.float32,
+        cast_forward_inputs=False,
+    )
+    ignored = set(whole)
+    for module in (*blocks, root):
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard and module is not root,
+            mp_policy=policy,
+            ignored_params=ignored,
+        )
+    assert isinstance(root, FSDPModule)
+    # A parameter that this rank did not use takes part with zeros: another rank may have used it.
+    root.set_reduce_scatter_unused_params(True)
+    initialise_sharded(root)
+    return root
+
+
+def sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters that a sharded module gathers: all but those of sharded modules inside it."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from own_parameters(child)
+
+
+@contextmanager
+def gathered(root: FSDPModule, reshard: bool) -> Iterator[None]:
+    """Hold every parameter whole, on every rank, for the length of a `with` block. Inside it ranks
+    compute without each other; both ends are collective."""
+    modules = sharded_modules(root)  # type: ignore[arg-type]
+    root.set_reshard_after_forward(False, recurse=True)
+    for module in modules:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.reshard()
+            module.set_reshard_after_forward(reshard and module is not root, recurse=False)
+
+
+def forget_step(root: FSDPModule) -> None:
+    """Drop what an unfinished step has gathered and added up."""
+    for module in sharded_modules(root):  # type: ignore[arg-type]
+        forget_sharded_step(module)
+
+
+# Split tensors
+
+
+def is_split(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def by_rows(tensor: Tensor) -> bool:
+    """Whether a tensor is split as parameters are, into rows in the order of the ranks."""
+    return isinstance(tensor, DTensor) and tuple(tensor.placements) == (Shard(0),)
+
+
+def piece(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: its own memory, not a copy."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: Tensor = tensor.to_local()
+    return local
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every rank. Collective where it is split."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        full: Tensor = tensor.full_tensor()
+    return full
+
+
+def rows(tensor: Tensor) -> tuple[int, int]:
+    """First row of this rank's piece of a split tensor, and the one behind its last."""
+    assert isinstance(tensor, DTensor)
+    per_rank = -(-tensor.shape[0] // tensor.device_mesh.size())
+    start = min(tensor.device_mesh.get_local_rank() * per_rank, tensor.shape[0])
+    return start, start + tensor.to_local().shape[0]
+
+
+def split_like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A tensor of which every rank holds the piece `local`, as it does of `parameter`."""
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,377 @@
+"""One process per GPU, each with a part of every parameter, gradient and optimizer state.
+
+A block's parameters are gathered when it runs and freed behind it; gradients are added up and
+split again in its backward (`torch.distributed.fsdp.fully_shard`). Beside that, ranks exchange
+one short vector per step: its weight, the order in which blocks ran, which parameters were used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.data.order import Share
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.distributed.sharding import (
+    forget_step,
+    gathered,
+    own_parameters,
+    piece,
+    shard,
+    sharded_modules,
+    whole,
+)
+from multi_gpu_training.errors import DataError, DivergenceError, ModelError
+from multi_gpu_training.state_dicts import plain_name
+from multi_gpu_training.torch_internals import (
+    foreach_mul_,
+    foreach_norm,
+    gradient_hooks,
+    is_view,
+)
+from multi_gpu_training.training.step import MicroResult, StepModule
+from multi_gpu_training.training.strategy import Forward, StandIn, Strategy
+from multi_gpu_training.training.strategy.blocks import find_blocks
+
+_ORDERS = 2**20  # of blocks are told apart: its square and sums of that are exact in float64
+
+
+class FSDPStrategy(Strategy):
+    """A part of the model in every process. Without a process group it trains unwrapped."""
+
+    def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        self.root: Any = None
+        self.computes_alone = placement.group is None
+        self._names: list[str] = []  # of the trained parameters
+        self._whole: list[nn.Parameter] = []  # on every rank: those without rows to split
+        self._replaced: dict[int, nn.Parameter] = {}
+        self._originals: list[nn.Parameter] = []  # keeps the ids above from being used again
+        self._watched: set[int] = set()
+        # Of the step under way
+        self._used: set[str] = set()
+        self._excused = False
+        self._order = 0
+        self._told: Tensor | None = None  # of the step before, where reading it at once stalls
+        self._fresh_buffers = False
+
+    # Wrapping
+
+    def make_wrapper(self, step_module: StepModule) -> nn.Module:
+        if self.placement.group is None:
+            return step_module
+        model = step_module.model
+        _refuse_unsupported(step_module)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                # Every rank starts with rank 0's weights, as under DDP; rows must be contiguous.
+                tensor.data = tensor.data.contiguous()
+                self.placement.broadcast_tensors([tensor.data])
+        step_module.replicated = step_module.sharded = step_module.needs_graph = True
+        self._whole = [p for p in model.parameters() if p.ndim == 0]
+        blocks = find_blocks(model, self.config.fsdp_blocks, self.config.find_unused_parameters)
+        before = list(model.named_parameters())
+        wrapper = ShardedStep(step_module)
+        for block in blocks:  # before fully_shard: its own hook must come second
+            block.register_forward_hook(_without_views)
+        dtype = torch.bfloat16 if self.config.fsdp_gather_dtype == "bf16" else None
+        self.root = shard(
+            wrapper,
+            blocks,
+            [*self._whole, step_module.tally],
+            self.placement,
+            reshard=self.config.fsdp_reshard,
+            gather_dtype=dtype,
+        )
+        for number, module in enumerate(sharded_modules(wrapper)):
+            module.register_forward_pre_hook(_Attendant(self, number))  # type: ignore[attr-defined]
+        after = dict(model.named_parameters())
+        self._originals = [p for _, p in before]
+        self._replaced = {id(p): after[name] for name, p in before}
+        self._find_parameters()
+        return wrapper
+
+    def _find_parameters(self) -> None:
+        super()._find_parameters()
+        named = self.step_module.model.named_parameters()
+        self._names = [name for name, p in named if p.requires_grad]
+
+    def adopt(self, optimizer: Any) -> None:
+        replaced, self._replaced, self._originals = self._replaced, {}, []  # frees whole parameters
+        if not isinstance(optimizer, Optimizer) or not replaced:
+            return
+        if optimizer.state and any(id(p) in replaced for p in optimizer.state):
+            raise ModelError(
+                "the optimizer has taken steps before, and its state belongs to whole parameters; "
+                "give a function that builds it from the sharded ones"
+            )
+        for group in optimizer.param_groups:
+            group["params"][:] = [replaced.get(id(p), p) for p in group["params"]]
+
+    def take_parameters(self) -> None:
+        if self.root is None:
+            super().take_parameters()
+            return
+        raise ModelError(
+            "parameters were frozen, unfrozen or added during the run, which "
+            "training_mode=fully_sharded does not support; do so before setup_training"
+        )
+
+    # The step
+
+    @property
+    def forward(self) -> Forward:
+        return self.step_module.forward if self.root is None else self._forward
+
+    def _forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+        if self._fresh_buffers and self.config.broadcast_buffers:
+            self._fresh_buffers = False
+            self.placement.broadcast_tensors(self._sample_statistics())
+        result: MicroResult = self.root(batch, count, window_count, ranks)
+        self._excused |= self.step_module.silent
+        return result
+
+    def no_sync(self, last: bool) -> AbstractContextManager[Any]:
+        if self.root is not None:
+            self.root.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def absent(self, share: Share, stand_in: StandIn | None) -> MicroResult:
+        if self.root is not None and stand_in is None:
+            raise DataError(
+                "this rank has no sample in a micro-batch, and none to stand in for one; under "
+                "training_mode=fully_sharded every rank must run the model: give every rank a "
+                "batch, or the dataset to setup_training"
+            )
+        try:
+            return super().absent(share, stand_in)
+        except Exception as error:
+            error.add_note(
+                "this rank has no sample in the micro-batch and ran the model on another sample of "
+                "the dataset in its place, as training_mode=fully_sharded asks of every rank"
+            )
+            raise
+
+    def attend(self, number: int, module: nn.Module) -> None:
+        """A sharded module is about to run; its parameters are whole."""
+        if not torch.is_grad_enabled():
+            return
+        self._order = (self._order * 31 + number + 1) % _ORDERS
+        if number in self._watched:
+            return
+        self._watched.add(number)
+        names = {id(p): name for name, p in self.step_module.model.named_parameters()}
+        for parameter in {id(p): p for p in own_parameters(module)}.values():
+            name = names.get(id(parameter))  # the tally has none
+            if name is not None and parameter.requires_grad and parameter.ndim:
+                parameter.register_post_accumulate_grad_hook(
+                    _Mark(self._used, name, self.step_module)
+                )
+
+    def weigh(self, window_count: int, weighted: bool, unweighted: int) -> None:
+        if self.root is None:
+            super().weigh(window_count, weighted, unweighted)
+            return
+        tally = self.step_module.tally.grad
+        assert tally is not None
+        self._used.update(
+            name
+            for name, p in zip(self._names, self.parameters, strict=True)
+            if p.ndim == 0 and p.grad is not None
+        )
+        finds = self.config.find_unused_parameters
+        if not finds and not self._excused:
+            self._refuse_unused()
+        loose = [p for p in self._whole if p.requires_grad]
+        facts = [float(self._order), float(self._order) ** 2]
+        facts += [float(name in self._used) for name in self._names] if finds else []
+        zero = torch.zeros((), dtype=torch.float64, device=tally.device)
+        parts = [tally.double(), *(zero if p.grad is None else p.grad.double() for p in loose)]
+        told = torch.cat([torch.stack(parts), torch.tensor(facts, dtype=zero.dtype).to(zero)])
+        told = self.placement.sum(told)
+        ranks = self.placement.dp_size
+        for parameter, total in zip(loose, told[1 : len(parts)], strict=True):
+            parameter.grad = (total / ranks).to(parameter.dtype)
+        self._check_order(told[len(parts) : len(parts) + 2])
+        if finds:
+            # A parameter that no rank used must stay without a gradient: AdamW would move it.
+            used = told[len(parts) + 2 :].tolist()
+            for parameter, count in zip(self.parameters, used, strict=True):
+                if not count:
+                    parameter.grad = None
+        self._begin_step()
+        self._divide(told[0] / ranks, window_count)
+
+    def _begin_step(self) -> None:
+        self._used.clear()
+        self._excused = False
+        self._order = 0
+        self._fresh_buffers = True
+
+    def _refuse_unused(self) -> None:
+        missing = [name for name in self._names if name not in self._used]
+        if missing:
+            raise ModelError(
+                f"{len(missing)} parameters got no gradient from the loss: {', '.join(missing[:8])}"
+                f"{' ...' if len(missing) > 8 else ''}; use them in the loss, freeze them with "
+                "requires_grad_(False), or set find_unused_parameters=true"
+            )
+
+    def _check_order(self, sums: Tensor) -> None:
+        """Raise unless all ranks ran the same blocks in the same order: else they have gathered
+        parts of different blocks, and nobody else would notice."""
+        if sums.device.type == "cuda":
+            sums, self._told = self._told, sums  # type: ignore[assignment]
+            if sums is None:
+                return
+        order, squares = sums.tolist()
+        if order * order != squares * self.placement.dp_size:
+            raise DivergenceError(
+                "ranks ran different blocks of the model, or in another order, and have mixed up "
+                "their parameters; blocks that some batches leave out (experts, dropped layers) "
+                "must not be sharded by themselves: set find_unused_parameters=true, or name "
+                "blocks that every batch runs in fsdp_blocks"
+            )
+
+    def gradients(self) -> list[Tensor]:
+        return [piece(grad) for p in self.parameters if (grad := p.grad) is not None]
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, grad in super().named_gradients():
+            yield name, piece(grad)
+
+    def any_rank(self, flag: Tensor) -> None:
+        self.placement.sum(flag)
+
+    def forget_step(self) -> None:
+        if self.root is not None:
+            forget_step(self.root)
+            self._begin_step()
+
+    def clip(self, max_norm: float) -> Tensor:
+        if self.root is None:
+            return super().clip(max_norm)
+        grads = self.gradients()
+        graded = [p for p in self.parameters if p.grad is not None]
+        held = [g for p, g in zip(graded, grads, strict=True) if p.ndim and g.numel()]
+        loose = [g for p, g in zip(graded, grads, strict=True) if not p.ndim]
+        kind = torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32
+        squares = torch.zeros((), dtype=kind, device=self.placement.device)
+        for norm in foreach_norm(held) if held else ():
+            squares += norm.to(kind) ** 2
+        squares = self.placement.sum(squares)
+        for grad in loose:  # every rank has them whole
+            squares = squares + grad.to(kind) ** 2
+        norm = squares.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for grad in grads:
+            by_type.setdefault(grad.dtype, []).append(grad)
+        for dtype, same in by_type.items():
+            foreach_mul_(same, factor.to(dtype))
+        return norm
+
+    # The model as a whole
+
+    def gathered(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.root is None else gathered(self.root, self.config.fsdp_reshard)
+
+    def full_state(self) -> dict[str, Tensor]:
+        held = self.held_state()
+        return {n: whole(t) if isinstance(t, Tensor) else t for n, t in held.items()}
+
+    def held_state(self) -> dict[str, Tensor]:
+        return super().full_state()
+
+    def check_replicas(self, step: int) -> None:
+        """Nothing to compare: no two ranks hold the same part of a parameter."""
+        if self.root is None:
+            super().check_replicas(step)
+
+    # What others ask about it
+
+    def recording_obstacle(self) -> str | None:
+        return None if self.root is None else "fully sharded steps gather parameters as they go"
+
+    def compile_obstacle(self) -> str | None:
+        return self.recording_obstacle()
+
+
+class ShardedStep(nn.Module):
+    """The step module as the root that `fully_shard` hooks into. The step module itself cannot
+    be: it is called past its hooks."""
+
+    def __init__(self, step: StepModule) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+        result = self.step.forward(batch, count, window_count, ranks)
+        scaled = result.scaled
+        return result._replace(scaled=scaled.clone()) if is_view(scaled) else result
+
+
+class _Attendant:
+    """Tells the strategy that a sharded module is about to run."""
+
+    def __init__(self, strategy: FSDPStrategy, number: int) -> None:
+        self.strategy = strategy
+        self.number = number
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        self.strategy.attend(self.number, module)
+
+
+class _Mark:
+    """Notes that a parameter got a gradient."""
+
+    def __init__(self, used: set[str], name: str, step_module: StepModule) -> None:
+        self.used = used
+        self.name = name
+        self.step_module = step_module
+
+    def __call__(self, _: Tensor) -> None:
+        if not self.step_module.silent:  # its backward runs all the same, with zeros
+            self.used.add(self.name)
+
+
+def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
+    """Copy outputs that are views: an in-place operation on one would take away the hook that
+    gathers the block's parameters in backward."""
+    if isinstance(output, Tensor):
+        return output.clone() if output.requires_grad and is_view(output) else output
+    if type(output) in (tuple, list):
+        return type(output)(_without_views(module, args, item) for item in output)
+    if type(output) is dict:
+        return {key: _without_views(module, args, item) for key, item in output.items()}
+    return output
+
+
+def _refuse_unsupported(step_module: StepModule) -> None:
+    """Raise one error with everything about the model that cannot be sharded."""
+    model, problems = step_module.model, []
+    if step_module.precision.scaler.is_enabled():
+        problems.append("fp16 mixed precision needs loss scaling; use mixed_precision_dtype=bf16")
+    if step_module.sparse:
+        problems.append("an embedding has sparse=True; its gradients cannot be split by rows")
+    trained = {p.dtype for p in model.parameters() if p.requires_grad}
+    if len(trained) > 1:
+        kinds = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in trained))
+        problems.append(f"its trained parameters are of several types: {kinds}; convert the model")
+    hooked = [name for name, p in model.named_parameters() if gradient_hooks(p)]
+    if hooked:
+        problems.append(f"hooks on {', '.join(hooked[:4])} would be lost; use callbacks instead")
+    compiled = [name for name, _ in model.named_parameters() if plain_name(name) != name]
+    if compiled:
+        problems.append("torch.compile wraps a part of it; give the model itself")
+    if problems:
+        raise ModelError(
+            f"training_mode=fully_sharded cannot train {type(model).__name__}:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )

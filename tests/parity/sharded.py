@@ -1,0 +1,173 @@
+"""Trainings whose parameters are split over the ranks, and the same by hand in one process.
+
+Every case is a function of (folder, by_hand) that returns tensors by name, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import corners
+import torch
+import torch.nn.functional as F
+from tiny import manager_for
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+Result = dict[str, Tensor]
+SAMPLES, BATCH, EPOCHS = 22, 8, 2  # the last batch has six samples, so that some shares differ
+
+
+class Cnn(nn.Module):
+    """With BatchNorm, and a temperature: a parameter without rows that could be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        block = lambda wide: nn.Sequential(  # noqa: E731
+            nn.Conv2d(wide, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU()
+        )
+        self.blocks = nn.ModuleList([block(2), block(6), block(6)])
+        self.head = nn.Linear(6, 3)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3))) * self.temperature
+
+
+def images() -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    pixels = torch.randn(SAMPLES, 2, 5, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(pixels, torch.arange(SAMPLES) % 3)
+
+
+def texts() -> TensorDataset:
+    """Of very different lengths: -100 labels what does not count."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 31, (SAMPLES, 9), generator=generator)
+    lengths = torch.randint(2, 10, (SAMPLES, 1), generator=generator)
+    return TensorDataset(tokens, tokens.masked_fill(torch.arange(9) >= lengths, -100))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(6)
+    sizes = {"vocab_size": 31, "n_positions": 16, "n_embd": 12, "n_layer": 3, "n_head": 2}
+    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **none)).double()
+
+
+def token_loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    labels = batch[1][:, 1:]
+    logits = model(input_ids=batch[0]).logits[:, :-1]
+    mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    return mean, (labels != -100).sum()
+
+
+def class_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(
+    folder: Path,
+    by_hand: bool,
+    model: nn.Module,
+    data: TensorDataset,
+    loss_fn: Any,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    clip: float | None = None,
+    **settings: Any,
+) -> Result:
+    if by_hand:
+        moved = optimizer(model.parameters())
+        for _ in range(EPOCHS):
+            for start in range(0, SAMPLES, BATCH):
+                moved.zero_grad()
+                loss = loss_fn(model, [t[start : start + BATCH] for t in data.tensors])
+                (loss[0] if isinstance(loss, tuple) else loss).backward()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                moved.step()
+        return corners.result(model)
+    common = {"global_batch_size": BATCH, "shuffle": False, "epochs": EPOCHS}
+    manager = manager_for(
+        folder, training_mode="fsdp", max_grad_norm=clip, **{**common, **settings}
+    )
+    # An optimizer of the model's own parameters, as most scripts build it.
+    manager.fit(model, data, data, loss_fn=loss_fn, optimizer=optimizer(model.parameters()))
+    return full(manager)
+
+
+def full(manager: Any) -> Result:
+    state = manager.trainer.full_state()
+    return {n: v.detach().clone() for n, v in state.items() if v.dtype != torch.int64}
+
+
+def mlp_accumulated(folder: Path, by_hand: bool) -> Result:
+    torch.manual_seed(1)
+    layers = [nn.Flatten(), nn.Linear(50, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(7, 3)).double()
+    more = {"gradient_accumulation_steps": 3, "lr_scaling": "linear", "base_batch_size": BATCH}
+    return train(folder, by_hand, model, images(), class_loss, corners.sgd, **more)
+
+
+def cnn_with_batchnorm(folder: Path, by_hand: bool) -> Result:
+    more = {"sync_bn": True, "fsdp_reshard": False}
+    return train(folder, by_hand, Cnn(), images(), class_loss, corners.sgd, 0.1, **more)
+
+
+def gpt2_of_uneven_tokens(folder: Path, by_hand: bool) -> Result:
+    more = {"gradient_accumulation_steps": 2}
+    return train(folder, by_hand, gpt2(), texts(), token_loss, corners.adamw, 0.5, **more)
+
+
+def gpt2_recomputed(folder: Path, by_hand: bool) -> Result:
+    more = {} if by_hand else {"use_gradient_checkpointing": True}
+    return train(folder, by_hand, gpt2(), texts(), token_loss, corners.adamw, **more)
+
+
+CASES = [mlp_accumulated, cnn_with_batchnorm, gpt2_of_uneven_tokens, gpt2_recomputed]
+# Those of the corners that sharded training refuses.
+REFUSED = {
+    corners.unfreeze: "frozen, unfrozen or added",
+    corners.another_head: "frozen, unfrozen or added",
+    corners.sparse_gradients: "sparse=True",
+    corners.complex_parameters: "several types: complex128, float64",
+    corners.compiled_by_the_user: "torch.compile wraps",
+    corners.zipped_batches: "no sample in the micro-batch",
+    corners.gan_with_batchnorm: "mixed torch.Tensor and DTensor",
+}
+
+
+def run(folder: Path, names: list[str]) -> dict[str, Result]:
+    """Some cases, one after another, and any corner: many trainings in one start of the ranks."""
+    by_name = {case.__name__: case for case in CASES}
+    return {
+        name: by_name[name](folder, False) if name in by_name else sharded_corner(folder, name)
+        for name in names
+    }
+
+
+def sharded_corner(folder: Path, name: str) -> Result:
+    """One of the corners, but with its parameters split."""
+    made: list[Any] = []
+    plain, result = corners.manager_for, corners.result
+
+    def sharded(folder: Path, **settings: Any) -> Any:
+        made.append(manager_for(folder, training_mode="fsdp", **settings))
+        return made[-1]
+
+    def gathered(model: nn.Module) -> Result:
+        return full(next(manager for manager in made if manager.model is model))
+
+    corners.manager_for, corners.result = sharded, gathered
+    try:
+        return corners.train(folder, name)
+    finally:
+        corners.manager_for, corners.result = plain, result

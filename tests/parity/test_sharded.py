@@ -1,0 +1,46 @@
+"""Ranks that each hold a part of the parameters compute what a plain loop computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import corners
+import pytest
+import sharded
+from ranks import RankError, run_ranks
+from training import difference
+
+# Float64; what adding in another order leaves.
+LIMIT = 1e-12
+
+
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.engines) for ranks in (1, 2, 4))]
+)
+def test_sharded_ranks_compute_what_a_plain_loop_computes(tmp_path: Path, ranks: int) -> None:
+    cases = [*sharded.CASES, corners.idle_experts]
+    expected = {case.__name__: case(tmp_path / "by hand", True) for case in cases}
+    for found in run_ranks(ranks, sharded.run, tmp_path, list(expected)):
+        for name, weights in expected.items():
+            off = difference(found[name], weights)
+            assert all(value <= LIMIT for value in off.values()), (name, off)
+
+
+SUPPORTED = [case for case in corners.CASES if case not in sharded.REFUSED]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sharded_ranks_do_so_at_the_edges_too(tmp_path: Path, ranks: int) -> None:
+    expected = {case.__name__: case(tmp_path / "by hand", True) for case in SUPPORTED}
+    for found in run_ranks(ranks, sharded.run, tmp_path, list(expected)):
+        for name, weights in expected.items():
+            off = difference(found[name], weights)
+            assert all(value <= LIMIT for value in off.values()), (name, off)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("case", sharded.REFUSED, ids=lambda case: case.__name__)
+def test_what_sharding_cannot_train_is_an_error(tmp_path: Path, case: corners.Case) -> None:
+    with pytest.raises(RankError, match=sharded.REFUSED[case]):
+        run_ranks(3, sharded.run, tmp_path, [case.__name__])
