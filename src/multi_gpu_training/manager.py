@@ -137,7 +137,7 @@ class MultiGPUTrainingManager:
             callbacks=self.callbacks,
             say=self.say,
             told=lambda *fault: self._training.fault_tolerance.record_fault(*fault),
-            snapshot_more=lambda: self._training.snapshot(),
+            snapshot_other_state=lambda: self._training.snapshot(),
         )
         self.progress = Progress(self.config)
         self.balance = Balance(self.config, self.placement)
@@ -189,18 +189,18 @@ class MultiGPUTrainingManager:
         """
         self._set_up(
             Given(
-                model,
-                dataset,
-                val_dataset,
-                loss_fn,
-                optimizer,
-                scheduler,
-                eval_fn,
-                augment,
-                [*callbacks, *hooks],
-                loggers,
-                states or {},
-                batch_size_fn,
+                model=model,
+                dataset=dataset,
+                val_dataset=val_dataset,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                eval_fn=eval_fn,
+                augment=augment,
+                callbacks=[*callbacks, *hooks],
+                loggers=loggers,
+                states=states or {},
+                batch_size_fn=batch_size_fn,
             )
         )
         return self.model, self.train_loader, self.val_loader
@@ -232,20 +232,20 @@ class MultiGPUTrainingManager:
         model, optimizers, schedulers = sort_out(parts)
         self._set_up(
             Given(
-                model,
-                dataset,
-                val_dataset,
-                loss_fn,
-                None,
-                None,
-                eval_fn,
-                augment,
-                callbacks,
-                loggers,
-                states or {},
-                batch_size_fn,
-                optimizers,
-                schedulers,
+                model=model,
+                dataset=dataset,
+                val_dataset=val_dataset,
+                loss_fn=loss_fn,
+                optimizer=None,
+                scheduler=None,
+                eval_fn=eval_fn,
+                augment=augment,
+                callbacks=callbacks,
+                loggers=loggers,
+                states=states or {},
+                batch_size_fn=batch_size_fn,
+                optimizers=optimizers,
+                schedulers=schedulers,
             )
         )
         assert self._training.manual is not None

@@ -530,7 +530,7 @@ class Training:
         log = IntervalLog(
             config,
             state,
-            trainer.read_metrics,
+            trainer.collect_metrics,
             self.epoch_metrics,
             self.sizes.global_batch,
             wait,

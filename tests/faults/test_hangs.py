@@ -25,9 +25,9 @@ from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.distributed import progress_slot
 from multi_gpu_training.distributed.progress_slot import (
     BACKWARD,
+    BETWEEN_STEPS,
     INPUT,
     OPTIMIZER,
-    OWN_CODE,
     Phase,
     RankProgress,
 )
@@ -56,7 +56,7 @@ def test_the_limit_follows_the_step_time_unless_it_is_given() -> None:
     assert limit_s(5, None, Phase.FORWARD, settled=False) == 50
     assert limit_s(5, 0.1, Phase.VALIDATION) == limit_s(5, 0.1, Phase.CHECKPOINT) == 50
     # Nobody knows how long a data set takes to prepare.
-    assert limit_s(0, None, Phase.SET_UP) == limit_s(0, 0.1, Phase.OWN_CODE) == math.inf
+    assert limit_s(0, None, Phase.SET_UP) == limit_s(0, 0.1, Phase.BETWEEN_STEPS) == math.inf
 
 
 def test_progress_of_any_kind_is_no_hang() -> None:
@@ -183,7 +183,7 @@ def test_notes_of_a_whole_step_cost_about_a_microsecond(
         begun = time.perf_counter()
         for step in range(300):
             progress_slot.note_step(step, begun=True)
-            for phase in (BACKWARD, OPTIMIZER, OWN_CODE, INPUT):
+            for phase in (BACKWARD, OPTIMIZER, BETWEEN_STEPS, INPUT):
                 progress_slot.note_phase(phase)
         return (time.perf_counter() - begun) / 300
 

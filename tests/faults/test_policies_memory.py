@@ -102,8 +102,8 @@ def train(folder: Path, case: dict[str, Any], faults: bool) -> dict[str, Any]:
     mine = manager.placement.dp_rank in ranks and faults
 
     def when() -> bool:
-        step = manager.trainer.step + 1
-        at = mine and step in steps and (micro is None or manager.trainer.state.given == micro)
+        step, calls = manager.trainer.step + 1, manager.trainer.state.calls_in_step
+        at = mine and step in steps and (micro is None or calls == micro)
         steps.difference_update({step} if at else ())
         return at
 

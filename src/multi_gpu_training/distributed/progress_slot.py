@@ -16,15 +16,15 @@ from pathlib import Path
 
 
 class Phase(IntEnum):
-    """What a rank is doing, in the order in which it comes within a step."""
+    """What a rank is doing."""
 
     SET_UP = 0
     FORWARD = 1
     BACKWARD = 2
     OPTIMIZER = 3
     RECORDING = 4  # a step is compared, recorded or compiled
-    OWN_CODE = 5  # of a loop that calls train_step itself
-    HOOK = 6
+    BETWEEN_STEPS = 5
+    CALLBACK = 6
     INPUT = 7
     EPOCH = 8
     VALIDATION = 9
@@ -38,7 +38,7 @@ class Phase(IntEnum):
 
 # Plain numbers for the loop: looking up an Enum member takes longer than writing it down.
 FORWARD, BACKWARD, OPTIMIZER = map(int, (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
-OWN_CODE, HOOK, INPUT = map(int, (Phase.OWN_CODE, Phase.HOOK, Phase.INPUT))
+BETWEEN_STEPS, CALLBACK, INPUT = map(int, (Phase.BETWEEN_STEPS, Phase.CALLBACK, Phase.INPUT))
 
 _WORDS = {
     Phase.SET_UP: "set-up",
@@ -46,8 +46,8 @@ _WORDS = {
     Phase.BACKWARD: "backward",
     Phase.OPTIMIZER: "optimizer",
     Phase.RECORDING: "recording or compiling the step",
-    Phase.OWN_CODE: "code between steps",
-    Phase.HOOK: "user hook",
+    Phase.BETWEEN_STEPS: "code between steps",
+    Phase.CALLBACK: "callback",
     Phase.CHECKPOINT: "checkpoint",
     Phase.VALIDATION: "validation",
     Phase.INPUT: "input",

@@ -33,9 +33,9 @@ FIRST_STEPS = 3
 LONGEST_ABSENCE_S = 10.0
 SILENT_S = 3.0
 SOON_S = 0.1  # between messages, until all ranks have sent one
-_STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.HOOK, Phase.INPUT})
+_STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CALLBACK, Phase.INPUT})
 # Nobody knows how long these usually take: they have a limit only if the user sets one.
-_UNKNOWN = frozenset({Phase.SET_UP, Phase.OWN_CODE, Phase.ENDING})
+_UNKNOWN = frozenset({Phase.SET_UP, Phase.BETWEEN_STEPS, Phase.ENDING})
 
 
 def limit_s(configured: float, step_s: float | None, phase: Phase, settled: bool = True) -> float:

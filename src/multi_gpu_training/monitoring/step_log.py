@@ -48,7 +48,7 @@ class IntervalLog(Callback):
         self,
         config: MultiGPUConfig,
         state: StepState,
-        read_metrics: Callable[[], MetricsCollector],
+        collect_metrics: Callable[[], MetricsCollector],
         epoch_metrics: MetricsCollector,
         global_batch: int,
         wait: InputWait,
@@ -57,7 +57,7 @@ class IntervalLog(Callback):
     ) -> None:
         self.active = True
         self._state = state
-        self._read_metrics = read_metrics
+        self._read_metrics = collect_metrics
         self._epoch_metrics = epoch_metrics
         self._global_batch = global_batch
         self._wait = wait

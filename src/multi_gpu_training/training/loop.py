@@ -254,7 +254,7 @@ class TrainingLoop:
         trainer.execution.verify()
         self.log.end_epoch()
         trainer.strategy.sync_buffers()  # of ranks whose samples ended before the epoch did
-        self.epoch_metrics.merge(trainer.read_metrics())
+        self.epoch_metrics.merge(trainer.collect_metrics())
         trainer.state.metrics.reset()
         metrics = self.epoch_metrics.compute(trainer.placement)
         trainer.nan_guard.look(now=True)  # here, where the device is waited for anyway
@@ -468,7 +468,7 @@ class TrainingLoop:
         trainer = self.trainer
         trainer.execution.verify()  # the last chance to undo wrong recorded steps
         trainer.nan_guard.look(now=True)  # finds a NaN before it is saved
-        trainer.read_metrics()
+        trainer.collect_metrics()
         facts = {"metrics": metrics or self.progress.newest, **self.facts}
         if score is not None:
             facts["score"] = score

@@ -29,9 +29,9 @@ from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.progress_slot import (
     BACKWARD,
-    HOOK,
+    BETWEEN_STEPS,
+    CALLBACK,
     OPTIMIZER,
-    OWN_CODE,
     note_phase,
     note_step,
 )
@@ -77,7 +77,7 @@ class ManualTrainer:
         self._placement = state.placement
         self._boundary = boundary
         self._after_step = after_step
-        self._told = told
+        self._report = told
         self._exchange = GradientExchange(state.placement)
         self._slots = [
             OptimizerGradients(one, number) for number, one in enumerate(self.optimizers)
@@ -209,7 +209,7 @@ class ManualTrainer:
         if state.loader is not None and (share.window_count or share.changed):
             state.loader.trained = share
         self.result = state.advance(loss, self._norm, share)
-        state.given = 0 if share.last else state.given + 1
+        state.calls_in_step = 0 if share.last else state.calls_in_step + 1
         if share.last:
             state.drop_gradients()
             for schedule in self.schedules:
@@ -249,11 +249,11 @@ class ManualTrainer:
             self._watch.clear()
         if state.step % LOOK == 0:
             self.look()
-        note_phase(HOOK)
+        note_phase(CALLBACK)
         for call in state.callbacks.on_step_end:
             call(result)
         self._after_step()
-        note_phase(OWN_CODE)
+        note_phase(BETWEEN_STEPS)
         self._boundary.passed += 1
         if self._boundary.held:
             self._boundary.halt()
@@ -314,7 +314,7 @@ class ManualTrainer:
                 inputs=None if reach is None else [p for slot in reach for p in slot.parameters],
             )
         self._own = False
-        note_phase(OWN_CODE)
+        note_phase(BETWEEN_STEPS)
         part = mean.double() * weight
         if isinstance(weight, Tensor):
             part = torch.where(weight > 0, part, torch.zeros_like(part))
@@ -453,7 +453,7 @@ class ManualTrainer:
     def _after_move(self, optimizer: Optimizer, *_: Any) -> None:
         (slot,) = self._chosen(optimizer)
         slot.due = False
-        note_phase(OWN_CODE)
+        note_phase(BETWEEN_STEPS)
 
     # NaN
 
@@ -478,7 +478,7 @@ class ManualTrainer:
         self._found.zero_()
         if not skips:
             raise NonFiniteLossError(step, text=text)
-        self._told("skip", text, {"step": step})
+        self._report("skip", text, {"step": step})
         return True
 
     def look(self) -> None:

@@ -68,7 +68,7 @@ class NanGuard:
         self.skipped = False
         self.recorded = False
         self.losses: list[tuple[Tensor, Share]] = []
-        self._told = told
+        self._report = told
         # In float32 whatever the default is: torch's check takes nothing else.
         kind = torch.float32
         self.found = torch.zeros((), dtype=kind, device=device)
@@ -78,7 +78,7 @@ class NanGuard:
         self._closed = torch.zeros((), dtype=kind, device=device)
         self._readback = Readback(device, 2)
         self._pending: int | None = None  # the step after which the gate was asked for
-        self._clear = (0, 0.0)  # a step before which no gate was closed, and the optimizer's own
+        self._clear = (0, 0.0)  # a step before which no gate closed, and its own count then
         self._counts = False
         self._alike: bool | None = None  # gradients are dense and of one type
         self._large = False
@@ -146,7 +146,7 @@ class NanGuard:
         self._look_at_gradients()
         return bool(self.found)
 
-    def close(self, norm: Tensor | None) -> None:
+    def update_gate(self, norm: Tensor | None) -> None:
         """Mode `gate`: let the optimizer leave the weights where the gradient is not finite.
 
         Part of a recording. Every operation counts: an eager step of a small model waits for
@@ -200,7 +200,7 @@ class NanGuard:
         if self.policy != "skip":
             raise error
         self.skipped = True
-        self._told("skip", str(error), {"step": state.step + 1})
+        self._report("skip", str(error), {"step": state.step + 1})
 
     # Skipping without a trace
 
@@ -312,14 +312,14 @@ class NanGuard:
             return
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._act(pending)
+            self._report_closed_gate(pending)
             self._good, self._newer = self._newer, self._good
         if self._counts:
             self._readback.ask(self._closed)
         else:
             self._readback.ask(self.found, torch.as_tensor(self._own_step()))
         if now:
-            self._act(self.state.step)
+            self._report_closed_gate(self.state.step)
             return
         self._pending = self.state.step
         if self._buffers and not self.spares:
@@ -327,7 +327,7 @@ class NanGuard:
                 self._newer = [buffer.clone() for buffer in self._buffers]
             copy_each(self._newer, self._buffers)
 
-    def _act(self, step: int) -> None:
+    def _report_closed_gate(self, step: int) -> None:
         closed = self._closed_up_to(step)
         if not closed:
             return
@@ -335,7 +335,7 @@ class NanGuard:
         if self.policy == "skip":
             self._closed.sub_(closed)
             text = f"{closed} steps up to step {step} were skipped: their gradient was not finite"
-            self._told("skip", text, {"step": step, "count": closed})
+            self._report("skip", text, {"step": step, "count": closed})
             return
         first = step - closed + 1
         position = state.position - 1 - (state.step - first)

@@ -66,7 +66,7 @@ class OomRecovery:
         self.whole = 0
         self.busy = False
         self.retrying = False
-        self._told = told
+        self._report = told
         self._give_up_recording = give_up_recording
         self._earlier: list[tuple[Any, list[int]]] = []
         self._freed_at: int | None = None
@@ -75,7 +75,7 @@ class OomRecovery:
 
     def remember(self, batch: Any) -> None:
         """Keep the user's own micro-batch, which no loader can fetch again."""
-        if self.state.given == 0:
+        if self.state.calls_in_step == 0:
             self._earlier.clear()
         self._earlier.append((batch, versions(batch)))
 
@@ -121,7 +121,7 @@ class OomRecovery:
     def retry(self, batch: Any, mine: bool, train_step: Callable[[Any], StepResult]) -> StepResult:
         """Compute the unfinished step again, up to and including `batch`. `mine`: the memory of
         this rank was short."""
-        given = self.state.given
+        given = self.state.calls_in_step
         self.retrying = True
         try:
             while True:
@@ -183,7 +183,7 @@ class OomRecovery:
             state.strategy.rewrap()
         self._settle(votes)
         if state.step < newest:
-            state.given = 0
+            state.calls_in_step = 0
             return self.eager.finish_step()
         self.eager.start.put_back()
         self.eager.guard.losses.clear()
@@ -226,7 +226,7 @@ class OomRecovery:
 
     def _again(self, batch: Any, given: int, train_step: Callable[[Any], StepResult]) -> StepResult:
         before = self._before(batch, given)
-        self.state.given = 0
+        self.state.calls_in_step = 0
         for earlier in before:
             train_step(earlier)
         return train_step(batch)
@@ -262,7 +262,7 @@ class OomRecovery:
         else:
             action = "free_memory"
             text += "memory was freed, and the step is computed again"
-        self._told(action, text, {"step": step, "ranks": short, "parts": self.parts})
+        self._report(action, text, {"step": step, "ranks": short, "parts": self.parts})
 
     def describe(self) -> str:
         size = f", {-(-self.whole // self.parts)} samples at a time" if self.whole else ""

@@ -25,7 +25,7 @@ from multi_gpu_training.data.resident import ResidentBatch
 from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
 from multi_gpu_training.distributed.batchnorm import ATTENDANCE
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.distributed.progress_slot import OWN_CODE, note_phase
+from multi_gpu_training.distributed.progress_slot import BETWEEN_STEPS, note_phase
 from multi_gpu_training.errors import DataError, ModelError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.learning_rate import Rates, Schedule
@@ -64,7 +64,7 @@ class StepState:
         self.callbacks = CallbackList()
         self.attendance = ATTENDANCE
         self.step = self.epoch = self.position = 0
-        self.micro = self.given = self.replayed = 0
+        self.micro = self.calls_in_step = self.replayed = 0
         self.weighted, self.unweighted = False, 0
         self.moving = False
         self.extra_tensors: list[Tensor] = []
@@ -230,7 +230,7 @@ class StepState:
         self.drop_gradients()
         self.strategy.forget_step()
         self.give_back_generators()
-        self.micro = self.given = 0
+        self.micro = self.calls_in_step = 0
 
     def own_share(self, batch: Any) -> Share:
         """The share of a batch that the user made: every `gradient_accumulation_steps` of them
@@ -241,8 +241,8 @@ class StepState:
             indices=(),
             count=self.count_samples(batch),
             window_count=0,  # unknown here: the ranks learn it with the gradients
-            first=self.given == 0,
-            last=self.given + 1 >= self.config.gradient_accumulation_steps,
+            first=self.calls_in_step == 0,
+            last=self.calls_in_step + 1 >= self.config.gradient_accumulation_steps,
             key=self.step,
         )
 
@@ -313,7 +313,7 @@ class StepState:
         shared: the next micro-batch writes its loss to the same memory.
         """
         self.give_back_generators()
-        note_phase(OWN_CODE)
+        note_phase(BETWEEN_STEPS)
         if not share.last:
             self.micro += 1
             return StepResult(loss, self.step, False, None, shared)

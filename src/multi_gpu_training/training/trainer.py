@@ -19,8 +19,8 @@ from multi_gpu_training.distributed.batchnorm import synchronise_batchnorm
 from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import (
-    HOOK,
-    OWN_CODE,
+    BETWEEN_STEPS,
+    CALLBACK,
     note_count,
     note_phase,
     note_step,
@@ -61,8 +61,8 @@ class MultiGPUTrainer(ABC):
     run. nan_guard, oom: what happens to a step with a NaN, or without memory.
 
     say: shows a line. told: called with (kind, action, text, facts) of a fault that the step mends
-    by itself. snapshot_more: keeps what steps change outside of the trainer, for recorded steps
-    that are taken back; returns what restores it.
+    by itself. snapshot_other_state: keeps what steps change outside of the trainer, for recorded
+    steps that are taken back; returns what restores it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class MultiGPUTrainer(ABC):
         callbacks: CallbackList | None = None,
         say: Callable[[str], None] = lambda _: None,
         told: Callable[[str, str, str, dict[str, Any]], None] = lambda *_: None,
-        snapshot_more: Callable[[], Callable[[], None] | None] = lambda: None,
+        snapshot_other_state: Callable[[], Callable[[], None] | None] = lambda: None,
     ) -> None:
         self.config = config
         self.placement = placement
@@ -85,7 +85,7 @@ class MultiGPUTrainer(ABC):
         self._nonfinite = partial(told, "nonfinite")
         self.nan_guard = NanGuard(state, start, self._nonfinite)
         self.eager = EagerRunner(state, self.nan_guard, start)
-        self.execution = StepExecution(state, self.eager, self.nan_guard, say, snapshot_more)
+        self.execution = StepExecution(state, self.eager, self.nan_guard, say, snapshot_other_state)
         self.oom = OomRecovery(
             state, self.eager, partial(told, "out_of_memory"), self.give_up_recording
         )
@@ -226,7 +226,8 @@ class MultiGPUTrainer(ABC):
             place = state.epoch, state.position
             share = state.loader.recognise(batch, place, state.count_samples)
             batch = batch if share is None else carry(batch, share)
-        if state.given == 0 if share is None else share.first:
+        begins = state.calls_in_step == 0 if share is None else share.first
+        if begins:
             self._boundary.passed += 1
             if self._boundary.held:
                 self._boundary.halt()
@@ -238,24 +239,25 @@ class MultiGPUTrainer(ABC):
         else:
             note_count(state.micro)
         oom.busy = True  # an exchange that breaks is the step's to mend
-        short: bool | None  # whether it was this rank's memory that ended an attempt
+        # None: the attempt succeeded. True: this rank's memory was short. False: another's.
+        short: bool | None
         try:
-            given = batch
+            placed = batch
             if share is None or share.changed:
-                given = to_device(batch, self.placement.device)
-                share = state.own_share(given) if share is None else share
-                given = carry(given, share) if share.changed else given
+                placed = to_device(batch, self.placement.device)
+                share = state.own_share(placed) if share is None else share
+                placed = carry(placed, share) if share.changed else placed
                 state.expect_any_label()
                 if not share.last:
-                    oom.remember(given)
+                    oom.remember(placed)
             if not self.strategy.settled:
-                self.strategy.settle(partial(state.settling_batch, given, share))
-            samples = None if state.augment is None else state.sample_numbers(given, share)
+                self.strategy.settle(partial(state.settling_batch, placed, share))
+            samples = None if state.augment is None else state.sample_numbers(placed, share)
             runner: Runner = execution if execution.active else oom if oom.parts > 1 else self.eager
-            result = runner.run(given, samples, share)
+            result = runner.run(placed, samples, share)
             if state.loader is not None and (share.window_count or share.changed):
                 state.loader.trained = share
-            state.given = 0 if share.last else state.given + 1
+            state.calls_in_step = 0 if share.last else state.calls_in_step + 1
             short = None
         except RuntimeError as error:
             if oom.retrying:
@@ -272,16 +274,16 @@ class MultiGPUTrainer(ABC):
             oom.busy = False
         if short is not None:
             # Out here, nothing holds the frames of the error and what filled the memory.
-            given = samples = None
+            placed = samples = None
             result = oom.retry(batch, short, self.train_step)
         if result.moved and not oom.retrying:
             if state.step % LOOK == 0:
                 self.nan_guard.look()
             if state.callbacks.on_step_end:
-                note_phase(HOOK)
+                note_phase(CALLBACK)
                 for call in state.callbacks.on_step_end:
                     call(result)
-                note_phase(OWN_CODE)
+                note_phase(BETWEEN_STEPS)
         return result
 
     def give_up_recording(self, reason: str) -> None:
@@ -319,7 +321,7 @@ class MultiGPUTrainer(ABC):
         """The state_dict of the model as this rank holds it: parameters may be split."""
         return self.strategy.held_state()
 
-    def read_metrics(self) -> MetricsCollector:
+    def collect_metrics(self) -> MetricsCollector:
         """What was collected since the last reset, recorded steps included."""
         self.execution.collect(self.state.metrics)
         return self.state.metrics

@@ -166,7 +166,7 @@ class Update:
         for _ in passes:
             self._pass(rollout, advantage, returns, clip)
             self.progress.passes += 1
-            steps = self.manager.trainer.read_metrics()
+            steps = self.manager.trainer.collect_metrics()
             # Over all ranks: they must agree, or one would wait for steps that never come.
             too_far = options.target_kl is not None and (
                 steps.compute(placement)["approx_kl"] > 1.5 * options.target_kl

@@ -75,7 +75,7 @@ class EagerRunner:
                 for call in callbacks.on_forward:
                     call(share)
                 if share.count == 0:
-                    # A recorded step runs no Python: there, only a model that talks needs one.
+                    # Replays run no Python: only ranks that exchange in the forward need one there.
                     wanted = state.loader is not None and (
                         state.step_module.needs_graph or not _is_recording(state)
                     )
@@ -135,7 +135,7 @@ class EagerRunner:
             scaler.unscale_(optimizer)
             norm = state.strategy.clip(config.max_grad_norm)
         if guard.mode == "gate":
-            guard.close(norm)  # on the device: the host does not wait to see whether it closed
+            guard.update_gate(norm)  # on the device: the host does not wait for the answer
         if config.max_grad_value is not None:  # after the guard: a clamped infinity looks finite
             if norm is None:
                 scaler.unscale_(optimizer)

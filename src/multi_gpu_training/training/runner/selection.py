@@ -61,7 +61,7 @@ class StepExecution:
         eager: EagerRunner,
         guard: NanGuard,
         say: Callable[[str], None],
-        snapshot_more: Callable[[], Callable[[], None] | None],
+        snapshot_other_state: Callable[[], Callable[[], None] | None],
     ) -> None:
         self.state = state
         self.eager = eager
@@ -72,7 +72,7 @@ class StepExecution:
         self.say = say
         self._cache = GraphCache(state, eager, guard)
         self._verified = VerifiedGraph(
-            state, eager, guard, self._cache, self.give_up, snapshot_more
+            state, eager, guard, self._cache, self.give_up, snapshot_other_state
         )
         self._comparison = self._verified.comparison
         self._copies = self._comparison.copies

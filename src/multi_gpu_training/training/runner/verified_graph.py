@@ -50,7 +50,7 @@ class VerifiedGraph:
     """Replays steps where that is known to be right.
 
     active: whether it takes steps. give_up: called with the reason when it stops doing so.
-    snapshot_more: keeps what else a rollback must restore; returns what restores it.
+    snapshot_other_state: keeps what else a rollback must restore; returns what restores it.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class VerifiedGraph:
         guard: NanGuard,
         cache: GraphCache,
         give_up: Callable[[str], None],
-        snapshot_more: Callable[[], Callable[[], None] | None],
+        snapshot_other_state: Callable[[], Callable[[], None] | None],
     ) -> None:
         self.state = state
         self.eager = eager
@@ -68,7 +68,7 @@ class VerifiedGraph:
         self.cache = cache
         self.give_up = give_up
         self.active = False
-        self.snapshot_more = snapshot_more
+        self.snapshot_other_state = snapshot_other_state
         self.graph = GraphRunner(state, cache)
         self.comparison = StepComparison(state, eager, cache, self.graph)
         self._guards: Guards | None = None
@@ -195,7 +195,7 @@ class VerifiedGraph:
             self.comparison.copies.keep("verified")
         else:
             self.comparison.copies.rename(verified, "verified")
-        self._window.begin(self.state, self.snapshot_more())
+        self._window.begin(self.state, self.snapshot_other_state())
         self.cache.rewind_rings()
         self._stale = None
 
