@@ -202,6 +202,10 @@ class Placement:
         self._lasting(vote)
         return int(votes)
 
+    def all_agree(self, ok: bool) -> bool:
+        """Whether it is so on every rank."""
+        return self.all_min(int(ok)) == 1
+
     @_watched
     def barrier(self) -> None:
         if self.group is not None:

@@ -8,7 +8,7 @@
     stop            a signal came: save where all ranks stand, and leave
 
 Everything that only watches (progress bar, log, timing, replica check) is a callback, called from
-here or by `trainer.train_step`. Checkpoints and the log are known as protocols alone.
+here or by `trainer.train_step`. The loop knows checkpoints and the log only as protocols.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class TrainingLoop:
                 self.train_loader.seek(epoch)
             self.renew_shares()
         trainer.state.enter_training_mode()
-        trainer.execution.mark()  # recorded steps are taken back to here at the furthest
+        trainer.execution.mark()  # recorded steps are never taken back past this point
         while True:
             for call in self.callbacks.on_epoch_begin:  # after a rollback, again
                 call(epoch)
@@ -430,7 +430,8 @@ class TrainingLoop:
         """Act on an error of `step` by the fault policies: raise it, or bring back a checkpoint
         and stand at its place in the data."""
         note_step(step)
-        if is_out_of_memory(error) and not hasattr(error, "__notes__"):  # in a validation
+        # A step's error carries this advice already; one of a validation does not.
+        if is_out_of_memory(error) and not hasattr(error, "__notes__"):
             error.add_note(advice(self.trainer.state))
         identity = self.trainer.placement.identity
         who = f"rank {identity.rank} on {identity.host}"

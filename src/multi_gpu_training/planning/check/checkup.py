@@ -91,7 +91,6 @@ class Checkup:
     def fit(self, command: Sequence[str], say: Callable[[str], None]) -> TrainingFit | None:
         """Measure `command` (a script, or `-m module` with its words) on this machine; `say` hears
         of each case when it is done."""
-        # Only here: this needs torch and the whole of training.
         from multi_gpu_training.measure.script_runner import ScriptRunner
         from multi_gpu_training.planning.check import training_fit
 

@@ -45,7 +45,7 @@ class Context:
     topology: Topology
     nvml: Nvml
     gpu_count: int = 0
-    problems: list[Finding] = field(default_factory=list)  # of the environment's word on who we are
+    problems: list[Finding] = field(default_factory=list)  # with RANK, WORLD_SIZE and the like
     # What earlier checks saw: the GPUs that torch shows, and how each is connected.
     gpus: Sequence[Gpu] = ()
     ports: Mapping[int, Port] = field(default_factory=dict)

@@ -194,7 +194,7 @@ class StepExecution:
             problem = "the batch holds objects that are not tensors"
         if problem is None and len(self._step) > MOST_MICRO_BATCHES:
             problem = f"a step has {len(self._step)} micro-batches"
-        if not self._all_agree(problem is None):
+        if not self.state.placement.all_agree(problem is None):
             self.give_up(problem or "another rank's step cannot be recorded")
             return
         if self._copies.size() > LARGEST_STATE:
@@ -203,12 +203,12 @@ class StepExecution:
         self._use_device_state()
         self.state.replays_draw_noise = self._watch.draws_noise
         problem = self._cache.record(self._keys, self._step)
-        if not self._all_agree(problem is None):
+        if not self.state.placement.all_agree(problem is None):
             self.give_up(problem or "another rank could not record its step")
             return
         again, difference = self._comparison.first()
         self._tolerance = max(1e-6, 10 * again)
-        if not self._all_agree(difference <= self._tolerance):
+        if not self.state.placement.all_agree(difference <= self._tolerance):
             self.give_up(
                 f"the recorded step differs from the eager one by {difference:.1g}, "
                 f"two eager ones by {again:.1g}"
@@ -244,7 +244,7 @@ class StepExecution:
     def _too_large(self) -> None:
         """Comparing a recording takes three copies of the state; compiling takes one."""
         size = self._copies.size()
-        room = self._all_agree(2 * size <= free_bytes(self.state.placement.device))
+        room = self.state.placement.all_agree(2 * size <= free_bytes(self.state.placement.device))
         if self.state.config.step_execution != "auto" or not room:
             self.give_up(f"the state has {size / 2**30:.1f} GB, too much to compare")
             return
@@ -263,7 +263,7 @@ class StepExecution:
         problem, seconds = try_compiled(self.state, self._comparison, noisy)
         slowest = self._all_slowest(seconds if against_s is not None else 0.0)
         slower = against_s is not None and slowest > WORTH_IT * against_s
-        if not self._all_agree(problem is None and not slower):
+        if not self.state.placement.all_agree(problem is None and not slower):
             module.compiled = module.loss_fn
             self._stay_eager(problem or f"{why}, and compiling does not help")
             return
@@ -321,9 +321,6 @@ class StepExecution:
         self._cache.collect(metrics)
 
     # Among ranks
-
-    def _all_agree(self, ok: bool) -> bool:
-        return self.state.placement.all_min(int(ok)) == 1
 
     def _all_slowest(self, seconds: float) -> float:
         return -self.state.placement.all_min(-int(min(seconds, 1e6) * 1e9)) / 1e9

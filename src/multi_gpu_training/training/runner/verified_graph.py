@@ -226,19 +226,19 @@ class VerifiedGraph:
         new = known is None and sightings >= 2 and len(self.cache.steps) < MOST_SHAPES
         wanted = recorded or new
         # What follows from the plan is the same on every rank: nobody has to ask.
-        if not (wanted if is_planned(key) else self._all_agree(wanted)):
+        if not (wanted if is_planned(key) else self.state.placement.all_agree(wanted)):
             return
         # A failed recording spoils the random numbers of those before it: compare them first.
         self.verify()
         if not self.active:
             return
         problem = None if recorded else self.cache.record(self._keys, self._step)
-        if not self._all_agree(problem is None):
+        if not self.state.placement.all_agree(problem is None):
             self.give_up(problem or "another rank could not record its step")
             return
         self.comparison.newest = (self._keys, self._step)
         difference = self._newest_difference()
-        if not self._all_agree(difference <= self._tolerance):
+        if not self.state.placement.all_agree(difference <= self._tolerance):
             self.give_up(f"a step of another shape differs by {difference:.1g} as a graph")
             return
         self.mark()
@@ -273,7 +273,7 @@ class VerifiedGraph:
             return
         if self.guard.weights_are_spoilt():
             self._take_back()
-        elif not self._all_agree(difference <= self._tolerance):
+        elif not self.state.placement.all_agree(difference <= self._tolerance):
             self._fall_back(_differs(difference))
         else:
             self._begin_window(verified="before")
@@ -294,7 +294,7 @@ class VerifiedGraph:
             difference = self._newest_difference() if replayed else 0.0
         if self.guard.weights_are_spoilt():
             self._take_back()
-        elif not self._all_agree(difference <= self._tolerance):
+        elif not self.state.placement.all_agree(difference <= self._tolerance):
             self._fall_back(_differs(difference), self._guards.as_before(), current)
         else:
             self.give_up(problem)
@@ -372,9 +372,6 @@ class VerifiedGraph:
     def _redo_callbacks(self, result: StepResult) -> None:
         for call in self.state.callbacks.redo_step_end:
             call(result)
-
-    def _all_agree(self, ok: bool) -> bool:
-        return self.state.placement.all_min(int(ok)) == 1
 
 
 def _differs(difference: float) -> str:
