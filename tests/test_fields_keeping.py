@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -294,5 +295,7 @@ def test_progress_chooses_what_a_person_sees(
     assert "Epoch 1/1 - train loss" in shown(tmp_path, capsys, "auto")
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any output for a terminal
     assert "━" in shown(tmp_path, capsys, "bar").split("Summary")[0]
+    assert "━" not in shown(tmp_path, capsys, "auto").split("Summary")[0]  # it is a pipe
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert "━" in shown(tmp_path, capsys, "auto").split("Summary")[0]
     assert "━" not in shown(tmp_path, capsys, "lines").split("Summary")[0]

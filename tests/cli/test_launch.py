@@ -263,11 +263,12 @@ def pretended_recipe(**defaults: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "refused"), [(0, {cli.DP: "found 0"}), (1, {cli.DP: "found 1"}), (4, {})]
+    ("gpus", "refused"),
+    [(0, {cli.DP: "found 0"}), (1, {cli.DP: "found 1", cli.FSDP: "found 1"}), (4, {})],
 )
 def test_modes_that_the_machine_cannot_do_say_why(gpus: int, refused: dict[Any, str]) -> None:
     choices = cli.mode_choices(pretended_recipe(), gpus)
-    assert [choice.value for choice in choices] == [cli.DDP, cli.DP, cli.SINGLE]
+    assert [choice.value for choice in choices] == [cli.DDP, cli.DP, cli.SINGLE, cli.FSDP]
     disabled = {choice.value: choice.disabled for choice in choices if choice.disabled}
     assert disabled.keys() == refused.keys()
     assert all(why in str(disabled[mode]) for mode, why in refused.items())

@@ -199,7 +199,7 @@ def own_loop(folder: Path, short: bool) -> dict[str, Tensor]:
     hits = [short and manager.placement.dp_rank == 1]
 
     def when() -> bool:
-        at = hits[0] and manager.trainer.step == 1 and manager.trainer.state.given == 1
+        at = hits[0] and manager.trainer.step == 1 and manager.trainer.state.calls_in_step == 1
         hits[0] = hits[0] and not at
         return at
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from multi_gpu_training.cli.measured_script import (
     command_of,
     file_problems,
-    folder_problems,
     place_problems,
     rank_problems,
 )
@@ -132,7 +131,6 @@ def _validate(flags: CheckFlags) -> None:
     if flags.num_gpus == 0 or flags.num_gpus < -1:
         problems.append(f"--num-gpus {flags.num_gpus}: use -1 for all, or a positive number")
     problems += rank_problems("--num-gpus", flags.num_gpus, flags.device)
-    problems += folder_problems("--save-dir", flags.save_dir)
     problems += file_problems("--save-curve", flags.save_curve)
     if problems:
         raise ConfigError(problems)

@@ -28,7 +28,8 @@ Number = TypeVar("Number", int, float)
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
 DP = TrainingMode.DATA_PARALLEL
 SINGLE = TrainingMode.SINGLE
-SHORT_NAMES = {DDP: "ddp", DP: "dp", SINGLE: "single"}
+FSDP = TrainingMode.FULLY_SHARDED
+SHORT_NAMES = {DDP: "ddp", DP: "dp", SINGLE: "single", FSDP: "fsdp"}
 CPU_RANKS = 2
 CPU_RANKS_PER_CORE = 4  # a slip of the finger must not start thousands of processes
 
@@ -141,7 +142,7 @@ def ask_ranks(mode: TrainingMode, gpus: int) -> int:
         most = max(CPU_RANKS, CPU_RANKS_PER_CORE * cores)
         question = f"How many CPU ranks ({cores} cores here)"
         return ask_number(question, CPU_RANKS, whole_number(1, most))
-    least = 2 if mode is DP else 1
+    least = 2 if mode in (DP, FSDP) else 1
     if gpus == least:
         print(f"GPUs: {gpus}")
         return gpus
@@ -153,30 +154,33 @@ def proposed_mode(gpus: int) -> TrainingMode:
 
 
 def mode_choices(recipe: Recipe, gpus: int) -> list[Choice]:
-    """The three modes; those that this machine or the recipe cannot do are there, with why."""
+    """All modes; those that this machine or the recipe cannot do are there, with why."""
     if gpus > 1:
         titles = {
             DDP: "DDP     one process per GPU, scales to many GPUs and machines (recommended)",
             DP: "DP      one process feeds all GPUs; for quick experiments on 2 to 4",
             SINGLE: "single  one GPU",
+            FSDP: "FSDP    the model split over the GPUs, for one that does not fit into one",
         }
     elif gpus == 1:
         titles = {
             DDP: "DDP     one rank on the one GPU; computes what single computes",
             DP: "DP",
             SINGLE: "single  the one GPU (recommended: there is only one)",
+            FSDP: "FSDP",
         }
     else:
         titles = {
             DDP: "DDP     ranks on the CPU cores; what many GPUs would compute (recommended)",
             DP: "DP",
             SINGLE: "single  one CPU process",
+            FSDP: "FSDP    the model split over CPU ranks",
         }
     return [Choice(titles[mode], mode, disabled=why_not(recipe, mode, gpus)) for mode in titles]
 
 
 def why_not(recipe: Recipe, mode: TrainingMode, gpus: int) -> str | None:
-    if mode is DP and gpus < 2:
+    if (mode is DP and gpus < 2) or (mode is FSDP and gpus == 1):
         return f"needs at least 2 GPUs, found {gpus}"
     try:
         recipe.config({"training_mode": mode})
