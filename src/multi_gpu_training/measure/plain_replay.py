@@ -124,6 +124,8 @@ class PlainReplay:
         limit = run.config.max_grad_norm
         if limit is not None:
             nn.utils.clip_grad_norm_(model.parameters(), limit)
+        if run.config.max_grad_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), run.config.max_grad_value)
         for group, settings in zip(optimizer.param_groups, self.ends[step][0], strict=True):
             group.update(settings)
         optimizer.step()
