@@ -23,6 +23,7 @@ from multi_gpu_training import (
     accelerator,
     print_gpu_info,
 )
+from multi_gpu_training.cli.train_command import TrainFlags, resolve
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import claimed_identity, place
 from multi_gpu_training.torch_internals import DispatchMode
@@ -53,6 +54,15 @@ def test_auto_takes_the_accelerator_that_is_there(machine: Any) -> None:
     assert str(place(MultiGPUConfig(device="xpu", device_ids=[1])).device) == "xpu:1"
     machine("mps")
     assert str(place(MultiGPUConfig(device="cpu")).device) == "cpu"
+
+
+def test_a_recipe_trains_as_one_rank_where_there_is_one_device(machine: Any) -> None:
+    for device in ("auto", "mps"):
+        machine("mps")
+        flags = TrainFlags("image", None, {"device": device}, {}, [])
+        assert resolve(flags)[1].world_size == 1
+    machine()
+    assert resolve(TrainFlags("image", None, {}, {}, []))[1].world_size == 2
 
 
 def test_several_ranks_without_a_gpu_for_each_compute_on_the_cpu(

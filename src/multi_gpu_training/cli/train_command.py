@@ -107,6 +107,7 @@ def _mode(fields: Mapping[str, Any]) -> TrainingMode:
 
 def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> None:
     """Ranks and GPUs from --num-gpus and --gpu-ids, in the terms of each mode."""
+    from multi_gpu_training.accelerator import choose
     from multi_gpu_training.distributed.identity import from_environment
     from multi_gpu_training.launch.engine import Hosts
     from multi_gpu_training.launch.launcher import available_gpus, ranks_for
@@ -124,7 +125,9 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> Non
         if flags.num_gpus is not None and flags.num_gpus != -1:
             fields["world_size"] = count * nodes
         elif from_environment() is None and not gpus and "world_size" not in fields:
-            fields["world_size"] = 2 * nodes  # two CPU ranks show what many GPUs would do
+            # Two CPU ranks show what many GPUs would do; mps and xpu are one device.
+            alone = device in ("mps", "xpu") or (device == "auto" and choose("auto") != "cpu")
+            fields["world_size"] = (1 if alone else 2) * nodes
     elif mode is TrainingMode.DATA_PARALLEL and gpus and ids is None:
         fields["device_ids"] = list(range(count))
 
