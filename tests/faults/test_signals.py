@@ -63,12 +63,13 @@ def train(
         "resume": "auto",
     }
     hooks = settings.pop("callbacks", [])
+    data = settings.pop("data", None) or Slow(64, pause)
     manager = MultiGPUTrainingManager(MultiGPUConfig(**{**defaults, **settings}))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 3))
     manager.fit(
         model,
-        Slow(64, pause),
+        data,
         Slow(32, val_pause, folder / f"{name}-validates"),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, 1e-2),
         callbacks=hooks,
@@ -342,6 +343,27 @@ def test_a_signal_before_the_first_step_ends_the_run(
         ranks.when((tmp_path / "ready").exists).send(number)
         # A shell shows 143 for either.
         assert ranks.codes() in ([143], [-signal.SIGTERM]), ranks.err
+
+
+class EndsTheWait(Slow):
+    """A signal comes while the loop waits for a sample of the fifth step."""
+
+    asked_for = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.asked_for += 1
+        if self.asked_for == 36:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(PATIENCE_S)
+        return super().__getitem__(index)
+
+
+def test_a_signal_while_a_batch_is_awaited_loses_no_place_in_the_data(tmp_path: Path) -> None:
+    whole = train(tmp_path, "whole")
+    with pytest.raises(SystemExit):
+        train(tmp_path, "it", data=EndsTheWait(64))
+    assert checkpoints(tmp_path, "it")[-1].name == "step-00000004"
+    assert train(tmp_path, "it") == whole
 
 
 SCRIPT = """

@@ -61,11 +61,14 @@ class EpochLoader(ABC):
             for batch in self.one_pass():
                 self._newest, self._given, self._has_given = share_of(batch), batch, True
                 yield batch
-        finally:
+        except GeneratorExit:
+            # A loop broke off. What ends the wait for a batch, an error or a signal, is another
+            # matter: the run goes on from this very place.
             # Not where somebody has sought another place since: a rollback, or a stop.
             if self._pass is this and self.trained is not None:
                 self.seek(epoch + 1)
                 self._left = epoch
+            raise
 
     def place_after(self, epoch: int, position: int) -> tuple[int, int]:
         """Where a run goes on that has trained up to `position` of `epoch`: there, or in the next
