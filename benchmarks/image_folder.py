@@ -1,6 +1,6 @@
 """A folder of mixed image files, some of them corrupt: is it trained on, and does decoding keep up?
 
-    python benchmarks/image_folder.py --data /work/shared/data --out image_folder.json
+    python benchmarks/image_folder.py --data DATA --out image_folder.json
 
 Writes a folder of `--files` images in 30 classes (ten digits of MNIST, ten kinds of clothes of
 Fashion-MNIST and ten hues of noise; without `--data` thirty hues), as PNG, JPEG and WebP, grey and

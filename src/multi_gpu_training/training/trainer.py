@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -143,6 +144,8 @@ class MultiGPUTrainer(ABC):
         self.execution.enter_stream()
         model.to(device)
         check_same_model(model, self.placement)
+        if manual:
+            self._start_from_rank_0(model)
         if self.config.sync_bn and self.placement.dp_size > 1:
             model = synchronise_batchnorm(model, self.placement)
         self.fast_defaults = choose_fast_defaults(self.config, model, device)
@@ -156,6 +159,14 @@ class MultiGPUTrainer(ABC):
         if self.placement.breakable is not None and not manual:
             self.placement.on_broken = self.oom.join
         return model
+
+    def _start_from_rank_0(self, model: nn.Module) -> None:
+        """Give every rank rank 0's weights, as DDP's wrapper would: scripts need not seed."""
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                sent = tensor.detach().contiguous()
+                self.placement.broadcast_tensors([sent])
+                tensor.copy_(sent)
 
     def _expect_own_backward(self) -> None:
         """No wrapper around the model: ranks exchange gradients where `ManualTrainer` says."""
