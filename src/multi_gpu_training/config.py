@@ -427,7 +427,12 @@ class MultiGPUConfig(BaseModel):
             raise ConfigError(problems)
 
     def _contradictions(self) -> Iterator[str]:
-        given = self.model_fields_set
+        yield from self._contradictions_of_place()
+        yield from self._contradictions_of_exchange()
+        yield from self._contradictions_of_training()
+
+    def _contradictions_of_place(self) -> Iterator[str]:
+        """Mode, devices, ranks and how much each computes."""
         mode = self.training_mode
         distributed = mode.has_ranks
         if not distributed and (self.world_size or 1) > 1:
@@ -446,7 +451,7 @@ class MultiGPUConfig(BaseModel):
             fields = type(self).model_fields
             useless = [
                 name
-                for name in sorted(given)
+                for name in sorted(self.model_fields_set)
                 if name[:5] == "fsdp_" and getattr(self, name) != fields[name].default
             ]
             if useless:
@@ -485,6 +490,9 @@ class MultiGPUConfig(BaseModel):
                 f"global_batch_size={self.global_batch_size} is smaller than "
                 f"world_size={self.world_size}; use at least {self.world_size}, or fewer ranks"
             )
+
+    def _contradictions_of_exchange(self) -> Iterator[str]:
+        given = self.model_fields_set
         if {"reduce_bucket_size", "bucket_cap_mb"} <= given and self.reduce_bucket_size:
             megabytes = self.reduce_bucket_size / 2**20
             if abs(megabytes - self.bucket_cap_mb) > 1e-6 * self.bucket_cap_mb:
@@ -506,6 +514,9 @@ class MultiGPUConfig(BaseModel):
                 f"hang_timeout_s={self.hang_timeout_s:g} can name who holds it up; raise timeout, "
                 "or lower hang_timeout_s"
             )
+
+    def _contradictions_of_training(self) -> Iterator[str]:
+        """Data, learning rate, averages, precision, and where runs are kept."""
         if self.local_dir is not None and not any(map(is_url, (self.save_dir, self.resume or ""))):
             yield (
                 f"local_dir={self.local_dir} does nothing without a URL as save_dir; drop it, or "

@@ -44,8 +44,9 @@ from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.loggers import Logger, check_loggers
 from multi_gpu_training.monitoring.run_folder import RunFolder
+from multi_gpu_training.run_records import Records
 from multi_gpu_training.safe_output import protect_output
-from multi_gpu_training.setup import Given, Records, Training
+from multi_gpu_training.setup import Given, Training
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
 from multi_gpu_training.training.compile_cache import keep_compile_cache
 from multi_gpu_training.training.evaluation import EvalFn
@@ -327,7 +328,7 @@ class MultiGPUTrainingManager:
         or batches of this rank, such as val_loader. None: the validation data. With `ema_decay` or
         `swa_start` it is the averaged weights that are judged.
         """
-        return self.loop.evaluate(self._evaluation_data(data, "evaluation"))
+        return self.loop.evaluator.evaluate(self._evaluation_data(data, "evaluation"))
 
     def predict(self, data: Any = None, predict_fn: PredictFn | None = None) -> Any:
         """Outputs for every sample, in the order of the data and each once, on every rank in host
@@ -341,8 +342,8 @@ class MultiGPUTrainingManager:
         data = self._evaluation_data(data, "prediction", in_order=True)
         given = predict_fn or call_model
         if isinstance(data, Mapping):
-            return {name: self.loop.predict(part, given) for name, part in data.items()}
-        return self.loop.predict(data, given)
+            return {name: self.loop.evaluator.predict(part, given) for name, part in data.items()}
+        return self.loop.evaluator.predict(data, given)
 
     def gather(self, outputs: Iterable[tuple[Any, Any]]) -> Any:
         """Outputs of your own loop over `val_loader`, from all ranks and in the order of the data:
@@ -353,7 +354,7 @@ class MultiGPUTrainingManager:
     def averaged_weights(self) -> Iterator[nn.Module]:
         """The model with its averaged weights (`ema_decay`, `swa_start`) for the length of a `with`
         block; as it is where nothing is averaged. Every rank must enter it."""
-        with self.loop.ready_model() as model:
+        with self.loop.evaluator.ready_model() as model:
             yield model
 
     def _evaluation_data(self, data: Any, purpose: str, **how: Any) -> Any:
@@ -502,7 +503,7 @@ class MultiGPUTrainingManager:
     @property
     def evaluated(self) -> MetricsCollector:
         """What this rank collected in the last evaluation."""
-        return self.loop.evaluated
+        return self.loop.evaluator.evaluated
 
     def log(self, **metrics: float | Tensor) -> None:
         """Send your own metrics to every logger, under the current step."""

@@ -31,7 +31,7 @@ def run_exit_functions() -> None:
 
 
 def interpreter_flags() -> list[str]:
-    """This interpreter's own flags (-W, -X, -O ...), for a child that shall run alike."""
+    """This interpreter's own flags (-W, -X, -O ...), for a child that is to run the same way."""
     return cast(list[str], subprocess._args_from_interpreter_flags())  # type: ignore[attr-defined]
 
 

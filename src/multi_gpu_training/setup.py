@@ -39,7 +39,6 @@ from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.stream import StreamLoader
 from multi_gpu_training.distributed.control import Control
-from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError, ModelError
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.faults.policies import RESTART
@@ -47,26 +46,23 @@ from multi_gpu_training.measure.balance import Balance
 from multi_gpu_training.measure.request import MeasuredRun, Measurement
 from multi_gpu_training.monitoring.announce import LossAnnouncement, announce
 from multi_gpu_training.monitoring.console import Console
-from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.input_wait import InputWait
 from multi_gpu_training.monitoring.loggers import (
     LoggedRun,
     Logger,
-    LoggerList,
     chosen_loggers,
     open_loggers,
 )
 from multi_gpu_training.monitoring.progress_bar import ProgressBar, ProgressLines
 from multi_gpu_training.monitoring.run_events import RunEvents
-from multi_gpu_training.monitoring.run_folder import RunFolder, open_run
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
-from multi_gpu_training.storage.uploader import Uploader, UploadPlan
+from multi_gpu_training.run_records import open_records
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
 from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
-from multi_gpu_training.training.evaluation import choose_eval_fn
+from multi_gpu_training.training.evaluation import Evaluator, choose_eval_fn
 from multi_gpu_training.training.learning_rate import (
     Scaling,
     base_batch_size,
@@ -84,63 +80,6 @@ from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.replica_check import ReplicaCheck
 from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.trainer import MultiGPUTrainer
-
-
-@dataclass
-class Records:
-    """The folder of a run and what is written into it while it trains."""
-
-    folder: RunFolder
-    events: EventFile
-    logger: StructuredLogger
-    loggers: LoggerList
-    uploader: Uploader | None = None
-    upload_wait_s: float = 0.0
-
-    def close(self) -> None:
-        self.loggers.close()
-        self.events.close()
-        if self.uploader is not None:  # after everything is written
-            self.uploader.close(self.upload_wait_s, self.logger.info)
-        self.folder.close()
-
-    def checkpoints_changed(self) -> None:
-        if self.uploader is not None:
-            self.uploader.wake()
-
-
-def open_records(
-    config: MultiGPUConfig,
-    placement: Placement,
-    console: Console,
-    recipe_options: Mapping[str, Any],
-) -> Records:
-    """Choose, make and lock the run's folder, and open its events. Collective."""
-    folder = open_run(config, placement, recipe_options, console.warn)
-    identity = placement.identity
-    events = EventFile(
-        folder.events(identity.rank),
-        folder.make_again,
-        run=folder.path.name,
-        attempt=identity.attempt,
-        rank=identity.rank,
-        world_size=identity.world_size,
-    )
-    records = Records(folder, events, StructuredLogger(console, events), LoggerList())
-    if folder.url is not None and folder.hosts is not None and folder.hosts.writes:
-        plan = UploadPlan(
-            folder.path,
-            folder.url,
-            identity,
-            config.keep_last,
-            config.keep_best,
-            config.upload_every,
-            whole=placement.is_main,
-        )
-        records.uploader = Uploader(plan, folder.lease, records.logger)
-        records.uploader.start()
-        console.line(f"uploading to {folder.url}")
-    return records
 
 
 @dataclass(frozen=True)
@@ -503,9 +442,13 @@ class Training:
             control=self.control,
             train_loader=self.train_loader,
             val_loader=self.val_loader,
-            loss_fn=self.loss_fn,
-            eval_fn=self.eval_fn,
-            averaged=self.averaged,
+            evaluator=Evaluator(
+                self.state,
+                self.trainer.execution.verify,
+                self.averaged,
+                self.loss_fn,
+                self.eval_fn,
+            ),
             epoch_metrics=self.epoch_metrics,
             facts={
                 "global_batch_size": self.sizes.global_batch or None,

@@ -98,7 +98,7 @@ def check(flags: BenchFlags) -> None:
         problems.append(f"{' and '.join(asked)} are tables of their own; ask for one at a time")
     if flags.allow_compression and not flags.tune:
         problems.append("--allow-compression is for --tune; add it, or drop this")
-    # One by one, so that what is wrong with both is said at once.
+    # One by one, so that the problems of both are reported together.
     for read, text in (
         (modes_of, flags.modes),
         (lambda text: numbers("--batch-sizes", text), flags.batch_sizes or "1"),

@@ -31,7 +31,7 @@ def _with_attributes(kind: type) -> type:
 
 
 def attach(batch: Any, share: Share) -> Any:
-    """The same batch, carrying `share`, so that `train_step(batch)` weighs it rightly.
+    """The same batch, carrying `share`, so that `train_step(batch)` gives it its weight.
 
     The user sees the batch as collated: a list stays a list, a dict a dict, a tensor a tensor.
     Its tensors carry the share as well, for loops that unpack: `for x, y in loader`.

@@ -111,7 +111,7 @@ class ShareLoader(EpochLoader):
         return self.feeding.evaluating
 
     def set_shares(self, **how: Any) -> None:
-        """Cut batches otherwise from the next pass on: other `weights`, or another `rank`."""
+        """Share out batches by other `weights`, or for another `rank`, from the next pass on."""
         self.feeding = replace(self.feeding, **how)
 
     def plan(self) -> Iterator[Share]:

@@ -48,7 +48,7 @@ class FormsBatches(Protocol):
 
 @dataclass(slots=True)
 class Share:
-    """What a rank must know about one micro-batch to weigh it rightly. Never changed once made.
+    """What a rank must know about one micro-batch to give it its weight. Never changed once made.
 
     count: samples that this rank holds; 0 where there are fewer samples than ranks.
     window_count: samples of the whole step, over all micro-batches and ranks.

@@ -92,7 +92,7 @@ class StreamLoader(EpochLoader):
         self._next = None
 
     def set_shares(self, **how: Any) -> None:
-        """Cut batches otherwise from the next pass on: other `weights`, or another `rank`.
+        """Share out batches by other `weights`, or for another `rank`, from the next pass on.
         The stream is read anew up to where it stands."""
         self.feeding = replace(self.feeding, **how)
         self._next = None

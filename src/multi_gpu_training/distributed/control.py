@@ -127,7 +127,7 @@ class Control(Boundary):
         return self._stop_at is not None and self.passed + 1 == self._stop_at
 
     def arrive(self) -> None:
-        """Pass a boundary. Every rank must call it alike."""
+        """Pass a boundary. Every rank must call it."""
         self.waiting = False
         self.passed += 1
         if self.held:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from multi_gpu_training.data.batch import share_of, to_device
 from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
 from multi_gpu_training.errors import ConfigError, ModelError
+from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.loss import (
     LossFn,
     Pairs,
@@ -25,6 +27,8 @@ from multi_gpu_training.training.loss import (
 from multi_gpu_training.training.metric_states import is_metric, refuse_inexact
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
+from multi_gpu_training.training.prediction import PredictFn, gather_outputs
+from multi_gpu_training.training.step_state import StepState
 
 # Adds what one batch says to the metrics: eval_fn(model, batch, metrics).
 EvalFn = Callable[[nn.Module, Any, MetricsCollector], None]
@@ -150,3 +154,68 @@ def _predicted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             "call metrics.update(name, metric, predictions, target) in it"
         )
     return predict(model, batch)
+
+
+@dataclass
+class Evaluator:
+    """Evaluates and predicts on all ranks, with the averaged weights where there are some.
+
+    verify: finds recorded steps that were wrong, before anyone uses their weights.
+    evaluated: what the newest evaluation collected.
+    """
+
+    state: StepState
+    verify: Callable[[], None]
+    averaged: AveragedWeights
+    loss_fn: LossFn
+    eval_fn: EvalFn | MetricObjects | None
+    evaluated: MetricsCollector = field(default_factory=MetricsCollector)
+
+    def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
+        """Metrics on any batches, or on several sets of them by name, over all ranks; records
+        nothing."""
+        metrics: dict[str, float] = {}
+        for name, batches in named_sets(data).items():
+            metrics |= prefixed(name, self.metrics_of(batches))
+        return metrics
+
+    def metrics_of(self, batches: Iterable[Any]) -> dict[str, float]:
+        """The same on one set."""
+        state, placement = self.state, self.state.placement
+        with self.ready_model() as model:
+            self.evaluated = evaluate(
+                model,
+                self._as_computed(batches),
+                self.loss_fn,
+                self.eval_fn,
+                state.precision,
+                placement.device,
+                state.batch_size_fn,
+                state.config.f1_average,
+            )
+            return self.evaluated.compute(placement)
+
+    def predict(self, batches: Iterable[Any], predict_fn: PredictFn) -> Any:
+        """Outputs for the samples of all ranks, in the order of the data, on every rank."""
+        state = self.state
+
+        def pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+            for batch in self._as_computed(batches):
+                with state.precision.autocast():
+                    yield batch, predict_fn(model, batch)
+
+        with self.ready_model() as model, evaluation_mode(model):
+            return gather_outputs(pairs(model), state.placement)
+
+    @contextmanager
+    def ready_model(self) -> Iterator[nn.Module]:
+        """The model to be judged: recorded steps are verified, ranks have the same buffers, and
+        where weights are averaged it holds the average. Collective."""
+        self.verify()
+        self.state.strategy.sync_buffers()
+        with self.averaged.applied(), self.state.strategy.gathered():
+            yield self.state.model
+
+    def _as_computed(self, batches: Iterable[Any]) -> Iterable[Any]:
+        transform = self.state.transform
+        return batches if transform is None else map(transform, batches)

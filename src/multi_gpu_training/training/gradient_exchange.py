@@ -20,7 +20,7 @@ BUCKET = 2**24  # elements that are sent at a time: the copy of the gradients st
 
 
 class GradientExchange:
-    """Sums of gradients over the ranks of a placement. Every rank must call it alike."""
+    """Sums of gradients over the ranks of a placement. Every rank must make the same calls."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement

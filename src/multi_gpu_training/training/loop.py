@@ -3,7 +3,6 @@
     run             all epochs, unless max_steps or early stopping ends it before
     train_epoch     one pass over the data; after a rollback, again from the checkpoint's place
     validate_epoch  every validation sample once; closes the epoch: record, best, checkpoint
-    evaluate        metrics of any data; predict: outputs, in the order of the data
     save_checkpoint the whole state, written in the background
     stop            a signal came: save where all ranks stand, and leave
 
@@ -16,12 +15,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-from torch import nn
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import came_from_a_loader, share_of
@@ -36,20 +32,10 @@ from multi_gpu_training.errors import (
     MultiGPUError,
     NonFiniteLossError,
 )
-from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import CallbackList
-from multi_gpu_training.training.evaluation import (
-    EvalFn,
-    MetricObjects,
-    evaluate,
-    evaluation_mode,
-    named_sets,
-    prefixed,
-)
-from multi_gpu_training.training.loss import LossFn
+from multi_gpu_training.training.evaluation import Evaluator, named_sets, prefixed
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.oom import advice, is_out_of_memory
-from multi_gpu_training.training.prediction import PredictFn, gather_outputs
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.stopping import (
     leave,
@@ -99,7 +85,7 @@ class StepLog(Protocol):
 
 @dataclass
 class TrainingLoop:
-    """All epochs of one run. Every rank calls everything here alike."""
+    """All epochs of one run. Every rank must make the same calls."""
 
     config: MultiGPUConfig
     trainer: MultiGPUTrainer
@@ -110,9 +96,7 @@ class TrainingLoop:
     control: Control
     train_loader: Loader
     val_loader: ValLoaders | None
-    loss_fn: LossFn
-    eval_fn: EvalFn | MetricObjects | None
-    averaged: AveragedWeights  # used wherever the model is judged
+    evaluator: Evaluator
     epoch_metrics: MetricsCollector  # of the epoch under way, over the steps logged so far
     facts: dict[str, Any]  # what a checkpoint's manifest says beside the state
     renew_shares: Callable[[], None]  # measures again how much each rank should compute
@@ -120,7 +104,6 @@ class TrainingLoop:
     warn: Callable[[str], None]
     track: Callable[[str, Iterable[Any], int | None], Iterable[Any]]  # shows a bar of batches
     folder: Path
-    evaluated: MetricsCollector = field(default_factory=MetricsCollector)
     _epoch: int | None = None  # the last one that train_epoch was asked for
     _whole: bool = True  # whether it was trained to its end
     _trained: tuple[int, dict[str, float]] | None = None  # an epoch that waits for its validation
@@ -337,7 +320,7 @@ class TrainingLoop:
             title = f"Validation {name}".rstrip()
             length = len(batches) if isinstance(batches, Sized) else None
             shown = self.track(title, validation_batches(batches, self.control), length)
-            found = self._evaluate(shown)
+            found = self.evaluator.metrics_of(shown)
             if not found:
                 which = f" on {name!r}" if name else ""
                 raise ConfigError(
@@ -373,56 +356,6 @@ class TrainingLoop:
         if self._trained is not None:
             (epoch, train), self._trained = self._trained, None
             self._close_epoch(epoch, train, None)
-
-    # The model, judged
-
-    def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
-        """Metrics on any batches, or on several sets of them by name, over all ranks; records
-        nothing."""
-        metrics: dict[str, float] = {}
-        for name, batches in named_sets(data).items():
-            metrics |= prefixed(name, self._evaluate(batches))
-        return metrics
-
-    def _evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        state, placement = self.trainer.state, self.trainer.placement
-        with self.ready_model() as model:
-            self.evaluated = evaluate(
-                model,
-                self._as_computed(batches),
-                self.loss_fn,
-                self.eval_fn,
-                state.precision,
-                placement.device,
-                state.batch_size_fn,
-                self.config.f1_average,
-            )
-            return self.evaluated.compute(placement)
-
-    def predict(self, batches: Iterable[Any], predict_fn: PredictFn) -> Any:
-        """Outputs for the samples of all ranks, in the order of the data, on every rank."""
-        state = self.trainer.state
-
-        def pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-            for batch in self._as_computed(batches):
-                with state.precision.autocast():
-                    yield batch, predict_fn(model, batch)
-
-        with self.ready_model() as model, evaluation_mode(model):
-            return gather_outputs(pairs(model), self.trainer.placement)
-
-    @contextmanager
-    def ready_model(self) -> Iterator[nn.Module]:
-        """The model to be judged: recorded steps are verified, ranks have the same buffers, and
-        where weights are averaged it holds the average. Collective."""
-        self.trainer.execution.verify()
-        self.trainer.strategy.sync_buffers()
-        with self.averaged.applied(), self.trainer.strategy.gathered():
-            yield self.trainer.model
-
-    def _as_computed(self, batches: Iterable[Any]) -> Iterable[Any]:
-        transform = self.trainer.state.transform
-        return batches if transform is None else map(transform, batches)
 
     # Going back
 

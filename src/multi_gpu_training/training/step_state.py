@@ -150,7 +150,7 @@ class StepState:
                 raise ModelError(
                     f"before step {self.step + 1} ranks train different parameters: only rank "
                     f"{self.placement.dp_rank} {sorted(mine)[:3]}, only rank {rank} "
-                    f"{sorted(other)[:3]}; freeze and unfreeze alike on every rank"
+                    f"{sorted(other)[:3]}; freeze and unfreeze the same parameters on every rank"
                 )
         if not names:
             raise ModelError(f"before step {self.step + 1} every parameter was frozen")

@@ -232,21 +232,10 @@ class MultiGPUTrainer(ABC):
         """
         state, oom, execution = self.state, self.oom, self.execution
         note_step(state.step + 1, begun=True)
-        share = share_of(batch)
-        if share is None and state.loader is not None:
-            place = state.epoch, state.position
-            share = state.loader.recognise(batch, place, state.count_samples)
-            batch = batch if share is None else carry(batch, share)
+        batch, share = self._with_share(batch)
         begins = state.calls_in_step == 0 if share is None else share.first
         if begins:
-            self._boundary.passed += 1
-            if self._boundary.held:
-                self._boundary.halt()
-            if not oom.retrying:  # a step that is computed again has begun before
-                for call in state.callbacks.on_step_begin:
-                    call(state.step + 1)
-            if state.parameters_changed():
-                execution.take_new_parameters()
+            self._begin_step()
         else:
             note_count(state.micro)
         oom.busy = True  # an exchange that breaks is the step's to mend
@@ -296,6 +285,27 @@ class MultiGPUTrainer(ABC):
                     call(result)
                 note_phase(BETWEEN_STEPS)
         return result
+
+    def _with_share(self, batch: Any) -> tuple[Any, Share | None]:
+        """The batch, and which part of which step it is; None for one that the loop made."""
+        state, share = self.state, share_of(batch)
+        if share is None and state.loader is not None:
+            place = state.epoch, state.position
+            share = state.loader.recognise(batch, place, state.count_samples)
+            batch = batch if share is None else carry(batch, share)
+        return batch, share
+
+    def _begin_step(self) -> None:
+        """Stop here if a signal asked for it; tell the callbacks; notice new parameters."""
+        state = self.state
+        self._boundary.passed += 1
+        if self._boundary.held:
+            self._boundary.halt()
+        if not self.oom.retrying:  # a step that is computed again has begun before
+            for call in state.callbacks.on_step_begin:
+                call(state.step + 1)
+        if state.parameters_changed():
+            self.execution.take_new_parameters()
 
     def give_up_recording(self, reason: str) -> None:
         """Compute every later step operation by operation, and free what recorded steps held."""

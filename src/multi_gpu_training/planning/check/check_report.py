@@ -16,7 +16,7 @@ SCHEMA = 1
 
 class Level(StrEnum):
     PASS = "pass"
-    WARN = "warn"  # training runs, slower or otherwise than it could
+    WARN = "warn"  # training runs, but slower than it could or not as asked
     FAIL = "fail"  # training cannot run, or gives wrong results
 
 

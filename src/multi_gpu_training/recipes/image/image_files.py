@@ -1,5 +1,5 @@
 """Labelled images as users have them: a folder per class, a table of paths, or a dataset of Hugging
-Face on disk. Nothing is decoded here; everything wrong with names and labels is said at once.
+Face on disk. Nothing is decoded here; everything wrong with names and labels is reported at once.
 """
 
 from __future__ import annotations

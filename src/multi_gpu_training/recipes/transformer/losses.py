@@ -1,4 +1,4 @@
-"""The losses. Each gives its mean and what it is a mean over, so that ranks weigh rightly."""
+"""The losses. Each gives its mean and the number it is a mean over, which is its weight."""
 
 from __future__ import annotations
 
