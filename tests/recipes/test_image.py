@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import struct
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from parity.training import difference, sgd
+from quiet_recipe import train_recipe
 from ranks import run_ranks
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -26,7 +26,6 @@ from multi_gpu_training.recipes.image.image_data import (
     load_images,
 )
 from multi_gpu_training.recipes.image.image_model import Normalise
-from multi_gpu_training.recipes.recipe import Job, find_recipe
 
 TRAIN, TEST = 40, 11
 
@@ -73,30 +72,8 @@ def train(
     optimizer: Any = None,
 ) -> Any:
     """What the recipe reaches, and its weights, in a rank that keeps quiet."""
-    recipe = find_recipe("image")
-    jobs: list[Job] = []
-
-    def build(config: Any, chosen: Any) -> Job:
-        job = recipe.build(config, chosen)
-        if optimizer is not None:
-            job = dataclasses.replace(job, optimizer=optimizer)
-        if dtype is torch.float64:
-            job.model.double().register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
-        jobs.append(job)
-        return job
-
-    quiet = {
-        "device": "cpu",
-        "progress": "off",
-        "tensorboard": False,
-        "save_dir": str(folder),
-        "enable_fault_tolerance": False,
-    }
-    result = dataclasses.replace(recipe, build=build).train(
-        recipe.config({**quiet, **settings}), recipe.options(**options)
-    )
-    weights = {name: value.detach().clone() for name, value in jobs[0].model.state_dict().items()}
-    return result.metrics, weights
+    metrics, weights, _ = train_recipe("image", folder, settings, options, dtype, optimizer)
+    return metrics, weights
 
 
 @pytest.mark.slow

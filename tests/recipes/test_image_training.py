@@ -3,7 +3,6 @@ same images, with models from elsewhere."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from image_folders import COLOURS, TINY_VIT, corrupt, tiny_vit, write_images
 from parity.training import sgd
+from quiet_recipe import train_recipe
 from ranks import run_ranks
 from tiny import fork_workers
 from torch import nn
@@ -49,31 +49,14 @@ def train(
 ) -> Any:
     """Metrics, weights and run folder, from a rank that keeps quiet."""
     fork_workers()
-    recipe = find_recipe("image")
-    jobs: list[Job] = []
-
-    def build(config: Any, chosen: Any) -> Job:
-        job = recipe.build(config, chosen)
-        if optimizer is not None:
-            job = dataclasses.replace(job, optimizer=optimizer)
-        if dtype is torch.float64:
-            job.model.double().register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
-        jobs.append(job)
-        return job
-
-    quiet = {
-        "device": "cpu",
-        "progress": "off",
-        "tensorboard": False,
-        "save_dir": str(folder),
-        "enable_fault_tolerance": False,
-        "num_workers": 0,
-    }
-    chosen = recipe.options(**{"image_size": 16, **options})
-    config = recipe.config({**quiet, **settings}, chosen)
-    result = dataclasses.replace(recipe, build=build).train(config, chosen)
-    weights = {name: value.detach().clone() for name, value in jobs[0].model.state_dict().items()}
-    return result.metrics, weights, result.folder
+    return train_recipe(
+        "image",
+        folder,
+        {"num_workers": 0, **settings},
+        {"image_size": 16, **options},
+        dtype,
+        optimizer,
+    )
 
 
 def train_all(folder: Path, data: str) -> list[Any]:
