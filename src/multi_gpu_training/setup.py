@@ -129,6 +129,7 @@ class Training:
         self.control = self._build_control()  # first: signals are given back last
         self.records = open_records(self.config, self.placement, console, recipe_options)
         self._taken.callback(trainer.execution.leave_stream)
+        self._taken.callback(trainer.execution.close)
         self._taken.callback(self.records.close)
         self.logger, self.folder = self.records.logger, self.records.folder.path
 

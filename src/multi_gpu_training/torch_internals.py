@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -201,6 +201,13 @@ def remove_ddp_hooks(ddp: DistributedDataParallel) -> None:
     """Let parameters forget a wrapper that will not be used again; else a second one around the
     same module exchanges every gradient twice."""
     ddp._remove_autograd_hooks()
+
+
+def inside_ddp_forward(ddp: DistributedDataParallel) -> AbstractContextManager[None]:
+    """Compile as inside DDP's forward: torch then cuts the backward where buckets end, so that
+    gradients are sent while it runs."""
+    context: AbstractContextManager[None] = ddp._inside_ddp_forward()
+    return context
 
 
 def ddp_logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:

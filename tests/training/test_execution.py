@@ -24,7 +24,12 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUTrainingManager
 from multi_gpu_training.data import feeding
-from multi_gpu_training.training.runner import graph_cache, selection, verified_graph
+from multi_gpu_training.training.runner import (
+    compile_switch,
+    graph_cache,
+    selection,
+    verified_graph,
+)
 from multi_gpu_training.training.runner.graph_guards import Guards
 
 
@@ -344,14 +349,29 @@ def test_guards_see_a_dropout_and_an_optimizer_that_are_turned() -> None:
     assert "p changed from 0.1 to 0.3" in str(guards.changed())
 
 
+class CompiledAtOnce:
+    """Stands for the process that compiles beside the training: it has nothing to do."""
+
+    problem: str | None = None
+    done = True
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(("pays_after_s", "mode"), [(0.0, "compile"), (1e9, "eager")])
 def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays_after_s: float, mode: str
 ) -> None:
     monkeypatch.setattr(selection, "LARGEST_STATE", 0)
-    monkeypatch.setattr(selection, "COMPILE_PAYS_AFTER_S", pays_after_s)
+    monkeypatch.setattr(compile_switch, "PAYS_AFTER_S", pays_after_s)
+    monkeypatch.setattr(compile_switch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(compile_switch, "CompileAhead", CompiledAtOnce)
     monkeypatch.setattr(selection, "WORTH_IT", 1e9)  # however long it takes on this machine
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     ends = []
     for how in ("eager", "auto"):
         config = quiet(tmp_path / how, step_execution=how, batch_size=8)
@@ -361,6 +381,75 @@ def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
         ends.append({name: tensor.clone() for name, tensor in manager.model.state_dict().items()})
     assert manager.trainer.execution.mode == mode
     same(*ends)
+
+
+def switching(
+    folder: Path, how: str, wrong: float = 1.0, resume: str | None = None, steps: int | None = None
+) -> tuple[dict[str, Tensor], str, list[int]]:
+    """A long enough run with a compiler that is ready at once: the weights, what its steps ran
+    as, and the steps that called compiled code."""
+    calls: list[int] = []
+    config = quiet(
+        folder,
+        step_execution=how,
+        batch_size=8,
+        epochs=4,
+        max_steps=steps,
+        resume=resume,
+        run_name="run",
+        enable_fault_tolerance=True,
+    )
+    manager = MultiGPUTrainingManager(config)
+
+    def compile_it(function: Any, **_: Any) -> Any:
+        def compiled(model: nn.Module, batch: Any) -> Any:
+            calls.append(manager.trainer.step + 1)
+            return function(model, batch) * wrong
+
+        return compiled
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (compile_switch, "PAYS_AFTER_S", 0.0),
+            (compile_switch, "CompileAhead", CompiledAtOnce),
+            (selection, "WORTH_IT", 1e9),
+            (selection, "CLEARLY_FASTER", 1e9),
+            (torch, "compile", compile_it),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        if how == "auto":
+            stack.enter_context(recording())
+        manager.fit(Net(), data(), loss_fn=_own_loss, optimizer=sgd)
+    state = {name: tensor.clone() for name, tensor in manager.model.state_dict().items()}
+    return state, manager.trainer.execution.mode, calls
+
+
+def test_recorded_steps_become_compiled_ones_and_compute_the_same(tmp_path: Path) -> None:
+    plain, _, _ = switching(tmp_path / "plain", "eager")
+    state, mode, calls = switching(tmp_path / "switched", "auto")
+    assert mode == "compiled graph"
+    assert calls
+    assert calls[0] > 16  # not before recorded steps were compared
+    same(plain, state)
+
+
+def test_code_that_compiles_wrongly_is_not_used(tmp_path: Path) -> None:
+    plain, _, _ = switching(tmp_path / "plain", "eager")
+    state, mode, _ = switching(tmp_path / "wrong", "auto", wrong=1.5)
+    assert mode == "graph"
+    same(plain, state)
+
+
+def test_a_resumed_run_begins_with_compiled_steps_where_its_checkpoint_had_them(
+    tmp_path: Path,
+) -> None:
+    whole, _, _ = switching(tmp_path / "whole", "auto")
+    _, mode, _ = switching(tmp_path / "cut", "auto", steps=60)
+    assert mode == "compiled graph"
+    state, mode, calls = switching(tmp_path / "cut", "auto", resume="auto")
+    assert mode == "compiled graph"
+    assert calls[0] == 61
+    same(whole, state)
 
 
 def uneven(folder: Path, recorded: bool, accumulation: int, room: int) -> Any:
@@ -417,7 +506,7 @@ def compiled(folder: Path, fails_on: int) -> tuple[str, str, list[float]]:
     """Ranks that compile, one of which cannot: what they run as, why, and what they learned."""
     rank = int(os.environ.get("RANK", 0))
 
-    def compile_it(function: Any) -> Any:
+    def compile_it(function: Any, **_: Any) -> Any:
         def refuse(*_: Any) -> Any:
             raise RuntimeError("no compiler here")
 

@@ -51,6 +51,8 @@ class VerifiedGraph:
 
     active: whether it takes steps. give_up: called with the reason when it stops doing so.
     snapshot_other_state: keeps what else a rollback must restore; returns what restores it.
+    between_windows: called after each comparison that found all well. longest_window: steps until
+    the next one at most, beside the limits that hold anyway.
     """
 
     def __init__(
@@ -61,8 +63,11 @@ class VerifiedGraph:
         cache: GraphCache,
         give_up: Callable[[str], None],
         snapshot_other_state: Callable[[], Callable[[], None] | None],
+        between_windows: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = state
+        self.between_windows = between_windows
+        self.longest_window: int | None = None
         self.eager = eager
         self.guard = guard
         self.cache = cache
@@ -183,7 +188,8 @@ class VerifiedGraph:
             self.comparison.newest = (self._keys, self._step)
         if self.state.step % LOOK_RECORDED == 0 and self.guard.weights_were_spoilt():
             self._take_back()
-        full = len(window.steps) >= self._window_limit or self._verdict == FULL
+        limit = min(self._window_limit, self.longest_window or LONGEST_WINDOW)
+        full = len(window.steps) >= max(limit, FIRST_WINDOW) or self._verdict == FULL
         if self.state.placement.dp_size == 1:
             full = full or window.kept_bytes > KEPT_BYTES or self.graph.ring_is_full
         if full and self.active:
@@ -278,6 +284,11 @@ class VerifiedGraph:
         else:
             self._begin_window(verified="before")
             self._window_limit = min(LONGEST_WINDOW, 4 * self._window_limit)
+            self.between_windows()
+
+    def accept(self, tolerance: float) -> None:
+        """Recordings may now differ from eager steps by this much, too."""
+        self._tolerance = max(self._tolerance, tolerance)
 
     def _newest_difference(self) -> float:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
