@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
-from multi_gpu_training.checkpoint.saver import Save
+from multi_gpu_training.checkpoint.write_queue import Save
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import storable
 from multi_gpu_training.data.feeding import (
