@@ -1,21 +1,25 @@
 """Whole runs on one GPU: what a step and the end of an epoch cost, against loops by hand.
 
     python benchmarks/whole_runs.py --rounds 5 --out whole_runs.json
-    python benchmarks/whole_runs.py --models mlp --ways epochs,one --profile
+    python benchmarks/whole_runs.py --models mlp --ways epochs --profile --rounds 1
 
 Every way trains the same model on the same data, which lie on the GPU: by hand in bf16 as a plain
 loop, as a CUDA graph, and as a graph of the compiled model; and by `fit` with its defaults (log,
 checkpoints, fault tolerance, monitoring) in epochs of 64 steps, and the same steps as one epoch.
-The GPU is awaited at both ends of what is timed, nowhere else. One process per way and round, in
-alternating order.
+All ways of a model run at once, each in its own process, and take turns: one trains a window of
+20 epochs while the others wait, in changing order. The GPU is awaited at both ends of a window,
+nowhere else. `fit` is timed as soon as steps are recorded (`--after graph`), or, by default, once
+they are compiled as well; models for which compiling is left out say so.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
 import platform
+import pstats
 import statistics
 import subprocess
 import sys
@@ -141,7 +145,7 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def by_hand(way: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def by_hand(way: str, case: Case, options: argparse.Namespace) -> None:
     """A loop of one's own, as fast as that form allows: data on the GPU, a fused optimizer."""
     device = options.device
     torch.manual_seed(0)
@@ -173,76 +177,100 @@ def by_hand(way: str, case: Case, options: argparse.Namespace) -> dict[str, Any]
         with torch.cuda.graph(graph, stream=stream):
             step()
         run = graph.replay
-    skipped = 2 if way == "plain" else 6
-    for epoch in range(skipped + options.epochs):
-        if epoch == skipped:
-            wait(device)
-            begun = time.perf_counter()
-        for batch in torch.randperm(len(x), device=device).split(case.batch):
-            places.copy_(batch)
-            run()
-    wait(device)
-    steps = options.epochs * STEPS
-    return {"us": (time.perf_counter() - begun) / steps * 1e6}
+
+    def epochs(count: int) -> None:
+        for _ in range(count):
+            for batch in torch.randperm(len(x), device=device).split(case.batch):
+                places.copy_(batch)
+                run()
+
+    epochs(2)
+    turn = Turns(options)
+    while turn.begin():
+        epochs(options.epochs)
+        turn.end(options.epochs * STEPS)
 
 
-def ours(way: str, case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """`fit` with its defaults. Timed from the end of an early epoch to the end of the last."""
-    from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
-
-    skipped = options.skip
-    epochs = skipped + options.epochs
-    first, last = skipped * STEPS, epochs * STEPS
-    times: list[float] = []
-    forms: list[str] = []
-
-    class Clock(Callback):
-        def on_step_end(self, run: Any, result: Any) -> None:
-            if result.step == first or result.step == last:
-                wait(options.device)
-                times.append(time.perf_counter())
-                forms.append(manager.trainer.execution.mode)
-                if profile is not None and result.step == first:
-                    profile.enable()
-                elif profile is not None:
-                    profile.disable()
-
-    profile = None
-    if options.profile:
-        import cProfile
-
-        profile = cProfile.Profile()
-    torch.manual_seed(0)
-    model = case.build()
-    one = way == "one"
+def ours(way: str, case: Case, options: argparse.Namespace) -> None:
+    """`fit` with its defaults, in windows that begin and end at ends of epochs."""
     from torch.utils.data import TensorDataset
 
+    from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
+
+    profile = cProfile.Profile() if options.profile else None
+    turn = Turns(options)
+    window = options.epochs * STEPS
+    wanted = "compiled graph" if options.after == "compiled" and case.compiles else "graph"
+
+    class Clock(Callback):
+        """After the first steps of an epoch that follow the wanted form."""
+
+        ends: int | None = None
+
+        def on_step_end(self, run: Any, result: Any) -> None:
+            if result.step == self.ends:
+                if profile is not None:
+                    profile.disable()
+                turn.end(window, form=execution.mode)
+                self.ends = None
+            if self.ends is None and result.step % STEPS == 0 and self.is_ready(result.step):
+                if not turn.begin():
+                    if profile is not None:
+                        for order in ("tottime", "cumulative"):
+                            pstats.Stats(profile).sort_stats(order).print_stats(60)
+                    sys.stdout.flush()
+                    os._exit(0)
+                self.ends = result.step + window
+                if profile is not None:
+                    profile.enable()
+
+        def is_ready(self, step: int) -> bool:
+            late = options.device == "cpu" or time.perf_counter() - begun > options.patience_s
+            return step >= options.skip * STEPS and (execution.mode == wanted or late)
+
+    torch.manual_seed(0)
+    one = 64 if way == "one" else 1  # epochs that are one
     with tempfile.TemporaryDirectory() as folder:
         config = MultiGPUConfig(
             batch_size=case.batch,
             save_dir=folder,
-            epochs=1 if one else epochs,
+            epochs=1_000_000,
             learning_rate=1e-3,
+            step_execution="auto" if wanted == "compiled graph" else "graph",
             **json.loads(options.set),
         )
         manager = MultiGPUTrainingManager(config)
+        execution = manager.trainer.execution
         begun = time.perf_counter()
         manager.fit(
-            model,
-            TensorDataset(*data(case, epochs if one else 1)),
+            case.build(),
+            TensorDataset(*data(case, one)),
             loss_fn=loss_fn,
             callbacks=[Clock()],
         )
-        whole = time.perf_counter() - begun
-        execution = manager.trainer.execution
-        form, reason = execution.mode, execution.reason
-    if profile is not None:
-        import pstats
 
-        pstats.Stats(profile).sort_stats("tottime").print_stats(28)
-        pstats.Stats(profile).sort_stats("cumulative").print_stats(70)
-    us = (times[1] - times[0]) / (last - first) * 1e6
-    return {"us": us, "form": form, "forms": forms, "reason": reason, "whole_s": whole}
+
+class Turns:
+    """Windows that are timed in turn with other processes, which wait meanwhile."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = options.device
+        self.born = time.perf_counter()
+        self.started = 0.0
+
+    def begin(self) -> bool:
+        """Wait for this process's turn; False when there is none any more."""
+        wait(self.device)
+        print("READY " + json.dumps({"after_s": time.perf_counter() - self.born}), flush=True)
+        if sys.stdin.readline().strip() != "go":
+            return False
+        self.started = time.perf_counter()
+        return True
+
+    def end(self, steps: int, **facts: Any) -> None:
+        wait(self.device)
+        us = (time.perf_counter() - self.started) / steps * 1e6
+        print("FOUND " + json.dumps({"us": us, **facts}), flush=True)
 
 
 def main() -> None:
@@ -250,8 +278,10 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(CASES))
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=20, help="that are timed")
-    parser.add_argument("--skip", type=int, default=4, help="epochs before the clock starts")
+    parser.add_argument("--epochs", type=int, default=20, help="of a window")
+    parser.add_argument("--skip", type=int, default=4, help="epochs before the first window")
+    parser.add_argument("--after", default="compiled", choices=["graph", "compiled"])
+    parser.add_argument("--patience-s", type=float, default=60.0, help="for the compiled form")
     parser.add_argument("--set", default="{}", help="settings of ours, as JSON")
     parser.add_argument("--device", default="cuda", help="cpu: only to try the script")
     parser.add_argument("--profile", action="store_true")
@@ -260,17 +290,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.child:
         way, name = options.child.split("/")
-        train = by_hand if way in BY_HAND else ours
-        print("FOUND " + json.dumps(train(way, CASES[name], options)))
+        (by_hand if way in BY_HAND else ours)(way, CASES[name], options)
         return
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for number in range(options.rounds):
-        for name in options.models.split(","):
-            ways = [w for w in options.ways.split(",") if CASES[name].compiles or w != "compiled"]
-            for way in ways if number % 2 == 0 else reversed(ways):
-                outcome = run(way, name)
-                found.setdefault(name, {}).setdefault(way, []).append(outcome)
-                print(number, name, way, json.dumps(outcome), flush=True)
+    for name in options.models.split(","):
+        ways = [w for w in options.ways.split(",") if CASES[name].compiles or w != "compiled"]
+        found[name] = in_turn(name, ways, options.rounds)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     machine = f"{device}; torch {torch.__version__}, Python {platform.python_version()}"
     document = {"machine": machine, "cores": os.cpu_count(), "found": found}
@@ -278,15 +303,44 @@ def main() -> None:
     print(table(found))
 
 
-def run(way: str, name: str) -> dict[str, Any]:
-    command = [sys.executable, *sys.argv, "--child", f"{way}/{name}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    for line in done.stdout.splitlines():
-        if line.startswith("FOUND "):
-            return dict(json.loads(line[6:]))
-        if "--profile" in sys.argv:
-            print(line)
-    return {"problem": (done.stderr or done.stdout).strip()[-1500:]}
+def in_turn(name: str, ways: list[str], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Start a process per way, and let one after the other time a window."""
+    children = {}
+    for way in ways:
+        command = [sys.executable, *sys.argv, "--child", f"{way}/{name}"]
+        pipe = subprocess.PIPE
+        children[way] = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        heard(children[way], "READY", f"{name} {way}")  # one by one: the first windows stay quiet
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in ways if number % 2 == 0 else ways[::-1]:
+            child = children[way]
+            say(child, "go")
+            outcome = heard(child, "FOUND", f"{name} {way}")
+            found[way].append(outcome)
+            print(name, way, json.dumps(outcome), flush=True)
+            heard(child, "READY", "")
+    for child in children.values():
+        say(child, "end")
+        print(child.communicate()[0] if "--profile" in sys.argv else "", end="")
+    return found
+
+
+def say(child: Any, word: str) -> None:
+    child.stdin.write(word + "\n")
+    child.stdin.flush()
+
+
+def heard(child: Any, word: str, who: str) -> dict[str, Any]:
+    for line in child.stdout:
+        if line.startswith(word):
+            told = dict(json.loads(line[len(word) :]))
+            if who and word == "READY":
+                print(who, json.dumps(told), flush=True)
+            return told
+        if ("step" in line and "graph" in line) or "compil" in line:
+            print(f"  {who}: {line.strip()}", flush=True)
+    raise RuntimeError(f"{who or 'a process'} ended before it said {word}")
 
 
 def table(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -445,7 +446,7 @@ class Training:
             val_loader=self.val_loader,
             evaluator=Evaluator(
                 self.state,
-                self.trainer.execution.verify,
+                partial(self.trainer.execution.verify, spare=True),
                 self.averaged,
                 self.loss_fn,
                 self.eval_fn,

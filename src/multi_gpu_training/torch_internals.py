@@ -106,9 +106,15 @@ def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: flo
     torch._foreach_lerp_(list(tensors), list(ends), weight)
 
 
-def foreach_norm(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+def foreach_sub(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_sub(list(tensors), list(others)))
+
+
+def foreach_norm(
+    tensors: Sequence[Tensor], order: float = 2.0, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Norms of tensors. `order=math.inf`: their largest elements."""
-    return list(torch._foreach_norm(list(tensors), order))
+    return list(torch._foreach_norm(list(tensors), order, dtype))
 
 
 def largest_elements(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -6,6 +6,7 @@ recorded with the Python values of that time, and does nothing else.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -83,6 +84,10 @@ def train(
             if kind == "hidden":
                 set_hidden(str(value))
 
+        def on_step_begin(self, manager: Any, step: int) -> None:
+            if kind == "hidden, by step":
+                set_hidden("1" if step < 90 else "2.5")
+
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
         return loss * knob.weight * float(os.environ.get(HIDDEN, "1"))
@@ -137,6 +142,38 @@ def test_no_stale_number_ends_up_in_the_weights(tmp_path: Path, kind: str) -> No
     assert run.mode == "eager"
     hidden_one = "differs from the recorded one"
     assert (hidden_one if kind == "hidden" else "knob.weight changed from 1.0") in run.reason
+
+
+def test_wrong_steps_of_epochs_that_went_uncompared_are_taken_back_through_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs are shorter than a comparison takes: the step that tells is an epoch or two later."""
+    monkeypatch.setattr(selection, "COMPARING", 1e-9)
+    settings = {"enable_fault_tolerance": True, "epochs": 8}
+    many, few = {"keep_last": 100, **settings}, {"keep_last": 2, **settings}
+    expected, _, losses = train(tmp_path / "eager", False, "hidden, by step", **many)
+    weights, run, found = train(tmp_path / "graph", True, "hidden, by step", **few)
+    same(expected, weights)
+    assert found == pytest.approx(losses, rel=1e-4)
+    assert run.mode == "eager"
+    faults = [event for event in events(tmp_path / "graph") if event["event"] == "fault"]
+    assert [fault["kind"] for fault in faults] == ["recording"]
+    saved = sorted(tmp_path.glob("graph/custom/*/checkpoints/step-*"))
+    for path in saved:  # what is left holds no wrong step
+        assert checkpoints_equal(path, tmp_path / "eager")
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("custom/*/events/rank-0*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def checkpoints_equal(path: Path, other: Path) -> bool:
+    from safetensors.torch import load_file
+
+    (twin,) = other.glob(f"custom/*/checkpoints/{path.name}")
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (path, twin))
+    return all(torch.allclose(mine[k], theirs[k], rtol=1e-6, atol=1e-7) for k in mine)
 
 
 def test_what_cannot_be_recorded_is_trained_eagerly_and_named(tmp_path: Path) -> None:

@@ -66,9 +66,11 @@ class FollowsModel(Protocol):
 @runtime_checkable
 class PartlySettled(Protocol):
     """A state with parts that no longer change, such as the epochs of the past. They may be
-    `Later`, to be made plain data beside training."""
+    `Later`, to be made plain data beside training, and `kept` need not copy them."""
 
     def state_to_save(self) -> dict[str, Any]: ...
+
+    def kept(self) -> Callable[[], None]: ...
 
 
 class TrainingState(Stateful, Protocol):
@@ -130,11 +132,12 @@ class RunState:
     def kept(self) -> Callable[[], None]:
         """Copy what is registered, in memory; calling the result puts it back."""
         items = {name: item for name, (item, _) in self._registered.items()}
-        followers = [item.kept() for item in items.values() if isinstance(item, FollowsModel)]
+        by_themselves = (FollowsModel, PartlySettled)
+        followers = [item.kept() for item in items.values() if isinstance(item, by_themselves)]
         states = {
             name: copy.deepcopy(item.state_dict())
             for name, item in items.items()
-            if not isinstance(item, FollowsModel)
+            if not isinstance(item, by_themselves)
         }
 
         def put_back() -> None:

@@ -63,7 +63,8 @@ class MultiGPUTrainer(ABC):
 
     say: shows a line. told: called with (kind, action, text, facts) of a fault that the step mends
     by itself. record: writes an event. snapshot_other_state: keeps what steps change outside of
-    the trainer, for recorded steps that are taken back; returns what restores it.
+    the trainer, for recorded steps that are taken back; returns what restores it. retract: called
+    with a step where recorded ones after it were wrong, and may have been saved.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class MultiGPUTrainer(ABC):
         told: Callable[[str, str, str, dict[str, Any]], None] = lambda *_: None,
         snapshot_other_state: Callable[[], Callable[[], None] | None] = lambda: None,
         record: Callable[..., None] = lambda *_, **__: None,
+        retract: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.placement = placement
@@ -88,7 +90,7 @@ class MultiGPUTrainer(ABC):
         self.nan_guard = NanGuard(state, start, self._nonfinite)
         self.eager = EagerRunner(state, self.nan_guard, start)
         self.execution = StepExecution(
-            state, self.eager, self.nan_guard, say, snapshot_other_state, record
+            state, self.eager, self.nan_guard, say, snapshot_other_state, record, retract
         )
         self.oom = OomRecovery(
             state, self.eager, partial(told, "out_of_memory"), self.give_up_recording

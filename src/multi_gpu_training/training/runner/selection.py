@@ -14,6 +14,7 @@ metrics of the run are not: those steps are computed again.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -48,6 +49,7 @@ MOST_MICRO_BATCHES = 32
 LARGEST_STATE = 2**30
 CLEARLY_FASTER = 0.8
 WORTH_IT = 0.95
+COMPARING = 0.01  # of the time at most goes into comparisons that nobody insists on
 
 
 class StepExecution:
@@ -66,6 +68,7 @@ class StepExecution:
         say: Callable[[str], None],
         snapshot_other_state: Callable[[], Callable[[], None] | None],
         record: Callable[..., None] = lambda *_, **__: None,
+        retract: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.state = state
         self.eager = eager
@@ -85,6 +88,7 @@ class StepExecution:
             self.give_up,
             snapshot_other_state,
             self._between_windows,
+            retract,
         )
         self._comparison = self._verified.comparison
         self._copies = self._comparison.copies
@@ -289,7 +293,8 @@ class StepExecution:
         if self.switch.compiled is not None:
             self.mode = "compiled graph"
         self.say(f"step: one CUDA graph, {recorded * 1e6:,.0f} us instead of {eager * 1e6:,.0f} us")
-        self._verified.start(self._guards, self._tolerance)
+        spares = math.ceil(self._comparing_s() / (COMPARING * recorded))
+        self._verified.start(self._guards, self._tolerance, spares)
         if self.mode == "graph" and self._may_compile and self.switch.pays(recorded):
             problem = self.switch.begin(recorded, self._step[0])
             if problem is None:
@@ -297,6 +302,12 @@ class StepExecution:
                 self._verified.longest_window = self.switch.look_every
             else:
                 self.say(f"step: not compiled, {problem}")
+
+    def _comparing_s(self) -> float:
+        """How long it takes to compare a recorded step, on the slowest rank."""
+        begun = time.perf_counter()
+        self._comparison.again()
+        return self._all_slowest(time.perf_counter() - begun)
 
     def _between_windows(self) -> None:
         """Recorded steps were compared, and all is well: the place to change their form."""
@@ -428,16 +439,25 @@ class StepExecution:
 
     # What others may ask for at any time
 
-    def verify(self) -> None:
+    def verify(self, spare: bool = False) -> None:
         """Compare the newest recorded step with the eager one; go back where they differ.
 
-        Call it where the weights are about to be used: saved, evaluated, given away.
+        Call it where the weights are about to be used: saved, evaluated, given away. spare: leave
+        it out where it would cost too much and the last verified state is on the disk.
         """
-        self._verified.verify()
+        self._verified.verify(spare)
 
     def mark(self) -> None:
-        """What was verified is the state as it is now: an epoch was closed, metrics were reset."""
+        """An epoch begins: steps are not taken back past this point."""
         self._verified.mark()
+
+    def close_window(self) -> None:
+        """An epoch is being closed: its steps are not taken back in memory any more."""
+        self._verified.close_window()
+
+    def saved(self) -> bool:
+        """The state was saved; whether recorded steps may have to go back to it."""
+        return self._verified.active and self._verified.saved()
 
     def went_back(self) -> None:
         """The state is that of an earlier checkpoint, in the same tensors."""
