@@ -408,8 +408,10 @@ class MultiGPUTrainingManager:
             try:
                 for call in self.callbacks.on_end:
                     call()
-                summary(self.console, self.progress, self.config, self.step, self.records.folder)
-                self._training.run_events.end(self.folder, self.say, self._failure())
+                events, folder = self._training.run_events, self.records.folder
+                told = events.end(self.folder, self._failure())
+                summary(self.console, self.progress, self.config, self.step, folder, told)
+                events.write_report(told, self.say, self._failure())
             finally:
                 self._training.close(well=self._failure() is None)
                 note_hang_limit(math.nan)  # what the user does now may take any time

@@ -11,6 +11,9 @@ from multi_gpu_training.data.loader import ShareLoader
 from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.gpus import get_gpu_info
 from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.report.figures import figures
+from multi_gpu_training.monitoring.report.run_record import RunRecord
+from multi_gpu_training.monitoring.report.wording import speed_rows
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 from multi_gpu_training.training.learning_rate import Scaling
@@ -71,16 +74,21 @@ def announce(
 
 
 def summary(
-    console: Console, progress: Progress, config: MultiGPUConfig, step: int, run: RunFolder
+    console: Console,
+    progress: Progress,
+    config: MultiGPUConfig,
+    step: int,
+    run: RunFolder,
+    told: RunRecord | None,
 ) -> None:
-    """What came out, where it lies, and how to look at it."""
+    """What came out, where it lies, and how to look at it. `told`: the run by its events."""
     last = progress.last
     if not last["train"]:
         return
     rows = [
         ["epochs", f"{progress.epochs_done}"],
         ["steps", f"{step}"],
-        ["time", f"{console.age_s():.1f} s"],
+        *(speed_rows(figures(told)) if told is not None else []),
         *([f"train {name}", _value(name, value)] for name, value in last["train"].items()),
         *([f"val {name}", _value(name, value)] for name, value in last["val"].items()),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.report.wording import number
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.step import StepResult
 
@@ -35,7 +36,7 @@ class ProgressLines(Callback):
         if "accuracy" in metrics:
             note += f"  acc {metrics['accuracy']:.2%}"
         if "samples_per_s" in metrics:
-            note += f"  {metrics['samples_per_s']:,.0f} samples/s"
+            note += f"  {number(metrics['samples_per_s'])} samples/s"
         if self._in_epoch:
             self._console.advance(self._position(), self._total(), note)
         else:  # a loop of the user's own

@@ -103,12 +103,15 @@ def _phases(run: RunRecord, steps: Steps) -> Iterator[str]:
     yield f"{keys}</p>"
     rows = _shown_rows(steps)
     names = [f"rank {steps.ranks[row]}" for row in rows]
-    typical = {phase: steps.typical(phase)[rows] for phase in PHASES}
-    slowest = int(np.median(steps.own, axis=1)[rows].argmax()) if len(rows) > 1 else None
+    # Timing a step makes it longer: its phases are shares of the step as the run has it.
+    timed = float(sum(steps.typical(phase).mean() for phase in PHASES))
+    scale = (figures(run).step_s or steps.loaded_step) / max(timed, 1e-12)
+    typical = {phase: steps.typical(phase)[rows] * scale for phase in PHASES}
+    slowest = None if steps.slowest is None else rows.tolist().index(steps.slowest)
     yield f'<div class="scroll">{charts.phase_bars(names, typical, slowest)}</div>'
     if len(rows) < len(steps.ranks):
         yield f'<p class="soft">The {len(rows)} slowest of {len(steps.ranks)} ranks are shown.</p>'
-    yield _heat_map(steps, rows, names, slowest or 0)
+    yield _heat_map(steps, rows, names, slowest)
 
 
 def _shown_rows(steps: Steps) -> np.ndarray:
@@ -117,7 +120,7 @@ def _shown_rows(steps: Steps) -> np.ndarray:
     return np.sort(np.argsort(-own)[:MOST_ROWS])
 
 
-def _heat_map(steps: Steps, rows: np.ndarray, names: list[str], slowest: int) -> str:
+def _heat_map(steps: Steps, rows: np.ndarray, names: list[str], slowest: int | None) -> str:
     columns = max(20, min(250, MOST_CELLS // max(1, len(rows))))
     pieces = np.array_split(np.arange(len(steps.steps)), min(columns, len(steps.steps)))
     shown = {"own time": steps.own, **steps.phases}
