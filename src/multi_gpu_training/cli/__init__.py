@@ -12,7 +12,7 @@ from multi_gpu_training.safe_output import protect_output
 # `python -m torch.distributed.launch -m multi_gpu_training ...` puts it before the command.
 LOCAL_RANK = ("--local-rank=", "--local_rank=")
 # What others refuse is no run that was to start.
-STARTS_A_RUN = ("train", "run")
+STARTS_A_RUN = ("train", "resume", "run")
 
 
 def main() -> None:

@@ -148,6 +148,41 @@ def train(
     train(TrainFlags(target, num_gpus, settings, machines(ctx), list(ctx.args)))
 
 
+@app.command(context_settings={**EXTRA, **NAMES})
+def resume(
+    ctx: typer.Context,
+    run: Annotated[str, Argument(metavar="RUN", help="its folder or URL", callback=no_flag)],
+    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp or single")] = None,
+    num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
+    gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
+    epochs: Annotated[int | None, Training(help="passes over the data, in all")] = None,
+    max_steps: Annotated[int | None, Training(help="end after so many steps, in all")] = None,
+    lr: Annotated[float | None, Training(help="learning rate")] = None,
+    data_dir: Annotated[str | None, Training(help="where the data lie now")] = None,
+    resume_anyway: Annotated[
+        bool | None, Training("--resume-anyway", help="although seed or data changed")
+    ] = None,
+    nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
+    cluster_token: ClusterToken = None,
+    insecure_network: InsecureNetwork = False,
+    local_rank: Annotated[int | None, Option(hidden=True)] = None,
+) -> None:
+    """Go on with a run of a recipe, with the settings in its config.yaml.
+
+    Every setting and option can be given again, as for `mgt train`; a table shows what changed.
+    """
+    from multi_gpu_training.cli.train_command import TrainFlags, train
+    from multi_gpu_training.distributed.cluster_token import remember
+
+    remember(cluster_token, insecure_network)
+    elsewhere = ("run", "num_gpus", "local_rank", "cluster_token", "insecure_network")
+    settings = others(ctx, *elsewhere)
+    train(TrainFlags(run, num_gpus, settings, machines(ctx), list(ctx.args), run))
+
+
 @app.command(context_settings={**EXTRA, **NAMES, "allow_interspersed_args": False})
 def run(
     ctx: typer.Context,
