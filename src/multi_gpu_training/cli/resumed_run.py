@@ -65,6 +65,20 @@ def saved_settings(config: MultiGPUConfig) -> tuple[Path, dict[str, Any]] | None
     return (folder, settings) if settings.get("recipe") == config.recipe else None
 
 
+def threads_before(config: MultiGPUConfig) -> int | None:
+    """Threads that the run computed with which `config` resumes."""
+    found = saved_settings(config)
+    if found is None:
+        return None
+    from multi_gpu_training.safe_files import read_json
+
+    try:
+        threads = read_json(found[0] / "environment.json", dict[str, Any]).get("threads")
+    except (OSError, ValueError):
+        return None
+    return threads if isinstance(threads, int) and 0 < threads <= 4096 else None
+
+
 def _resumed_folder(config: MultiGPUConfig) -> Path | None:
     from multi_gpu_training.monitoring.run_folder import latest_run
     from multi_gpu_training.storage.remote_folder import StorageError

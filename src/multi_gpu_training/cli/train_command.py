@@ -13,6 +13,7 @@ from multi_gpu_training.cli.resumed_run import (
     run_settings,
     saved_settings,
     taken_settings,
+    threads_before,
 )
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem
 from multi_gpu_training.config_file import (
@@ -50,7 +51,21 @@ def train(flags: TrainFlags) -> None:
     if request_of_this_process() is None:
         hosts = Hosts.from_environment(**flags.hosts, ranks_here=_ranks_here(config, flags))
         start_ranks_if_needed(config, hosts)
+        _choose_threads(config)
     recipe.train(config, options)
+
+
+def _choose_threads(config: MultiGPUConfig) -> None:
+    """Threads of this process, where it trains alone on the CPU: ranks share the cores."""
+    from multi_gpu_training.accelerator import choose
+    from multi_gpu_training.distributed.identity import from_environment
+    from multi_gpu_training.launch.cpu_threads import choose_threads
+
+    if from_environment() is not None or choose(config.device) != "cpu":
+        return
+    line = choose_threads(threads_before(config), config.deterministic)
+    if line is not None and config.progress != "off":
+        print(line, flush=True)
 
 
 def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:

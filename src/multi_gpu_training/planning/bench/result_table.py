@@ -17,6 +17,8 @@ from rich.table import Table
 from multi_gpu_training.extras import can_draw
 from multi_gpu_training.portability import usable_cores
 
+NOISY = 3.0  # times as long are the slow steps of a quiet machine at most
+SUPERLINEAR = 1.1  # times as fast as its ranks allow: more is not an effect of caches
 SCHEMA = 1
 Row = dict[str, Any]
 
@@ -58,11 +60,17 @@ class ResultTable:
     def table(self) -> Table:
         """For a rich console."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-        for index, column in enumerate(self.columns):
-            table.add_column(column.title, justify="right" if index else "left", no_wrap=True)
+        shown = [column for column in self.columns if not self._is_empty(column)]
+        for index, column in enumerate(shown):
+            heading = _in_two_lines(column.title)
+            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(escape(column.show(row)) for column in self.columns))
+            table.add_row(*(escape(column.show(row)) for column in shown))
         return table
+
+    def _is_empty(self, column: Column) -> bool:
+        """Whether a column says nothing in the terminal; files keep it."""
+        return bool(self.rows) and all(column.show(row) == "-" for row in self.rows)
 
     def show(self, console: Console) -> None:
         """Print the table and its notes."""
@@ -143,6 +151,15 @@ class ResultTable:
         return f"{self.title}\n\n{self.markdown()}"
 
 
+def _in_two_lines(title: str) -> str:
+    """A heading broken where its halves are most alike: tables are as wide as their headings."""
+    gaps = [place for place, letter in enumerate(title) if letter == " "]
+    if len(title) < 9 or not gaps or "%" in title:
+        return title
+    middle = min(gaps, key=lambda place: abs(2 * place - len(title)))
+    return f"{title[:middle]}\n{title[middle + 1 :]}"
+
+
 def machine() -> dict[str, Any]:
     import torch  # not at the top: it takes seconds, and a table needs none of it
 
@@ -194,6 +211,44 @@ def speedups(rows: Sequence[Row]) -> list[float | None]:
     return [rate / base if rate and base else None for rate in rates]
 
 
+def doubts(row: Row, base: Row | None = None) -> list[str]:
+    """Why a row is not believable: its steps differ too much, or it is faster against `base` than
+    its ranks can make it."""
+    found = []
+    low, high = row.get("step_p10_s"), row.get("step_p90_s")
+    if low and high and high > NOISY * low:
+        found.append(
+            f"its steps take between {milliseconds(low)} and {milliseconds(high)}: something else "
+            "was running"
+        )
+    speed, ranks = row.get("speedup"), row.get("ranks")
+    if base is not None and speed and ranks and base.get("ranks"):
+        most = ranks / base["ranks"]
+        if speed > SUPERLINEAR * most:
+            found.append(
+                f"{ratio(speed)} with {most:g} times the ranks: something slowed {base['case']} "
+                "down"
+            )
+    return found
+
+
+def mark_doubts(rows: Sequence[Row], base: Row | None = None) -> list[str]:
+    """Note down in each row whether it is believable, and return what to say about those that are
+    not."""
+    notes = []
+    for row in rows:
+        row["doubts"] = doubts(row, base)
+        notes += [f"Not believable: {row['case']}: {text}" for text in row["doubts"]]
+    if notes:
+        notes.append("Measure again on a quiet machine, with --repeats 3 and more --steps.")
+    return notes
+
+
+def doubted(text: str, row: Row) -> str:
+    """A figure, with a question mark where its row is not believable."""
+    return f"{text} ?" if row.get("doubts") and text != "-" else text
+
+
 def case_name(row: Row) -> str:
     """With the reason where there is nothing to show."""
     if row.get("out_of_memory"):
@@ -203,17 +258,23 @@ def case_name(row: Row) -> str:
     return str(row["case"])
 
 
+def _on_gpu(row: Row) -> bool:
+    return row["device"] != "CPU"  # which has no graphs
+
+
 def _spread(row: Row) -> str:
     if row["step_p10_s"] is None:
         return "-"
-    return f"{milliseconds(row['step_p10_s'])} - {milliseconds(row['step_p90_s'])}"
+    low, high = milliseconds(row["step_p10_s"]), milliseconds(row["step_p90_s"])
+    number, _, unit = low.partition(" ")
+    return f"{number if high.endswith(unit) else low} - {high}"
 
 
 STEP = Column("step", lambda row: milliseconds(row["step_p50_s"]))
 SPREAD = Column("10 % - 90 %", _spread)
-SAMPLES = Column("samples/s", lambda row: number(row["samples_per_s"]))
+SAMPLES = Column("samples/s", lambda row: doubted(number(row["samples_per_s"]), row))
 MEMORY = Column("memory", lambda row: memory(row["peak_bytes"]))
-GRAPH = Column("as a graph", lambda row: share(row["graph_share"]))
+GRAPH = Column("as a graph", lambda row: share(row["graph_share"] if _on_gpu(row) else None))
 
 SAMPLES_BAR = Bar("samples/s", "samples_per_s")
 STEP_BAR = Bar("median step and 10 - 90 %, ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
