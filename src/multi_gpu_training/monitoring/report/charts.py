@@ -140,11 +140,18 @@ def _binned(s: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
+def robust_limits(y: np.ndarray) -> tuple[float, float]:
+    """The smallest and largest value, but for a few extremes that would press the rest flat."""
+    if len(y) < 20:
+        return float(y.min()), float(y.max())
+    low, high = (float(v) for v in np.quantile(y, [0.02, 0.98]))
+    span = max(high - low, 1e-12)
+    near = y[(y >= low - span) & (y <= high + span)]
+    return float(near.min()), float(near.max())
+
+
 def _limits(y: np.ndarray) -> tuple[float, float]:
-    """Without the rarest extremes, which would press all the rest flat."""
-    low, high = (float(v) for v in np.quantile(y, [0.005, 0.995]))
-    if len(y) < 400:
-        low, high = float(y.min()), float(y.max())
+    low, high = robust_limits(y)
     if 0 <= low < 0.5 * high:
         low = 0.0
     if high <= low:

@@ -13,6 +13,7 @@ from multi_gpu_training.monitoring.report import charts, comparison, curves, wor
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.figures import Figures, figures
 from multi_gpu_training.monitoring.report.page import SCRIPT, STYLE
+from multi_gpu_training.monitoring.report.picture import LOGGED
 from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.verdict import Verdict, judge
 from multi_gpu_training.redaction import redact_values
@@ -149,7 +150,8 @@ def _heat_map(steps: Steps, rows: np.ndarray, names: list[str], slowest: int | N
 def _charts(found: dict[str, list[charts.Series]], x_unit: str = "step") -> str:
     parts = []
     for title, series in found.items():
-        drawn = charts.line_chart(series, x_unit, from_zero=x_unit != "step")
+        zero = x_unit != "step" or LOGGED.get(title, ("", "", 1.0, False))[3]  # rates begin at 0
+        drawn = charts.line_chart(series, x_unit, from_zero=zero)
         if not drawn:
             continue
         key = "".join(f'<span class="key c{s.colour % 8}"></span>{escape(s.name)}' for s in series)

@@ -15,11 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from multi_gpu_training.extras import can_draw
+from multi_gpu_training.monitoring.report.picture import readable
 from multi_gpu_training.portability import usable_cores
 
 NOISY = 3.0  # times as long are the slow steps of a quiet machine at most
 SUPERLINEAR = 1.1  # times as fast as its ranks allow: more is not an effect of caches
 SCHEMA = 1
+WORDS = 12  # columns for the words at the end of a row, where the terminal is narrow
 Row = dict[str, Any]
 
 
@@ -35,6 +37,7 @@ class Bar(NamedTuple):
     and `high` are the keys of a range around it."""
 
     title: str
+    unit: str
     key: str
     scale: float = 1.0
     low: str | None = None
@@ -57,13 +60,20 @@ class ResultTable:
     notes: list[str] = field(default_factory=list)
     recommended: dict[str, Any] | None = None
 
-    def table(self) -> Table:
+    def table(self, wrap_last: bool = False) -> Table:
         """For a rich console."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+        table.collapse_padding, table.pad_edge = True, False
         shown = [column for column in self.columns if not self._is_empty(column)]
         for index, column in enumerate(shown):
             heading = _in_two_lines(column.title)
-            table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+            wraps = wrap_last and index == len(shown) - 1
+            table.add_column(
+                heading,
+                justify="right" if index and not wraps else "left",
+                no_wrap=not wraps,
+                max_width=WORDS if wraps else None,
+            )
         for row in self.rows:
             table.add_row(*(escape(column.show(row)) for column in shown))
         return table
@@ -75,8 +85,10 @@ class ResultTable:
     def show(self, console: Console) -> None:
         """Print the table and its notes."""
         table = self.table()
-        # A table that is cut says nothing: let the terminal wrap it.
+        # A table that is cut says nothing: let the last column wrap, then the terminal.
         wide = console.options.update(max_width=400)
+        if console.measure(table, options=wide).maximum > console.width:
+            table = self.table(wrap_last=True)
         console.width = max(console.width, console.measure(table, options=wide).maximum)
         console.print(table)
         for note in self.notes:
@@ -125,11 +137,17 @@ class ResultTable:
                 if value is not None and bar.low and bar.high:
                     low, end = row[bar.low] * bar.scale, row[bar.high] * bar.scale
                     panel.plot([low, end], [place, place], color="black", linewidth=1)
-                text = " none" if value is None else f" {shown[place]:,.4g}"
+                text = " none" if value is None else f" {_precise(shown[place])}"
                 panel.text(end, place, text, va="center", fontsize=8)
             panel.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
             panel.invert_yaxis()
             panel.margins(x=0.25)
+            panel.set_xlim(left=0)
+            panel.set_xlabel(bar.unit, fontsize=8)
+            panel.tick_params(labelsize=8)
+            panel.grid(alpha=0.3, axis="x")
+            panel.set_axisbelow(True)
+            readable(panel.xaxis)
             panel.set_title(bar.title, fontsize=10)
         figure.suptitle(self.title, fontsize=11)
         path = Path(path)
@@ -149,6 +167,10 @@ class ResultTable:
 
     def __str__(self) -> str:
         return f"{self.title}\n\n{self.markdown()}"
+
+
+def _precise(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _in_two_lines(title: str) -> str:
@@ -276,6 +298,6 @@ SAMPLES = Column("samples/s", lambda row: doubted(number(row["samples_per_s"]), 
 MEMORY = Column("memory", lambda row: memory(row["peak_bytes"]))
 GRAPH = Column("as a graph", lambda row: share(row["graph_share"] if _on_gpu(row) else None))
 
-SAMPLES_BAR = Bar("samples/s", "samples_per_s")
-STEP_BAR = Bar("median step and 10 - 90 %, ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
-PEAK_BAR = Bar("peak memory, MB", "peak_bytes", 2**-20)
+SAMPLES_BAR = Bar("Speed", "samples per second", "samples_per_s")
+STEP_BAR = Bar("Median step, 10 - 90 %", "ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
+PEAK_BAR = Bar("Peak memory", "MB", "peak_bytes", 2**-20)
