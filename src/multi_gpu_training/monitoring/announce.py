@@ -48,9 +48,9 @@ def announce(
     count = sum(p.numel() for p in parameters)
     size = sum(p.numel() * p.element_size() for p in parameters)
     say(f"model: {type(state.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
+    one = "GPU" if placement.device.type == "cuda" else "rank"
     if sizes.global_batch:
         exact = sizes.per_rank * sizes.accumulation * sizes.ranks == sizes.global_batch
-        one = "GPU" if placement.device.type == "cuda" else "rank"
         copies = f"{sizes.ranks} {one}{'s' if sizes.ranks > 1 else ''}"
         say(
             f"batch: {sizes.per_rank} per {one} x {sizes.accumulation} accumulation x {copies} "
@@ -62,12 +62,13 @@ def announce(
         batches = (
             len(loader) if isinstance(loader, ShareLoader) else loader.steps * sizes.accumulation
         )
-        say(f"data: {loader.steps} steps per epoch, {batches * ranks} batches, {batches} per rank")
+        say(f"data: {loader.steps} steps per epoch")
+        say(f"Train batches: {batches * ranks} (per {one}: {batches})")
     sets = val_loader if isinstance(val_loader, dict) else {"": val_loader}
     for name, val in sets.items():
         if isinstance(val, ShareLoader):
-            title = f"validation {name}:" if name else "validation:"
-            say(f"{title} {len(val) * ranks} batches, {len(val)} per rank")
+            title = f"Val batches of {name}" if name else "Val batches"
+            say(f"{title}: {len(val) * ranks} (per {one}: {len(val)})")
     say(scaling.describe())
     say(state.schedule.describe())
     say(f"run: {folder}")

@@ -61,6 +61,30 @@ class ProgressBar(ProgressLines):
         self._console.tick(self._position)
 
 
+class NodeLines(Callback):
+    """On a machine without rank 0: where the run stands, in a line per epoch, and who tells the
+    rest. `ranks` are those of this machine."""
+
+    watches_only = True
+
+    def __init__(self, host: str, ranks: str, main_host: str) -> None:
+        self._host, self._ranks, self._main_host = host, ranks, main_host
+
+    def on_setup(self, run: Run) -> None:
+        where = f"from step {run.step}" if run.step else "from the start"
+        train = "train" if self._ranks.startswith("ranks") else "trains"
+        self._say(f"{self._ranks} {train} here {where}; rank 0 on {self._main_host} logs the rest")
+
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        self._say(f"epoch {epoch + 1}/{run.config.epochs} is done, step {run.step}")
+
+    def on_end(self, run: Run) -> None:
+        self._say(f"ended at step {run.step}; summary and errors are in the log of rank 0")
+
+    def _say(self, text: str) -> None:
+        print(f"{self._host}: {text}", flush=True)
+
+
 def epoch_line(
     epoch: int, epochs: int, train: dict[str, float], val: dict[str, float] | None
 ) -> str:

@@ -77,11 +77,8 @@ class Outcome:
                 max(row.step_s, percentile(steps, 90)),
             )
             found |= {"low_step_s": low, "high_step_s": high}
-            for name, value in (("samples_per_s", row.samples_per_s), ("efficiency", 1.0)):
-                found |= {
-                    f"low_{name}": value * row.step_s / high,
-                    f"high_{name}": value * row.step_s / low,
-                }
+            found["low_samples_per_s"] = row.samples_per_s * row.step_s / high
+            found["high_samples_per_s"] = row.samples_per_s * row.step_s / low
             if row.cost is not None:
                 found["low_cost"] = row.cost * low / row.step_s
                 found["high_cost"] = row.cost * high / row.step_s
