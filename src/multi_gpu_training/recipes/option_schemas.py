@@ -85,7 +85,7 @@ def config_file_schema() -> dict[str, Any]:
 
 def _or_reference(field: dict[str, Any]) -> dict[str, Any]:
     """The field, or a reference such as ${epochs} or ${oc.env:HOME} in its place."""
-    told = {key: field[key] for key in ("description", "default") if key in field}
+    told: dict[str, Any] = {k: field[k] for k in ("description", "default") if k in field}
     plain = {key: value for key, value in field.items() if key not in (*told, "title")}
     return {**told, "anyOf": [*plain.pop("anyOf", [plain]), {"$ref": "#/$defs/reference"}]}
 

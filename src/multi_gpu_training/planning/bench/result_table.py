@@ -281,7 +281,7 @@ def case_name(row: Row) -> str:
 
 
 def _on_gpu(row: Row) -> bool:
-    return row["device"] != "CPU"  # which has no graphs
+    return bool(row["device"] != "CPU")  # which has no graphs
 
 
 def _spread(row: Row) -> str:
