@@ -98,15 +98,15 @@ def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
     elif given.get("recipe", name) != name:
         raise ConfigError(f"recipe={brief(given['recipe'])} contradicts {name!r}; drop one of them")
     merged = merge(flatten(values), flatten(given))
-    if name in RECIPES:  # else the next line says which there are
-        check_data_dir(merged.get("data_dir"))
+    if isinstance(name, str) and name in RECIPES:  # else the next line says which there are
+        check_data_dir(merged.get("data_dir"), name)
     from multi_gpu_training.recipes.recipe import find_recipe
 
     recipe = find_recipe(name)
     fields, own = split(merged, recipe.options.model_fields)
     if "resume" in fields:
         merged = _with_saved(recipe, fields, own, flags)
-        check_data_dir(merged.get("data_dir"))
+        check_data_dir(merged.get("data_dir"), name)
         fields, own = split(merged, recipe.options.model_fields)
     mode = _mode(fields)
     _place(fields, mode, flags)
@@ -137,25 +137,28 @@ def _with_saved(
     return {**taken, **given}
 
 
-def check_data_dir(given: Any) -> None:
+def check_data_dir(given: Any, recipe: str) -> None:
     """Refuse data that are not there, before torch is imported."""
     if not isinstance(given, str) or path_problem(given) is not None:
         return  # the recipe's options say what is wrong with it
     path = Path(given).expanduser()
+    close: list[str] = []
     try:
-        if path.is_dir():
-            problem = None if any(path.iterdir()) else "is an empty folder"
+        if path.is_dir() and not any(path.iterdir()):
+            problem = "is an empty folder"
+        elif path.exists():
+            return
         else:
-            problem = None if path.exists() else "is not there"
+            problem = f"is not there (looked at {path.absolute()})"
+            names = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
+            close = difflib.get_close_matches(path.name, names, n=1)
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
-    if problem is None:
-        return
-    beside = path.parent if path.parent.is_dir() else None
-    names = [found.name for found in beside.iterdir()] if beside and problem[:6] == "is not" else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"did you mean {str(path.with_name(close[0]))!r}?" if close else "set it to your data"
-    raise DataError(f"data_dir={given!r} {problem} (looked at {path.absolute()}); {hint}")
+    from multi_gpu_training.recipes.option_schemas import option_schemas
+
+    wanted = option_schemas()[recipe]["data_dir"]["description"].partition(";")[0]
+    hint = f"did you mean {str(path.with_name(close[0]))!r}?" if close else f"set it to a {wanted}"
+    raise DataError(f"data_dir={given!r} {problem}; {hint}")
 
 
 def _is_config(name: str) -> bool:
