@@ -54,12 +54,13 @@ from multi_gpu_training.monitoring.loggers import (
     chosen_loggers,
     open_loggers,
 )
-from multi_gpu_training.monitoring.progress_bar import ProgressBar, ProgressLines
+from multi_gpu_training.monitoring.progress_bar import NodeLines, ProgressBar, ProgressLines
 from multi_gpu_training.monitoring.run_events import RunEvents
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
 from multi_gpu_training.run_records import open_records
+from multi_gpu_training.safe_output import printable
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
 from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
@@ -464,6 +465,17 @@ class Training:
             folder=self.folder,
         )
 
+    def _add_node_lines(self) -> None:
+        """One rank of each further machine says where the run stands. Collective."""
+        identity = self.placement.identity
+        if not identity.on_several_hosts or self.config.progress == "off":
+            return
+        main_host = printable(str(self.placement.broadcast_json(identity.host)))[:80]
+        first, count = identity.rank, identity.local_world_size
+        if identity.local_rank == 0 and first > 0:
+            ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
+            self.callbacks.add(NodeLines(identity.host, ranks, main_host))
+
     def _add_callbacks(self, given: Given) -> IntervalLog:
         """All callbacks of the run, in the order in which events reach them."""
         config, trainer, state, loader = self.config, self.trainer, self.state, self.train_loader
@@ -486,6 +498,7 @@ class Training:
             add(wait)
         shown = ProgressBar if console.style == "bar" and console.main else ProgressLines
         add(shown(console, lambda: state.position, lambda: loader.steps))
+        self._add_node_lines()
         self.run_events = RunEvents(config, state, trainer.execution, self.sizes, loader, logger)
         self._taken.callback(self.run_events.stop)
         add(self.run_events)
