@@ -45,3 +45,11 @@ def test_recorded_steps_equal_it_too(
     with recording():
         off = difference(case(tmp_path, False), expected)
     assert max(off.values()) <= 1e-12, off
+
+
+def test_embeddings_that_count_the_words_of_a_batch_are_refused_on_several_ranks(
+    tmp_path: Path,
+) -> None:
+    assert corners.counting_embeddings(tmp_path / "one") == []
+    for said in run_ranks(2, corners.counting_embeddings, tmp_path):
+        assert "max_norm=0.5" in said[0] and "scale_grad_by_freq=True" in said[1]

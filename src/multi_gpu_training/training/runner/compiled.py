@@ -52,7 +52,7 @@ def _fails_alone(state: StepState, comparison: StepComparison) -> str | None:
     batch, samples, share = comparison.newest[1][0]
     if not share.count:
         return None
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    parameters = [p for p in state.trained.parameters() if p.requires_grad]
     try:
         with untouched(state):
             given = state.prepare(resolve_kept(batch), samples)
