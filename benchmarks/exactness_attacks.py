@@ -1323,6 +1323,30 @@ for name, (build, by_epoch) in MORE_SCHEDULES.items():
 LOOPS = "Loops, more"
 
 
+class Kept(nn.Module):
+    """BatchNorm frozen as in many detection models: by a train() that puts it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.net = nn.BatchNorm1d(FEATURES), plain_mlp(CLASSES)
+
+    def train(self, mode: bool = True) -> Kept:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+
+@case(LOOPS, "BatchNorm that the model's own train() keeps in eval mode, never called by the user")
+def kept_norm(t: Trial) -> Outcome:
+    model = seeded(Kept, t.dtype)
+    if t.by_hand:
+        model.train()
+    return t.train(model, classes(t.dtype, 25), nn.CrossEntropyLoss(), adamw)
+
+
 @case(LOOPS, "clipping by value of the config, accumulation with a remainder", float32=True)
 def clip_value(t: Trial) -> Outcome:
     model, data = mlp(t.dtype), classes(t.dtype, 21)

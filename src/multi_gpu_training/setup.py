@@ -71,7 +71,7 @@ from multi_gpu_training.training.learning_rate import (
 )
 from multi_gpu_training.training.loop import TrainingLoop
 from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
-from multi_gpu_training.training.loss_parts import describe, parts_beside, trainable
+from multi_gpu_training.training.loss_parts import LossState, describe, parts_beside, trainable
 from multi_gpu_training.training.manual_optimization import ManualTrainer
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 from multi_gpu_training.training.oom import drop_oom_hint, leave_oom_hint, take_oom_hint
@@ -352,7 +352,7 @@ class Training:
         if self.measurement is not None:
             self.measurement.prepare(beside)
         self.trainer.train_beside(beside)
-        self.fault_tolerance.register("trained_loss", beside)
+        self.fault_tolerance.register("trained_loss", LossState(beside, self.model))
 
     def _take_optimizers(self, given: Given) -> None:
         """All optimizers of a loop that calls backward itself, each with the config's schedule."""

@@ -430,14 +430,20 @@ def sparse_inputs(folder: Path, by_hand: bool) -> Result:
     return result(weight)
 
 
-def counting_embeddings(folder: Path) -> list[str]:
-    """What is said of embeddings whose result depends on which words a rank has."""
+def refused_on_ranks(folder: Path) -> list[str]:
+    """What is said of embeddings whose result depends on which words a rank has, and of a
+    criterion that learns beside a sharded model."""
+    words = TensorDataset(torch.arange(16).reshape(8, 2) % 9, torch.ones(8, 1).double())
     said = []
-    for option in ({"max_norm": 0.5}, {"scale_grad_by_freq": True}):
-        model = nn.Sequential(nn.Embedding(9, 4, **option), nn.Flatten(), nn.Linear(8, 2))
-        words = TensorDataset(torch.arange(16).reshape(8, 2) % 9, torch.arange(8) % 2)
+    for option, mode in (
+        ({"max_norm": 0.5}, "distributed_data_parallel"),
+        ({"scale_grad_by_freq": True}, "distributed_data_parallel"),
+        ({}, "fully_sharded"),
+    ):
+        layers = nn.Embedding(9, 4, **option), nn.Flatten(), nn.Linear(8, 1)
+        manager = manager_for(folder, **settings(training_mode=mode))
         try:
-            manager_for(folder, **settings()).fit(model, words)
+            manager.fit(nn.Sequential(*layers).double(), words, loss_fn=Variances())
         except ModelError as error:
             said.append(str(error))
     return said
@@ -543,9 +549,18 @@ def counted_in_python(folder: Path, by_hand: bool) -> Result:
     return fit_or_loop(folder, by_hand, Annealed(), loss_fn, sgd)
 
 
+class Fixed(nn.BatchNorm1d):
+    """Never in train mode, as soon as anybody asks for it."""
+
+    def train(self, mode: bool = True) -> Fixed:
+        return super().train(False)
+
+
 def eval_mode_in_part(folder: Path, by_hand: bool) -> Result:
-    """A frozen part whose BatchNorm the user put into eval mode, with validations in between."""
-    model = mlp(nn.BatchNorm1d(8).double(), nn.BatchNorm1d(8).double())
+    """A frozen part whose BatchNorm the user put into eval mode, and one that keeps itself there,
+    with validations in between."""
+    norms = nn.BatchNorm1d(8), nn.BatchNorm1d(8), Fixed(8)
+    model = mlp(*(norm.double() for norm in norms))
     model[1].eval().requires_grad_(False)
     model[1].running_mean += 0.5
     model[0].bias = None
@@ -554,6 +569,7 @@ def eval_mode_in_part(folder: Path, by_hand: bool) -> Result:
         assert not model[1].training  # type: ignore[index]
 
     if by_hand:
+        model[3].train()
         return fit_or_loop(folder, by_hand, model, squares, sgd, between)
     manager = manager_for(folder, **settings(sync_bn=True))
     manager.fit(model, data(), data(), loss_fn=squares, optimizer=sgd)

@@ -85,6 +85,29 @@ def describe(loss_fn: LossFn, model: nn.Module, beside: nn.Module | None) -> str
     return None
 
 
+class LossState:
+    """What a checkpoint holds of parts beside the model; a part may contain the model itself."""
+
+    def __init__(self, beside: nn.Module, model: nn.Module) -> None:
+        self._beside, self._model = beside, model
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {id(value) for value in self._model.state_dict(keep_vars=True).values()}
+        found = self._beside.state_dict(keep_vars=True)
+        return {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in found.items()
+            if id(value) not in own
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if saved.keys() != self.state_dict().keys():
+            raise ValueError(
+                f"the loss had {', '.join(saved)} to train, and has {', '.join(self.state_dict())}"
+            )
+        self._beside.load_state_dict(saved, strict=False)
+
+
 def _free(module: nn.Module, name: str) -> str:
     name = name.replace(".", "_") or "part"
     while hasattr(module, name):

@@ -177,9 +177,12 @@ class StepState:
         Where all of them are in eval mode, that of the last time; the first time, train mode,
         which `from_pretrained` and others leave to whoever trains."""
         modules = list(self.model.modules())
-        if not any(module.training for module in modules):
+        in_eval = [module for module in modules if not module.training]
+        all_in_eval = len(in_eval) == len(modules)
+        # A train() of the user's own may keep some layers in eval mode: every plain loop calls it.
+        if all_in_eval or any(type(module).train is not nn.Module.train for module in modules):
             self.model.train()
-            for module in self._in_eval:
+            for module in self._in_eval if all_in_eval else in_eval:
                 module.training = False  # not what is inside, as `eval()` does
         self._in_eval = [module for module in modules if not module.training]
 
