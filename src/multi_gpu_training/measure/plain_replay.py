@@ -27,6 +27,7 @@ class PlainReplay:
         self.run = run
         self.tolerance = 1e-6 if request.double else 1e-2
         self.state = copy.deepcopy(run.optimizer.state_dict())
+        self.attributes, self.unknown = own_attributes(run.optimizer)
         self.trained = run.trainer.state.trained
         size = sum(p.nbytes for p in self.trained.parameters())
         self.steps = REPLAYED_STEPS if size <= REPLAYED_BYTES else 1
@@ -75,8 +76,13 @@ class PlainReplay:
         ]
         if others:
             return {"skipped": f"{', '.join(others)} takes part in the step"}
+        if self.unknown:
+            kind = type(run.optimizer).__name__
+            return {"skipped": f"{kind}.{self.unknown} may hold state that cannot be put back"}
         worst, name = 0.0, "-"
         run.optimizer.load_state_dict(self.state)
+        for key, value in self.attributes.items():
+            setattr(run.optimizer, key, value)
         for step in sorted(self.ends):
             again = self._again(step)
             if again is not None:
@@ -131,3 +137,27 @@ class PlainReplay:
             group.update(settings)
         optimizer.step()
         return None
+
+
+def own_attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str | None]:
+    """Copies of what an optimizer of the user's own keeps beside its `state` (counters, slow
+    weights), and the name of an attribute that cannot be copied."""
+    base = vars(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0))
+    found: dict[str, Any] = {}
+    for key, value in vars(optimizer).items():
+        if key in base or key.startswith("_") or callable(value):
+            continue
+        if not _is_plain(value):
+            return found, key
+        found[key] = copy.deepcopy(value)
+    return found, None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, Tensor):
+        return not value.requires_grad  # a parameter, which the model puts back
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype))
