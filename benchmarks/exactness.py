@@ -35,7 +35,13 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 LIMIT = {"float64": 1e-12, "float32": 1e-5}
 HAND = 0  # in place of a number of ranks: the plain loop
-MODULES = ("exactness_models", "exactness_losses", "exactness_data", "exactness_loops")
+MODULES = (
+    "exactness_models",
+    "exactness_losses",
+    "exactness_data",
+    "exactness_loops",
+    "exactness_attacks",
+)
 
 
 def main() -> None:
@@ -301,6 +307,7 @@ def following(world: int) -> int:
 
 def judge(case: Any, dtype: str, reference: Answer, found: list[Answer]) -> tuple[str, str, bool]:
     """What the table says, a note, and whether that is well."""
+    refusal = case.refusal or (case.refused_on_ranks and len(found) > 1)
     ended = [a for a in found if a.kind in ("crash", "refused")] or [a for a in found if a.kind]
     if ended:
         worst = min(ended, key=lambda a: ("refused", "crash", "hang").index(a.kind))
@@ -309,9 +316,9 @@ def judge(case: Any, dtype: str, reference: Answer, found: list[Answer]) -> tupl
         return (
             worst.kind,
             f"{said[0].kind}: {said[0].text}",
-            case.refusal and all(a.kind == "refused" for a in found),
+            refusal and all(a.kind == "refused" for a in found),
         )
-    if case.refusal:
+    if refusal:
         return "not refused", "", False
     if reference.kind:
         return "no reference", "", False
@@ -360,7 +367,7 @@ def markdown(rows: list[Row], worlds: list[int], seconds: float) -> str:
 
     good = sum(row.well for row in rows)
     names = {row.case.name for row in rows}
-    refused = {row.case.name for row in rows if row.case.refusal}
+    refused = {r.case.name for r in rows if r.case.refusal or r.case.refused_on_ranks}
     lines = [
         "# The same result, case by case",
         "",
@@ -380,7 +387,7 @@ def markdown(rows: list[Row], worlds: list[int], seconds: float) -> str:
             if row.case.group != group:
                 continue
             name = row.case.name + (" *" if row.case.against_one else "")
-            note = "" if row.well and not row.case.refusal else shorten(row.notes)
+            note = "" if row.well and row.case.name not in refused else shorten(row.notes)
             verdict = "" if row.well else "**FAIL** "
             lines.append(
                 bar([name, row.dtype, *(row.cells[w] for w in worlds), (verdict + note).strip()])

@@ -198,7 +198,7 @@ class LearnedScale(nn.Module):
         return each.mean()
 
 
-@case(GROUP, "a criterion with parameters that are trained too", refusal=True)
+@case(GROUP, "a criterion with parameters that are trained too")
 def learned_criterion(t: Trial) -> Outcome:
     model, criterion = mlp(t.dtype, out=2), seeded(LearnedScale, t.dtype)
     data = values(t.dtype, width=2)

@@ -51,7 +51,8 @@ class Case:
         gradient is zero (what rounding leaves is made large by Adam), or the docs say they differ.
     against_one: compared with one rank of the package, where a plain loop draws other numbers.
     float32: also in float32. only: in this type alone.
-    refusal: an error of the package before training is the right answer.
+    refusal: an error of the package before training is the right answer. refused_on_ranks: on
+        more than one rank.
     begun_elsewhere: another function that the next number of ranks runs first, in the same folder.
     """
 
@@ -63,6 +64,7 @@ class Case:
     left_out: tuple[str, ...] = ()
     against_one: bool = False
     refusal: bool = False
+    refused_on_ranks: bool = False
     begun_elsewhere: Callable[[Trial], Outcome] | None = None
     point: int | None = None
 

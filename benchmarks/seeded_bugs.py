@@ -18,15 +18,16 @@ import time
 from pathlib import Path
 
 import seeded_scripts
+import seeded_scripts_later
 import seeded_scripts_more
 import torch
 
 from multi_gpu_training.planning.verify import VerifyReport, verify
 from multi_gpu_training.planning.verify.rank_server import RankServers
 
-SETS = (seeded_scripts, seeded_scripts_more)
-BUGS = seeded_scripts.BUGS | seeded_scripts_more.BUGS
-CORRECT = seeded_scripts.CORRECT | seeded_scripts_more.CORRECT
+SETS = (seeded_scripts, seeded_scripts_more, seeded_scripts_later)
+BUGS = seeded_scripts.BUGS | seeded_scripts_more.BUGS | seeded_scripts_later.BUGS
+CORRECT = seeded_scripts.CORRECT | seeded_scripts_more.CORRECT | seeded_scripts_later.CORRECT
 
 
 def judge(name: str, report: VerifyReport | None) -> str:
@@ -73,7 +74,7 @@ def run_one(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=[], help="names, or parts of them")
-    parser.add_argument("--set", type=int, choices=(0, 1), help="the first scripts, or the others")
+    parser.add_argument("--set", type=int, choices=(0, 1, 2), help="the scripts of one file")
     parser.add_argument("--ranks", default="2,3")
     parser.add_argument("--show", action="store_true", help="what verify says of each script")
     parser.add_argument("--out", type=Path)

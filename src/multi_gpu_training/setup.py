@@ -72,7 +72,8 @@ from multi_gpu_training.training.learning_rate import (
     scale_rate,
 )
 from multi_gpu_training.training.loop import TrainingLoop
-from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss, untrained_part
+from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
+from multi_gpu_training.training.loss_parts import LossState, describe, parts_beside, trainable
 from multi_gpu_training.training.manual_optimization import ManualTrainer
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
 from multi_gpu_training.training.oom import drop_oom_hint, leave_oom_hint, take_oom_hint
@@ -329,11 +330,11 @@ class Training:
         if given.optimizers:
             self._take_optimizers(given)
             return
-        untrained = untrained_part(self.loss_fn)
-        if untrained is not None and not isinstance(given.optimizer, Optimizer):
-            say(untrained)
         trainer.strategy.adopt(given.optimizer)
-        note = trainer.take_optimizer(choose_optimizer(given.optimizer, self.model, config, say))
+        of_loss = trainable(self.loss_fn, self.model)
+        optimizer = choose_optimizer(given.optimizer, self.model, config, say, of_loss)
+        self._train_loss(optimizer)
+        note = trainer.take_optimizer(optimizer)
         if note:
             say(note)
         base = base_batch_size(config, given.dataset)
@@ -342,6 +343,19 @@ class Training:
             given.scheduler, state.optimizer, config, scaling, self.train_loader.steps
         )
         self._describe(scaling)
+
+    def _train_loss(self, optimizer: Optimizer) -> None:
+        """Train what the optimizer holds beside the model, and save it with the run."""
+        beside = parts_beside(self.loss_fn, self.model, optimizer)
+        line = describe(self.loss_fn, self.model, beside)
+        if line is not None:
+            self.console.line(line)
+        if beside is None:
+            return
+        if self.measurement is not None:
+            self.measurement.prepare(beside)
+        self.trainer.train_beside(beside)
+        self.fault_tolerance.register("trained_loss", LossState(beside, self.model))
 
     def _take_optimizers(self, given: Given) -> None:
         """All optimizers of a loop that calls backward itself, each with the config's schedule."""

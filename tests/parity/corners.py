@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from tiny import manager_for
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from multi_gpu_training import Callback
+from multi_gpu_training.errors import ModelError
 
 SAMPLES, FEATURES, BATCH = 26, 6, 8  # the last batch has two samples
 EPOCHS = 2
@@ -368,6 +369,86 @@ def own_criterion(folder: Path, by_hand: bool) -> Result:
     return result(manager.model)
 
 
+class Variances(nn.Module):
+    """A user's criterion with parameters: a variance for each of two parts of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        parts = torch.stack([(output - target).abs().mean(), (output - target).square().mean()])
+        return (parts * (-self.logs).exp() + self.logs).sum()
+
+
+def criterion_that_learns(folder: Path, by_hand: bool) -> Result:
+    """Stopped and resumed; a parameter in a closure is trained as well."""
+    model, criterion = mlp(), Variances()
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return criterion(model(batch[0]) * scale, batch[1])  # type: ignore[no-any-return]
+
+    every = [*model.parameters(), *criterion.parameters(), scale]
+    if by_hand:
+        optimizer = adamw(every)
+        for batch in batches():
+            optimizer.zero_grad()
+            loss_fn(model, batch).backward()
+            nn.utils.clip_grad_norm_(every, 0.3)
+            optimizer.step()
+    else:
+        for resume, steps in ((None, CHANGES[1]), ("auto", None)):
+            with torch.no_grad():  # what a new process would begin with
+                model.load_state_dict(mlp().state_dict())
+                criterion.logs.zero_()
+                scale.fill_(1.0)
+            more = {"run_name": "run", "resume": resume, "max_steps": steps, "max_grad_norm": 0.3}
+            manager = manager_for(folder, **settings(enable_fault_tolerance=True, **more))
+            manager.fit(model, data(), loss_fn=loss_fn, optimizer=adamw(every))
+    learned = {"logs": criterion.logs.detach().clone(), "scale": scale.detach().clone()}
+    return result(model) | learned
+
+
+def sparse_inputs(folder: Path, by_hand: bool) -> Result:
+    weight = nn.Module()
+    weight.register_parameter("w", nn.Parameter(torch.ones(FEATURES, 1, dtype=torch.float64)))
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        found = torch.sparse.mm(batch[0], model.get_parameter("w"))
+        return F.mse_loss(found, batch[1])
+
+    def collate(rows: list[Any]) -> Any:
+        found = [torch.stack(part) for part in zip(*rows, strict=True)]
+        return found[0].to_sparse(), *found[1:]
+
+    if by_hand:
+        return fit_or_loop(folder, by_hand, weight, loss_fn, sgd)
+    loader = DataLoader(data(), batch_size=BATCH, collate_fn=collate)
+    manager = manager_for(folder, **settings())
+    manager.fit(weight, loader, loss_fn=loss_fn, optimizer=sgd)
+    return result(weight)
+
+
+def refused_on_ranks(folder: Path) -> list[str]:
+    """What is said of embeddings whose result depends on which words a rank has, and of a
+    criterion that learns beside a sharded model."""
+    words = TensorDataset(torch.arange(16).reshape(8, 2) % 9, torch.ones(8, 1).double())
+    said = []
+    for option, mode in (
+        ({"max_norm": 0.5}, "distributed_data_parallel"),
+        ({"scale_grad_by_freq": True}, "distributed_data_parallel"),
+        ({}, "fully_sharded"),
+    ):
+        layers = nn.Embedding(9, 4, **option), nn.Flatten(), nn.Linear(8, 1)
+        manager = manager_for(folder, **settings(training_mode=mode))
+        try:
+            manager.fit(nn.Sequential(*layers).double(), words, loss_fn=Variances())
+        except ModelError as error:
+            said.append(str(error))
+    return said
+
+
 def compiled_by_the_user(folder: Path, by_hand: bool) -> Result:
     model = mlp(nn.BatchNorm1d(8).double())
     if by_hand:
@@ -468,9 +549,18 @@ def counted_in_python(folder: Path, by_hand: bool) -> Result:
     return fit_or_loop(folder, by_hand, Annealed(), loss_fn, sgd)
 
 
+class Fixed(nn.BatchNorm1d):
+    """Never in train mode, as soon as anybody asks for it."""
+
+    def train(self, mode: bool = True) -> Fixed:
+        return super().train(False)
+
+
 def eval_mode_in_part(folder: Path, by_hand: bool) -> Result:
-    """A frozen part whose BatchNorm the user put into eval mode, with validations in between."""
-    model = mlp(nn.BatchNorm1d(8).double(), nn.BatchNorm1d(8).double())
+    """A frozen part whose BatchNorm the user put into eval mode, and one that keeps itself there,
+    with validations in between."""
+    norms = nn.BatchNorm1d(8), nn.BatchNorm1d(8), Fixed(8)
+    model = mlp(*(norm.double() for norm in norms))
     model[1].eval().requires_grad_(False)
     model[1].running_mean += 0.5
     model[0].bias = None
@@ -479,6 +569,7 @@ def eval_mode_in_part(folder: Path, by_hand: bool) -> Result:
         assert not model[1].training  # type: ignore[index]
 
     if by_hand:
+        model[3].train()
         return fit_or_loop(folder, by_hand, model, squares, sgd, between)
     manager = manager_for(folder, **settings(sync_bn=True))
     manager.fit(model, data(), data(), loss_fn=squares, optimizer=sgd)
@@ -571,6 +662,8 @@ CASES: list[Case] = [
     another_head,
     complex_parameters,
     own_criterion,
+    criterion_that_learns,
+    sparse_inputs,
     compiled_by_the_user,
     recomputed,
     light_first_rank,

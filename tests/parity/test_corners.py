@@ -33,6 +33,7 @@ def test_it_equals_the_loop_that_everyone_writes(
         corners.complex_parameters,
         corners.rates_set_by_the_user,
         corners.dice_between_steps,
+        corners.criterion_that_learns,
     ],
     ids=lambda case: case.__name__,
 )
@@ -45,3 +46,10 @@ def test_recorded_steps_equal_it_too(
     with recording():
         off = difference(case(tmp_path, False), expected)
     assert max(off.values()) <= 1e-12, off
+
+
+def test_what_each_rank_would_compute_from_its_part_alone_is_refused(tmp_path: Path) -> None:
+    assert corners.refused_on_ranks(tmp_path / "one") == []
+    for said in run_ranks(2, corners.refused_on_ranks, tmp_path):
+        assert "max_norm=0.5" in said[0] and "scale_grad_by_freq=True" in said[1]
+        assert "fully_sharded trains those of the model alone" in said[2]

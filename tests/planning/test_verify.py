@@ -132,6 +132,24 @@ BUGS = {
         "manager.fit(net, TensorDataset(x[order], y[order]), optimizer=sgd)",
         "data per rank",
     ),
+    "padding counted in the mean": (
+        "def collate(rows):\n"
+        "    x = nn.utils.rnn.pad_sequence([r[0].repeat(1 + int(r[1]), 1) for r in rows], True)\n"
+        "    return x, x.sum(2)\n"
+        "loader = DataLoader(TensorDataset(x, torch.arange(80) % 7), 10, collate_fn=collate)\n"
+        "manager.fit(net, loader, optimizer=sgd,"
+        " loss_fn=lambda m, b: (m(b[0]).mean(2) - b[1]).abs().mean())",
+        "the loss counts the padding",
+    ),
+    "weights set by the first batch": (
+        "class Shift(nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        if not hasattr(self, 'ready'):\n"
+        "            self.ready = True; self.bias.data.copy_(-x.detach().mean(0))\n"
+        "        return super().forward(x)\n"
+        "manager.fit(nn.Sequential(Shift(6, 6), net), data, optimizer=sgd)",
+        "parameter 0.bias is changed during the forward",
+    ),
     "rate scaled by the ranks": (
         "manager.fit(net, data, optimizer=lambda p: torch.optim.SGD(p, lr=1e-6 * WORLD))",
         "the rate is scaled by the number of ranks: 2e-06 on 2 ranks, 1e-06 on one",
@@ -150,14 +168,17 @@ def test_a_seeded_bug_fails_and_its_cause_is_named(verified: Verified, name: str
 
 def test_correct_scripts_pass(verified: Verified) -> None:
     scripts = {
-        "casts, constants and states in float32": (
+        "casts, constants and states in float32, a criterion that learns": (
             "class Cell(nn.Module):\n"
             "    def __init__(self):\n"
             "        super().__init__(); self.cell, self.out = nn.GRUCell(6, 8), nn.Linear(8, 3)\n"
             "        self.scale = torch.tensor([0.5])\n"
             "    def forward(self, x):\n"
             "        return self.out(self.cell(x.float(), torch.zeros(len(x), 8))) * self.scale\n"
-            "manager.fit(Cell(), data, data, optimizer=adamw)"
+            "class Scaled(nn.Module):\n"
+            "    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(1))\n"
+            "    def forward(self, out, target): return F.cross_entropy(out * self.w, target)\n"
+            "manager.fit(Cell(), data, data, loss_fn=Scaled(), optimizer=adamw)"
         ),
         "padding that depends on the batch": (
             "rows = [torch.randint(1, 9, (2 + i % 5,)) for i in range(60)]\n"

@@ -122,7 +122,7 @@ def rows(batch: Any, size: int, begin: int, end: int) -> Any:
         axes = [axis for axis, length in enumerate(batch.shape) if length == size]
         if not axes or (len(axes) > 1 and axes[0] != 0):
             return batch
-        return batch.narrow(axes[0], begin, end - begin)
+        return _cut(batch, axes[0], begin, end)
     if isinstance(batch, Mapping):
         return same_mapping(batch, {key: _entries(batch[key], size, begin, end) for key in batch})
     if isinstance(batch, (list, tuple)):
@@ -134,6 +134,12 @@ def rows(batch: Any, size: int, begin: int, end: int) -> Any:
             return parts
         return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
     return batch
+
+
+def _cut(tensor: Tensor, axis: int, begin: int, end: int) -> Tensor:
+    if tensor.layout is torch.strided:
+        return tensor.narrow(axis, begin, end - begin)
+    return tensor.index_select(axis, torch.arange(begin, end, device=tensor.device))
 
 
 def _entries(part: Any, size: int, begin: int, end: int) -> Any:
@@ -159,4 +165,4 @@ def head(batch: Any, count: int, size: int) -> Any:
 
 def emptied(batch: Any) -> Any:
     """The batch with no sample in it, for a rank that has none."""
-    return map_tensors(batch, lambda tensor: tensor[:0] if tensor.ndim else tensor)
+    return map_tensors(batch, lambda tensor: _cut(tensor, 0, 0, 0) if tensor.ndim else tensor)

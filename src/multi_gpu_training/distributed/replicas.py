@@ -158,6 +158,25 @@ def check_same_model(model: nn.Module, placement: Placement) -> None:
             )
 
 
+def refuse_layers_of_one_batch(model: nn.Module, placement: Placement) -> None:
+    """Raise for embeddings that change their weights or gradients by the words of the batch: each
+    rank would count its own part alone, and no exchange makes up for that."""
+    for name, module in model.named_modules():
+        if placement.dp_size == 1 or not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        for option, does in (
+            ("max_norm", "rescales the rows that a batch uses"),
+            ("scale_grad_by_freq", "divides by how often the batch has a word"),
+        ):
+            if getattr(module, option):
+                raise ModelError(
+                    f"{name or 'the model'} is {type(module).__name__}({option}="
+                    f"{getattr(module, option)}), which {does}: on {placement.dp_size} ranks each "
+                    f"has a part of it, and results would differ. Leave {option} out, or use one "
+                    "rank"
+                )
+
+
 def _tensor(entry: list[Any] | None) -> str:
     if entry is None:
         return "nothing more"

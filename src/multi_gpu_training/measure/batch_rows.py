@@ -43,6 +43,12 @@ def sample_dims(batch: Any, count: int) -> dict[str, int | None]:
     }
 
 
+def sample_shapes(rows: Rows) -> dict[str, list[int]]:
+    """Per tensor of the batch, the shape of a sample; collate functions pad to the longest."""
+    first = {path: leaf[0] for path, leaf in rows.items() if leaf}
+    return {path: list(row.shape) for path, row in first.items() if isinstance(row, Tensor)}
+
+
 def same_rows(one: Any, other: Any) -> bool:
     """Whether two samples are equal but for rounding and for how far they were padded."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):

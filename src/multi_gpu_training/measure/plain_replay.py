@@ -27,7 +27,9 @@ class PlainReplay:
         self.run = run
         self.tolerance = 1e-6 if request.double else 1e-2
         self.state = copy.deepcopy(run.optimizer.state_dict())
-        size = sum(p.nbytes for p in run.model.parameters())
+        self.attributes, self.unknown = own_attributes(run.optimizer)
+        self.trained = run.trainer.state.trained
+        size = sum(p.nbytes for p in self.trained.parameters())
         self.steps = REPLAYED_STEPS if size <= REPLAYED_BYTES else 1
         self.starts: dict[int, list[Tensor]] = {}
         self.modes: dict[int, list[bool]] = {}  # which modules were training: some may be frozen
@@ -36,13 +38,13 @@ class PlainReplay:
         self.frozen: dict[int, set[str]] = {}
 
     def _tensors(self) -> list[Tensor]:
-        model = self.run.model
+        model = self.trained
         return [t.detach() for t in itertools.chain(model.parameters(), model.buffers())]
 
     def begin(self, step: int) -> None:
         if step <= self.steps:
             self.starts[step] = [t.clone() for t in self._tensors()]
-            self.modes[step] = [module.training for module in self.run.model.modules()]
+            self.modes[step] = [module.training for module in self.trained.modules()]
 
     def note(self, step: int, batch: Any, share: Share, noise: Tensor, loss: float) -> None:
         if step <= self.steps:
@@ -54,10 +56,10 @@ class PlainReplay:
                 {key: value for key, value in group.items() if key != "params"}
                 for group in optimizer.param_groups
             ]
-            named = self.run.model.named_parameters()
+            named = self.trained.named_parameters()
             after = {name: p.detach().clone() for name, p in named}
             self.ends[step] = copy.deepcopy(settings), after
-            named = self.run.model.named_parameters()
+            named = self.trained.named_parameters()
             self.frozen[step] = {name for name, p in named if p.grad is None}
 
     def compare(self) -> dict[str, Any]:
@@ -74,14 +76,19 @@ class PlainReplay:
         ]
         if others:
             return {"skipped": f"{', '.join(others)} takes part in the step"}
+        if self.unknown:
+            kind = type(run.optimizer).__name__
+            return {"skipped": f"{kind}.{self.unknown} may hold state that cannot be put back"}
         worst, name = 0.0, "-"
         run.optimizer.load_state_dict(self.state)
+        for key, value in self.attributes.items():
+            setattr(run.optimizer, key, value)
         for step in sorted(self.ends):
             again = self._again(step)
             if again is not None:
                 return {"skipped": again} if step == 1 else {"apart": worst, "name": name}
             start = dict(zip(self._names(), self.starts[step], strict=True))
-            found = dict(run.model.named_parameters())
+            found = dict(self.trained.named_parameters())
             ends = self.ends[step][1]
             moves = {key: float((end - start[key]).double().norm()) for key, end in ends.items()}
             # A tensor that hardly moves is moved by rounding: it is measured against all of them.
@@ -94,7 +101,7 @@ class PlainReplay:
         return {"apart": worst, "name": name, "passed": worst <= self.tolerance}
 
     def _names(self) -> list[str]:
-        model = self.run.model
+        model = self.trained
         return [n for n, _ in [*model.named_parameters(), *model.named_buffers()]]
 
     def _again(self, step: int) -> str | None:
@@ -104,7 +111,7 @@ class PlainReplay:
         with torch.no_grad():
             for tensor, value in zip(self._tensors(), self.starts[step], strict=True):
                 tensor.copy_(value)
-        for module, training in zip(model.modules(), self.modes[step], strict=True):
+        for module, training in zip(self.trained.modules(), self.modes[step], strict=True):
             module.training = training
         total: Any = 0.0
         weights = torch.zeros((), dtype=torch.float64, device=device)
@@ -118,15 +125,39 @@ class PlainReplay:
             weights = weights + weight.to(device)
         optimizer.zero_grad()
         (total / weights).backward()
-        for name, parameter in model.named_parameters():
+        for name, parameter in self.trained.named_parameters():
             if name in self.frozen[step]:  # and trained since
                 parameter.grad = None
         limit = run.config.max_grad_norm
         if limit is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), limit)
+            nn.utils.clip_grad_norm_(self.trained.parameters(), limit)
         if run.config.max_grad_value is not None:
-            nn.utils.clip_grad_value_(model.parameters(), run.config.max_grad_value)
+            nn.utils.clip_grad_value_(self.trained.parameters(), run.config.max_grad_value)
         for group, settings in zip(optimizer.param_groups, self.ends[step][0], strict=True):
             group.update(settings)
         optimizer.step()
         return None
+
+
+def own_attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str | None]:
+    """Copies of what an optimizer of the user's own keeps beside its `state` (counters, slow
+    weights), and the name of an attribute that cannot be copied."""
+    base = vars(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0))
+    found: dict[str, Any] = {}
+    for key, value in vars(optimizer).items():
+        if key in base or key.startswith("_") or callable(value):
+            continue
+        if not _is_plain(value):
+            return found, key
+        found[key] = copy.deepcopy(value)
+    return found, None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, Tensor):
+        return not value.requires_grad  # a parameter, which the model puts back
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype))

@@ -51,7 +51,7 @@ class Probe:
         self.micro = share.window_count
         firsts = {tensor.shape[:1] for tensor in tensors_of(batch) if tensor.ndim}
         self.cuttable = firsts == {(self.size,)}
-        self._parameters = [p for p in state.model.parameters() if p.requires_grad]
+        self._parameters = [p for p in state.trained.parameters() if p.requires_grad]
 
     def measure(self, count: int) -> RankSpeed:
         """The fastest of a few passes over `count` samples, or over as many as fit."""

@@ -31,7 +31,12 @@ from torch.utils.data import (
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.batch import attach, map_tensors, share_of
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.measure.batch_rows import row_hashes, row_leaves, sample_dims
+from multi_gpu_training.measure.batch_rows import (
+    row_hashes,
+    row_leaves,
+    sample_dims,
+    sample_shapes,
+)
 from multi_gpu_training.measure.comparable_math import DoubleMath, SampleNoise
 from multi_gpu_training.measure.plain_replay import PlainReplay
 from multi_gpu_training.measure.request import MeasuredRun, Measurement, MeasureRequest
@@ -68,7 +73,7 @@ class Recorder(Callback):
         self.before: dict[str, Tensor] = {}
         self.replay = PlainReplay(run, request) if request.ranks == 1 else None
         self.done = False
-        self.off = _switch_off_dropout(run.model)
+        self.off = _switch_off_dropout(run.trainer.state.trained)
         run.trainer.state.transform = self.transform
         watch_loss(run.trainer, self.compute_loss)
         run.optimizer.register_step_pre_hook(self.before_move)
@@ -76,7 +81,7 @@ class Recorder(Callback):
         self._write(self._header())
 
     def _header(self) -> dict[str, Any]:
-        run, model = self.run, self.run.model
+        run, model = self.run, self.run.trainer.state.trained
         config = run.config
         return {
             "kind": "header",
@@ -100,7 +105,7 @@ class Recorder(Callback):
     # The parts of a step
 
     def on_step_begin(self, run: Run, step: int) -> None:
-        model = run.model
+        model = self.run.trainer.state.trained
         self.line = {
             "kind": "step",
             "step": step,
@@ -142,6 +147,7 @@ class Recorder(Callback):
                 "window": share.window_count,
                 "hashes": row_hashes(rows, share.count),
                 "layout": sample_dims(batch, share.count),
+                "shapes": sample_shapes(rows),
                 "kept": None,
             }
         )
@@ -230,7 +236,7 @@ class Recorder(Callback):
     def before_move(self, optimizer: Optimizer, *_: Any) -> None:
         if self.done or self.share is None:  # or a step past the trainer
             return
-        named = dict(self.run.model.named_parameters())
+        named = dict(self.run.trainer.state.trained.named_parameters())
         self.line["settings"] = [_settings(group) for group in optimizer.param_groups]
         self.line["grads"] = sketches((n, p.grad) for n, p in named.items() if p.grad is not None)
         self.line["before"] = sketches(named.items())
@@ -239,7 +245,7 @@ class Recorder(Callback):
     def after_move(self, optimizer: Optimizer, *_: Any) -> None:
         if self.done or self.share is None or not self.before:
             return
-        named = dict(self.run.model.named_parameters())
+        named = dict(self.run.trainer.state.trained.named_parameters())
         moves = {n: p.detach() - self.before[n] for n, p in named.items() if n in self.before}
         self.line["moves"] = sketches(moves.items())
         self.line["moved"] = sketches(named.items())
@@ -250,13 +256,13 @@ class Recorder(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if self.done:
             return
-        norm = result.grad_norm
+        norm, trained = result.grad_norm, self.run.trainer.state.trained
         self.line |= {
             "micros": self.micros,
             "norm": None if norm is None else float(norm),
-            "after": sketches(run.model.named_parameters()),
-            "buffers": sketches(run.model.named_buffers()),
-            "state": _optimizer_state(run),
+            "after": sketches(trained.named_parameters()),
+            "buffers": sketches(trained.named_buffers()),
+            "state": _optimizer_state(trained, run.optimizer),
         }
         self._write(self.line)
         if result.step >= self.request.steps:
@@ -463,11 +469,11 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _optimizer_state(run: Run) -> dict[str, list[float]]:
+def _optimizer_state(trained: nn.Module, optimizer: Optimizer) -> dict[str, list[float]]:
     """Momenta and the like, per parameter."""
     found = {}
-    for name, parameter in run.model.named_parameters():
-        for key, value in run.optimizer.state.get(parameter, {}).items():
+    for name, parameter in trained.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
                 found[f"{name} {key}"] = sketch(value)
     return found

@@ -125,7 +125,7 @@ def rank_facts(
     """Where this rank runs and what its share of a step is."""
     placement, device = state.placement, state.placement.device
     cuda = device.type == "cuda"
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    parameters = [p for p in state.trained.parameters() if p.requires_grad]
     return {
         "step": state.step,
         "device": str(device),

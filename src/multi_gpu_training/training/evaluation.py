@@ -131,7 +131,7 @@ def _measure(
     output, target = predict(model, batch)
     criterion = loss_fn.criterion_for(output, target)
     mean = criterion(output, target)
-    if is_classification(output, target):
+    if is_classification(output, target) and not loss_fn.learns:
         valid = target != ignored_label(criterion)
         collected.add_predictions(output.argmax(1)[valid], target[valid], output.shape[1])
     _update(objects, output, target, collected)

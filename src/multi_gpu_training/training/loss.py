@@ -102,26 +102,8 @@ def _takes_the_model(module: nn.Module) -> bool:
     return is_module or kind.endswith("Module") or first.name in ("model", "net", "network")
 
 
-def untrained_part(loss_fn: LossFn) -> str | None:
-    """In words, the parameters of a criterion that could be trained; the optimizer moves those of
-    the model alone."""
-    module = loss_fn.module if isinstance(loss_fn, ModuleLoss) else None
-    if isinstance(loss_fn, SupervisedLoss):
-        module = loss_fn.criterion
-    count = 0 if module is None else sum(p.requires_grad for p in module.parameters())
-    if not count:
-        return None
-    return (
-        f"loss: {count} parameters of {type(module).__name__} are not trained; to train them, make "
-        "it a part of the model, and let loss_fn return what the model computes"
-    )
-
-
 class ModuleLoss:
-    """A loss function of model and batch that is a module: kept on the model's device.
-
-    Not part of the module that ranks replicate: its parameters are not trained.
-    """
+    """A loss function of model and batch that is a module: kept on the model's device."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -145,6 +127,8 @@ class SupervisedLoss:
         self.chosen_here = criterion is None
         self.every_label_counts = False  # then a mean is over samples, and nothing is counted
         self._device: torch.device | None = None
+        # Then the output need not be scores of classes: of an embedding, the criterion makes them.
+        self.learns = criterion is not None and any(True for _ in criterion.parameters())
         self._shifted: bool | None = None  # whether the model's own loss skips the first label
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
@@ -154,7 +138,7 @@ class SupervisedLoss:
         criterion = self.criterion_for(output, target)
         mean = criterion(output, target)
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
-        if is_classification(output, target):
+        if is_classification(output, target) and not self.learns:
             hits = (output.detach().argmax(1) == target).sum()  # no class is the ignored label
             counted: Tensor | float = float(target.numel())
             if not self.every_label_counts:
@@ -195,7 +179,7 @@ class SupervisedLoss:
         if isinstance(output, Tensor) and self._device != output.device:
             self.criterion.to(output.device)
             self._device = output.device
-        if isinstance(output, Tensor) and output.dtype is torch.float64:
+        if isinstance(output, Tensor) and output.dtype is torch.float64 and not self.learns:
             self.criterion.double()  # class weights too; float32 ones are refused beside it
         return self.criterion
 

@@ -94,7 +94,7 @@ class NanGuard:
     def attach(self, optimizer: optim.Optimizer) -> str | None:
         """Choose a mode; returns a line for people where it costs something."""
         state = self.state
-        self._buffers = [buffer.detach() for buffer in state.model.buffers()]
+        self._buffers = [buffer.detach() for buffer in state.trained.buffers()]
         recordable = state.config.step_execution in ("auto", "graph")
         if state.precision.scaler.is_enabled():
             self.mode = "scaler"

@@ -65,8 +65,8 @@ def _once_more(state: StepState, error: NonFiniteLossError) -> list[Finding]:
         return []
     found: list[Finding] = []
     step, micro = state.step, state.micro
-    buffers = [buffer.clone() for buffer in state.model.buffers()]
-    named = [(name, p) for name, p in state.model.named_parameters() if p.requires_grad]
+    buffers = [buffer.clone() for buffer in state.trained.buffers()]
+    named = [(name, p) for name, p in state.trained.named_parameters() if p.requires_grad]
     try:
         for place, batch in enumerate(step_batches(loader, error.epoch, error.position)):
             state.step, state.micro = error.step - 1, place
@@ -75,7 +75,7 @@ def _once_more(state: StepState, error: NonFiniteLossError) -> list[Finding]:
     finally:
         state.step, state.micro = step, micro
         with torch.no_grad():
-            for buffer, before in zip(state.model.buffers(), buffers, strict=True):
+            for buffer, before in zip(state.trained.buffers(), buffers, strict=True):
                 buffer.copy_(before)
     return found
 

@@ -16,10 +16,15 @@ from multi_gpu_training.training.learning_rate import holds_doubles
 
 
 def choose_optimizer(
-    given: Any, model: nn.Module, config: MultiGPUConfig, say: Callable[[str], None]
+    given: Any,
+    model: nn.Module,
+    config: MultiGPUConfig,
+    say: Callable[[str], None],
+    of_loss: Sequence[nn.Parameter] = (),
 ) -> Optimizer:
-    """`given` may be an optimizer of this model's parameters, a function of them, or None."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    """`given` may be an optimizer of this model's parameters, a function of them, or None.
+    of_loss: parameters of the criterion, which are trained too unless `given` leaves them out."""
+    parameters = [*(p for p in model.parameters() if p.requires_grad), *of_loss]
     if given is None:
         say(
             f"optimizer: AdamW, lr {config.learning_rate:g}, weight decay "
@@ -40,15 +45,6 @@ def choose_optimizer(
             f"{type(built).__name__} computes the loss several times per step, in a closure, which "
             "fit and train_step do not support; use an optimizer whose step() takes no closure, or "
             "your own loop with manager.prepare(model, optimizer) (docs/own-loop.md)"
-        )
-    known = {id(p) for p in model.parameters()}
-    strangers = [p for g in built.param_groups for p in g["params"] if id(p) not in known]
-    if strangers:
-        raise ModelError(
-            f"the optimizer holds {len(strangers)} parameters that are not the model's; "
-            "build it from this model's parameters, or give a function of them. A criterion with "
-            "parameters to train must be a part of the model: a module that holds both and returns "
-            "the loss from forward(input, target), with loss_fn=lambda model, batch: model(*batch)"
         )
     return built
 

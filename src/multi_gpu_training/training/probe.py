@@ -16,7 +16,7 @@ from multi_gpu_training.training.step_state import StepState
 @contextmanager
 def untouched(state: StepState) -> Iterator[None]:
     """Compute in training mode, alone; then buffers, generators and modes are as they were."""
-    model, device = state.model, state.placement.device
+    model, device = state.trained, state.placement.device
     random = random_state(device)
     modes = [(module, module.training) for module in model.modules()]
     buffers = [

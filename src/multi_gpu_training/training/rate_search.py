@@ -110,7 +110,8 @@ def _everything_back(trainer: MultiGPUTrainer, loader: Loader) -> Iterator[None]
     trainer.execution.verify()
     random, place = random_state(device), (loader.epoch, loader.start)
     modes = [(module, module.training) for module in state.model.modules()]
-    tensors = [*state.model.parameters(), *state.model.buffers(), *state.extra_tensors]
+    trained = state.trained
+    tensors = [*trained.parameters(), *trained.buffers(), *state.extra_tensors]
     kept = [tensor.detach().clone() for tensor in tensors]
     optimizer = _optimizer_copy(state)
     counters = Counters.of(state)

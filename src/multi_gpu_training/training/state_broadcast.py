@@ -15,7 +15,7 @@ def broadcast_state(state: StepState, source: int, behind: bool) -> None:
     """Give the ranks that are `behind` the parameters and optimizer state of rank `source`.
     Collective. Each rank keeps its own buffers and rates: the forward of the step has changed the
     buffers already, and the schedule sets the rates when the step is counted."""
-    placement, model, optimizer = state.placement, state.model, state.optimizer
+    placement, model, optimizer = state.placement, state.trained, state.optimizer
     mine = placement.dp_rank == source
     tensors: dict[str, Tensor] = {}
     plain: Any = pack(optimizer_state(model, optimizer)["state"], tensors) if mine else None

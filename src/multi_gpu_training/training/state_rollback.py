@@ -93,7 +93,7 @@ class StepStart:
             self._versions = [version(buffer) for buffer, _ in self._others]
 
     def _keep_all(self) -> None:
-        model = self._state.model
+        model = self._state.trained
         tracked = {
             id(buffer)
             for module in model.modules()
@@ -122,8 +122,8 @@ class StateCopies:
     def tensors(self) -> list[Tensor]:
         """All state tensors as they are now, in a fixed order."""
         state = self.state
-        found = [p.detach() for p in state.model.parameters()]
-        found += [b.detach() for b in state.model.buffers()]
+        found = [p.detach() for p in state.trained.parameters()]
+        found += [b.detach() for b in state.trained.buffers()]
         for group in state.optimizer.param_groups:
             for parameter in group["params"]:
                 kept = state.optimizer.state.get(parameter, {})

@@ -117,6 +117,7 @@ class StepModule(nn.Module):
         self.silent = False  # the newest micro-batch gives no parameter a gradient
         self.finds_unused = False  # ranks tell each other which parameters they used
         self.needs_graph = False  # every micro-batch must go through model and loss, backward too
+        self.beside: nn.Module | None = None  # what else the optimizer moves: a criterion
         parameters = [p for p in model.parameters() if p.requires_grad]
         exact = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         # Its gradient carries the step's total weight along with the gradients of the model:
@@ -174,6 +175,11 @@ class StepModule(nn.Module):
         scaled = scaled if zeros is None else scaled + zeros
         return MicroResult(scaled, self.tally * share, mean.detach(), weight, loss.metrics)
 
+    @property
+    def trained(self) -> nn.Module:
+        """All modules whose parameters are trained, to ask for parameters and buffers by name."""
+        return self.model if self.beside is None else TrainedModules(self.model, self.beside)
+
     # Straight to the work: torch's own __call__ only adds hooks, which nobody has on this module.
     __call__ = forward
 
@@ -216,7 +222,7 @@ class StepModule(nn.Module):
         if self.sharded:
             return total  # ranks send zeros for what got no gradient
         found = self.sparse
-        for parameter in self.model.parameters():
+        for parameter in self.trained.parameters():
             sparse = id(parameter) in found
             if parameter.requires_grad and (sparse or not self.finds_unused):
                 total = total + _Zero.apply(parameter, sparse)  # type: ignore[no-untyped-call]
@@ -227,9 +233,33 @@ class StepModule(nn.Module):
         """Ids of the parameters whose gradients are sparse, found as DDP finds them."""
         return {
             id(module.weight)
-            for module in self.model.modules()
+            for module in self.trained.modules()
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         }
+
+
+class TrainedModules(nn.Module):
+    """The model, and beside it modules and parameters of the loss that are trained as well. The
+    model's names stay as they are; the others begin with `loss_fn`."""
+
+    def __init__(self, model: nn.Module, beside: nn.Module) -> None:
+        super().__init__()
+        self.model, self.beside = model, beside
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        # Everything else that torch looks up by name goes through here.
+        memo = set() if memo is None else memo
+        yield from self.model.named_modules(memo, prefix, remove_duplicate)
+        name = "loss_fn"
+        while name in dict(self.model.named_children()):
+            name += "_"
+        inside = f"{prefix}.{name}" if prefix else name
+        yield from self.beside.named_modules(memo, inside, remove_duplicate)
 
 
 def zero_loss(loss: Tensor) -> Tensor:

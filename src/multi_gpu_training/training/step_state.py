@@ -91,9 +91,14 @@ class StepState:
 
     # Which parameters are trained
 
+    @property
+    def trained(self) -> nn.Module:
+        """The model, together with a criterion or parameters of the loss that are trained too."""
+        return self.step_module.trained
+
     def find_parameters(self) -> None:
         """Look up which parameters are trained now, and which the optimizer moves."""
-        every = list(self.model.parameters())
+        every = list(self.trained.parameters())
         self.parameters = [p for p in every if p.requires_grad]
         self._frozen = [p for p in every if not p.requires_grad]
         optimizer = vars(self).get("optimizer")
@@ -118,7 +123,7 @@ class StepState:
     def parameters_as_before(self) -> Iterator[bool]:
         """Undo such a change for the length of a `with` block; False where the model itself has
         other parameters now."""
-        every = list(self.model.parameters())
+        every = list(self.trained.parameters())
         flags = [p.requires_grad for p in every]
         groups = list(self.optimizer.param_groups)
         lists = [list(group["params"]) for group in groups]
@@ -143,7 +148,7 @@ class StepState:
         """Train what is trained now. Every rank must have changed the same; collective."""
         before, known = self.parameters, {id(p) for p in (*self.parameters, *self._frozen)}
         self.find_parameters()
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        names = [name for name, p in self.trained.named_parameters() if p.requires_grad]
         for rank, theirs in enumerate(self.placement.gather_json(names)):
             if theirs != names:
                 mine, other = set(names) - set(theirs), set(theirs) - set(names)
@@ -154,7 +159,7 @@ class StepState:
                 )
         if not names:
             raise ModelError(f"before step {self.step + 1} every parameter was frozen")
-        known |= {id(p) for p in self.model.parameters()}
+        known |= {id(p) for p in self.trained.parameters()}
         strangers = [p for group in self._groups for p in group if id(p) not in known]
         if strangers:
             raise ModelError(
@@ -172,9 +177,12 @@ class StepState:
         Where all of them are in eval mode, that of the last time; the first time, train mode,
         which `from_pretrained` and others leave to whoever trains."""
         modules = list(self.model.modules())
-        if not any(module.training for module in modules):
+        in_eval = [module for module in modules if not module.training]
+        all_in_eval = len(in_eval) == len(modules)
+        # A train() of the user's own may keep some layers in eval mode: every plain loop calls it.
+        if all_in_eval or any(type(module).train is not nn.Module.train for module in modules):
             self.model.train()
-            for module in self._in_eval:
+            for module in self._in_eval if all_in_eval else in_eval:
                 module.training = False  # not what is inside, as `eval()` does
         self._in_eval = [module for module in modules if not module.training]
 

@@ -26,7 +26,10 @@ from multi_gpu_training.distributed.progress_slot import (
     note_phase,
     note_step,
 )
-from multi_gpu_training.distributed.replicas import check_same_model
+from multi_gpu_training.distributed.replicas import (
+    check_same_model,
+    refuse_layers_of_one_batch,
+)
 from multi_gpu_training.errors import ConfigError, ModelError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.fast_defaults import (
@@ -149,6 +152,7 @@ class MultiGPUTrainer(ABC):
         self.execution.enter_stream()
         model.to(device)
         check_same_model(model, self.placement)
+        refuse_layers_of_one_batch(model, self.placement)
         if manual:
             self._start_from_rank_0(model)
         if self.config.sync_bn and self.placement.dp_size > 1:
@@ -158,12 +162,22 @@ class MultiGPUTrainer(ABC):
             lay_out_channels_last(model)
         state.precision = Precision(self.config, device, self.fast_defaults.mixed_precision)
         state.model = model
-        state.find_parameters()
         state.step_module = StepModule(model, loss_fn, state.precision)
+        state.find_parameters()
         self.strategy.wrap(state.step_module)
         if self.placement.breakable is not None and not manual:
             self.placement.on_broken = self.oom.join
         return model
+
+    def train_beside(self, beside: nn.Module) -> None:
+        """Train parameters of the loss like the model's. Before the optimizer is taken."""
+        refuse_float64(beside, self.placement.device)
+        beside.to(self.placement.device)
+        check_same_model(beside, self.placement)
+        self._start_from_rank_0(beside)
+        if self.config.sync_bn and self.placement.dp_size > 1:
+            synchronise_batchnorm(beside, self.placement)
+        self.strategy.train_beside(beside)
 
     def _start_from_rank_0(self, model: nn.Module) -> None:
         """Give every rank rank 0's weights, as DDP's wrapper would: scripts need not seed."""

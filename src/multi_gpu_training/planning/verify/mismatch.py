@@ -136,10 +136,12 @@ class PairedRecords:
             step = number + 1
             yield from self._tensors("between", step, "begin", alone, ranks)
             yield from self._data(step, alone, ranks)
+            # A parameter that the forward changes (initialised from the first batch) explains the
+            # loss, and not the other way round: no gradient has moved it yet.
+            yield from self._tensors("forward", step, "before", alone, ranks)
             yield from self._loss(step, alone, ranks)
             yield from self._settings(step, alone, ranks)
             yield from self._grads(step, alone, ranks)
-            yield from self._tensors("forward", step, "before", alone, ranks)
             yield from self._move(step, alone, ranks)
             yield from self._tensors("optimizer", step, "moved", alone, ranks)
             yield from self._tensors("callback", step, "after", alone, ranks)

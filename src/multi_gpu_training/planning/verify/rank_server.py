@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class RankServers:
         whether the others were idle."""
         codes: dict[int, int] = {}
         until = time.monotonic() + timeout_s
-        worked, busy_until = 0.0, time.monotonic()
+        before, busy_until = Activity(), time.monotonic()
         while len(codes) < ranks and time.monotonic() < until:
             waiting = {self._output(rank): rank for rank in range(ranks) if rank not in codes}
             ready, _, _ = select.select([*waiting], [], [], 1.0)
@@ -101,9 +102,9 @@ class RankServers:
                 codes[waiting[stream]] = _code(stream.readline())
             if any(codes.values()):
                 until = min(until, time.monotonic() + OTHERS_S)
-            now = sum(_cpu_seconds(process.pid) for process in self.processes)
-            if ready or now > worked + 0.02:  # threads that only watch use less
-                worked, busy_until = now, time.monotonic()
+            now = Activity.of([process.pid for process in self.processes])
+            if ready or now.is_work_since(before, time.monotonic() - busy_until, ranks):
+                before, busy_until = now, time.monotonic()
             if time.monotonic() > busy_until + idle_s:
                 break
         for rank in set(range(ranks)) - set(codes):
@@ -143,14 +144,35 @@ def _code(line: bytes) -> int:
     return int(line) if line.strip() else 1  # the server itself has died
 
 
-def _cpu_seconds(server: int) -> float:
-    """What a server and all that it started have used so far."""
-    total = 0.0
-    with suppress(psutil.Error):
-        for process in psutil.Process(server).children(recursive=True):
+@dataclass(frozen=True)
+class Activity:
+    """What all processes of the ranks have used so far: seconds of their main threads, and of all
+    threads. running: a main thread computes right now, or would if a core were free."""
+
+    main_s: float = 0.0
+    total_s: float = 0.0
+    running: bool = False
+
+    @classmethod
+    def of(cls, servers: Sequence[int]) -> Activity:
+        main = total = 0.0
+        running = False
+        for server in servers:
             with suppress(psutil.Error):
-                total += sum(process.cpu_times()[:2])
-    return total
+                for process in psutil.Process(server).children(recursive=True):
+                    with suppress(psutil.Error):
+                        own = [t for t in process.threads() if t.id == process.pid]
+                        main += sum(t.user_time + t.system_time for t in own)
+                        total += sum(process.cpu_times()[:2])
+                        states = psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP
+                        running = running or process.status() in states
+        return cls(main, total, running)
+
+    def is_work_since(self, before: Activity, seconds: float, ranks: int) -> bool:
+        """Threads that watch for signals and stalls use up to 1 % of a core each, which adds up;
+        main threads that wait for another rank use nothing."""
+        main, total = self.main_s - before.main_s, self.total_s - before.total_s
+        return self.running or main > 0.02 or total > max(0.02, 0.05 * ranks * seconds)
 
 
 def _free_port() -> int:

@@ -78,6 +78,15 @@ class SplitBatch:
                 "gradient (use torch.distributed.nn.functional.all_gather), or in-batch pairs are "
                 "counted on one side only"
             )
+        whole = [micro["shapes"] for micro in self.mine["micros"]]
+        padded = [rank for rank in off if micros[rank]["shapes"] not in whole]
+        if padded:
+            return (
+                "the loss is not weighted: the collate_fn pads the samples of "
+                f"{name_ranks(padded)} to another length than those of the whole batch, and the "
+                "loss counts the padding. Average over what is not padding, and return its number "
+                "as the weight"
+            )
         factors = [
             micro["loss"] / part["loss"] if part["loss"] else math.nan
             for part, micro in zip(parts, micros, strict=True)

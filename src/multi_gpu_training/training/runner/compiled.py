@@ -61,7 +61,7 @@ def compiled_problem(
 
 def _loss_and_gradients(state: StepState, compiled: LossFn | None, given: Any) -> list[Tensor]:
     module = state.step_module
-    parameters = [p for p in state.model.parameters() if p.requires_grad]
+    parameters = [p for p in state.trained.parameters() if p.requires_grad]
     with module.computing(compiled), state.strategy.compiling():
         result = module.forward(given, 1, 1, 1)
     grads = torch.autograd.grad(result.scaled, parameters, allow_unused=True)

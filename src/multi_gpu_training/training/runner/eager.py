@@ -165,7 +165,7 @@ class EagerRunner:
     def _check_gradients(self) -> None:
         if self.state.config.find_unused_parameters:
             return
-        named = self.state.model.named_parameters()
+        named = self.state.trained.named_parameters()
         missing = [name for name, p in named if p.requires_grad and p.grad is None]
         if missing:
             raise ModelError(

@@ -28,6 +28,11 @@ from multi_gpu_training.training.step import MicroResult, StepModule
 Forward = Callable[[Any, int, int, int], MicroResult]
 # A sample as the loss gets it, for a share that has none
 StandIn = Callable[[Share], Any]
+BESIDE_A_MODEL = (
+    "the optimizer holds parameters of the loss, and training_mode={mode} trains those of the "
+    "model alone: make the criterion a part of the model, which returns the loss from "
+    "forward(input, target), or use training_mode=distributed_data_parallel"
+)
 
 
 class Strategy(ABC):
@@ -52,15 +57,16 @@ class Strategy(ABC):
     def wrap(self, step_module: StepModule) -> nn.Module:
         """Wrap a step module; its model is on the device already."""
         self.step_module = step_module
-        model = step_module.model
         self._find_parameters()
-        self.forward_exchanges = any(isinstance(m, SyncBatchNorm) for m in model.modules())
-        finds_unused = step_module.finds_unused = self.config.find_unused_parameters
-        step_module.needs_graph = self.forward_exchanges or (
-            finds_unused and self.config.static_graph
-        )
+        self._find_exchanges()
         self.wrapped = self.make_wrapper(step_module)
         return self.wrapped
+
+    def train_beside(self, beside: nn.Module) -> None:
+        """Train parameters of the loss as well as the model's. Collective."""
+        self.step_module.beside = beside
+        self._find_exchanges()
+        self.take_parameters()
 
     @abstractmethod
     def make_wrapper(self, step_module: StepModule) -> nn.Module:
@@ -73,21 +79,28 @@ class Strategy(ABC):
     def rewrap(self) -> None:
         """Wrap again, for a new process group. Wrapping sends rank 0's buffers to every rank;
         each rank keeps its own."""
-        buffers = [buffer.clone() for buffer in self.step_module.model.buffers()]
+        buffers = [buffer.clone() for buffer in self.step_module.trained.buffers()]
         self.wrapped = self.make_wrapper(self.step_module)
         with torch.no_grad():
-            for buffer, before in zip(self.step_module.model.buffers(), buffers, strict=True):
+            for buffer, before in zip(self.step_module.trained.buffers(), buffers, strict=True):
                 buffer.copy_(before)
         self.settled = False
 
     def take_parameters(self) -> None:
-        """Other parameters of the model are trained from now on. Collective."""
+        """Other parameters are trained from now on. Collective."""
         self._find_parameters()
         self.unwrap()
         self.rewrap()
 
     def _find_parameters(self) -> None:
-        self.parameters = [p for p in self.step_module.model.parameters() if p.requires_grad]
+        self.parameters = [p for p in self.step_module.trained.parameters() if p.requires_grad]
+
+    def _find_exchanges(self) -> None:
+        module = self.step_module
+        modules = module.trained.modules()
+        self.forward_exchanges = any(isinstance(m, SyncBatchNorm) for m in modules)
+        finds_unused = module.finds_unused = self.config.find_unused_parameters
+        module.needs_graph = self.forward_exchanges or (finds_unused and self.config.static_graph)
 
     def adopt(self, optimizer: Any) -> None:
         """Let the user's own optimizer hold the parameters that the wrapped model has now."""
@@ -137,7 +150,7 @@ class Strategy(ABC):
     def _sample_statistics(self) -> Iterator[Tensor]:
         """Buffers that a stand-in must not change: what this rank alone has seen of the samples.
         Others (counters, spectral norms) follow from the steps and the weights."""
-        for module in self.step_module.model.modules():
+        for module in self.step_module.trained.modules():
             if isinstance(module, RunningStatsBase) and not isinstance(module, SyncBatchNorm):
                 yield from module.buffers(recurse=False)
 
@@ -178,7 +191,7 @@ class Strategy(ABC):
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The same, by the names of the parameters."""
-        for name, parameter in self.step_module.model.named_parameters():
+        for name, parameter in self.step_module.trained.named_parameters():
             if parameter.grad is not None:
                 yield name, parameter.grad
 
@@ -228,12 +241,12 @@ class Strategy(ABC):
 
     def check_replicas(self, step: int) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""
-        check_replicas(self.step_module.model, self.placement, step)
+        check_replicas(self.step_module.trained, self.placement, step)
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0, where the config says so. Collective."""
         if self.config.broadcast_buffers:
-            self.placement.broadcast_tensors(self.step_module.model.buffers())
+            self.placement.broadcast_tensors(self.step_module.trained.buffers())
 
     # What others ask about it
 

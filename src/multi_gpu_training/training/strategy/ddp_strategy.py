@@ -73,7 +73,7 @@ class DDPStrategy(Strategy):
             settle_buckets(ddp, lambda: self.forward(None, 0, 1, 1).scaled)
             return
         # A static graph remembers how often each parameter is used: it must see a real batch.
-        model, seen = self.step_module.model, batch()
+        model, seen = self.step_module.trained, batch()
         buffers = [buffer.clone() for buffer in model.buffers()]
 
         def loss() -> Tensor:

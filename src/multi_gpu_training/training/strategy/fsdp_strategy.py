@@ -36,7 +36,7 @@ from multi_gpu_training.torch_internals import (
     is_view,
 )
 from multi_gpu_training.training.step import MicroResult, StepModule
-from multi_gpu_training.training.strategy import Forward, StandIn, Strategy
+from multi_gpu_training.training.strategy import BESIDE_A_MODEL, Forward, StandIn, Strategy
 from multi_gpu_training.training.strategy.blocks import find_blocks
 
 _ORDERS = 2**20  # of blocks are told apart: its square and sums of that are exact in float64
@@ -113,6 +113,11 @@ class FSDPStrategy(Strategy):
             )
         for group in optimizer.param_groups:
             group["params"][:] = [replaced.get(id(p), p) for p in group["params"]]
+
+    def train_beside(self, beside: nn.Module) -> None:
+        if self.root is not None:
+            raise ModelError(BESIDE_A_MODEL.format(mode="fully_sharded"))
+        super().train_beside(beside)
 
     def take_parameters(self) -> None:
         if self.root is None:
