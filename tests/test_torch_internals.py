@@ -374,6 +374,35 @@ def test_gradient_hooks_are_found_and_views_are_known() -> None:
     assert not torch_internals.is_view(weight * 2)
 
 
+def test_names_of_operations_as_a_dispatch_mode_sees_them() -> None:
+    """storage_of, argument_writes, takes_device, operation_name."""
+    seen: list[Any] = []
+
+    class Watch(torch_internals.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            kwargs = kwargs or {}
+            written = list(torch_internals.argument_writes(func, args, kwargs))
+            takes = torch_internals.takes_device(func)
+            seen.append((torch_internals.operation_name(func), takes, len(written)))
+            return func(*args, **kwargs)
+
+    with Watch():
+        made = torch.empty(3, device="meta")
+        made.uniform_()
+        torch._foreach_mul_([made, made.clone()], 2.0)
+    assert seen[:2] == [("empty", True, 0), ("uniform_", False, 1)]
+    assert seen[-1] == ("_foreach_mul_", False, 2)
+    (key, _), (view, _) = torch_internals.storage_of(made), torch_internals.storage_of(made[1:])
+    other = torch.empty(3, device="meta")
+    assert key == view != torch_internals.storage_of(other)[0]
+
+
+def test_apply_to_tensors_replaces_parameters_and_buffers() -> None:
+    model = nn.BatchNorm1d(3, device="meta")
+    torch_internals.apply_to_tensors(model, lambda t: torch.ones_like(t, device="cpu"))
+    assert isinstance(model.weight, nn.Parameter) and float(model.running_var.sum()) == 3
+
+
 def sharded_facts() -> list[Any]:
     from torch.distributed.fsdp import fully_shard
 

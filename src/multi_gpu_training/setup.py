@@ -79,6 +79,7 @@ from multi_gpu_training.training.prepared_parts import FurtherOptimizers, statef
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.replica_check import ReplicaCheck
 from multi_gpu_training.training.step_state import Augment
+from multi_gpu_training.training.strategy.deferred_init import build_deferred
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 
@@ -319,7 +320,7 @@ class Training:
     def _build_model(self, given: Given) -> None:
         """The model on its device, its optimizer and its schedule."""
         config, trainer, state, say = self.config, self.trainer, self.state, self.console.line
-        model = build_model(given.model, config)
+        model = build_model(given.model, config, trainer.strategy.builds_in_parts)
         if self.measurement is not None:
             self.measurement.prepare(model)
         self.model = trainer.build(model, self.loss_fn, self.control, bool(given.optimizers))
@@ -505,11 +506,12 @@ class Training:
         return log
 
 
-def build_model(model: Any, config: MultiGPUConfig) -> nn.Module:
-    """The user's model, or what the user's function gives: the same on every rank."""
+def build_model(model: Any, config: MultiGPUConfig, in_parts: bool = False) -> nn.Module:
+    """The user's model, or what the user's function gives: the same on every rank. in_parts: large
+    weights may be left to be computed later."""
     if not isinstance(model, nn.Module):
         torch.manual_seed(config.seed)
-        model = model()
+        model = build_deferred(model) if in_parts and callable(model) else model()
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if config.use_gradient_checkpointing:

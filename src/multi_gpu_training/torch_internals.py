@@ -262,7 +262,40 @@ def metric_reductions(metric: Any) -> dict[str, Callable[[Tensor], Tensor] | Non
     return found
 
 
+# Operations, as a dispatch mode sees them
+
+
+def storage_of(tensor: Tensor) -> tuple[int, Any]:
+    """A number for the memory of a tensor, also on the meta device, where addresses are all 0; and
+    the memory itself: while somebody holds it, the number means nothing else."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+def argument_writes(operation: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operation overwrites, those inside lists included."""
+    for place, declared in enumerate(operation._schema.arguments):
+        given = args[place] if place < len(args) else kwargs.get(declared.name)
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            yield from given if isinstance(given, (list, tuple)) else [given]
+
+
+def takes_device(operation: Any) -> bool:
+    return any(declared.name == "device" for declared in operation._schema.arguments)
+
+
+def operation_name(operation: Any) -> str:
+    """Such as `uniform_`, without its library and its overload."""
+    return str(operation._schema.name.rpartition("::")[2])
+
+
 # Sharded modules
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer, as `to` and `to_empty` do; those treat all of them
+    alike. Sharded modules look at what they hold now."""
+    module._apply(change)
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -132,6 +132,66 @@ def gpt2_recomputed(folder: Path, by_hand: bool) -> Result:
     return train(folder, by_hand, gpt2(), texts(), token_loss, corners.adamw, **more)
 
 
+WIDE = 100  # matrices of 100 x 100 float64 are large enough to be built in parts
+
+
+def wide() -> nn.Module:
+    layers = [nn.Linear(WIDE, WIDE) for _ in range(3)]
+    for layer in layers:
+        nn.init.trunc_normal_(layer.weight, std=0.1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(50, WIDE), *layers, nn.Linear(WIDE, 3))
+    return model.double()
+
+
+def built_in_parts(folder: Path) -> dict[str, Any]:
+    """A model given as a function, what a validation says that leaves ranks unequal batches, and
+    predictions; before and after training."""
+    held: list[int] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        if not torch.is_grad_enabled():  # in validation: which weights are whole by now?
+            held.append(sum(not hasattr(p, "to_local") for p in manager.model.parameters()))
+
+    manager = manager_for(
+        folder, training_mode="fsdp", global_batch_size=8, shuffle=False, epochs=2, seed=9
+    )
+    data, odd = images(), images()
+    odd.tensors = tuple(t[:13] for t in odd.tensors)
+    manager.setup_training(wide, data, odd, loss_fn=class_loss, optimizer=corners.sgd)
+    for layer in manager.model:
+        layer.register_forward_pre_hook(look)
+    found = {"before": full(manager), "loss before": manager.evaluate()["loss"]}
+    manager.train_epoch(manager.train_loader, 0)
+    found |= {"after": full(manager), "loss after": manager.validate_epoch()["loss"]}
+    found |= {"outputs": manager.predict(odd), "most whole": max(held, default=0)}
+    manager.finish()
+    return found | {"streamed": streamed(folder)}
+
+
+def save_pretrained(folder: Path) -> Result:
+    """A GPT-2 in a folder, in two files; returns its weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 151, "n_positions": 16, "n_embd": 128, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    model.save_pretrained(folder, max_shard_size="1MB")
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def streamed(folder: Path) -> Result:
+    """The weights that ranks have read from such a folder, each its own rows."""
+    from transformers import AutoModelForCausalLM
+
+    from multi_gpu_training.recipes.hugging_face import stream_pretrained
+
+    manager = manager_for(folder, training_mode="fsdp", global_batch_size=8)
+    build = lambda: stream_pretrained(AutoModelForCausalLM, folder / "gpt2")  # noqa: E731
+    manager.setup_training(build, texts(), loss_fn=token_loss)
+    state = full(manager)
+    manager.finish()
+    return state
+
+
 CASES = [mlp_accumulated, cnn_with_batchnorm, gpt2_of_uneven_tokens, gpt2_recomputed]
 # Those of the corners that sharded training refuses.
 REFUSED = {

@@ -7,6 +7,7 @@ from pathlib import Path
 import corners
 import pytest
 import sharded
+import torch
 from ranks import RankError, run_ranks
 from training import difference
 
@@ -24,6 +25,22 @@ def test_sharded_ranks_compute_what_a_plain_loop_computes(tmp_path: Path, ranks:
         for name, weights in expected.items():
             off = difference(found[name], weights)
             assert all(value <= LIMIT for value in off.values()), (name, off)
+
+
+def test_a_model_built_in_parts_starts_and_is_judged_as_on_one_rank(tmp_path: Path) -> None:
+    pretrained = sharded.save_pretrained(tmp_path / "gpt2")
+    assert len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1
+    alone = sharded.built_in_parts(tmp_path)
+    for found in run_ranks(3, sharded.built_in_parts, tmp_path):
+        assert all(torch.equal(found["streamed"][n], weight) for n, weight in pretrained.items())
+        for name, weight in alone["before"].items():
+            assert torch.equal(found["before"][name], weight), name
+        assert all(value <= LIMIT for value in difference(found["after"], alone["after"]).values())
+        assert (found["outputs"] - alone["outputs"]).abs().max() <= LIMIT
+        for when in ("loss before", "loss after"):
+            assert abs(found[when] - alone[when]) <= LIMIT
+        # One block at a time.
+        assert 0 < found["most whole"] < len(alone["before"])
 
 
 SUPPORTED = [case for case in corners.CASES if case not in sharded.REFUSED]

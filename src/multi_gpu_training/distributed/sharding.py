@@ -6,8 +6,9 @@ rows, of which the last ones may be shorter or empty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.torch_internals import forget_sharded_step, initialise_sharded
+from multi_gpu_training.torch_internals import (
+    apply_to_tensors,
+    forget_sharded_step,
+)
 
 
 def shard(
@@ -54,8 +58,40 @@ def shard(
     assert isinstance(root, FSDPModule)
     # A parameter that this rank did not use takes part with zeros: another rank may have used it.
     root.set_reduce_scatter_unused_params(True)
-    initialise_sharded(root)
     return root
+
+
+def fill(
+    root: nn.Module,
+    model: nn.Module,
+    values: Callable[[str], Tensor],
+    rows_of: Callable[[str, int, int], Tensor] | None,
+    placement: Placement,
+) -> None:
+    """Give a sharded model that was built on the meta device its weights, one tensor at a time.
+
+    values: whole tensors by name, asked for on rank 0 and sent to the others. rows_of: reads rows
+    of a tensor, where every rank can read its own.
+    """
+    named = dict(chain(model.named_parameters(), model.named_buffers()))
+    missing = [name for name, tensor in named.items() if tensor.is_meta]
+    empty = lambda t: torch.empty_like(t, device=placement.device) if t.is_meta else t  # noqa: E731
+    apply_to_tensors(root, empty)
+    named = dict(chain(model.named_parameters(), model.named_buffers()))
+    for name in missing:
+        mine = piece(named[name])
+        start, stop = rows(named[name]) if is_split(named[name]) else (0, None)
+        with torch.no_grad():
+            if rows_of is not None:
+                stop = named[name].shape[0] if stop is None else stop
+                mine.copy_(rows_of(name, start, stop))
+                continue
+            if placement.is_main:
+                sent = values(name).to(placement.wire, mine.dtype).contiguous()
+            else:
+                sent = torch.empty(named[name].shape, dtype=mine.dtype, device=placement.wire)
+            placement.broadcast_tensors([sent])
+            mine.copy_(sent[start:stop])
 
 
 def sharded_modules(root: nn.Module) -> list[FSDPModule]:

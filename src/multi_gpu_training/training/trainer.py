@@ -142,7 +142,7 @@ class MultiGPUTrainer(ABC):
         state, device = self.state, self.placement.device
         refuse_float64(model, device)
         self.execution.enter_stream()
-        model.to(device)
+        self.strategy.place(model)
         check_same_model(model, self.placement)
         if manual:
             self._start_from_rank_0(model)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.fine_tuning import PRETRAINED_RATE, high_rate_note
 from multi_gpu_training.recipes.hugging_face import fetch, has_weights
@@ -76,7 +76,7 @@ def _language_model(options: TransformerOptions, words: Tokens, config: MultiGPU
     padded, masked = options.layout == "padded", options.task == "masked"
     tokens.require(words, pad=padded, mask=masked)
     corpus = text.read_corpus(options.data_dir)
-    model = _model(options, words, None)
+    model = _model(options, words, None, config)
     cut = sequences.pad_lines if padded else sequences.pack
     train = cut(corpus.train, words, options.sequence_length)
     if corpus.val is None:
@@ -108,7 +108,7 @@ def _language_model(options: TransformerOptions, words: Tokens, config: MultiGPU
 def _classification(options: TransformerOptions, words: Tokens, config: MultiGPUConfig) -> Job:
     tokens.require(words, pad=True, mask=False)
     texts = text.read_labelled(options.data_dir)
-    model = _model(options, words, texts.labels())
+    model = _model(options, words, texts.labels(), config)
     train, val = _classified(texts, options, words, models.label_numbers(model.config), config.seed)
     loss = ClassificationLoss()
     return Job(
@@ -121,8 +121,11 @@ def _classification(options: TransformerOptions, words: Tokens, config: MultiGPU
     )
 
 
-def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None) -> Any:
+def _model(
+    options: TransformerOptions, words: Tokens, labels: list[str] | None, run: MultiGPUConfig
+) -> Any:
     """The model, checked against the tokenizer, the sequences and the labels."""
+    in_parts = run.training_mode is TrainingMode.FULLY_SHARDED
     length, small = options.sequence_length, options.model == SMALL
     if small:
         sizes = options.layers, options.width, options.heads, options.dropout
@@ -139,10 +142,9 @@ def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None)
     if options.layout == "padded" or labels is not None:
         config.pad_token_id = words.pad
     if fresh:
-        return models.from_config(options.task, config, options.trust_remote_code)
-    return models.load_model(
-        options.task, options.model, config, options.new_head, options.trust_remote_code
-    )
+        return models.from_config(options.task, config, options.trust_remote_code, in_parts)
+    trust, new_head = options.trust_remote_code, options.new_head
+    return models.load_model(options.task, options.model, config, new_head, trust, in_parts)
 
 
 def _classified(

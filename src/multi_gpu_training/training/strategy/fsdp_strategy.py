@@ -7,8 +7,8 @@ one short vector per step: its weight, the order in which blocks ran, which para
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.sharding import (
+    fill,
     forget_step,
     gathered,
     own_parameters,
@@ -30,14 +31,17 @@ from multi_gpu_training.distributed.sharding import (
 from multi_gpu_training.errors import DataError, DivergenceError, ModelError
 from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.torch_internals import (
+    apply_to_tensors,
     foreach_mul_,
     foreach_norm,
     gradient_hooks,
+    initialise_sharded,
     is_view,
 )
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.strategy import Forward, StandIn, Strategy
 from multi_gpu_training.training.strategy.blocks import find_blocks
+from multi_gpu_training.training.strategy.deferred_init import source_of
 
 _ORDERS = 2**20  # of blocks are told apart: its square and sums of that are exact in float64
 
@@ -49,6 +53,7 @@ class FSDPStrategy(Strategy):
         super().__init__(config, placement)
         self.root: Any = None
         self.computes_alone = placement.group is None
+        self.builds_in_parts = placement.group is not None
         self._names: list[str] = []  # of the trained parameters
         self._whole: list[nn.Parameter] = []  # on every rank: those without rows to split
         self._replaced: dict[int, nn.Parameter] = {}
@@ -63,6 +68,13 @@ class FSDPStrategy(Strategy):
 
     # Wrapping
 
+    def place(self, model: nn.Module) -> None:
+        if self.placement.group is None or source_of(model) is None:
+            super().place(model)
+            return
+        device = self.placement.device
+        apply_to_tensors(model, lambda t: t if t.is_meta else t.to(device))
+
     def make_wrapper(self, step_module: StepModule) -> nn.Module:
         if self.placement.group is None:
             return step_module
@@ -72,7 +84,8 @@ class FSDPStrategy(Strategy):
             for tensor in (*model.parameters(), *model.buffers()):
                 # Every rank starts with rank 0's weights, as under DDP; rows must be contiguous.
                 tensor.data = tensor.data.contiguous()
-                self.placement.broadcast_tensors([tensor.data])
+                if not tensor.is_meta:
+                    self.placement.broadcast_tensors([tensor.data])
         step_module.replicated = step_module.sharded = step_module.needs_graph = True
         self._whole = [p for p in model.parameters() if p.ndim == 0]
         blocks = find_blocks(model, self.config.fsdp_blocks, self.config.find_unused_parameters)
@@ -89,6 +102,11 @@ class FSDPStrategy(Strategy):
             reshard=self.config.fsdp_reshard,
             gather_dtype=dtype,
         )
+        source = source_of(model)
+        if source is not None:
+            read = source.read if source.everywhere else None
+            fill(wrapper, model, lambda name: source.values([name])[name], read, self.placement)
+        initialise_sharded(self.root)  # once no weight is missing
         for number, module in enumerate(sharded_modules(wrapper)):
             module.register_forward_pre_hook(_Attendant(self, number))  # type: ignore[attr-defined]
         after = dict(model.named_parameters())
@@ -282,6 +300,14 @@ class FSDPStrategy(Strategy):
     def gathered(self) -> AbstractContextManager[None]:
         return nullcontext() if self.root is None else gathered(self.root, self.config.fsdp_reshard)
 
+    @contextmanager
+    def in_step(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        try:
+            yield lambda function: self.root(None, 0, 0, 0, function)
+        finally:
+            for module in sharded_modules(self.root):
+                module.reshard()
+
     def full_state(self) -> dict[str, Tensor]:
         held = self.held_state()
         return {n: whole(t) if isinstance(t, Tensor) else t for n, t in held.items()}
@@ -311,7 +337,12 @@ class ShardedStep(nn.Module):
         super().__init__()
         self.step = step
 
-    def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+    def forward(
+        self, batch: Any, count: int, window_count: int, ranks: int, instead: Any = None
+    ) -> Any:
+        """A micro-batch, or whatever `instead` does with the model."""
+        if instead is not None:
+            return instead()
         result = self.step.forward(batch, count, window_count, ranks)
         scaled = result.scaled
         return result._replace(scaled=scaled.clone()) if is_view(scaled) else result
