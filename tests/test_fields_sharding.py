@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import FEATURES, manager_for, points, squares
+from tiny import FEATURES, line, manager_for, points, squares
 from torch import Tensor, nn
 
 from multi_gpu_training import ConfigError, MultiGPUConfig
@@ -49,6 +51,27 @@ def test_fsdp_fields_say_what_is_gathered_when_and_in_which_type(tmp_path: Path)
     assert second["rows outside"] == 16  # not a block of its own: gathered by the root
     assert (usual["type"], bf16["type"]) == (torch.float32, torch.bfloat16)
     assert usual["state"] == kept["state"] == second["state"] != bf16["state"]
+
+
+def chosen(folder: Path) -> list[tuple[str, bool]]:
+    """What auto picks where the state takes 80 bytes, with plenty of memory and with little."""
+    found = []
+    for free in (1e6, 100.0):
+        with pytest.MonkeyPatch.context() as patch:
+            memory = SimpleNamespace(available=2 * free, total=2**40)
+            patch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+            manager = manager_for(folder, training_mode="auto", batch_size=4, max_steps=2)
+            manager.fit(line, points(), loss_fn=squares)
+        split = hasattr(next(manager.model.parameters()), "to_local")
+        found.append((manager.config.training_mode.value, split))
+    return found
+
+
+def test_auto_shards_what_does_not_fit_and_nothing_else(tmp_path: Path) -> None:
+    assert run_ranks(1, chosen, tmp_path)[0] == [("single", False)] * 2
+    fits, too_large = run_ranks(2, chosen, tmp_path)[0]
+    assert fits == ("distributed_data_parallel", False)
+    assert too_large == ("fully_sharded", True)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ class TrainingMode(StrEnum):
     DATA_PARALLEL = "data_parallel"
     DISTRIBUTED_DATA_PARALLEL = "distributed_data_parallel"
     FULLY_SHARDED = "fully_sharded"
+    AUTO = "auto"  # single, distributed_data_parallel or fully_sharded, once the model is known
 
     @classmethod
     def _missing_(cls, value: object) -> TrainingMode | None:
@@ -63,7 +64,7 @@ class TrainingMode(StrEnum):
     @property
     def has_ranks(self) -> bool:
         """Whether it is one process per GPU, rather than one process."""
-        return self in (TrainingMode.DISTRIBUTED_DATA_PARALLEL, TrainingMode.FULLY_SHARDED)
+        return self not in (TrainingMode.SINGLE, TrainingMode.DATA_PARALLEL)
 
 
 class MultiGPUConfig(BaseModel):
@@ -447,7 +448,7 @@ class MultiGPUConfig(BaseModel):
             yield f"{asked} needs distributed_data_parallel; {mode.value} is one process"
         if mode is TrainingMode.FULLY_SHARDED:
             yield from self._sharding_contradictions()
-        else:
+        elif mode is not TrainingMode.AUTO:
             fields = type(self).model_fields
             useless = [
                 name

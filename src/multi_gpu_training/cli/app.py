@@ -97,7 +97,7 @@ def train(
     target: Annotated[
         str, Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them", callback=no_flag)
     ],
-    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp or single")] = None,
+    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp, single or auto")] = None,
     num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
     share_gpu: Annotated[bool | None, Place(help="several ranks on one GPU, for tests")] = None,

@@ -125,7 +125,7 @@ def _model(
     options: TransformerOptions, words: Tokens, labels: list[str] | None, run: MultiGPUConfig
 ) -> Any:
     """The model, checked against the tokenizer, the sequences and the labels."""
-    in_parts = run.training_mode is TrainingMode.FULLY_SHARDED
+    in_parts = run.training_mode in (TrainingMode.FULLY_SHARDED, TrainingMode.AUTO)
     length, small = options.sequence_length, options.model == SMALL
     if small:
         sizes = options.layers, options.width, options.heads, options.dropout
