@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -409,6 +410,10 @@ def sharded_facts() -> list[Any]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     for module in (*model, model):
         fully_shard(module)
+    boxes = [torch_internals.own_box(model[place].weight) for place in (0, 1)]
+    rank = int(os.environ["RANK"])
+    assert boxes[0] == ([rank, 0], [rank + 1, 2])
+    assert boxes[1] == ([min(rank, 1), 0], [1, 2])  # the second rank's part is empty
     torch_internals.initialise_sharded(model)
     model[0](torch.ones(1, 2))  # a part alone does not become the root
     model.set_requires_gradient_sync(False)
@@ -421,5 +426,5 @@ def sharded_facts() -> list[Any]:
 
 
 def test_names_of_fully_shard() -> None:
-    """initialise_sharded, forget_sharded_step."""
+    """initialise_sharded, forget_sharded_step, own_box."""
     assert run_ranks(2, sharded_facts) == [[0.0, 2]] * 2

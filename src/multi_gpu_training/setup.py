@@ -128,7 +128,7 @@ class Training:
         self.manual: ManualTrainer | None = None
         self._taken = ExitStack()
         self.control = self._build_control()  # first: signals are given back last
-        self.records = open_records(self.config, self.placement, console, recipe_options)
+        self.records = open_records(self.config, self.placement.world, console, recipe_options)
         self._taken.callback(trainer.execution.leave_stream)
         self._taken.callback(self.records.close)
         self.logger, self.folder = self.records.logger, self.records.folder.path
@@ -401,7 +401,7 @@ class Training:
 
     def _build_control(self) -> Control:
         """What listens for signals, once it is started; before every step is a boundary."""
-        control = Control(self.placement, self.config.grace_s)
+        control = Control(self.placement.world, self.config.grace_s)
         self._taken.callback(control.close)
         alive = weakref.ref(self)  # a manager that nobody finishes must be free to go
 

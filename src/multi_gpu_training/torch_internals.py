@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -307,6 +308,15 @@ def initialise_sharded(root: Any) -> None:
     """Let `fully_shard` settle which module is the root. Left to the first forward, a part of the
     model that is called by itself before would become one."""
     root._get_fsdp_state()._lazy_init()
+
+
+def own_box(tensor: Any) -> tuple[list[int], list[int]]:
+    """Where this rank's part of a DTensor begins and ends, in each dimension. The public API gives
+    the part, but not its place."""
+    size, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return list(start), [first + length for first, length in zip(start, size, strict=True)]
 
 
 def forget_sharded_step(module: Any) -> None:

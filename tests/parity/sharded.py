@@ -132,6 +132,106 @@ def gpt2_recomputed(folder: Path, by_hand: bool) -> Result:
     return train(folder, by_hand, gpt2(), texts(), token_loss, corners.adamw, **more)
 
 
+def by_plan(name: str) -> nn.Module:
+    """A tiny model of Hugging Face that says how its layers are split."""
+    import transformers
+
+    torch.manual_seed(8)
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    more = {**sizes, **heads, "tie_word_embeddings": name == "Qwen2"}
+    config = getattr(transformers, f"{name}Config")(**more)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    for parent in list(model.modules()):
+        for attribute, norm in list(parent.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                # Theirs rounds to float32, whatever the model's type is.
+                exact = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=torch.float64)
+                setattr(parent, attribute, exact)
+    return model
+
+
+def llama(folder: Path, by_hand: bool, **more: Any) -> Result:
+    return train(folder, by_hand, by_plan("Llama"), texts(), token_loss, corners.adamw, 0.5, **more)
+
+
+def mistral(folder: Path, by_hand: bool, **more: Any) -> Result:
+    more |= {"gradient_accumulation_steps": 2}
+    return train(
+        folder, by_hand, by_plan("Mistral"), texts(), token_loss, corners.adamw, 0.5, **more
+    )
+
+
+def tied_qwen2(folder: Path, by_hand: bool, **more: Any) -> Result:
+    return train(folder, by_hand, by_plan("Qwen2"), texts(), token_loss, corners.sgd, 0.5, **more)
+
+
+def qwen3(folder: Path, by_hand: bool, **more: Any) -> Result:
+    return train(folder, by_hand, by_plan("Qwen3"), texts(), token_loss, corners.adamw, 0.5, **more)
+
+
+PLANNED = [llama, mistral, tied_qwen2, qwen3]
+
+
+def in_teams(folder: Path, names: list[str]) -> dict[str, Result]:
+    by_name = {case.__name__: case for case in PLANNED}
+    return {name: by_name[name](folder, False, tensor_parallel=2) for name in names}
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_parallel": 2}, {"fsdp_copy_size": 2}, {"tensor_parallel": 2}, {},
+    {"fsdp_copy_size": 2}, {"fsdp_copy_size": 2}, {"training_mode": "ddp"},
+]  # fmt: skip
+
+
+def by_hand_steps(count: int) -> tuple[Result, list[float]]:
+    """So many steps of the same training, in one process, and the loss before each."""
+    model, data, losses = by_plan("Llama"), texts(), []
+    moved = corners.adamw(model.parameters())
+    starts = [start for _ in range(count) for start in range(0, SAMPLES, BATCH)]
+    for start in starts[:count]:
+        losses.append(float(token_loss(model, list(data.tensors))[0].detach()))
+        moved.zero_grad()
+        token_loss(model, [t[start : start + BATCH] for t in data.tensors])[0].backward()
+        moved.step()
+    return corners.result(model), losses
+
+
+def changing_layouts(folder: Path) -> tuple[Result, list[list[str]], list[float]]:
+    """One training whose ranks are laid out anew after every step; its files; its validations."""
+    written: list[list[str]] = []
+    losses: list[float] = []
+    for step, layout in enumerate(LAYOUTS):
+        keeps = {"enable_fault_tolerance": True, "run_name": "laid out", "resume": "auto"}
+        settings = {
+            "global_batch_size": BATCH,
+            "shuffle": False,
+            "max_steps": step + 1,
+            **keeps,
+            "epochs": 9,
+        }
+        manager = manager_for(folder, **{"training_mode": "fsdp", **settings, **layout})
+        manager.setup_training(
+            by_plan("Llama"), texts(), texts(), loss_fn=token_loss, optimizer=corners.adamw
+        )
+        losses.append(manager.evaluate()["loss"])
+        manager.loop.run()
+        manager.finish()
+        newest = folder / "custom" / "laid out" / "checkpoints" / f"step-{step + 1:08d}"
+        written.append(sorted(path.name for path in newest.glob("shard-*")))
+    return full(manager), written, losses
+
+
+def refused_team(folder: Path) -> None:
+    train(folder, False, gpt2(), texts(), token_loss, corners.sgd, tensor_parallel=2)
+
+
+def in_copies(folder: Path) -> Result:
+    """Two copies of the model, each over two ranks."""
+    model = gpt2()
+    return train(folder, False, model, texts(), token_loss, corners.adamw, 0.5, fsdp_copy_size=2)
+
+
 WIDE = 100  # matrices of 100 x 100 float64 are large enough to be built in parts
 
 

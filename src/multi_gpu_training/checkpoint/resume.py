@@ -137,7 +137,9 @@ class RunState:
         for held in (tensors, *optimizer["state"].values()):
             for name, value in held.items():
                 # Every disk gets the whole state, so that any of them may be lost.
-                if isinstance(value, Tensor) and (self.hosts.several or not by_rows(value)):
+                # Teams split tensors by columns too, and files hold rows.
+                entire = self.hosts.several or self.placement.team_size > 1
+                if isinstance(value, Tensor) and (entire or not by_rows(value)):
                     held[name] = whole(value)
         if self.hosts.several:
             self._take_buffers_of_main(tensors)
