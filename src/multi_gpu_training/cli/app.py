@@ -288,6 +288,9 @@ def estimate(
     scaling: Annotated[
         str | None, Place(help="weak: same batch per GPU; strong: same global batch")
     ] = None,
+    strategy: Annotated[
+        str, Place(help="ddp: a copy of the model on each GPU; fsdp: a part")
+    ] = "ddp",
     epochs: Annotated[float | None, Option(help="length of the training")] = None,
     samples: Annotated[float | None, Option(help="the same, in samples")] = None,
     price: Annotated[float | None, Prices(help="of a GPU and hour")] = None,
