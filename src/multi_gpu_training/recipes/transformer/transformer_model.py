@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from multi_gpu_training.recipes.hugging_face import (
     stream_pretrained,
     transformers,
 )
-from multi_gpu_training.training.strategy.deferred_init import build_deferred
+from multi_gpu_training.training.strategy.deferred_init import build_deferred, source_of
 
 Task = Literal["causal", "masked", "classification"]
 
@@ -106,6 +107,19 @@ def load_model(
     more: dict[str, Any] = {"ignore_mismatched_sizes": True} if new_head else {}
     more |= {"config": config, "dtype": torch.float32}
     return fetch(CLASSES[task], "model", name, trust, **more)
+
+
+def one_layer(model: Any) -> Any:
+    """For a model whose weights are still to come: one of its kind with a single layer, to try
+    things out on. None for any other."""
+    if source_of(model) is None:
+        return None
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    with torch.random.fork_rng(devices=[]):
+        return type(model)(config).float()
 
 
 def check(config: Any, length: int, size: int, longest: int | None = None) -> None:
