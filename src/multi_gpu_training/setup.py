@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
-from multi_gpu_training.checkpoint.saver import Save
+from multi_gpu_training.checkpoint.write_queue import Save
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import storable
 from multi_gpu_training.data.feeding import (
@@ -53,12 +54,13 @@ from multi_gpu_training.monitoring.loggers import (
     chosen_loggers,
     open_loggers,
 )
-from multi_gpu_training.monitoring.progress_bar import ProgressBar, ProgressLines
+from multi_gpu_training.monitoring.progress_bar import NodeLines, ProgressBar, ProgressLines
 from multi_gpu_training.monitoring.run_events import RunEvents
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
 from multi_gpu_training.run_records import open_records
+from multi_gpu_training.safe_output import printable
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
 from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
@@ -130,6 +132,7 @@ class Training:
         self.control = self._build_control()  # first: signals are given back last
         self.records = open_records(self.config, self.placement.world, console, recipe_options)
         self._taken.callback(trainer.execution.leave_stream)
+        self._taken.callback(trainer.execution.close)
         self._taken.callback(self.records.close)
         self.logger, self.folder = self.records.logger, self.records.folder.path
 
@@ -445,7 +448,7 @@ class Training:
             val_loader=self.val_loader,
             evaluator=Evaluator(
                 self.state,
-                self.trainer.execution.verify,
+                partial(self.trainer.execution.verify, spare=True),
                 self.averaged,
                 self.loss_fn,
                 self.eval_fn,
@@ -462,6 +465,17 @@ class Training:
             track=self.console.track,
             folder=self.folder,
         )
+
+    def _add_node_lines(self) -> None:
+        """One rank of each further machine says where the run stands. Collective."""
+        identity = self.placement.identity
+        if not identity.on_several_hosts or self.config.progress == "off":
+            return
+        main_host = printable(str(self.placement.broadcast_json(identity.host)))[:80]
+        first, count = identity.rank, identity.local_world_size
+        if identity.local_rank == 0 and first > 0:
+            ranks = f"ranks {first} to {first + count - 1}" if count > 1 else f"rank {first}"
+            self.callbacks.add(NodeLines(identity.host, ranks, main_host))
 
     def _add_callbacks(self, given: Given) -> IntervalLog:
         """All callbacks of the run, in the order in which events reach them."""
@@ -485,6 +499,7 @@ class Training:
             add(wait)
         shown = ProgressBar if console.style == "bar" and console.main else ProgressLines
         add(shown(console, lambda: state.position, lambda: loader.steps))
+        self._add_node_lines()
         self.run_events = RunEvents(config, state, trainer.execution, self.sizes, loader, logger)
         self._taken.callback(self.run_events.stop)
         add(self.run_events)

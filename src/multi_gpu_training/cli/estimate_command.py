@@ -157,12 +157,15 @@ def say(outcome: Outcome, console: Console, asked_for_many: bool) -> None:
     for line in measured_lines(outcome.profile):
         console.print(f"  {line}", markup=False)
     console.print()
-    outcome.report().show(console)
+    width = console.width
+    for table in outcome.tables():
+        table.show(console)
+        console.width = width  # which a wide table may have changed
     if not asked_for_many:
         console.print()
         console.print(
-            "For more than one GPU say what connects them: --interconnect NAME, or --curve FILE "
-            "with your own times. There are",
+            f"For more than one {outcome.unit} say what connects them: --interconnect NAME, or "
+            "--curve FILE with your own times. There are",
             markup=False,
         )
         console.print(listing(), markup=False)

@@ -20,7 +20,7 @@ NOTICED = 0.02
 
 BAND_MEANING = (
     "80 % of published trainings like this one lie inside: models, machines and projects that the "
-    "coefficients had not seen. One GPU was measured and has no band."
+    "coefficients had not seen. The band of one holds 80 % of its measured steps."
 )
 
 
