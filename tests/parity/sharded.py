@@ -95,7 +95,7 @@ def train(
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
                 moved.step()
         return corners.result(model)
-    common = {"global_batch_size": BATCH, "shuffle": False, "epochs": EPOCHS}
+    common = {"global_batch_size": BATCH, "shuffle": False, "epochs": EPOCHS, "report": False}
     manager = manager_for(
         folder, training_mode="fsdp", max_grad_norm=clip, **{**common, **settings}
     )
@@ -130,6 +130,20 @@ def gpt2_of_uneven_tokens(folder: Path, by_hand: bool) -> Result:
 def gpt2_recomputed(folder: Path, by_hand: bool) -> Result:
     more = {} if by_hand else {"use_gradient_checkpointing": True}
     return train(folder, by_hand, gpt2(), texts(), token_loss, corners.adamw, **more)
+
+
+def float32(data: TensorDataset) -> TensorDataset:
+    return TensorDataset(*(t.float() if t.is_floating_point() else t for t in data.tensors))
+
+
+def cnn_in_float32(folder: Path, by_hand: bool) -> Result:
+    model, data, more = Cnn().float(), float32(images()), {"sync_bn": True}
+    return train(folder, by_hand, model, data, class_loss, corners.sgd, 0.1, **more)
+
+
+def gpt2_in_float32(folder: Path, by_hand: bool) -> Result:
+    model, more = gpt2().float(), {"gradient_accumulation_steps": 2}
+    return train(folder, by_hand, model, texts(), token_loss, corners.sgd, 0.5, **more)
 
 
 def by_plan(name: str) -> nn.Module:
@@ -293,6 +307,7 @@ def streamed(folder: Path) -> Result:
 
 
 CASES = [mlp_accumulated, cnn_with_batchnorm, gpt2_of_uneven_tokens, gpt2_recomputed]
+FLOAT32 = [cnn_in_float32, gpt2_in_float32]
 # Those of the corners that sharded training refuses.
 REFUSED = {
     corners.unfreeze: "frozen, unfrozen or added",
@@ -307,7 +322,7 @@ REFUSED = {
 
 def run(folder: Path, names: list[str]) -> dict[str, Result]:
     """Some cases, one after another, and any corner: many trainings in one start of the ranks."""
-    by_name = {case.__name__: case for case in CASES}
+    by_name = {case.__name__: case for case in (*CASES, *FLOAT32)}
     return {
         name: by_name[name](folder, False) if name in by_name else sharded_corner(folder, name)
         for name in names

@@ -44,6 +44,16 @@ def test_a_model_built_in_parts_starts_and_is_judged_as_on_one_rank(tmp_path: Pa
 
 
 @pytest.mark.engines
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_float32_differs_by_rounding_only(tmp_path: Path, ranks: int) -> None:
+    expected = {case.__name__: case(tmp_path / "by hand", True) for case in sharded.FLOAT32}
+    for found in run_ranks(ranks, sharded.run, tmp_path, list(expected)):
+        for name, weights in expected.items():
+            off = difference(found[name], weights)
+            assert all(value <= 1e-5 for value in off.values()), (name, off)
+
+
+@pytest.mark.engines
 def test_teams_of_ranks_compute_what_a_plain_loop_computes(tmp_path: Path) -> None:
     """Tensor parallel inside sharded: 2 x 2 ranks, by the models' own plans."""
     expected = {case.__name__: case(tmp_path / "by hand", True) for case in sharded.PLANNED}

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.engines
 LIMIT = 1e-4
 
 
-def train(folder: Path, mode: str, name: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Four steps of the recipe; returns the weights that it exports."""
+def train(folder: Path, mode: str, name: str, options: dict[str, Any]) -> None:
+    """Four steps of the recipe."""
     recipe = find_recipe("transformer")
     texts = folder / "texts"
     texts.mkdir(exist_ok=True)
@@ -30,8 +30,15 @@ def train(folder: Path, mode: str, name: str, options: dict[str, Any]) -> dict[s
             "run_name": name, "use_mixed_precision": False,
         }
     )  # fmt: skip
-    result = recipe.train(config, given)
-    (weights,) = (result.folder / "model").glob("*.safetensors")
+    recipe.train(config, given)
+
+
+def trained(
+    ranks: int, folder: Path, mode: str, name: str, options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The weights that such a training exports."""
+    run_ranks(ranks, train, folder, mode, name, options)
+    (weights,) = (folder / "transformer" / name / "model").glob("*.safetensors")
     assert weights.name.startswith("adapter") == ("lora_rank" in options)
     return load_file(weights)
 
@@ -42,19 +49,19 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 
 def test_sharded_ranks_train_the_recipe_and_stream_what_it_wrote(tmp_path: Path) -> None:
-    alone = train(tmp_path, "single", "alone", {})
-    sharded = run_ranks(2, train, tmp_path, "fsdp", "sharded", {})[0]
+    alone = trained(1, tmp_path, "single", "alone", {})
+    sharded = trained(2, tmp_path, "fsdp", "sharded", {})
     assert apart(alone, sharded) < LIMIT
     model = {"model": str(tmp_path / "transformer" / "alone" / "model")}
-    again = train(tmp_path, "single", "alone again", model)
-    assert apart(again, run_ranks(2, train, tmp_path, "fsdp", "streamed", model)[0]) < LIMIT
+    again = trained(1, tmp_path, "single", "alone again", model)
+    assert apart(again, trained(2, tmp_path, "fsdp", "streamed", model)) < LIMIT
     assert apart(again, alone) > 10 * LIMIT
 
 
 def test_adapters_alone_are_trained_and_written(tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed")
     lora = {"lora_rank": 2, "lora_targets": "c_attn"}
-    alone = train(tmp_path, "single", "alone", lora)
+    alone = trained(1, tmp_path, "single", "alone", lora)
     assert all("lora_" in name for name in alone)
     assert sum(tensor.abs().sum() for name, tensor in alone.items() if "lora_B" in name) > 0
-    assert apart(alone, run_ranks(2, train, tmp_path, "fsdp", "sharded", lora)[0]) < LIMIT
+    assert apart(alone, trained(2, tmp_path, "fsdp", "sharded", lora)) < LIMIT

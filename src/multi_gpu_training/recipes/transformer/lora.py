@@ -27,6 +27,8 @@ def with_adapters(model: Any, task: Task, rank: int, alpha: float | None, target
         lora_alpha=2 * rank if alpha is None else alpha,
         target_modules=names,
         task_type=_KINDS[task],
+        # GPT-2 keeps its matrices the other way round.
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
     )
     try:
         return peft.get_peft_model(model, settings)
