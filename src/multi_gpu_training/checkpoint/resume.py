@@ -207,10 +207,12 @@ class RunState:
         """Model and optimizer where tensors may be split over ranks, or have to be gathered."""
         tensors, aliases, extra = model_state(held, piece)
         optimizer = optimizer_state(self.training.model, self.training.optimizer)
+        # Every disk gets the whole state, so that any of them may be lost. Teams split tensors by
+        # columns too, and files hold rows.
+        entire = self.hosts.several or self.placement.team_size > 1
         for named in (tensors, *optimizer["state"].values()):
             for name, value in named.items():
-                # Every disk gets the whole state, so that any of them may be lost.
-                if isinstance(value, Tensor) and (self.hosts.several or not by_rows(value)):
+                if isinstance(value, Tensor) and (entire or not by_rows(value)):
                     named[name] = whole(value)
         if self.hosts.several:
             self._take_buffers_of_main(tensors)

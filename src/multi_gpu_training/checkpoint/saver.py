@@ -56,7 +56,7 @@ class Saver:
         on_saved: Callable[[Save], None] = lambda _: None,
     ) -> None:
         self.config = config
-        self.placement = placement
+        self.placement = placement.world
         self.training = training
         self.log = log
         self.hosts = hosts or one_disk(placement)
@@ -85,6 +85,7 @@ class Saver:
         self._stops = config.on_save_failure == "stop"
         self._unsettled = False  # equal on all ranks: they have not agreed yet on how it went
         self._interrupted = False
+        self._repeats = False  # another rank writes the same rows
         self._split = False  # the newest state is split over the ranks; equal on all of them
         # A script that ends without `finish`, or dies: finish writing what was begun.
         self._at_exit = functools.partial(_drain, weakref.ref(self))
@@ -273,7 +274,8 @@ class Saver:
             return None
         final = self.store.path_of(snapshot.step)
         staged = self.placement.broadcast_json(str(self.store.staged_name(final)))
-        return ShardWriting(Path(staged), self.placement.dp_rank, self.placement.dp_size)
+        rank, ranks, self._repeats = snapshot.place
+        return ShardWriting(Path(staged), rank, ranks)
 
     def _capture(
         self, snapshot: Snapshot, best: bool, shard: ShardWriting | None
@@ -281,7 +283,7 @@ class Saver:
         """On ranks that write: copy the state to host memory, or say why that failed now, or why
         it will fail every time."""
         writes = self.hosts.writes
-        if not writes and shard is None:
+        if not writes and (shard is None or self._repeats):
             return None, None, None
         try:
             captured = capture(snapshot, self.buffers, shard, writes)

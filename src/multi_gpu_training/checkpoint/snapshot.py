@@ -22,7 +22,7 @@ from torch import Tensor
 from multi_gpu_training.checkpoint.file_layout import Layouts, StateLayout, copy_by_type
 from multi_gpu_training.checkpoint.integrity import FORMAT, SHARDED, Bytes
 from multi_gpu_training.checkpoint.shards import ShardWriting, part_in_two
-from multi_gpu_training.distributed.sharding import is_split
+from multi_gpu_training.distributed.sharding import is_split, place_of
 from multi_gpu_training.state_dicts import packed
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
@@ -44,6 +44,12 @@ class Snapshot:
     def split(self) -> bool:
         """Whether each rank holds a part of it."""
         return any(is_split(tensor) for tensor in self.model.values())
+
+    @property
+    def place(self) -> tuple[int, int, bool]:
+        """Of a split state: which part of how many is ours, and whether another rank has the same
+        part and comes first."""
+        return place_of(next(tensor for tensor in self.model.values() if is_split(tensor)))
 
 
 @dataclass
