@@ -151,11 +151,14 @@ class RunState:
     def snapshot(self, facts: dict[str, Any]) -> Snapshot:
         """Return the state as it is now; `facts` go into the manifest. Collective."""
         training = self.training
-        held = self.model_to_save(training.held_state())
+        own = training.held_state()
+        held = self.model_to_save(own)
         extra: dict[str, Any] = {}
         live = None
         if not self.hosts.several:
             live = self._live.read(held, training.model, training.optimizer)
+            if held is not own:  # tensors made for this save alone must not stay in memory
+                self._live = LiveTensors()
         if live is not None:
             tensors, aliases, optimizer = live.model, live.aliases, live.optimizer
         else:

@@ -72,7 +72,7 @@ class Saver:
             interval_s = _GPU_INTERVAL_S if placement.device.type == "cuda" else 0.0
         # One copy per disk, or part of a state per rank, is written while all ranks wait for it.
         self._queue = WriteQueue(0.0 if self.hosts.several else interval_s)
-        self._buffers = StateBuffers(
+        self.buffers = StateBuffers(
             placement.device, self._queue.interval_s > 0, self._wait_for_writing
         )
         self.current: Save | None = None  # the last one, on ranks that write
@@ -209,7 +209,7 @@ class Saver:
         is wrong. `best` names the best one that is left. Every rank must call it."""
         self._queue.forget(lambda save: save.step > step)
         self._queue.finish()
-        self._collect()
+        self._collect(up_to=step)
         if self.current is not None and self.current.step > step:
             self.current = None
         if self._held is not None and self._held > step:
@@ -246,11 +246,12 @@ class Saver:
         if problem is not None:
             raise CheckpointError(problem)
 
-    def _collect(self, aloud: bool = True) -> None:
-        """Report the saves that have ended."""
+    def _collect(self, aloud: bool = True, up_to: int | None = None) -> None:
+        """Report the saves that have ended, without those after the step `up_to`."""
         for save in self._queue.take_ended():
-            self._failed = save.problem or self._failed
-            self._report(save, aloud)
+            if up_to is None or save.step <= up_to:
+                self._failed = save.problem or self._failed
+                self._report(save, aloud)
 
     def _wait_for_writing(self) -> None:
         self._waited_s += self._queue.finish()
@@ -283,7 +284,7 @@ class Saver:
         if not writes and shard is None:
             return None, None, None
         try:
-            captured = capture(snapshot, self._buffers, shard, writes)
+            captured = capture(snapshot, self.buffers, shard, writes)
             return Save(self.store, captured, best, writes), None, None
         except CheckpointError as error:
             return None, None, str(error)
@@ -303,9 +304,9 @@ class Saver:
                 self.log.warning(f"{save.problem}. {then}")
             return
         memory = {
-            "buffer_bytes": self._buffers.nbytes,
-            "pinned": self._buffers.host.pinned,
-            "allocate_s": self._buffers.host.allocated_s,
+            "buffer_bytes": self.buffers.nbytes,
+            "pinned": self.buffers.host.pinned,
+            "allocate_s": self.buffers.host.allocated_s,
         }
         self.log.record("checkpoint", **save.facts, **memory)
         if save.warning is not None:

@@ -187,18 +187,20 @@ class HostBuffer:
 
         after: the CUDA event that it waits for. May be called from any thread.
         """
-        self.reserve(layout.total)
-        target = self._flat[: layout.total]
         if after is None:
-            target.copy_(flat[: layout.total])
+            self.reserve(layout.total)
+            self._flat[: layout.total].copy_(flat[: layout.total])
             return
-        side = self._side_stream(flat.device)
-        end = torch.cuda.Event(blocking=True)
-        side.wait_event(after)
-        with torch.cuda.stream(side):
-            target.copy_(flat[: layout.total], non_blocking=True)
-            end.record(side)
-        end.synchronize()
+        # A thread begins with the first GPU, and pinning memory would open a context there.
+        with torch.cuda.device(flat.device):
+            self.reserve(layout.total)
+            side = self._side_stream(flat.device)
+            end = torch.cuda.Event(blocking=True)
+            side.wait_event(after)
+            with torch.cuda.stream(side):
+                self._flat[: layout.total].copy_(flat[: layout.total], non_blocking=True)
+                end.record(side)
+            end.synchronize()
 
     def _side_stream(self, device: torch.device) -> Any:
         if device not in self._streams:

@@ -80,7 +80,7 @@ class CompileSwitch:
             self.close()
             return str(problems[0])
         self._waits = True
-        threading.Thread(target=_load_compiler, name="load-compiler", daemon=True).start()
+        threading.Thread(target=_load_compiler, name="load-compiler").start()
         self.look_every = max(1, round(LOOK_EVERY_S / max(step_s, 1e-6)))
         return None
 
