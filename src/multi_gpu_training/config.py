@@ -413,6 +413,11 @@ class MultiGPUConfig(BaseModel):
             raise ConfigError([_describe(detail, names) for detail in error.errors()]) from None
 
     @property
+    def chooses_mode(self) -> bool:
+        """Whether training_mode=auto still waits for the model to be known."""
+        return self.training_mode is TrainingMode.AUTO
+
+    @property
     def exchange_timeout(self) -> timedelta:
         """`timeout`; where it was left open, long enough for a hang to be reported first."""
         if "timeout" in self.model_fields_set or self.hang_timeout_s is None:

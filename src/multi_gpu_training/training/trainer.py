@@ -149,7 +149,7 @@ class MultiGPUTrainer(ABC):
             raise ModelError(
                 f"{type(model).__name__} has no parameter with requires_grad=True; unfreeze some"
             )
-        if self.config.training_mode is TrainingMode.AUTO:
+        if self.config.chooses_mode:
             self._choose_mode(model)
         state, device = self.state, self.placement.device
         refuse_float64(model, device)
@@ -203,7 +203,7 @@ class MultiGPUTrainer(ABC):
 
     def _expect_own_backward(self) -> None:
         """No wrapper around the model: ranks exchange gradients where `ManualTrainer` says."""
-        if self.config.training_mode is TrainingMode.AUTO:
+        if self.config.chooses_mode:
             self.config.training_mode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
         mode = self.config.training_mode
         if mode not in (TrainingMode.SINGLE, TrainingMode.DISTRIBUTED_DATA_PARALLEL):
