@@ -41,11 +41,12 @@ class StandIn:
         if self.fails:
             raise CaptureError(self.fails)
         frozen = os.environ.get(HIDDEN)
+        compiled = state.step_module.compiled
         values = [(item, dict(vars(item))) for item in self.freezes]
 
         class Recorded:
             def replay(self) -> None:
-                with hidden(frozen), ExitStack() as stack:
+                with hidden(frozen), state.step_module.computing(compiled), ExitStack() as stack:
                     for item, then in values:
                         stack.enter_context(mock.patch.multiple(item, **then))
                     # Like a graph, it reads and writes gradients in its own memory.

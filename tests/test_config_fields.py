@@ -124,6 +124,11 @@ SHOWN_IN = {
         "tensorboard": "test_tensorboard_writes_curves",
         "progress": "test_progress_chooses_what_a_person_sees",
     },
+    "checkpoint.test_write_queue": {
+        "checkpoint_interval_s": (
+            "test_training_never_waits_for_the_disk_and_the_last_state_is_saved"
+        ),
+    },
     "checkpoint.test_signature": {
         "signing_key_file": "test_a_run_with_a_key_resumes_only_from_what_it_signed",
     },

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.errors import NonFiniteLossError
+from multi_gpu_training.training.runner import compile_switch, selection
 
 pytestmark = pytest.mark.gpu
 HIDDEN = "MGT_TEST_GPU_WEIGHT"
@@ -252,3 +253,87 @@ def test_compiled_steps_learn_what_eager_steps_learn(tmp_path: Path) -> None:
     assert manager.trainer.execution.mode == "compile", manager.trainer.execution.reason
     # Fused kernels add in another order, and 250 steps let it grow.
     assert apart(expected, weights) <= 1e-3
+
+
+class CompiledAtOnce:
+    """Stands for the process that compiles beside the training: the compiler runs here."""
+
+    problem: str | None = None
+    done = True
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("kind", "same"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_compiled_and_recorded_steps_learn_what_eager_steps_learn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, same: float
+) -> None:
+    monkeypatch.setattr(compile_switch, "PAYS_AFTER_S", 0.0)
+    monkeypatch.setattr(compile_switch, "CompileAhead", CompiledAtOnce)
+    monkeypatch.setattr(selection, "WORTH_IT", 1e9)
+    monkeypatch.setattr(selection, "CLEARLY_FASTER", 1e9)
+    inputs, labels = data().tensors
+    ends, modes, since = [], [], []
+    for how in ("eager", "auto"):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(16, 32, bias=False),
+            nn.BatchNorm1d(32),
+            nn.GELU(),
+            nn.Linear(32, 32),
+            nn.LayerNorm(32),
+            nn.Linear(32, 4),
+        ).to(kind)
+        settings = {"batch_size": 32, "max_steps": 48, "epochs": 2, "progress": "off"}
+        manager = MultiGPUTrainingManager(
+            MultiGPUConfig(
+                save_dir=str(tmp_path / how), step_execution=how, fast_defaults=False, **settings
+            )
+        )
+        manager.fit(
+            model,
+            TensorDataset(inputs.to(kind), labels),
+            loss_fn=cross_entropy,
+            optimizer=lambda p: torch.optim.AdamW(p, 1e-3),
+        )
+        ends.append({k: v.cpu().clone() for k, v in manager.model.state_dict().items()})
+        modes.append(manager.trainer.execution.mode)
+        reason = manager.trainer.execution.reason
+        since.append(manager.trainer.execution.switch.since)
+    assert modes == ["eager", "compiled graph"], reason
+    assert since[1] <= 28  # at least 20 steps were compiled and recorded
+    for name, tensor in ends[0].items():
+        off = (tensor.double() - ends[1][name].double()).norm()
+        assert off <= same * tensor.double().norm(), name
+
+
+def test_another_process_compiles_while_steps_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_switch, "PAYS_AFTER_S", 0.0)
+    monkeypatch.setattr(selection, "WORTH_IT", 1e9)
+    monkeypatch.setattr(selection, "CLEARLY_FASTER", 1e9)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    config = MultiGPUConfig(
+        save_dir=str(tmp_path), batch_size=32, epochs=100_000, progress="off", max_steps=1_000_000
+    )
+    manager = MultiGPUTrainingManager(config)
+
+    class End(Callback):
+        def on_step_end(self, run: Any, result: Any) -> None:
+            execution = manager.trainer.execution
+            if execution.mode == "compiled graph" or (
+                result.step > 100 and not execution.switch.waits
+            ):
+                manager.config.max_steps = min(manager.config.max_steps, result.step + 50)
+
+    inputs, labels = data().tensors
+    model = nn.Sequential(nn.Linear(inputs.shape[-1], 64), nn.GELU(), nn.Linear(64, 10))
+    manager.fit(model, TensorDataset(inputs, labels), loss_fn=cross_entropy, callbacks=[End()])
+    assert manager.trainer.execution.mode == "compiled graph"
+    assert manager.trainer.execution.switch.since > 100

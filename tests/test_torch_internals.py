@@ -155,6 +155,8 @@ def test_foreach_copy_mul_lerp_and_norm() -> None:
     torch_internals.foreach_mul_(targets, torch.tensor(2.0))
     assert torch.equal(targets[0], 2 * a) and torch.equal(targets[1], 2 * b)
     assert [float(n) for n in torch_internals.foreach_norm([a, b])] == [5.0, 1.0]
+    assert torch_internals.foreach_norm([a], dtype=torch.float64)[0].dtype == torch.float64
+    assert torch.equal(torch_internals.foreach_sub([a], [a])[0], torch.zeros_like(a))
     torch_internals.foreach_lerp_(targets, [torch.zeros_like(t) for t in targets], 0.5)
     assert torch.equal(targets[0], a)
 

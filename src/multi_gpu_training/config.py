@@ -33,6 +33,7 @@ NaturalInt = Annotated[int, Field(ge=0, le=2**53)]
 RankNumber = Annotated[int, Field(ge=0, lt=2**20)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+NaturalSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 LONGEST_PATH = 4000  # bytes; Linux allows 4096
 # What to do about a value that is out of range, where the range alone does not say it.
 _REMEDIES = {
@@ -232,6 +233,13 @@ class MultiGPUConfig(BaseModel):
     # Keeping
     enable_fault_tolerance: bool = True
     checkpoint_frequency: PositiveInt = Field(1000, description="steps between checkpoints")
+    checkpoint_interval_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = (
+        Field(
+            None,
+            description="least seconds between checkpoints written beside training, of which the "
+            "newest and the best wait meanwhile; None: 1 on a GPU, else 0",
+        )
+    )
     grace_s: Seconds = Field(
         30.0, description="seconds a run has to save and end after SIGTERM, SIGUSR1 or Ctrl-C"
     )

@@ -79,6 +79,18 @@ class DivergenceError(MultiGPUError):
     pass
 
 
+class StaleStepsError(MultiGPUError):
+    """Recorded steps turned out to differ from eager ones, and cannot be taken back in memory.
+    `saved`: the newest saved step that is known to be right."""
+
+    def __init__(self, problem: str, step: int, saved: int | None) -> None:
+        super().__init__(
+            f"recorded steps up to step {step} are wrong: {problem}. Checkpoints after step "
+            f"{saved} are removed; the run goes on from there, without recording"
+        )
+        self.saved = saved
+
+
 class NonFiniteLossError(MultiGPUError):
     """`step` would have moved the weights by NaN; it trained on the batch at (epoch, position)."""
 

@@ -139,6 +139,8 @@ class MultiGPUTrainingManager:
             say=self.say,
             told=lambda *fault: self._training.fault_tolerance.record_fault(*fault),
             snapshot_other_state=lambda: self._training.snapshot(),
+            record=lambda kind, **facts: self.logger.record(kind, **facts),
+            retract=lambda step: self._training.fault_tolerance.discard_after(step),
         )
         self.progress = Progress(self.config)
         self.balance = Balance(self.config, self.placement)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
-from multi_gpu_training.checkpoint.saver import Save
+from multi_gpu_training.checkpoint.write_queue import Save
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import storable
 from multi_gpu_training.data.feeding import (
@@ -130,6 +131,7 @@ class Training:
         self.control = self._build_control()  # first: signals are given back last
         self.records = open_records(self.config, self.placement, console, recipe_options)
         self._taken.callback(trainer.execution.leave_stream)
+        self._taken.callback(trainer.execution.close)
         self._taken.callback(self.records.close)
         self.logger, self.folder = self.records.logger, self.records.folder.path
 
@@ -458,7 +460,7 @@ class Training:
             val_loader=self.val_loader,
             evaluator=Evaluator(
                 self.state,
-                self.trainer.execution.verify,
+                partial(self.trainer.execution.verify, spare=True),
                 self.averaged,
                 self.loss_fn,
                 self.eval_fn,

@@ -10,6 +10,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
@@ -26,18 +27,57 @@ _TAG = "$"
 # Generators have states of 600 numbers, and a history has one dict per epoch: these are not looked
 # at one by one, because training stands still meanwhile.
 _PLAIN = {type(None), bool, str, int, float}
+_NO_TENSORS = base64.b64encode(save({})).decode()
 
 # Any state as JSON and tensors
+
+
+@dataclass(frozen=True)
+class Later:
+    """Plain data that whoever writes the JSON makes. `make` must not depend on what changes."""
+
+    make: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What `pack` made of a state: its JSON, and its tensors by name. Not to be changed."""
+
+    plain: Any
+    tensors: dict[str, Tensor]
+
+
+def packed(value: Any) -> Packed:
+    if isinstance(value, Packed):
+        return value
+    tensors: dict[str, Tensor] = {}
+    return Packed(pack(value, tensors), tensors)
+
+
+def json_text(plain: Any) -> str:
+    """The text of what `pack` returned."""
+    return json.dumps(plain, default=_made)
+
+
+def _made(value: Any) -> Any:
+    if not isinstance(value, Later):
+        raise TypeError(f"{type(value).__name__} is not plain data")
+    found = packed(value.make())
+    assert not found.tensors  # they would have to be copied before training goes on
+    return found.plain
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     """Return `value` as plain JSON, and put its tensors into `tensors` under their paths.
 
     JSON has neither tuples nor integer keys; they are tagged, so that `unpack` returns the types
-    that went in.
+    that went in. `Later` stays as it is: see `json_text`.
     """
-    if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
+    kind = type(value)
+    if kind in _PLAIN or kind is Later or isinstance(value, str):
         return value
+    if kind is dict:  # before all checks that a dict would go through
+        return _pack_mapping(value, tensors, path)
     if isinstance(value, Tensor):
         return {_TAG: "tensor", "key": _put(tensors, path, value.detach())}
     if isinstance(value, np.ndarray):
@@ -54,8 +94,8 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
             items = list(value)
         else:
             items = [pack(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
-        kind = next(k for k in (list, tuple, set, frozenset) if isinstance(value, k)).__name__
-        return items if kind == "list" else {_TAG: kind, "items": items}
+        name = next(k for k in (list, tuple, set, frozenset) if isinstance(value, k)).__name__
+        return items if name == "list" else {_TAG: name, "items": items}
     if isinstance(value, Mapping):
         return _pack_mapping(value, tensors, path)
     if isinstance(value, (int, float)):
@@ -77,7 +117,8 @@ def _put(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
 
 def _pack_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
     kind = "counter" if isinstance(value, Counter) else "dict"
-    if kind == "dict" and all(isinstance(key, str) for key in value) and _TAG not in value:
+    words = {*map(type, value)} <= {str} or all(isinstance(key, str) for key in value)
+    if kind == "dict" and words and _TAG not in value:
         if _PLAIN.issuperset(map(type, value.values())):
             return dict(value)
         return {
@@ -122,6 +163,8 @@ def to_text(value: Any) -> dict[str, Any]:
     """Return a state as JSON alone, tensors included, to send between ranks."""
     tensors: dict[str, Tensor] = {}
     plain = pack(value, tensors)
+    if not tensors:
+        return {"plain": plain, "tensors": _NO_TENSORS}
     raw = save({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
     return {"plain": plain, "tensors": base64.b64encode(raw).decode()}
 
@@ -297,18 +340,26 @@ def _restore_strides(optimizer: Optimizer) -> None:
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of this rank's generators: torch, numpy, Python and the GPU."""
+    state: dict[str, Any] = taken_random_state(device).make()
+    return state
+
+
+def taken_random_state(device: torch.device) -> Later:
+    """`random_state` as it is now, still to be made thousands of plain numbers."""
     version, keys, gauss = random.getstate()
     name, words, place, has_gauss, cached = np.random.get_state()
-    state = {
-        "torch": torch.get_rng_state().tolist(),
-        "python": [version, list(keys), gauss],
-        "numpy": [name, np.asarray(words).tolist(), int(place), int(has_gauss), float(cached)],
-    }
+    tensors = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device).tolist()
+        tensors["cuda"] = torch.cuda.get_rng_state(device)
     elif device.type != "cpu":
-        state[device.type] = device_generators(device)[0].get_state().tolist()
-    return state
+        tensors[device.type] = device_generators(device)[0].get_state()
+    return Later(
+        lambda: {
+            **{kind: state.tolist() for kind, state in tensors.items()},
+            "python": [version, list(keys), gauss],
+            "numpy": [name, np.asarray(words).tolist(), int(place), int(has_gauss), float(cached)],
+        }
+    )
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -106,9 +106,15 @@ def foreach_lerp_(tensors: Sequence[Tensor], ends: Sequence[Tensor], weight: flo
     torch._foreach_lerp_(list(tensors), list(ends), weight)
 
 
-def foreach_norm(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+def foreach_sub(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch._foreach_sub(list(tensors), list(others)))
+
+
+def foreach_norm(
+    tensors: Sequence[Tensor], order: float = 2.0, dtype: torch.dtype | None = None
+) -> list[Tensor]:
     """Norms of tensors. `order=math.inf`: their largest elements."""
-    return list(torch._foreach_norm(list(tensors), order))
+    return list(torch._foreach_norm(list(tensors), order, dtype))
 
 
 def largest_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -201,6 +207,13 @@ def remove_ddp_hooks(ddp: DistributedDataParallel) -> None:
     """Let parameters forget a wrapper that will not be used again; else a second one around the
     same module exchanges every gradient twice."""
     ddp._remove_autograd_hooks()
+
+
+def inside_ddp_forward(ddp: DistributedDataParallel) -> AbstractContextManager[None]:
+    """Compile as inside DDP's forward: torch then cuts the backward where buckets end, so that
+    gradients are sent while it runs."""
+    context: AbstractContextManager[None] = ddp._inside_ddp_forward()
+    return context
 
 
 def ddp_logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.checkpoint import integrity
+from multi_gpu_training.checkpoint.file_layout import DTYPE_NAMES
 from multi_gpu_training.checkpoint.integrity import damage
-from multi_gpu_training.checkpoint.snapshot import DTYPE_NAMES, Snapshot
+from multi_gpu_training.checkpoint.snapshot import Snapshot
 from multi_gpu_training.checkpoint.store import CheckpointStore, load
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.state_dicts import (

@@ -6,6 +6,7 @@ recorded with the Python values of that time, and does nothing else.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,7 +25,12 @@ from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUTrainingManager
 from multi_gpu_training.data import feeding
-from multi_gpu_training.training.runner import graph_cache, selection, verified_graph
+from multi_gpu_training.training.runner import (
+    compile_switch,
+    graph_cache,
+    selection,
+    verified_graph,
+)
 from multi_gpu_training.training.runner.graph_guards import Guards
 
 
@@ -77,6 +83,10 @@ def train(
                 knob.weight = 3.0 if 50 <= step < 55 else 1.0
             if kind == "hidden":
                 set_hidden(str(value))
+
+        def on_step_begin(self, manager: Any, step: int) -> None:
+            if kind == "hidden, by step":
+                set_hidden("1" if step < 90 else "2.5")
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
@@ -132,6 +142,38 @@ def test_no_stale_number_ends_up_in_the_weights(tmp_path: Path, kind: str) -> No
     assert run.mode == "eager"
     hidden_one = "differs from the recorded one"
     assert (hidden_one if kind == "hidden" else "knob.weight changed from 1.0") in run.reason
+
+
+def test_wrong_steps_of_epochs_that_went_uncompared_are_taken_back_through_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epochs are shorter than a comparison takes: the step that tells is an epoch or two later."""
+    monkeypatch.setattr(selection, "COMPARING", 1e-9)
+    settings = {"enable_fault_tolerance": True, "epochs": 8}
+    many, few = {"keep_last": 100, **settings}, {"keep_last": 2, **settings}
+    expected, _, losses = train(tmp_path / "eager", False, "hidden, by step", **many)
+    weights, run, found = train(tmp_path / "graph", True, "hidden, by step", **few)
+    same(expected, weights)
+    assert found == pytest.approx(losses, rel=1e-4)
+    assert run.mode == "eager"
+    faults = [event for event in events(tmp_path / "graph") if event["event"] == "fault"]
+    assert [fault["kind"] for fault in faults] == ["recording"]
+    saved = sorted(tmp_path.glob("graph/custom/*/checkpoints/step-*"))
+    for path in saved:  # what is left holds no wrong step
+        assert checkpoints_equal(path, tmp_path / "eager")
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("custom/*/events/rank-0*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def checkpoints_equal(path: Path, other: Path) -> bool:
+    from safetensors.torch import load_file
+
+    (twin,) = other.glob(f"custom/*/checkpoints/{path.name}")
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (path, twin))
+    return all(torch.allclose(mine[k], theirs[k], rtol=1e-6, atol=1e-7) for k in mine)
 
 
 def test_what_cannot_be_recorded_is_trained_eagerly_and_named(tmp_path: Path) -> None:
@@ -344,14 +386,29 @@ def test_guards_see_a_dropout_and_an_optimizer_that_are_turned() -> None:
     assert "p changed from 0.1 to 0.3" in str(guards.changed())
 
 
+class CompiledAtOnce:
+    """Stands for the process that compiles beside the training: it has nothing to do."""
+
+    problem: str | None = None
+    done = True
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.mark.parametrize(("pays_after_s", "mode"), [(0.0, "compile"), (1e9, "eager")])
 def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays_after_s: float, mode: str
 ) -> None:
     monkeypatch.setattr(selection, "LARGEST_STATE", 0)
-    monkeypatch.setattr(selection, "COMPILE_PAYS_AFTER_S", pays_after_s)
+    monkeypatch.setattr(compile_switch, "PAYS_AFTER_S", pays_after_s)
+    monkeypatch.setattr(compile_switch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(compile_switch, "CompileAhead", CompiledAtOnce)
     monkeypatch.setattr(selection, "WORTH_IT", 1e9)  # however long it takes on this machine
-    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     ends = []
     for how in ("eager", "auto"):
         config = quiet(tmp_path / how, step_execution=how, batch_size=8)
@@ -361,6 +418,75 @@ def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
         ends.append({name: tensor.clone() for name, tensor in manager.model.state_dict().items()})
     assert manager.trainer.execution.mode == mode
     same(*ends)
+
+
+def switching(
+    folder: Path, how: str, wrong: float = 1.0, resume: str | None = None, steps: int | None = None
+) -> tuple[dict[str, Tensor], str, list[int]]:
+    """A long enough run with a compiler that is ready at once: the weights, what its steps ran
+    as, and the steps that called compiled code."""
+    calls: list[int] = []
+    config = quiet(
+        folder,
+        step_execution=how,
+        batch_size=8,
+        epochs=4,
+        max_steps=steps,
+        resume=resume,
+        run_name="run",
+        enable_fault_tolerance=True,
+    )
+    manager = MultiGPUTrainingManager(config)
+
+    def compile_it(function: Any, **_: Any) -> Any:
+        def compiled(model: nn.Module, batch: Any) -> Any:
+            calls.append(manager.trainer.step + 1)
+            return function(model, batch) * wrong
+
+        return compiled
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (compile_switch, "PAYS_AFTER_S", 0.0),
+            (compile_switch, "CompileAhead", CompiledAtOnce),
+            (selection, "WORTH_IT", 1e9),
+            (selection, "CLEARLY_FASTER", 1e9),
+            (torch, "compile", compile_it),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        if how == "auto":
+            stack.enter_context(recording())
+        manager.fit(Net(), data(), loss_fn=_own_loss, optimizer=sgd)
+    state = {name: tensor.clone() for name, tensor in manager.model.state_dict().items()}
+    return state, manager.trainer.execution.mode, calls
+
+
+def test_recorded_steps_become_compiled_ones_and_compute_the_same(tmp_path: Path) -> None:
+    plain, _, _ = switching(tmp_path / "plain", "eager")
+    state, mode, calls = switching(tmp_path / "switched", "auto")
+    assert mode == "compiled graph"
+    assert calls
+    assert calls[0] > 16  # not before recorded steps were compared
+    same(plain, state)
+
+
+def test_code_that_compiles_wrongly_is_not_used(tmp_path: Path) -> None:
+    plain, _, _ = switching(tmp_path / "plain", "eager")
+    state, mode, _ = switching(tmp_path / "wrong", "auto", wrong=1.5)
+    assert mode == "graph"
+    same(plain, state)
+
+
+def test_a_resumed_run_begins_with_compiled_steps_where_its_checkpoint_had_them(
+    tmp_path: Path,
+) -> None:
+    whole, _, _ = switching(tmp_path / "whole", "auto")
+    _, mode, _ = switching(tmp_path / "cut", "auto", steps=60)
+    assert mode == "compiled graph"
+    state, mode, calls = switching(tmp_path / "cut", "auto", resume="auto")
+    assert mode == "compiled graph"
+    assert calls[0] == 61
+    same(whole, state)
 
 
 def uneven(folder: Path, recorded: bool, accumulation: int, room: int) -> Any:
@@ -417,7 +543,7 @@ def compiled(folder: Path, fails_on: int) -> tuple[str, str, list[float]]:
     """Ranks that compile, one of which cannot: what they run as, why, and what they learned."""
     rank = int(os.environ.get("RANK", 0))
 
-    def compile_it(function: Any) -> Any:
+    def compile_it(function: Any, **_: Any) -> Any:
         def refuse(*_: Any) -> Any:
             raise RuntimeError("no compiler here")
 

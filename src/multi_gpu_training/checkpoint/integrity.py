@@ -6,6 +6,7 @@ chunks' hashes, which several threads compute at once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -166,6 +167,8 @@ def manifest_text(manifest: dict[str, Any]) -> str:
 
 # Hashing
 
+_SMALL = 2**18  # bytes: starting a thread takes longer than hashing these
+
 
 class HashThreads:
     """Threads that hash chunks while the caller writes them. Use it as a context manager."""
@@ -182,14 +185,14 @@ class HashThreads:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def submit(self, read: Callable[[], Sequence[Bytes]]) -> Future[bytes]:
-        """Hash what `read` returns."""
-        try:
-            return self._pool.submit(_sha256, read)
-        except RuntimeError:  # the interpreter is shutting down and starts no more threads
-            done: Future[bytes] = Future()
-            done.set_result(_sha256(read))
-            return done
+    def submit(self, read: Callable[[], Sequence[Bytes]], size: int) -> Future[bytes]:
+        """Hash what `read` returns, about `size` bytes."""
+        if size > _SMALL:
+            with contextlib.suppress(RuntimeError):  # at the interpreter's end none is started
+                return self._pool.submit(_sha256, read)
+        done: Future[bytes] = Future()
+        done.set_result(_sha256(read))
+        return done
 
 
 class FileHash:
@@ -204,7 +207,7 @@ class FileHash:
     def add(self, size: int, read: Callable[[], Sequence[Bytes]]) -> None:
         """Add the next chunk; all but the last must have `chunk_bytes`."""
         self.bytes += size
-        self._digests.append(self.threads.submit(read))
+        self._digests.append(self.threads.submit(read, size))
 
     def facts(self) -> dict[str, Any]:
         """Wait for the threads and return what a manifest records about the file."""

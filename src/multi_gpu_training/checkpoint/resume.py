@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from multi_gpu_training.checkpoint.changed_settings import Change, RunDescription, table
 from multi_gpu_training.checkpoint.integrity import fingerprint
+from multi_gpu_training.checkpoint.live_state import LiveTensors
 from multi_gpu_training.checkpoint.shards import fit_to
 from multi_gpu_training.checkpoint.snapshot import Snapshot
 from multi_gpu_training.checkpoint.store import CheckpointStore, read_verified
@@ -20,14 +21,16 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.sharding import by_rows, piece, whole
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.state_dicts import (
+    Later,
     from_text,
     load_model_state,
     load_optimizer_state,
     model_state,
     optimizer_state,
+    packed,
     plain_name,
-    random_state,
     set_random_state,
+    taken_random_state,
     to_text,
 )
 from multi_gpu_training.training.callbacks import RunLog
@@ -58,6 +61,16 @@ class FollowsModel(Protocol):
     def kept(self) -> Callable[[], None]: ...
 
     def begin(self) -> None: ...
+
+
+@runtime_checkable
+class PartlySettled(Protocol):
+    """A state with parts that no longer change, such as the epochs of the past. They may be
+    `Later`, to be made plain data beside training, and `kept` need not copy them."""
+
+    def state_to_save(self) -> dict[str, Any]: ...
+
+    def kept(self) -> Callable[[], None]: ...
 
 
 class TrainingState(Stateful, Protocol):
@@ -100,7 +113,10 @@ class RunState:
         self.description: RunDescription | None = None  # once there is an optimizer
         # Which tensors are saved as the model: its own, or an average of them.
         self.model_to_save: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
+        self._live = LiveTensors()
+        self._made_plain: tuple[Any, Later] | None = None
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
+        self._partly_settled: dict[str, Callable[[], dict[str, Any]]] = {}
         self._resumed: dict[str, Any] | None = None
 
     def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
@@ -108,17 +124,20 @@ class RunState:
         if name in self._registered:
             raise CheckpointError(f"state {name!r} is already registered; choose another name")
         self._registered[name] = (item, scope)
+        if isinstance(item, PartlySettled) and scope == "replicated":
+            self._partly_settled[name] = item.state_to_save
         if self._resumed is not None:
             self._restore(name, self._resumed)
 
     def kept(self) -> Callable[[], None]:
         """Copy what is registered, in memory; calling the result puts it back."""
         items = {name: item for name, (item, _) in self._registered.items()}
-        followers = [item.kept() for item in items.values() if isinstance(item, FollowsModel)]
+        by_themselves = (FollowsModel, PartlySettled)
+        followers = [item.kept() for item in items.values() if isinstance(item, by_themselves)]
         states = {
             name: copy.deepcopy(item.state_dict())
             for name, item in items.items()
-            if not isinstance(item, FollowsModel)
+            if not isinstance(item, by_themselves)
         }
 
         def put_back() -> None:
@@ -132,22 +151,26 @@ class RunState:
     def snapshot(self, facts: dict[str, Any]) -> Snapshot:
         """Return the state as it is now; `facts` go into the manifest. Collective."""
         training = self.training
-        tensors, aliases, extra = model_state(self.model_to_save(training.held_state()), piece)
-        optimizer = optimizer_state(training.model, training.optimizer)
-        for held in (tensors, *optimizer["state"].values()):
-            for name, value in held.items():
-                # Every disk gets the whole state, so that any of them may be lost.
-                if isinstance(value, Tensor) and (self.hosts.several or not by_rows(value)):
-                    held[name] = whole(value)
-        if self.hosts.several:
-            self._take_buffers_of_main(tensors)
+        held = self.model_to_save(training.held_state())
+        extra: dict[str, Any] = {}
+        live = None
+        if not self.hosts.several:
+            live = self._live.read(held, training.model, training.optimizer)
+        if live is not None:
+            tensors, aliases, optimizer = live.model, live.aliases, live.optimizer
+        else:
+            tensors, aliases, optimizer, extra = self._read(held)
         states: dict[Scope, dict[str, Any]] = {"replicated": {}, "per_rank": {}}
         for name, (item, scope) in self._registered.items():
-            states[scope][name] = item.state_dict()
+            states[scope][name] = self._partly_settled.get(name, item.state_dict)()
         per_rank = {name: to_text(state) for name, state in states["per_rank"].items()}
-        mine = {"random": random_state(self.placement.device), "registered": per_rank}
-        ranks = self.placement.gather_json(mine)
-        made_with = {} if self.description is None else {"made_with": self.description.facts}
+        random = taken_random_state(self.placement.device)
+        if self.placement.group is None:
+            ranks: Any = [{"random": random, "registered": per_rank}]
+        else:
+            mine = {"random": random.make(), "registered": per_rank}
+            ranks = self.placement.gather_json(mine)
+        settings = self.settings()
         return Snapshot(
             step=training.step,
             epoch=training.epoch,
@@ -159,11 +182,36 @@ class RunState:
                 "extra": extra,
                 "replicated": states["replicated"],
                 "ranks": ranks,
-                "config": self.settings(),
-                **made_with,
+                "config": Later(lambda: settings),
+                **self._made_with(),
             },
             facts={"world_size": self.placement.dp_size, **facts},
         )
+
+    def _made_with(self) -> dict[str, Any]:
+        """What the run is made of, as plain data; that does not change."""
+        if self.description is None:
+            return {}
+        facts = self.description.facts
+        if self._made_plain is None or self._made_plain[0] is not facts:
+            found = packed(facts)
+            self._made_plain = facts, Later(lambda: found)
+        return {"made_with": self._made_plain[1]}
+
+    def _read(
+        self, held: dict[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, str], Any, dict[str, Any]]:
+        """Model and optimizer where tensors may be split over ranks, or have to be gathered."""
+        tensors, aliases, extra = model_state(held, piece)
+        optimizer = optimizer_state(self.training.model, self.training.optimizer)
+        for named in (tensors, *optimizer["state"].values()):
+            for name, value in named.items():
+                # Every disk gets the whole state, so that any of them may be lost.
+                if isinstance(value, Tensor) and (self.hosts.several or not by_rows(value)):
+                    named[name] = whole(value)
+        if self.hosts.several:
+            self._take_buffers_of_main(tensors)
+        return tensors, aliases, optimizer, extra
 
     def restore(self, snapshot: Snapshot, where: str) -> str | None:
         """Load a snapshot; `where` names it in errors. Return what the user should know."""

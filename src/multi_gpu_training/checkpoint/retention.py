@@ -47,15 +47,16 @@ def to_drop(
     keep_last: int,
     keep_best: int,
     best: Path | None = None,
+    protected: Path | None = None,
 ) -> list[Path]:
     """Choose what to drop from `found`, which is sorted newest first.
 
-    The newest `keep_last` intact checkpoints, the best `keep_best` and `best` itself stay. A
-    damaged one does not count: it goes once enough intact ones are newer. Nothing goes before
-    there is one intact checkpoint.
+    The newest `keep_last` intact checkpoints, the best `keep_best`, `best` itself and the
+    `protected` one stay. A damaged one does not count: it goes once enough intact ones are newer.
+    Nothing goes before there is one intact checkpoint.
     """
     older = [kept for kept in found if kept.current]
-    spared: set[Path] = set() if best is None else {best}
+    spared = {path for path in (best, protected) if path is not None}
     newest = 0
     while older and newest < keep_last:
         kept = older.pop(0)
@@ -63,15 +64,19 @@ def to_drop(
         newest += intact(kept.path)
     if not newest:
         return []
-    scored = [k for k in found if k.current and k.score is not None]
-    # The older of two equals: it was the best first.
-    scored.sort(key=lambda k: (k.score, found.index(k)), reverse=True)
     places = keep_best
-    for kept in scored:
+    for kept in best_first(found):
         if places and intact(kept.path):
             spared.add(kept.path)
             places -= 1
     return [k.path for k in found if k.path not in spared and (k in older or not k.current)]
+
+
+def best_first(found: Sequence[StoredCheckpoint]) -> list[StoredCheckpoint]:
+    """Those of `found`, newest first, that were measured and not abandoned, the best first."""
+    scored = [k for k in found if k.current and k.score is not None]
+    # The older of two equals: it was the best first.
+    return sorted(scored, key=lambda k: (k.score, found.index(k)), reverse=True)
 
 
 def score_of(facts: dict[str, Any]) -> float | None:
@@ -148,11 +153,15 @@ class Lineage:
         if entries != self.entries():
             self._unwritten = list(entries)
 
-    def includes(self, attempt: int, step: int) -> bool:
-        """Return False if an attempt after `attempt` went back before `step`."""
-        return all(
-            step <= entry["from_step"] for entry in self.entries() if entry["attempt"] > attempt
-        )
+    def includes(
+        self, attempt: int, step: int, entries: list[dict[str, int]] | None = None
+    ) -> bool:
+        """Return False if an attempt after `attempt` went back before `step`.
+
+        entries: what `entries` returned, where it is asked about many checkpoints.
+        """
+        entries = self.entries() if entries is None else entries
+        return all(step <= entry["from_step"] for entry in entries if entry["attempt"] > attempt)
 
     def write(self) -> None:
         """Put what is new on the disk."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -21,109 +20,18 @@ from multi_gpu_training.checkpoint.resume import (
 )
 from multi_gpu_training.checkpoint.shards import ShardWriting
 from multi_gpu_training.checkpoint.signature import read_signer
-from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
+from multi_gpu_training.checkpoint.snapshot import Snapshot, capture
+from multi_gpu_training.checkpoint.state_buffers import StateBuffers
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, one_disk
+from multi_gpu_training.checkpoint.write_queue import Save, WriteQueue
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.training.callbacks import RunLog
 
 _GOES_ON = "Training goes on; the next save tries again"
-
-
-class Save:
-    """One captured state on its way to the disk, in a thread beside training.
-
-    Until it has ended, use only `done`, `wait` and `retry`. The thread is not a daemon: Python
-    does not exit before it has ended.
-    """
-
-    def __init__(
-        self, store: CheckpointStore, captured: Capture, best: bool = False, writes: bool = True
-    ) -> None:
-        self.store = store
-        self.captured = captured
-        self.best = best
-        self.writes = writes  # else this rank adds its shard to what another one writes
-        self.step = captured.step
-        self.path = store.path_of(captured.step)
-        self.problem: str | None = None
-        self.warning: str | None = None
-        self.write_s = 0.0
-        self.waited_s = 0.0  # for the save before this one
-        self.host_s = 0.0  # until training continued
-        self.reported = False
-        self._thread = threading.Thread(target=self._run, name="checkpoint-writer")
-
-    def start(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError:  # the interpreter is shutting down and starts no more threads
-            self._run()
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> float:
-        """Return when it is written or has failed; the seconds that took."""
-        begun = time.perf_counter()
-        if self._thread.ident is not None:
-            self._thread.join()
-        return time.perf_counter() - begun
-
-    def hurry(self) -> None:
-        """Wait no longer than needed for the files of other ranks, which may be gone."""
-        if self.captured.shard is not None:
-            self.captured.shard.hurry = True
-
-    def retry(self, staged: Path | None = None) -> None:
-        """Write the same state once more, here and now. It is still in the buffer."""
-        if self.captured.shard is not None and staged is not None:
-            self.captured.shard.staged = staged
-        self.problem = None
-        self.reported = False
-        self._run()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the events record."""
-        copy = self.captured.copy
-        return {
-            "step": self.step,
-            "path": str(self.path),
-            "bytes": copy.nbytes,
-            "stall_s": self.host_s + copy.device_s,
-            "waited_s": self.waited_s,
-            "write_s": self.write_s,
-        }
-
-    def _run(self) -> None:
-        begun = time.perf_counter()
-        try:
-            if self.writes:
-                self.store.write(self.captured)
-            else:
-                self.store.write_shard(self.captured)
-        except CheckpointError as error:
-            self.problem = str(error)
-        except BaseException as error:
-            self.problem = (
-                f"could not save step {self.step} in {self.store.folder}: "
-                f"{type(error).__name__}: {error}; earlier checkpoints are untouched"
-            )
-        self.write_s = time.perf_counter() - begun
-        if self.problem is not None or not self.writes:
-            return
-        # The checkpoint is safe now, whatever happens while the old ones are tidied up.
-        try:
-            self.store.keep(self.path, self.best)
-        except Exception as error:
-            self.warning = (
-                f"step {self.step} is saved, but `best` or old checkpoints in {self.store.folder} "
-                f"could not be updated ({error}); the next save tries again"
-            )
+_GPU_INTERVAL_S = 1.0  # an epoch on a GPU may take milliseconds, and the disk more than that
 
 
 class Saver:
@@ -159,8 +67,17 @@ class Saver:
             signer=read_signer(config.signing_key_file),
         )
         self.run_state = RunState(training, placement, self.hosts, config.plain)
-        self.buffer = HostBuffer(placement.device)
+        interval_s = config.checkpoint_interval_s
+        if interval_s is None:
+            interval_s = _GPU_INTERVAL_S if placement.device.type == "cuda" else 0.0
+        # One copy per disk, or part of a state per rank, is written while all ranks wait for it.
+        self._queue = WriteQueue(0.0 if self.hosts.several else interval_s)
+        self._buffers = StateBuffers(
+            placement.device, self._queue.interval_s > 0, self._wait_for_writing
+        )
         self.current: Save | None = None  # the last one, on ranks that write
+        self._failed: str | None = None  # why a save failed, until all ranks know
+        self._waited_s = 0.0  # in the `save` under way, for those before it
         self._on_saved = on_saved
         self._held: int | None = None  # the step of the newest checkpoint, written or on its way
         # Step, facts, best and problem of the newest one where its state could not be copied.
@@ -192,22 +109,28 @@ class Saver:
         """Save the state as it is now; return the path it has, or will have. Collective.
 
         With `wait` it is safe on the disk when this returns. Without, training may continue as
-        soon as the state is copied to the host, and the next `save` or `settle` tells how it
-        went. A save waits for the one before: there is one at a time.
+        soon as the state is copied, and `poll`, the next `save` or `settle` tells how it went.
+        With `checkpoint_interval_s` a newer save may take its place before it is written, but
+        only the best that of the best. With 0, a save waits for the one before.
         """
-        last, self.current = self.current, None
-        before, waited_s = None, 0.0
-        if last is not None:
-            waited_s = last.wait()
-            self._report(last)
-            before = last.problem
-        begun = time.perf_counter()
+        self._waited_s = 0.0
+        if wait or not self._queue.interval_s:
+            self._wait_for_writing()
+        self.current = None
+        self._collect()
+        begun, waited_s = time.perf_counter(), self._waited_s
         facts = facts or {}
         snapshot = self.run_state.snapshot(facts)
-        save, now, never = self._capture(snapshot, best, self._staging(snapshot))
-        before, now, never = self._agreed([before, now, never])
-        self._unsettled = False
+        shard = self._staging(snapshot)
+        if shard is not None:
+            self._wait_for_writing()
+        save, now, never = self._capture(snapshot, best, shard)
+        host_s = time.perf_counter() - begun - (self._waited_s - waited_s)
+        before, now, never = self._agreed([self._failed, now, never])
+        self._unsettled, self._failed = False, None
         if before and self._stops:
+            if save is not None:
+                save.end()
             raise CheckpointError(before)
         if never or (now and (self._stops or wait)):
             raise CheckpointError(never or now)
@@ -223,19 +146,21 @@ class Saver:
             self._held = snapshot.step
         self._unsettled, self.current = True, save
         if save is not None:
-            save.waited_s, save.host_s = waited_s, time.perf_counter() - begun
-            save.start()
+            save.waited_s, save.host_s = self._waited_s, host_s
+            self._queue.put(save)
         if wait:
             self._settle()
         return path
 
     def poll(self) -> None:
-        """Between steps: report the last save if it has ended. Never waits."""
-        if self.current is not None and not self.current.reported and self.current.done:
-            stop = self._stops and self.current.problem is not None
-            if stop and self.placement.group is None:
-                self._settle()
-            self._report()
+        """Between steps: report saves that have ended. Never waits."""
+        if self._queue.has_ended:
+            stops = self._stops and self.placement.group is None
+            self._collect(aloud=not stops)
+            if stops and self._failed is not None:
+                problem, self._failed = self._failed, None
+                self.current, self._unsettled = None, False
+                raise CheckpointError(problem)
 
     def settle(self) -> None:
         """Wait for a save that is being written. Collective; called at the end of a run.
@@ -256,40 +181,79 @@ class Saver:
 
         After an error they may be anywhere.
         """
-        if self.current is not None and not self._interrupted:
+        if not self._interrupted:
             self._interrupted = True  # a second Ctrl-C ends the waiting
-            self.current.hurry()
-            self.current.wait()
+            if self.current is not None:
+                self.current.hurry()
+            self._queue.finish()
             self._interrupted = False
-            self._report()
+            self._collect()
             self.current = None
 
     def wait(self) -> None:
-        """Return when nothing is being written. On this rank alone."""
-        if self.current is not None:
-            self.current.wait()
+        """Return when nothing is being written or waits for it. On this rank alone."""
+        self._queue.finish()
 
     def close(self) -> None:
         atexit.unregister(self._at_exit)
 
+    # Keeping
+
+    def protect(self, step: int | None) -> None:
+        """Keep the newest checkpoint at or before `step`, whatever `keep_last` says; None: no
+        longer. Counts from the next save on."""
+        self.store.protected_step = step
+
+    def discard_after(self, step: int) -> None:
+        """Remove what was saved after `step`, on the disk or on its way: the run has found that it
+        is wrong. `best` names the best one that is left. Every rank must call it."""
+        self._queue.forget(lambda save: save.step > step)
+        self._queue.finish()
+        self._collect()
+        if self.current is not None and self.current.step > step:
+            self.current = None
+        if self._held is not None and self._held > step:
+            self._held = None
+        if self._missed is not None and self._missed[0] > step:
+            self._missed = None
+        if self.hosts.writes:
+            self.store.discard_after(step)
+
     def _settle(self, retry: bool = False) -> None:
-        problem: str | None = None
-        if self.current is not None:
-            self.current.wait()
-            problem = self.current.problem
-        if self._split and retry and self._agreed([problem])[0] and self.current is not None:
+        self._queue.finish()
+        last, lost = self.current, self._failed if self._stops else None
+        for save in self._queue.take_ended():
+            if save is last:
+                continue
+            is_best = retry and save.best and not (last is not None and last.best)
+            if is_best and save.problem is not None:
+                save.retry()
+            if is_best or self._stops:
+                lost = lost or save.problem
+            self._report(save)
+        problem = None if last is None else last.problem
+        if self._split and retry and self._agreed([problem])[0] and last is not None:
             # All of them once more: what the others wrote went with the folder.
-            staged = self.placement.broadcast_json(str(self.store.staged_name(self.current.path)))
-            self.current.retry(Path(staged))
-        elif problem and retry and self.current is not None and not self._split:
-            self.current.retry()
-        if self.current is not None:
-            problem = self.current.problem
-            self._report(aloud=False)
-        self.current, self._unsettled = None, False
-        problem = self._agreed([problem])[0]
+            staged = self.placement.broadcast_json(str(self.store.staged_name(last.path)))
+            last.retry(Path(staged))
+        elif problem and retry and last is not None and not self._split:
+            last.retry()
+        if last is not None:
+            problem = last.problem
+            self._report(last, aloud=False)
+        self.current, self._unsettled, self._failed = None, False, None
+        problem = self._agreed([problem or lost])[0]
         if problem is not None:
             raise CheckpointError(problem)
+
+    def _collect(self, aloud: bool = True) -> None:
+        """Report the saves that have ended."""
+        for save in self._queue.take_ended():
+            self._failed = save.problem or self._failed
+            self._report(save, aloud)
+
+    def _wait_for_writing(self) -> None:
+        self._waited_s += self._queue.finish()
 
     def _agreed(self, problems: list[str | None]) -> list[str | None]:
         """Tell every rank what went wrong on any disk."""
@@ -319,7 +283,7 @@ class Saver:
         if not writes and shard is None:
             return None, None, None
         try:
-            captured = capture(snapshot, self.buffer, shard, writes)
+            captured = capture(snapshot, self._buffers, shard, writes)
             return Save(self.store, captured, best, writes), None, None
         except CheckpointError as error:
             return None, None, str(error)
@@ -327,10 +291,9 @@ class Saver:
             where = f"could not copy step {snapshot.step} to the host to save it"
             return None, f"{where}: {type(error).__name__}: {error}", None
 
-    def _report(self, save: Save | None = None, aloud: bool = True) -> None:
+    def _report(self, save: Save, aloud: bool = True) -> None:
         """Say once how a save went, in the main thread."""
-        save = save or self.current
-        if save is None or save.reported:
+        if save.reported:
             return
         save.reported = True
         if save.problem is not None:
@@ -340,9 +303,9 @@ class Saver:
                 self.log.warning(f"{save.problem}. {then}")
             return
         memory = {
-            "buffer_bytes": self.buffer.nbytes,
-            "pinned": self.buffer.pinned,
-            "allocate_s": self.buffer.allocated_s,
+            "buffer_bytes": self._buffers.nbytes,
+            "pinned": self._buffers.host.pinned,
+            "allocate_s": self._buffers.host.allocated_s,
         }
         self.log.record("checkpoint", **save.facts, **memory)
         if save.warning is not None:
@@ -382,6 +345,7 @@ class Saver:
 
     def resume(self, path: Path) -> None:
         """Load a checkpoint into everything that was saved. Collective."""
+        self.wait()  # nothing of this timeline may be written once another one has begun
         snapshot = read_together(path, self.placement, self.store)
         note = self.run_state.restore(snapshot, str(path))
         if note is not None:

@@ -8,32 +8,23 @@ Capture     the copy: files as they will be written, so training may overwrite t
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from multi_gpu_training.checkpoint.file_layout import Layouts, StateLayout, copy_by_type
 from multi_gpu_training.checkpoint.integrity import FORMAT, SHARDED, Bytes
 from multi_gpu_training.checkpoint.shards import ShardWriting, part_in_two
 from multi_gpu_training.distributed.sharding import is_split
-from multi_gpu_training.errors import CheckpointError
-from multi_gpu_training.state_dicts import pack
+from multi_gpu_training.state_dicts import packed
 
-# What safetensors calls each type.
-_CODES = """float64=F64 float32=F32 float16=F16 bfloat16=BF16 float8_e4m3fn=F8_E4M3
-    float8_e5m2=F8_E5M2 complex64=C64 int64=I64 int32=I32 int16=I16 int8=I8 uint64=U64 uint32=U32
-    uint16=U16 uint8=U8 bool=BOOL"""
-DTYPE_NAMES = {
-    getattr(torch, name): code for name, code in (pair.split("=") for pair in _CODES.split())
-}
-_ALIGNMENT = 64  # of each file's bytes in the buffer
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
 
@@ -61,6 +52,8 @@ class HostCopy:
 
     files: dict[str, list[Bytes]]
     nbytes: int
+    release: Callable[[], None] = lambda: None  # the memory may be used for another copy
+    small: bool = False  # further copies may be taken before this one is released
     device_s: float = 0.0  # how long the device copied, after `wait`
     marks: list[tuple[Any, Any]] = field(default_factory=list)  # CUDA events: start, end
 
@@ -70,6 +63,12 @@ class HostCopy:
             end.synchronize()
             self.device_s = max(self.device_s, start.elapsed_time(end) / 1000)
         self.marks = []
+
+
+class StateBuffer(Protocol):
+    """Memory that tensors are copied into, file by file."""
+
+    def copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> HostCopy: ...
 
 
 @dataclass
@@ -84,19 +83,15 @@ class Capture:
 
 
 def capture(
-    snapshot: Snapshot, buffer: HostBuffer, shard: ShardWriting | None = None, writes: bool = True
+    snapshot: Snapshot, buffer: StateBuffer, shard: ShardWriting | None = None, writes: bool = True
 ) -> Capture:
     """Copy `snapshot` into `buffer`. The device may still be copying when this returns.
 
     shard: of a state that is split, this rank's rows are a file by themselves; of a rank that
     does not write the rest, nothing else is copied.
     """
-    optimizer: dict[str, Tensor] = {}
-    state: dict[str, Tensor] = {}
-    plain = {
-        "optimizer": pack(snapshot.optimizer, optimizer),
-        "state": pack(snapshot.state, state),
-    }
+    optimizer, state = packed(snapshot.optimizer), packed(snapshot.state)
+    plain = {"optimizer": optimizer.plain, "state": state.plain}
     manifest = {
         "format": FORMAT,
         "step": snapshot.step,
@@ -105,20 +100,22 @@ def capture(
         "aliases": snapshot.aliases,
         **snapshot.facts,
     }
-    mine, split = part_in_two(snapshot.model, optimizer) if shard is not None else ({}, {})
     files = {
-        "model.safetensors": _without(snapshot.model, split.get("model")),
-        "optimizer.safetensors": _without(optimizer, split.get("optimizer")),
-        "state.safetensors": state,
+        "model.safetensors": snapshot.model,
+        "optimizer.safetensors": optimizer.tensors,
+        "state.safetensors": state.tensors,
     }
     if shard is not None:
+        mine, split = part_in_two(snapshot.model, optimizer.tensors)
+        for kind in ("model", "optimizer"):
+            files[f"{kind}.safetensors"] = _without(files[f"{kind}.safetensors"], split[kind])
         manifest |= {"format": SHARDED, "shards": shard.ranks, "split": split}
         files = {**files, shard.name: mine} if writes else {shard.name: mine}
     return Capture(snapshot.step, manifest, plain, buffer.copy(files), shard)
 
 
 def _without(tensors: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name not in (names or ())}
+    return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
 class HostBuffer:
@@ -134,6 +131,9 @@ class HostBuffer:
         self._unpin: Any = None
         self._flat = torch.empty(0, dtype=torch.uint8)
         self._streams: dict[torch.device, Any] = {}
+        self._layouts = Layouts()
+        self._laid_out: StateLayout | None = None  # what `_places` are for
+        self._places: list[Tensor] = []
 
     @property
     def nbytes(self) -> int:
@@ -146,44 +146,71 @@ class HostBuffer:
         The host does not wait. Whatever the current stream computes after this call finds the
         copy done.
         """
-        layouts = {name: lay_out(tensors, name) for name, tensors in files.items()}
-        starts, total = {}, 0
-        for name, layout in layouts.items():
-            starts[name] = total
-            total += layout.nbytes + (-layout.nbytes % _ALIGNMENT)
-        self._reserve(total)
-        raw = memoryview(self._flat.numpy())  # type: ignore[arg-type]
-        copy = HostCopy({}, sum(layout.nbytes for layout in layouts.values()))
-        pairs = []
-        for name, layout in layouts.items():
-            start = starts[name]
-            copy.files[name] = [layout.header, raw[start : start + layout.nbytes]]
-            for key, (offset, size) in layout.places.items():
-                source = files[name][key].detach()
-                place = self._flat[start + offset : start + offset + size]
-                pairs.append((place.view(source.dtype).view(source.shape), source))
-        copy.marks = self._begin(pairs)
+        layout, sources = self._layouts.of(files)
+        return self.copy_laid_out(layout, sources)
+
+    @torch.no_grad()
+    def copy_laid_out(self, layout: StateLayout, sources: list[Tensor]) -> HostCopy:
+        """`copy`, where the layout is known already."""
+        places = self.places(layout)
+        copy = HostCopy(self.files(layout), layout.nbytes)
+        if not any(source.is_cuda for source in sources):
+            copy_by_type(layout, places, sources)
+            return copy
+        on_gpu: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+        for host, source in zip(places, sources, strict=True):
+            if source.is_cuda:
+                on_gpu.setdefault(source.device, []).append((host, source))
+        copy.marks = [self._begin_on(device, group) for device, group in on_gpu.items()]
+        for host, source in zip(places, sources, strict=True):  # while the GPU copies
+            if not source.is_cuda:
+                host.copy_(source)
         return copy
 
-    def _begin(self, pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Any, Any]]:
-        on_gpu: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
-        for host, source in pairs:
-            if source.device.type == "cuda":
-                on_gpu.setdefault(source.device, []).append((host, source))
-        marks = [self._begin_on(device, group) for device, group in on_gpu.items()]
-        for host, source in pairs:  # while the GPU copies
-            if source.device.type != "cuda":
-                host.copy_(source)
-        return marks
+    def places(self, layout: StateLayout) -> list[Tensor]:
+        """The memory of each tensor."""
+        self.reserve(layout.total)
+        if self._laid_out is not layout:
+            self._laid_out, self._places = layout, layout.views(self._flat)
+        return self._places
+
+    def files(self, layout: StateLayout) -> dict[str, list[Bytes]]:
+        """The files as they lie in this memory."""
+        raw = memoryview(self._flat.numpy())  # type: ignore[arg-type]
+        return {
+            name: [file.header, raw[start : start + file.nbytes]]
+            for name, (start, file) in layout.files.items()
+        }
+
+    def fetch(self, layout: StateLayout, flat: Tensor, after: Any) -> None:
+        """Copy a whole state that lies on a device as it will lie here; return when it is here.
+
+        after: the CUDA event that it waits for. May be called from any thread.
+        """
+        self.reserve(layout.total)
+        target = self._flat[: layout.total]
+        if after is None:
+            target.copy_(flat[: layout.total])
+            return
+        side = self._side_stream(flat.device)
+        end = torch.cuda.Event(blocking=True)
+        side.wait_event(after)
+        with torch.cuda.stream(side):
+            target.copy_(flat[: layout.total], non_blocking=True)
+            end.record(side)
+        end.synchronize()
+
+    def _side_stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     def _begin_on(
         self, device: torch.device, pairs: list[tuple[Tensor, Tensor]]
     ) -> tuple[Any, Any]:
         """Copy on a side stream, which the next step waits for before it overwrites anything."""
         current = torch.cuda.current_stream(device)
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        side = self._streams[device]
+        side = self._side_stream(device)
         # Blocking events let a waiting thread sleep instead of spin.
         start, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         side.wait_stream(current)
@@ -195,11 +222,12 @@ class HostBuffer:
         current.wait_event(end)
         return start, end
 
-    def _reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> None:
         self.allocated_s = 0.0
         if nbytes <= self.nbytes:
             return
         begun = time.perf_counter()
+        self._laid_out, self._places = None, []
         self._flat = torch.empty(0, dtype=torch.uint8)  # free it before taking the larger one
         if self._unpin is not None:
             self._unpin()
@@ -233,38 +261,3 @@ def _memory(nbytes: int, for_gpu: bool) -> Tensor:
             with contextlib.suppress(OSError):
                 pages.madvise(getattr(mmap, word))
     return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """A safetensors file: its header, and where each tensor lies in the bytes that follow."""
-
-    header: bytes
-    places: dict[str, tuple[int, int]]  # name -> (first byte, number of bytes)
-    nbytes: int
-
-
-def lay_out(tensors: Mapping[str, Tensor], file: str) -> FileLayout:
-    """Lay out tensors in the common safetensors format, which any reader loads."""
-    # Wide types first, so that every tensor starts at a multiple of its element size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {}
-    places: dict[str, tuple[int, int]] = {}
-    end = 0
-    for name in names:
-        tensor = tensors[name]
-        if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided:
-            raise CheckpointError(
-                f"cannot save {name} in {file}: a {tensor.layout} tensor of {tensor.dtype}; save "
-                "it as a dense tensor of a common type"
-            )
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        places[name] = (start, end - start)
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return FileLayout(len(text).to_bytes(8, "little") + text, places, end)

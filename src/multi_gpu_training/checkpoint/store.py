@@ -16,7 +16,6 @@ A checkpoint is staged in a temporary folder, flushed to the disk, and renamed i
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -35,7 +34,7 @@ from multi_gpu_training.checkpoint.signature import ManifestSigner
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.safe_files import read_json, signed
-from multi_gpu_training.state_dicts import unpack
+from multi_gpu_training.state_dicts import json_text, unpack
 
 _STAGED = ".staged-"
 _OLD = ".old-"
@@ -78,6 +77,8 @@ class CheckpointStore:
         self.lineage = retention.Lineage(folder)
         self._chunk_bytes = chunk_bytes
         self._new_best: Path | None = None  # until `best` names it
+        # The newest one at or before this step stays, whatever `keep_last` says.
+        self.protected_step: int | None = None
 
     def path_of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -128,7 +129,7 @@ class CheckpointStore:
         return final
 
     def _write_files(self, staged: Path, captured: Capture) -> None:
-        text = json.dumps(captured.plain).encode()
+        text = json_text(captured.plain).encode()
         contents: dict[str, Sequence[integrity.Bytes]] = {
             **captured.copy.files,
             "state.json": [text],
@@ -236,15 +237,55 @@ class CheckpointStore:
         """Drop checkpoints that retention does not keep, and leftovers of crashed saves."""
         # First: what an earlier save replaced must not come back once its successor is dropped.
         self.clear_leftovers()
+        found = self._stored()
+        last, keep_best, best = self.keep_last, self.keep_best, self._named_best()
+        spared = self._protected(found)
+        for path in retention.to_drop(found, self._is_intact, last, keep_best, best, spared):
+            self._remove(path)
+
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps. `best` names the best one that is left."""
+        found = self._stored()
+        best = self._named_best()
+        left = [kept for kept in found if _step(kept.path) <= step]
+        if best is not None and _step(best) > step:
+            # First `best`: a crash in between must leave no name of something that is gone.
+            better = (k.path for k in retention.best_first(left) if self._is_intact(k.path))
+            new = next(better, None)
+            if new is not None:
+                self.mark_best(new)
+            else:
+                (self.folder / "best").unlink()
+        self._new_best = None
+        for kept in found:  # newest first
+            if kept not in left:
+                self._remove(kept.path)
+        if len(left) < len(found):
+            durable.flush(self.folder)
+
+    def _stored(self) -> list[retention.StoredCheckpoint]:
+        """All checkpoints, newest first."""
+        entries = self.lineage.entries()
         found = []
         for path in self.folders():
             score = retention.score_of(trusted_manifest(path))
-            found.append(retention.StoredCheckpoint(path, self.on_timeline(path), score))
-        intact = lambda path: self.verifier.damage(path) is None  # noqa: E731
-        best = self._named_best()
-        for path in retention.to_drop(found, intact, self.keep_last, self.keep_best, best):
-            shutil.rmtree(path, ignore_errors=True)
-            self.verifier.forget(path)
+            current = self.on_timeline(path, entries)
+            found.append(retention.StoredCheckpoint(path, current, score))
+        return found
+
+    def _protected(self, found: Sequence[retention.StoredCheckpoint]) -> Path | None:
+        step = self.protected_step
+        if step is None:
+            return None
+        known = (k.path for k in found if k.current and _step(k.path) <= step)
+        return next((path for path in known if self._is_intact(path)), None)
+
+    def _is_intact(self, path: Path) -> bool:
+        return self.verifier.damage(path) is None
+
+    def _remove(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        self.verifier.forget(path)
 
     def clear_leftovers(self) -> bool:
         """Remove what killed saves left; whether there was anything. Needs the run's lock."""
@@ -311,12 +352,16 @@ class CheckpointStore:
             if integrity.damage(old) is None:
                 old.rename(self.folder / name[0])
 
-    def on_timeline(self, path: Path) -> bool:
-        """Return False for a checkpoint that was abandoned when the run went back before it."""
+    def on_timeline(self, path: Path, entries: list[dict[str, int]] | None = None) -> bool:
+        """Return False for a checkpoint that was abandoned when the run went back before it.
+
+        entries: the history of the run, if it is known already.
+        """
         manifest = trusted_manifest(path)
         if not manifest:
             return True  # damaged: reported as such by whoever reads it
-        return self.lineage.includes(int(manifest.get("attempt", 0)), int(manifest["step"]))
+        attempt, step = int(manifest.get("attempt", 0)), int(manifest["step"])
+        return self.lineage.includes(attempt, step, entries)
 
 
 def _step(path: Path) -> int:

@@ -13,7 +13,13 @@ from torch.utils.data import default_collate as torch_collate
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import attach
 from multi_gpu_training.data.loader import Feeding, ShareLoader
-from multi_gpu_training.data.order import GlobalBatchSource, Share, cut, derive_seed
+from multi_gpu_training.data.order import (
+    GlobalBatchSource,
+    Share,
+    ShuffledBatches,
+    cut,
+    derive_seed,
+)
 
 
 class ResidentBatch:
@@ -35,6 +41,11 @@ class ResidentBatch:
         return [tensor.index_select(0, index) for tensor in self.tensors]
 
 
+# Each micro-batch's (position, chunk, own samples, samples of the step, last, place), and this
+# rank's samples in the order in which they are used, on the host and on the device.
+EpochPlan = tuple[list[tuple[int, int, int, int, bool, int]], list[int], Tensor]
+
+
 class ResidentLoader(ShareLoader):
     """This rank's share of a TensorDataset whose tensors fit into the GPU's memory.
 
@@ -44,6 +55,7 @@ class ResidentLoader(ShareLoader):
     def __init__(self, dataset: TensorDataset, source: GlobalBatchSource, feeding: Feeding) -> None:
         super().__init__(dataset, source, feeding)
         self.tensors = tuple(tensor.to(feeding.device) for tensor in dataset.tensors)
+        self._ahead: tuple[Any, EpochPlan] | None = None  # what it depends on, and the plan
 
     def one_pass(self) -> Iterator[Any]:
         # A loop of the user's own augments by these numbers; in a step they lie on the device.
@@ -56,8 +68,7 @@ class ResidentLoader(ShareLoader):
     def batches(self, with_indices: bool = False) -> Iterator[ResidentBatch]:
         """The micro-batches of the epoch, gathered only where they are used."""
         feeding = self.feeding
-        micros, mine = self._plan_epoch()
-        order = torch.tensor(mine, dtype=torch.int64).to(feeding.device, non_blocking=True)
+        micros, mine, order = self._take_plan()
         sample_seed = derive_seed(feeding.seed, self.epoch)
         epoch, tensors, place = self.epoch, self.tensors, 0
         for position, chunk, size, window, last, at in micros:
@@ -71,10 +82,23 @@ class ResidentLoader(ShareLoader):
             place += size
         if not feeding.evaluating:
             self.seek(self.epoch + 1)
+            if type(self.source) is ShuffledBatches:  # a sampler of the user's may not draw early
+                # The device is busy with the last steps now; once they are done it would wait.
+                self._ahead = self._plan_depends_on(), self._plan_epoch()
 
-    def _plan_epoch(self) -> tuple[list[tuple[int, int, int, int, bool, int]], list[int]]:
-        """Each micro-batch's (position, chunk, own samples, samples of the step, last, place), and
-        this rank's samples in the order in which they are used."""
+    def _take_plan(self) -> EpochPlan:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] == self._plan_depends_on():
+            return ahead[1]
+        return self._plan_epoch()
+
+    def _plan_depends_on(self) -> Any:
+        feeding = self.feeding
+        weights = None if feeding.weights is None else tuple(feeding.weights)
+        place = self.epoch, self.start, feeding.seed
+        return *place, feeding.micro_size, feeding.rank, feeding.ranks, weights
+
+    def _plan_epoch(self) -> EpochPlan:
         feeding = self.feeding
         micros: list[tuple[int, int, int, int, bool, int]] = []
         mine: list[int] = []
@@ -91,7 +115,8 @@ class ResidentLoader(ShareLoader):
                 mine.extend(batch[first + begin : first + end])
                 place, last = before - len(batch) + first + begin, chunk == chunks - 1
                 micros.append((position, chunk, end - begin, len(batch), last, place))
-        return micros, mine
+        order = torch.tensor(mine, dtype=torch.int64).to(feeding.device, non_blocking=True)
+        return micros, mine, order
 
 
 def fits_on_gpu(dataset: Dataset[Any], feeding: Feeding, config: MultiGPUConfig) -> bool:

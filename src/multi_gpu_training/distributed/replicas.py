@@ -6,10 +6,11 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -76,6 +77,25 @@ class Replicas(DDPWithBufferHook):
             self.placement.watch.collective_ends()
 
 
+def ddp_settings(config: MultiGPUConfig) -> dict[str, Any]:
+    """What DDP is told, apart from its process group."""
+    asked = {"bucket_cap_mb", "reduce_bucket_size"} & config.model_fields_set
+    return {
+        "find_unused_parameters": config.find_unused_parameters,
+        "gradient_as_bucket_view": config.use_gradient_as_bucket_view,
+        "static_graph": config.static_graph,
+        # None keeps DDP's small first bucket, which starts the exchange early.
+        "bucket_cap_mb": config.bucket_bytes / 2**20 if asked else None,
+        _BUFFERS: config.broadcast_buffers,
+    }
+
+
+def replicate_alone(module: nn.Module, settings: dict[str, Any]) -> nn.Module:
+    """Wrap `module` as `replicate` does, in a process without other ranks."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    return DistributedDataParallel(module, **settings)
+
+
 def replicate(module: nn.Module, placement: Placement, config: MultiGPUConfig) -> Replicas:
     """Wrap `module`; every rank starts with rank 0's weights."""
     if config.compress_gradients:
@@ -83,17 +103,7 @@ def replicate(module: nn.Module, placement: Placement, config: MultiGPUConfig) -
         # the module's (empty) name and a dot.
         names = ["tally", ".tally"]
         ignore_in_ddp(module, names)
-    asked = {"bucket_cap_mb", "reduce_bucket_size"} & config.model_fields_set
-    ddp = Replicas(
-        module,
-        process_group=placement.group,
-        find_unused_parameters=config.find_unused_parameters,
-        gradient_as_bucket_view=config.use_gradient_as_bucket_view,
-        static_graph=config.static_graph,
-        # None keeps DDP's small first bucket, which starts the exchange early.
-        bucket_cap_mb=config.bucket_bytes / 2**20 if asked else None,
-        **cast(Any, {_BUFFERS: config.broadcast_buffers}),
-    )
+    ddp = Replicas(module, process_group=placement.group, **ddp_settings(config))
     ddp.placement = placement
     if config.compress_gradients:
         hook = default_hooks.fp16_compress_hook

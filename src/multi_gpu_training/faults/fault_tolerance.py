@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.checkpoint.resume import TrainingState
-from multi_gpu_training.checkpoint.saver import Save, Saver
+from multi_gpu_training.checkpoint.saver import Saver
 from multi_gpu_training.checkpoint.sync import CheckpointHosts
+from multi_gpu_training.checkpoint.write_queue import Save
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.distributed.placement import Placement

@@ -16,6 +16,7 @@ from multi_gpu_training.errors import (
     MemoryShortError,
     NonFiniteLossError,
     RankFailure,
+    StaleStepsError,
 )
 from multi_gpu_training.training.oom import is_out_of_memory
 
@@ -40,6 +41,8 @@ def judge(error: BaseException, config: MultiGPUConfig) -> Policy:
         # on_nonfinite=skip never raises: such a step is left out where it is found.
         asked = config.on_nonfinite
         return Policy("nonfinite", ROLLBACK if asked == ROLLBACK else STOP)
+    if isinstance(error, StaleStepsError):
+        return Policy("recording", ROLLBACK)
     if isinstance(error, LossSpikeError):
         return Policy("loss_spike", config.on_loss_spike)
     if isinstance(error, DivergenceError):

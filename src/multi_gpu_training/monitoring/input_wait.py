@@ -28,6 +28,7 @@ class InputWait(Callback):
         self._tell = tell
         self._resident = resident  # data on the device are never waited for
         self._busy = False
+        self._told = False
         self.total_s = 0.0  # since the run began
         self.reset()
 
@@ -55,8 +56,9 @@ class InputWait(Callback):
     def on_data_end(self, run: Run) -> None:
         """Say what would help, once."""
         advice = self.advice(run.config.num_workers)
-        if advice is not None:
+        if advice is not None and not self._told:
             self._tell(advice)
+            self._told = True
         self.batches = 0
 
     @property

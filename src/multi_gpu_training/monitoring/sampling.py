@@ -169,7 +169,7 @@ class StepSampler(Callback):
     def _begin(self, now: float, phase: str) -> None:
         execution, step = self._execution, self._state.step + 1
         if execution.active:  # warming up for a recording, or replaying one
-            self._next_step = self._following(step) if execution.mode == "graph" else step + 1
+            self._next_step = self._following(step) if execution.replays else step + 1
             return
         self._next_step = self._following(step)
         self._clock.start(now, phase)

@@ -64,6 +64,9 @@ class Checkpoints(Protocol):
     def recover(self, error: Exception) -> None:
         """Bring back the last checkpoint, if that is the policy for this error; else raise it."""
 
+    def protect(self, step: int) -> None:
+        """Keep the checkpoint of this step until another one is protected."""
+
     def skips(self, batch: Any) -> bool:
         """Whether a batch is left out because it spoilt the training before."""
 
@@ -166,6 +169,8 @@ class TrainingLoop:
                 metrics = self._end_of_training(loader, epoch)
                 if validate and self.val_loader is not None:
                     self._validate(self.val_loader)
+                if self.should_stop or epoch + 1 >= self.config.epochs:
+                    trainer.execution.verify()  # here it can still go back
                 return metrics
             except Exception as error:
                 self._recover(error, step)  # raises it, unless a checkpoint is back
@@ -234,11 +239,12 @@ class TrainingLoop:
             self.train_loader.seek(trainer.state.epoch, trainer.state.position)
         # In this order: steps that were recorded wrongly are taken back first, then what is still
         # on its way from the device is logged, then the rest belongs to the epoch's metrics.
-        trainer.execution.verify()
+        trainer.execution.verify(spare=True)
         self.log.end_epoch()
         trainer.strategy.sync_buffers()  # of ranks whose samples ended before the epoch did
         self.epoch_metrics.merge(trainer.collect_metrics())
         trainer.state.metrics.reset()
+        trainer.execution.close_window()
         metrics = self.epoch_metrics.compute(trainer.placement)
         trainer.nan_guard.look(now=True)  # here, where the device is waited for anyway
         if not metrics and self.config.on_nonfinite == "skip":
@@ -400,7 +406,7 @@ class TrainingLoop:
         training continues once the state is copied, and it is written in the background."""
         note_phase(Phase.CHECKPOINT)
         trainer = self.trainer
-        trainer.execution.verify()  # the last chance to undo wrong recorded steps
+        trainer.execution.verify(spare=not wait)  # the last chance to undo wrong recorded steps
         trainer.nan_guard.look(now=True)  # finds a NaN before it is saved
         trainer.collect_metrics()
         facts = {"metrics": metrics or self.progress.newest, **self.facts}
@@ -409,7 +415,10 @@ class TrainingLoop:
         for call in self.callbacks.on_save_begin:
             call()
         try:
-            return self.checkpoints.save(facts, best, wait)
+            path = self.checkpoints.save(facts, best, wait)
+            if trainer.execution.saved():
+                self.checkpoints.protect(trainer.step)
+            return path
         finally:
             for call in self.callbacks.on_save_end:
                 call()

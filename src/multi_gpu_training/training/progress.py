@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.state_dicts import Later
 
 _SMALLER_IS_BETTER = {"loss", "error", "wer", "cer", "perplexity", "mse", "mae", "rmse"}
 
@@ -141,6 +143,16 @@ class Progress:
             "best_epoch": self.best_epoch,
             "validated_step": self.validated_step,
         }
+
+    def state_to_save(self) -> dict[str, Any]:
+        """`state_dict`, without a look at every epoch of the past while training stands still."""
+        history = list(self.history)  # what it holds does not change any more
+        return {**self.state_dict(), "history": Later(lambda: history)}
+
+    def kept(self) -> Callable[[], None]:
+        """Copy it in memory; calling the result puts it back."""
+        state = {**self.state_dict(), "history": list(self.history)}
+        return lambda: self.load_state_dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.history = list(state["history"])

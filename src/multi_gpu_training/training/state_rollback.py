@@ -8,27 +8,41 @@ Counters        where a training stands, apart from its tensors
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from multi_gpu_training.torch_internals import RunningStatsBase, foreach_copy_, version
+from multi_gpu_training.torch_internals import (
+    RunningStatsBase,
+    foreach_copy_,
+    foreach_norm,
+    foreach_sub,
+    version,
+)
 from multi_gpu_training.training.step_state import StepState
+
+SMALL_STATE = 2**26  # bytes: copies of a state up to this size stay on the device
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensor by tensor, in one kernel for each type: torch goes one by one through a mixed
     list."""
-    by_type: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        to, of = by_type.setdefault(target.dtype, ([], []))
-        to.append(target)
-        of.append(source)
     with torch.no_grad():
-        for to, of in by_type.values():
+        for to, of in _by_type(targets, sources):
             foreach_copy_(to, of)
+
+
+def _by_type(ones: list[Tensor], others: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Pairs of tensors, sorted by what torch can do in one kernel."""
+    groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
+    for one, other in zip(ones, others, strict=True):
+        mine, theirs = groups.setdefault((one.dtype, one.device), ([], []))
+        mine.append(one)
+        theirs.append(other)
+    return list(groups.values())
 
 
 class StepStart:
@@ -96,9 +110,9 @@ class StepStart:
 
 
 class StateCopies:
-    """Model, buffers and optimizer state, kept under names in host memory that is reused.
+    """Model, buffers and optimizer state, kept under names in memory that is reused.
 
-    Device memory stays as it is: copies live on the host, pinned.
+    Of all but small states the copies live on the host, pinned: device memory stays as it is.
     """
 
     def __init__(self, state: StepState) -> None:
@@ -123,19 +137,31 @@ class StateCopies:
         live = self.tensors()
         kept = self._kept.get(name)
         if kept is None or [(k.shape, k.dtype) for k in kept] != [(t.shape, t.dtype) for t in live]:
-            kept = self._kept[name] = _host_copies(live)
-        for copied, tensor in zip(kept, live, strict=True):
-            copied.copy_(tensor, non_blocking=True)
+            small = sum(t.numel() * t.element_size() for t in live) <= SMALL_STATE
+            kept = self._kept[name] = list(map(torch.empty_like, live)) if small else _pinned(live)
+        self._copy(kept, live)
 
     def restore(self, name: str) -> None:
+        self._copy(self.tensors(), self._kept[name])
+
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        if all(t.device == s.device for t, s in zip(targets, sources, strict=True)):
+            copy_each(targets, sources)
+            return
         with torch.no_grad():
-            for tensor, copied in zip(self.tensors(), self._kept[name], strict=True):
-                tensor.copy_(copied, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def difference(self, name: str) -> float:
         """The largest relative difference of a tensor, by norm, from the copy."""
+        live, kept = self.tensors(), self._kept[name]
+        pairs = list(zip(live, kept, strict=True))
+        if all(a.device == b.device and not a.is_complex() for a, b in pairs):
+            quick = _largest_difference(live, kept)
+            if math.isfinite(quick):
+                return quick
         worst = []
-        for tensor, copied in zip(self.tensors(), self._kept[name], strict=True):
+        for tensor, copied in pairs:
             if tensor.numel():
                 mine = copied.to(tensor.device, non_blocking=True, copy=True)
                 worst.append(relative(tensor, mine))
@@ -148,7 +174,21 @@ class StateCopies:
         self._kept.clear()
 
 
-def _host_copies(tensors: list[Tensor]) -> list[Tensor]:
+@torch.no_grad()
+def _largest_difference(live: list[Tensor], kept: list[Tensor]) -> float:
+    """In a few kernels; not finite where a tensor is not."""
+    live = [t if t.is_floating_point() else t.double() for t in live]
+    kept = [t if t.is_floating_point() else t.double() for t in kept]
+    worst = []
+    for ones, others in _by_type(live, kept):
+        kind = torch.float64 if ones[0].dtype == torch.float64 else torch.float32
+        apart = torch.stack(foreach_norm(foreach_sub(ones, others), dtype=kind))
+        sizes = torch.stack(foreach_norm(ones, dtype=kind))
+        worst.append((apart / sizes.clamp(min=1e-30)).max().double())
+    return float(torch.stack(worst).max()) if worst else 0.0
+
+
+def _pinned(tensors: list[Tensor]) -> list[Tensor]:
     """Room for the tensors in one piece of host memory: pinning many small ones takes long."""
     sizes = [-(-t.numel() * t.element_size() // 16) * 16 for t in tensors]
     pinned = any(t.is_cuda for t in tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -128,6 +129,15 @@ class StepModule(nn.Module):
                 device=parameters[0].device,
             )
         )
+
+    @contextmanager
+    def computing(self, compiled: LossFn | None) -> Iterator[None]:
+        """Within a `with` block, compute by the compiled loss; None is the plain one."""
+        before, self.compiled = self.compiled, compiled or self.loss_fn
+        try:
+            yield
+        finally:
+            self.compiled = before
 
     def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
         """This rank's part of a step: `count` of `window_count` samples; for none, a stand-in

@@ -65,8 +65,9 @@ class MultiGPUTrainer(ABC):
     run. nan_guard, oom: what happens to a step with a NaN, or without memory.
 
     say: shows a line. told: called with (kind, action, text, facts) of a fault that the step mends
-    by itself. snapshot_other_state: keeps what steps change outside of the trainer, for recorded
-    steps that are taken back; returns what restores it.
+    by itself. record: writes an event. snapshot_other_state: keeps what steps change outside of
+    the trainer, for recorded steps that are taken back; returns what restores it. retract: called
+    with a step where recorded ones after it were wrong, and may have been saved.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class MultiGPUTrainer(ABC):
         say: Callable[[str], None] = lambda _: None,
         told: Callable[[str, str, str, dict[str, Any]], None] = lambda *_: None,
         snapshot_other_state: Callable[[], Callable[[], None] | None] = lambda: None,
+        record: Callable[..., None] = lambda *_, **__: None,
+        retract: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.config = config
         self.placement = placement
@@ -89,7 +92,9 @@ class MultiGPUTrainer(ABC):
         self._nonfinite = partial(told, "nonfinite")
         self.nan_guard = NanGuard(state, start, self._nonfinite)
         self.eager = EagerRunner(state, self.nan_guard, start)
-        self.execution = StepExecution(state, self.eager, self.nan_guard, say, snapshot_other_state)
+        self.execution = StepExecution(
+            state, self.eager, self.nan_guard, say, snapshot_other_state, record, retract
+        )
         self.oom = OomRecovery(
             state, self.eager, partial(told, "out_of_memory"), self.give_up_recording
         )
@@ -375,6 +380,7 @@ class MultiGPUTrainer(ABC):
             "scaler": state.precision.scaler.state_dict(),
             "schedule": state.schedule.state_dict(),
             "memory": self.oom.state_dict(),
+            "compiled": self.execution.switch.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -387,6 +393,7 @@ class MultiGPUTrainer(ABC):
         state.schedule.load_state_dict(saved["schedule"])
         if "memory" in saved:
             self.oom.load_state_dict(saved["memory"])
+        self.execution.switch.load_state_dict(saved.get("compiled"))
 
 
 class RefusingRunner(EagerRunner):

@@ -1,70 +1,149 @@
-"""The step around a loss function that torch.compile has compiled.
+"""Model and loss as torch.compile makes them, and whether they still compute the same.
 
-Compiled steps run through the eager runner: only `step_module.compiled` changes. What is here
-tries it out: alone first, then compared with the eager step, then timed.
+A compiled loss takes the place of the plain one inside the step, recorded or not: all else of a
+step stays as it is.
 """
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.probe import untouched
 from multi_gpu_training.training.runner.graph import resolve_kept
-from multi_gpu_training.training.runner.step_comparison import StepComparison, max_rel_diff
+from multi_gpu_training.training.runner.rollback_window import Fed
+from multi_gpu_training.training.runner.step_comparison import StepComparison
+from multi_gpu_training.training.state_rollback import copy_each
 from multi_gpu_training.training.step_state import StepState
 
-SAME_LOSS = 0.02
+# How far a compiled loss and its gradient may be from the plain ones: this share of their size, and
+# some times what another rounding of the weights makes of them, which late in a training is more.
+ROUNDINGS = 8.0
+SAME_16_BITS = 0.05
+SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-3, torch.complex64: 2e-3}
+
+
+def compile_loss(loss_fn: LossFn) -> LossFn:
+    """The loss function and the model that it calls, compiled for the shapes of each call."""
+    compiled: LossFn = torch.compile(loss_fn, dynamic=False)
+    return compiled
+
+
+def compiled_problem(
+    state: StepState, compiled: LossFn, micro: Fed, draws_noise: bool
+) -> str | None:
+    """Compile by computing one micro-batch without the other ranks, which would wait in the
+    exchange for a rank that cannot compile; why it cannot be used. The state stays as it was."""
+    batch, samples, share = micro
+    if not share.count:
+        return None
+    try:
+        with untouched(state):
+            given = state.prepare(resolve_kept(batch), samples)
+            found = _loss_and_gradients(state, compiled, given)
+            if draws_noise:
+                return None  # other noise than eager code draws: there is nothing to compare
+            expected = _loss_and_gradients(state, None, given)
+            with _rounded_otherwise(state):
+                rounded = _loss_and_gradients(state, None, given)
+        return _too_far(state, expected, rounded, found)
+    except torch.OutOfMemoryError:
+        return "there is no memory to compile in"
+    except Exception as error:  # whatever the compiler raises, training goes on without it
+        return in_a_line(error)
+
+
+def _loss_and_gradients(state: StepState, compiled: LossFn | None, given: Any) -> list[Tensor]:
+    module = state.step_module
+    parameters = [p for p in state.trained.parameters() if p.requires_grad]
+    with module.computing(compiled), state.strategy.compiling():
+        result = module.forward(given, 1, 1, 1)
+    grads = torch.autograd.grad(result.scaled, parameters, allow_unused=True)
+    return [
+        result.mean.detach(),
+        *(g.coalesce().values() if g.is_sparse else g for g in grads if g is not None),
+    ]
+
+
+@contextmanager
+def _rounded_otherwise(state: StepState) -> Iterator[None]:
+    """Within a `with` block, every weight is off by about the rounding of the arithmetic: how far
+    that carries is how far two right results may be apart."""
+    weights = [p.detach() for p in state.parameters]
+    kept = [weight.clone() for weight in weights]
+    generator = torch.Generator(state.placement.device).manual_seed(0)
+    try:
+        for weight in weights:
+            up = torch.rand(weight.shape, generator=generator, device=weight.device) < 0.5
+            eps = _rounding(state, weight.dtype)
+            weight.mul_(torch.where(up, 1 + eps, 1 - eps).to(weight.dtype))
+        yield
+    finally:
+        copy_each(weights, kept)
+
+
+def _rounding(state: StepState, kind: torch.dtype) -> float:
+    """The relative error of one operation on weights of this type."""
+    kind = state.precision.dtype or kind
+    if kind == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return 2.0**-11  # TF32 has ten bits behind the point
+    return torch.finfo(kind).eps / 2
+
+
+def _too_far(
+    state: StepState, expected: list[Tensor], rounded: list[Tensor], found: list[Tensor]
+) -> str | None:
+    """Why the results of compiled code cannot be what the plain code computes."""
+    if len(expected) != len(found):
+        return "compiled, other parameters get a gradient"
+    kinds = {p.dtype for p in state.parameters}
+    half = state.precision.dtype is not None or not kinds <= SAME.keys()
+    same = SAME_16_BITS if half else max(SAME[kind] for kind in kinds)
+    for name, part in (("loss", slice(0, 1)), ("gradient", slice(1, None))):
+        size = _distance(expected[part], None)
+        off = _distance(expected[part], found[part])
+        rounding = _distance(expected[part], rounded[part])
+        # What is not finite in the plain step as well is the NaN guard's business.
+        if math.isfinite(size) and not off <= same * size + ROUNDINGS * rounding:
+            return f"compiled, the {name} is {off / max(size, 1e-30):.1g} off"
+    return None
+
+
+def _distance(ones: list[Tensor], others: list[Tensor] | None) -> float:
+    parts = (
+        ones if others is None else [a - b.to(a.dtype) for a, b in zip(ones, others, strict=True)]
+    )
+    return math.hypot(*(float(part.norm()) for part in parts))
 
 
 def try_compiled(
-    state: StepState, comparison: StepComparison, draws_noise: bool
+    state: StepState, comparison: StepComparison, compiled: LossFn, draws_noise: bool
 ) -> tuple[str | None, float]:
-    """Let steps run compiled; why they must not, and how long one takes. Every rank must call it;
-    the state stays as it was."""
-    module, copies = state.step_module, comparison.copies
-    problem, seconds = None, float("inf")
+    """Whether steps can run compiled, without being recorded: why not, and how long one takes.
+    Every rank must call it; the state stays as it was."""
+    copies, seconds = comparison.copies, float("inf")
+    problem = compiled_problem(state, compiled, comparison.newest[1][0], draws_noise)
+    if state.placement.all_min(int(problem is None)) == 0:
+        return problem or "it does not compile on another rank", seconds
     copies.keep("before")
-    expected = comparison.eager_step()
-    copies.restore("before")
     try:
-        module.compiled = torch.compile(module.loss_fn)
-        problem = _fails_alone(state, comparison)
-        if state.placement.all_min(int(problem is None)) == 1:
-            off = max_rel_diff(expected, comparison.eager_step())
-            # Compiled code draws other noise than eager code: then there is nothing to compare.
-            if off > SAME_LOSS and not draws_noise:
-                problem = f"compiled, the loss is {off:.1g} off"
-            comparison.eager_step()
-            seconds = comparison.seconds(comparison.eager_step)
-        elif problem is None:
-            problem = "it does not compile on another rank"
-    except Exception as error:  # whatever the compiler raises, training goes on without it
-        problem = _in_a_line(error)
+        with state.step_module.computing(compiled):
+            comparison.plain_step()
+            seconds = comparison.seconds(comparison.plain_step)
+    except Exception as error:
+        problem = in_a_line(error)
     copies.restore("before")
     copies.drop()
     state.drop_gradients()
     return problem, seconds
 
 
-def _fails_alone(state: StepState, comparison: StepComparison) -> str | None:
-    """Compile and compute a micro-batch without the other ranks. In the exchange of gradients
-    they would wait for a rank that cannot compile."""
-    batch, samples, share = comparison.newest[1][0]
-    if not share.count:
-        return None
-    parameters = [p for p in state.trained.parameters() if p.requires_grad]
-    try:
-        with untouched(state):
-            given = state.prepare(resolve_kept(batch), samples)
-            result = state.step_module.forward(given, share.count, share.window_count, 1)
-            torch.autograd.grad(result.scaled, parameters, allow_unused=True)
-    except torch.OutOfMemoryError:
-        return "there is no memory to compile in"
-    except Exception as error:
-        return _in_a_line(error)
-    return None
-
-
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"it does not compile: {lines[0][:160]}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.data.resident import ResidentBatch, ResidentLoader
+from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import NanGuard
 from multi_gpu_training.training.runner.eager import EagerRunner
@@ -31,10 +32,12 @@ _PLAN = "plan"
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The micro-batches of one recorded step; `keys` say what each must look like."""
+    """The micro-batches of one recorded step; `keys` say what each must look like. compiled: the
+    loss that it was recorded with, None for the plain one."""
 
     keys: list[Any]
     micros: list[CapturedMicro]
+    compiled: LossFn | None = None
 
     def at(self, place: int, key: Any) -> CapturedMicro | None:
         """The recording of the micro-batch at `place`, if it fits."""
@@ -82,7 +85,9 @@ class GraphCache:
         self._eager = eager
         self._guard = guard
 
-    def record(self, keys: list[Any], step: list[Fed]) -> str | None:
+    def record(
+        self, keys: list[Any], step: list[Fed], compiled: LossFn | None = None
+    ) -> str | None:
         """Record the step that was just trained; None, or why it cannot be recorded."""
         assert self.graphs is not None
         micros: list[CapturedMicro] = []
@@ -92,18 +97,19 @@ class GraphCache:
         parameters = self.parameters()
         self._state.drop_gradients()
         try:
-            for batch, samples, share in step:
-                batch = resolve_kept(batch)
-                micros.append(
-                    CapturedMicro(
-                        self.graphs, self._compute, batch, samples, share, parameters, kept
+            with self._state.step_module.computing(compiled):
+                for batch, samples, share in step:
+                    batch = resolve_kept(batch)
+                    micros.append(
+                        CapturedMicro(
+                            self.graphs, self._compute, batch, samples, share, parameters, kept
+                        )
                     )
-                )
         except CaptureError as error:
             return f"it cannot be recorded: {error}"
         finally:
             self._state.drop_gradients()
-        self.steps[keys[0]] = RecordedStep(list(keys), micros)
+        self.steps[keys[0]] = RecordedStep(list(keys), micros, compiled)
         return None
 
     def _compute(

@@ -3,7 +3,8 @@
     warm-up      real steps, run eagerly; what the step reads and does is watched
     decide       the step is recorded, compared with the eager step from the same state, and timed
     graph        steps are replayed, and compared again now and then (verified_graph.py)
-    compile      where the GPU and not Python is the limit, and the run is long
+    compiled graph  the same, of compiled code: once another process has compiled it, in long runs
+    compile      compiled, not recorded: where the GPU and not Python is the limit
     eager        where a step cannot be recorded, or a comparison fails
 
 Losses that `train_step` returned before a comparison failed may be stale. The weights and the
@@ -13,6 +14,8 @@ metrics of the run are not: those steps are computed again.
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +28,8 @@ from multi_gpu_training.training.learning_rate import holds_doubles
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import NanGuard
 from multi_gpu_training.training.optimizer import make_capturable
-from multi_gpu_training.training.runner.compiled import try_compiled
+from multi_gpu_training.training.runner.compile_switch import LONG_RUN_S, CompileSwitch
+from multi_gpu_training.training.runner.compiled import compile_loss, try_compiled
 from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.graph import CudaGraphs, Graphs
 from multi_gpu_training.training.runner.graph_cache import GraphCache, micro_key
@@ -45,7 +49,7 @@ MOST_MICRO_BATCHES = 32
 LARGEST_STATE = 2**30
 CLEARLY_FASTER = 0.8
 WORTH_IT = 0.95
-COMPILE_PAYS_AFTER_S = 15.0
+COMPARING = 0.01  # of the time at most goes into comparisons that nobody insists on
 
 
 class StepExecution:
@@ -53,6 +57,7 @@ class StepExecution:
 
     mode: what steps run as now. replayed of steps: how many were graphs. reason: why not all.
     active: whether steps must come through `run`; else the eager runner takes them.
+    record: writes an event.
     """
 
     def __init__(
@@ -62,6 +67,8 @@ class StepExecution:
         guard: NanGuard,
         say: Callable[[str], None],
         snapshot_other_state: Callable[[], Callable[[], None] | None],
+        record: Callable[..., None] = lambda *_, **__: None,
+        retract: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.state = state
         self.eager = eager
@@ -70,15 +77,26 @@ class StepExecution:
         self.mode = "eager"
         self.reason = "not started"
         self.say = say
+        self.record = record
+        self.switch = CompileSwitch(state, say)
         self._cache = GraphCache(state, eager, guard)
         self._verified = VerifiedGraph(
-            state, eager, guard, self._cache, self.give_up, snapshot_other_state
+            state,
+            eager,
+            guard,
+            self._cache,
+            self.give_up,
+            snapshot_other_state,
+            self._between_windows,
+            retract,
         )
         self._comparison = self._verified.comparison
         self._copies = self._comparison.copies
         self._watch = StepWatch(state)
         self._guards: Guards | None = None
         self._tolerance = 0.0
+        self._step_s = float("inf")  # of the form that steps have now
+        self._next_look = 0
         self._first_step = 0
         self._seen = 0
         self._warm_up = WARM_UP
@@ -133,8 +151,13 @@ class StepExecution:
                 return
             if asked == "compile":
                 self.active = True
+                if state.config.deterministic:
+                    # The form must not change in mid-run: a resumed one would change it elsewhere.
+                    self._warm_up = 0
                 return
             graphs = CudaGraphs(state.placement.device)
+        if self._may_compile:
+            self.switch.resume()
         self._cache.graphs = graphs
         # Counters that the optimizer makes itself on the GPU are in float32. Beside weights in
         # float64 the first steps run as usual, and the counters move before the recording.
@@ -150,6 +173,22 @@ class StepExecution:
         make_capturable(self.state.optimizer)
         self.state.rates.use_tensors()
 
+    @property
+    def _may_compile(self) -> bool:
+        """Whether steps may become compiled ones on the way. Not where every bit must repeat: when
+        they do depends on the clock."""
+        config = self.state.config
+        return config.step_execution == "auto" and not config.deterministic
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps run as CUDA graphs now."""
+        return self._verified.active
+
+    def close(self) -> None:
+        """The run is over: nothing is compiled any more."""
+        self.switch.close()
+
     # Every micro-batch
 
     def run(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
@@ -160,6 +199,16 @@ class StepExecution:
             self._step, self._keys = [], []
         self._keys.append(micro_key(self.state, batch, share))
         self._step.append(fed(batch, samples, share))
+        if self.switch.waits:
+            return self._run_and_look(batch, samples, share)
+        if self._warm_up == 0:
+            self._after_warm_up()
+            return self.eager.run(batch, samples, share)
+        compiled = self.switch.compiled if self.switch.suits(share) else None
+        with self.state.step_module.computing(compiled):
+            return self._run_warm_up(batch, samples, share)
+
+    def _run_warm_up(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         if self._guards is None and self._seen:
             # After a first step, which may set things up.
             state = self.state
@@ -172,8 +221,22 @@ class StepExecution:
                 result = self.eager.run(batch, samples, share)
         if share.last:
             self._seen += 1
-            if self._seen >= self._warm_up:
+            if self._seen >= self._warm_up and self._shape_is_compiled(share):
                 self._after_warm_up()
+        return result
+
+    def _shape_is_compiled(self, share: Share) -> bool:
+        """Whether what is recorded now can be what was compiled; the next step may."""
+        return self.switch.compiled is None or self.switch.suits(share)
+
+    def _run_and_look(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
+        """A step of a training that waits for its compiled form."""
+        result = self.eager.run(batch, samples, share)
+        if share.last and self.state.step >= self._next_look:
+            self._next_look = self.state.step + self.switch.look_every
+            if self.switch.ready():
+                self._comparison.newest = (self._keys, self._step)
+                self._compile("the GPU is the limit", against_s=self._step_s)
         return result
 
     def _after_warm_up(self) -> None:
@@ -202,7 +265,7 @@ class StepExecution:
             return
         self._use_device_state()
         self.state.replays_draw_noise = self._watch.draws_noise
-        problem = self._cache.record(self._keys, self._step)
+        problem = self._cache.record(self._keys, self._step, self.switch.compiled)
         if not self.state.placement.all_agree(problem is None):
             self.give_up(problem or "another rank could not record its step")
             return
@@ -219,23 +282,94 @@ class StepExecution:
         recorded = self._all_slowest(comparison.seconds(comparison.replayed_step))
         self._copies.restore("before")
         self._cache.forget()
-        if self.state.config.step_execution == "auto" and recorded > CLEARLY_FASTER * eager:
+        slow = recorded > CLEARLY_FASTER * eager
+        if slow and self._may_compile and self.switch.compiled is None:
             self._gpu_bound(recorded, eager)
             return
         self._begin_graph(recorded, eager)
 
     def _begin_graph(self, recorded: float, eager: float) -> None:
-        self.mode, self.reason = "graph", ""
+        self.mode, self.reason, self._step_s = "graph", "", recorded
+        if self.switch.compiled is not None:
+            self.mode = "compiled graph"
         self.say(f"step: one CUDA graph, {recorded * 1e6:,.0f} us instead of {eager * 1e6:,.0f} us")
-        self._verified.start(self._guards, self._tolerance)
+        spares = math.ceil(self._comparing_s() / (COMPARING * recorded))
+        self._verified.start(self._guards, self._tolerance, spares)
+        if self.mode == "graph" and self._may_compile and self.switch.pays(recorded):
+            problem = self.switch.begin(recorded, self._step[0])
+            if problem is None:
+                self.say("step: another process compiles it meanwhile")
+                self._verified.longest_window = self.switch.look_every
+            else:
+                self.say(f"step: not compiled, {problem}")
+
+    def _comparing_s(self) -> float:
+        """How long it takes to compare a recorded step, on the slowest rank."""
+        begun = time.perf_counter()
+        self._comparison.again()
+        return self._all_slowest(time.perf_counter() - begun)
+
+    def _between_windows(self) -> None:
+        """Recorded steps were compared, and all is well: the place to change their form."""
+        if self.switch.waits and self.switch.ready():
+            self._verified.longest_window = None
+            if self.switch.pays(self._step_s):
+                self._record_compiled()
+            else:
+                self.switch.close()
+
+    def _record_compiled(self) -> None:
+        """Replay a recording of the compiled step from now on, where that is faster."""
+        note_phase(Phase.RECORDING)
+        begun = time.perf_counter()
+        keys, step = self._comparison.newest
+        before = self._cache.steps[keys[0]]
+        problem = self.switch.compile(step[0], self._watch.draws_noise)
+        if problem is None:
+            problem = self._cache.record(keys, step, self.switch.compiled)
+            if not self.state.placement.all_agree(problem is None):
+                # A recording that failed spoils the random numbers of the others.
+                self.switch.drop()
+                self.give_up(problem or "another rank could not record its step")
+                return
+            again, difference = self._comparison.first()
+            same = difference <= max(self._tolerance, 10 * again)
+            seconds = self._all_slowest(self._comparison.seconds(self._comparison.replayed_step))
+            self._copies.restore("before")
+            self._cache.forget()
+            if not self.state.placement.all_agree(same):
+                problem = f"recorded, the compiled step differs by {difference:.1g}"
+            elif seconds > WORTH_IT * self._step_s:
+                problem = f"it takes {seconds * 1e6:,.0f} us compiled, too"
+        if problem is not None:
+            self.switch.drop()
+            self._cache.steps[keys[0]] = before
+            self.say(f"step: stays as it is, {problem}")
+            return
+        self._verified.accept(10 * again)
+        took = time.perf_counter() - begun
+        text = f"{seconds * 1e6:,.0f} us instead of {self._step_s * 1e6:,.0f} us"
+        self.mode, self._step_s = "compiled graph", seconds
+        self.say(
+            f"step {self.switch.since}: one CUDA graph of compiled code, {text} ({took:.1f} s)"
+        )
+        self.record("execution", mode=self.mode, since=self.switch.since, stall_s=took)
 
     def _gpu_bound(self, recorded: float, eager: float) -> None:
         """The GPU is the limit, not Python: a graph gains little, compiled kernels may."""
-        left = self.state.steps_left()
-        enough = left is None or left * eager >= COMPILE_PAYS_AFTER_S
-        if enough and not self.state.config.deterministic:
+        if self._may_compile and self.switch.pays(eager):
             self._verified.stop()
-            self._compile("the GPU is the limit", against_s=eager)
+            self._cache.graphs = None
+            self._step_s = eager
+            problem = self.switch.begin(eager, self._step[0])
+            left = self.state.steps_left()
+            if problem is None:
+                self.mode, self.reason = "eager", "the GPU is the limit"
+                self.say("step: eager, while another process compiles it")
+            elif left is None or left * eager >= LONG_RUN_S:
+                self._compile("the GPU is the limit", against_s=eager)
+            else:
+                self.give_up(f"the GPU is the limit, and it is not compiled: {problem}")
         elif recorded <= WORTH_IT * eager:
             self._begin_graph(recorded, eager)
         else:
@@ -258,16 +392,19 @@ class StepExecution:
         """Compile model and loss; keep it where it is faster and gives the same result."""
         module = self.state.step_module
         self._cache.graphs = None
+        self.switch.close()
         self.say("step: compiling, which can take a minute")
         noisy = self._watch.draws_noise
-        problem, seconds = try_compiled(self.state, self._comparison, noisy)
+        compiled = compile_loss(module.loss_fn)
+        problem, seconds = try_compiled(self.state, self._comparison, compiled, noisy)
         slowest = self._all_slowest(seconds if against_s is not None else 0.0)
         slower = against_s is not None and slowest > WORTH_IT * against_s
         if not self.state.placement.all_agree(problem is None and not slower):
-            module.compiled = module.loss_fn
             self._stay_eager(problem or f"{why}, and compiling does not help")
             return
+        module.compiled = compiled
         self.active, self.mode, self.reason = False, "compile", why
+        self.record("execution", mode=self.mode, since=self.state.step + 1)
         costs = self.guard.stay_eager()
         note = f", {slowest * 1e3:.1f} ms instead of {against_s * 1e3:.1f} ms" if against_s else ""
         self.say(f"step: compiled, {why}{note}" + (f"; {costs}" if costs else ""))
@@ -292,6 +429,8 @@ class StepExecution:
         self._stay_eager(problem)
 
     def _stay_eager(self, problem: str, quiet: bool = False) -> None:
+        self.switch.close()
+        self.switch.drop()
         self._verified.stop()
         self.active, self.mode, self.reason = False, "eager", problem
         note = self.guard.stay_eager()
@@ -300,16 +439,25 @@ class StepExecution:
 
     # What others may ask for at any time
 
-    def verify(self) -> None:
+    def verify(self, spare: bool = False) -> None:
         """Compare the newest recorded step with the eager one; go back where they differ.
 
-        Call it where the weights are about to be used: saved, evaluated, given away.
+        Call it where the weights are about to be used: saved, evaluated, given away. spare: leave
+        it out where it would cost too much and the last verified state is on the disk.
         """
-        self._verified.verify()
+        self._verified.verify(spare)
 
     def mark(self) -> None:
-        """What was verified is the state as it is now: an epoch was closed, metrics were reset."""
+        """An epoch begins: steps are not taken back past this point."""
         self._verified.mark()
+
+    def close_window(self) -> None:
+        """An epoch is being closed: its steps are not taken back in memory any more."""
+        self._verified.close_window()
+
+    def saved(self) -> bool:
+        """The state was saved; whether recorded steps may have to go back to it."""
+        return self._verified.active and self._verified.saved()
 
     def went_back(self) -> None:
         """The state is that of an earlier checkpoint, in the same tensors."""

@@ -4,6 +4,10 @@ A recorded step computes with the Python values of the time when it was recorded
 code visibly reads are guarded: a step that would read another one runs eagerly. What guards cannot
 see, the comparison finds, after 16, 64, ... steps and before anyone uses the weights: then the last
 verified state is restored and the steps since then are computed again, eagerly.
+
+A comparison takes longer than many recorded steps. Where epochs or saves follow each other so fast
+that comparing before each would cost more than a hundredth of the time, some go without: what was
+verified last is on the disk, and if a later comparison fails, the run goes back to that.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.progress_slot import Phase, note_phase
+from multi_gpu_training.errors import StaleStepsError
 from multi_gpu_training.training.nan_guard import LOOK_RECORDED, NanGuard
 from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.graph import resolve_kept
@@ -51,6 +56,10 @@ class VerifiedGraph:
 
     active: whether it takes steps. give_up: called with the reason when it stops doing so.
     snapshot_other_state: keeps what else a rollback must restore; returns what restores it.
+    between_windows: called after each comparison that found all well. longest_window: steps until
+    the next one at most, beside the limits that hold anyway. retract: called with a step where
+    later ones were wrong, and may have been saved. verified_step: all up to it are known to be
+    right. anchor: the newest of these that was saved, or None.
     """
 
     def __init__(
@@ -61,8 +70,17 @@ class VerifiedGraph:
         cache: GraphCache,
         give_up: Callable[[str], None],
         snapshot_other_state: Callable[[], Callable[[], None] | None],
+        between_windows: Callable[[], None] = lambda: None,
+        retract: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.state = state
+        self.retract = retract
+        self.verified_step = 0
+        self.anchor: int | None = None
+        self._closed = False
+        self._spares = 0  # steps between two comparisons that nobody insists on
+        self.between_windows = between_windows
+        self.longest_window: int | None = None
         self.eager = eager
         self.guard = guard
         self.cache = cache
@@ -84,10 +102,11 @@ class VerifiedGraph:
         self._rates: list[float] = []
         self._verdict = REPLAY
 
-    def start(self, guards: Guards | None, tolerance: float) -> None:
+    def start(self, guards: Guards | None, tolerance: float, spares: int = 0) -> None:
         """The newest step is recorded, and was compared: replay from here on."""
         self._guards = guards
         self._tolerance = tolerance
+        self._spares = spares
         self._set_active(True)
         self._begin_window()
 
@@ -183,7 +202,9 @@ class VerifiedGraph:
             self.comparison.newest = (self._keys, self._step)
         if self.state.step % LOOK_RECORDED == 0 and self.guard.weights_were_spoilt():
             self._take_back()
-        full = len(window.steps) >= self._window_limit or self._verdict == FULL
+        limit = min(self._window_limit, self.longest_window or LONGEST_WINDOW)
+        since = self.state.step - self.verified_step
+        full = since >= max(limit, FIRST_WINDOW) or self._verdict == FULL
         if self.state.placement.dp_size == 1:
             full = full or window.kept_bytes > KEPT_BYTES or self.graph.ring_is_full
         if full and self.active:
@@ -195,9 +216,19 @@ class VerifiedGraph:
             self.comparison.copies.keep("verified")
         else:
             self.comparison.copies.rename(verified, "verified")
+        self.verified_step = self.state.step
+        self._keep_window()
+
+    def _keep_window(self) -> None:
+        """Steps from here on can be taken back."""
         self._window.begin(self.state, self.snapshot_other_state())
         self.cache.rewind_rings()
         self._stale = None
+        self._closed = False
+
+    def close_window(self) -> None:
+        """An epoch is being closed: its steps are not taken back in memory any more."""
+        self._closed = True
 
     def went_back(self) -> None:
         """The state is that of an earlier checkpoint, in the same tensors: what was kept to take
@@ -208,9 +239,22 @@ class VerifiedGraph:
             self._begin_window()
 
     def mark(self) -> None:
-        """What was verified is the state as it is now: an epoch was closed, metrics were reset."""
-        if self.active and not self._window.steps:
+        """An epoch begins: steps are not taken back past this point."""
+        if not self.active:
+            return
+        if not self._window.steps:
             self._begin_window()
+        else:  # a comparison was spared
+            self.cache.collect(self.state.metrics)
+            self.comparison.copies.keep("verified")
+            self._keep_window()
+
+    def saved(self) -> bool:
+        """The state as it is now was saved; whether every step in it is known to be right."""
+        known = self.verified_step == self.state.step
+        if known:
+            self.anchor = self.verified_step
+        return known
 
     # Other shapes
 
@@ -245,12 +289,13 @@ class VerifiedGraph:
 
     # Comparing
 
-    def verify(self) -> None:
+    def verify(self, spare: bool = False) -> None:
         """Compare the newest recorded step with the eager one; go back where they differ.
 
-        Call it where the weights are about to be used: saved, evaluated, given away.
+        Call it where the weights are about to be used: saved, evaluated, given away. spare: leave
+        it out where it would cost too much, and going back is possible without.
         """
-        if not self.active or not self._window.steps:
+        if not self.active or not self._window.steps or (spare and self._may_spare()):
             return
         changed = self._stale or self._changed()
         vote = 0 if self._stale is not None else 1 if changed is not None else 2
@@ -278,6 +323,20 @@ class VerifiedGraph:
         else:
             self._begin_window(verified="before")
             self._window_limit = min(LONGEST_WINDOW, 4 * self._window_limit)
+            self.between_windows()
+
+    def _may_spare(self) -> bool:
+        """Whether a comparison may be left out here. Collective."""
+        since = self.state.step - self.verified_step
+        if self.anchor is None or since >= self._spares:
+            return False
+        self.guard.ask_about_weights()
+        well = self._stale is None and self._changed() is None
+        return self.state.placement.all_agree(well and not self.guard.weights_are_spoilt())
+
+    def accept(self, tolerance: float) -> None:
+        """Recordings may now differ from eager steps by this much, too."""
+        self._tolerance = max(self._tolerance, tolerance)
 
     def _newest_difference(self) -> float:
         """How far the newest recorded step is from the eager one; "before" is the state now."""
@@ -309,6 +368,11 @@ class VerifiedGraph:
 
         values: holds Python values as they were; not around the last `current` steps.
         """
+        assert self._window.counters is not None
+        self.retract(self.verified_step)
+        if self._closed or self._window.counters.step > self.verified_step:
+            self.give_up(problem)
+            raise StaleStepsError(problem, self.state.step, self.anchor)
         rates = self._rates_now()
         steps = self._rewind()
         old = len(steps) - current

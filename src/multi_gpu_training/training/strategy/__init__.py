@@ -258,6 +258,15 @@ class Strategy(ABC):
         """Why a step cannot be compiled under this strategy."""
         return None
 
+    def compiling(self) -> AbstractContextManager[Any]:
+        """Around the first call of compiled code, outside the wrapper."""
+        return nullcontext()
+
+    def wrapper_settings(self) -> dict[str, Any] | None:
+        """How the model is wrapped for DDP, which compiled code depends on; None where it is
+        not."""
+        return None
+
     @property
     def hook_s(self) -> float:
         """Seconds that the user's communication hooks took on the host so far."""

@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from multi_gpu_training.distributed.replicas import (
     Replicas,
     bucket_bytes,
+    ddp_settings,
     replicate,
     settle_buckets,
     watch_buckets,
 )
-from multi_gpu_training.torch_internals import ddp_logging_data, remove_ddp_hooks
+from multi_gpu_training.torch_internals import (
+    ddp_logging_data,
+    inside_ddp_forward,
+    remove_ddp_hooks,
+)
 from multi_gpu_training.training.step import StepModule, zero_loss
 from multi_gpu_training.training.strategy import Forward, Strategy
 
@@ -96,6 +101,12 @@ class DDPStrategy(Strategy):
         if self.config.find_unused_parameters:
             return "find_unused_parameters looks for them on the CPU"
         return None
+
+    def compiling(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.ddp is None else inside_ddp_forward(self.ddp)
+
+    def wrapper_settings(self) -> dict[str, Any] | None:
+        return None if self.ddp is None else ddp_settings(self.config)
 
     @property
     def hook_s(self) -> float:

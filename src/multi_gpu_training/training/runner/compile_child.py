@@ -1,0 +1,66 @@
+"""The process that compiles a step beside a training: `python -m ... STEP.pickle PARENT`.
+
+It computes one forward and backward of the compiled step on a batch of zeros, so that torch's cache
+on the disk holds the code, and says in outcome.json how that went.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from multi_gpu_training.distributed.cleanup import die_with_parent
+from multi_gpu_training.distributed.replicas import replicate_alone
+from multi_gpu_training.training.loss import read_loss
+from multi_gpu_training.training.runner.compile_ahead import set_switches
+from multi_gpu_training.training.runner.compiled import compile_loss, in_a_line
+
+
+def main(path: Path, parent: int) -> None:
+    die_with_parent(parent)
+    os.nice(5)  # training comes first
+    problem = None
+    try:
+        # Written by the parent into a folder that no other user can reach.
+        step = pickle.loads(path.read_bytes())
+        compile_step(step)
+    except torch.OutOfMemoryError:
+        problem = "there is no memory to compile in beside the training"
+    except Exception as error:  # whatever the compiler raises, training goes on without it
+        problem = in_a_line(error)
+    (path.parent / "outcome.json").write_text(json.dumps({"problem": problem}))
+
+
+def compile_step(step: dict[str, Any]) -> None:
+    kind, index = step["device"]
+    if kind == "cuda":
+        torch.cuda.set_device(index or 0)
+    set_switches(step["switches"])
+    compiled = compile_loss(step["loss_fn"])
+    module = _Step(step["model"], compiled, kind, step["autocast"])
+    run = module if step["ddp"] is None else replicate_alone(module, step["ddp"])
+    run(step["batch"]).backward()
+
+
+class _Step(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, compiled: Any, kind: str, dtype: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.compiled = compiled
+        self.kind = kind
+        self.dtype = dtype
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        device = next(self.model.parameters()).device
+        with torch.autocast(self.kind, dtype=self.dtype, enabled=self.dtype is not None):
+            return read_loss(self.compiled(self.model, batch), device).mean
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
