@@ -81,6 +81,8 @@ class PlainReplay:
             return {"skipped": f"{kind}.{self.unknown} may hold state that cannot be put back"}
         worst, name = 0.0, "-"
         run.optimizer.load_state_dict(self.state)
+        for key in own_attributes(run.optimizer)[0].keys() - self.attributes.keys():
+            delattr(run.optimizer, key)  # a counter that the first step has begun
         for key, value in self.attributes.items():
             setattr(run.optimizer, key, value)
         for step in sorted(self.ends):
