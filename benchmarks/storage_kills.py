@@ -6,7 +6,8 @@ A real S3 server (moto) stands behind a slow TCP relay, so that something is bei
 of the time. Each trial resumes with `auto`, trains, is killed with SIGKILL while bytes flow, and in
 two of three trials its disk is wiped. An independent look at the bucket says which checkpoint is
 the newest complete one; the next trial must resume from exactly that one, or from a newer one that
-is still on its disk. In the middle the server is away for `--away` seconds: training must go on.
+is still on its disk. In the middle the server is away for `--away` seconds, and earlier it answers
+`503 SlowDown` to three of four requests for `--throttle` seconds: training must go on both times.
 At the end the weights are compared with those of a run that nothing disturbed.
 
 Needs `pip install s3fs 'moto[server]'` beside this package.
@@ -19,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -31,6 +33,9 @@ from pathlib import Path
 from typing import Any
 
 BUCKET = "kills"
+SLOW_DOWN = (
+    b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+)
 STEPS_PER_EPOCH = 50
 
 
@@ -38,12 +43,17 @@ STEPS_PER_EPOCH = 50
 
 
 class Relay:
-    """Passes bytes to a port, slowly; `cut` drops every connection and refuses new ones."""
+    """Passes bytes to a port, slowly; `cut` drops every connection and refuses new ones.
+
+    throttling: three of four requests are answered with 503, as S3 does under load.
+    """
 
     def __init__(self, port: int, bytes_per_s: float) -> None:
         self.target = port
         self.pause_s = 65536 / bytes_per_s
         self.sent = 0  # from the training to the server
+        self.throttling = False
+        self.refused = 0  # requests answered with 503
         self.connections: list[socket.socket] = []
         self.listener: socket.socket | None = None
         self.port = free_port()
@@ -57,14 +67,42 @@ class Relay:
         assert self.listener is not None
         self.listener.shutdown(socket.SHUT_RDWR)
         self.listener.close()
+        self.drop()
+
+    def drop(self) -> None:
         for connection in self.connections:
+            with_suppressed(lambda end=connection: end.shutdown(socket.SHUT_RDWR))
             with_suppressed(connection.close)
         self.connections.clear()
+
+    def throttle(self, on: bool) -> None:
+        self.throttling = on
+        self.drop()  # connections are kept alive: those that pass must come again
+
+    def _slow_down(self, asked: socket.socket) -> None:
+        """Read one request whole, and refuse it."""
+        head = b""
+        with contextlib.suppress(OSError), asked:
+            asked.settimeout(10)
+            while b"\r\n\r\n" not in head and (data := asked.recv(65536)):
+                head += data
+            head, _, body = head.partition(b"\r\n\r\n")
+            length = re.search(rb"content-length: *(\d+)", head, re.IGNORECASE)
+            left = int(length[1]) - len(body) if length else 0
+            if b"100-continue" not in head.lower():
+                while left > 0 and (data := asked.recv(65536)):
+                    left -= len(data)
+            status = b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close"
+            asked.sendall(status + b"\r\nContent-Length: %d\r\n\r\n" % len(SLOW_DOWN) + SLOW_DOWN)
+            self.refused += 1
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
                 ours, _ = listener.accept()
+                if self.throttling and random.random() < 0.75:
+                    threading.Thread(target=self._slow_down, args=(ours,), daemon=True).start()
+                    continue
                 theirs = socket.create_connection(("127.0.0.1", self.target))
             except OSError:
                 return
@@ -241,6 +279,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--away", type=float, default=60.0, help="seconds without a server")
+    parser.add_argument("--throttle", type=float, default=30.0, help="seconds of 503 SlowDown")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out")
     parser.add_argument("--worker", nargs=3)
@@ -273,6 +312,17 @@ def main() -> int:
                 trial.wait_for(lambda trial=trial: trial.resumed >= 0, 120)
                 row: dict[str, Any] = {"kill": number, "resumed": trial.resumed}
                 row |= {"expected": expected, "right": trial.resumed == expected}
+                if number == max(given.kills // 4, 1) and given.throttle:
+                    relay.throttle(True)
+                    before, there = trial.step, newest_there(direct)
+                    time.sleep(given.throttle)
+                    row["steps_while_throttled"] = trial.step - before
+                    row["uploaded_while_throttled"] = newest_there(direct) > there
+                    row["answered_503"] = relay.refused
+                    relay.throttle(False)
+                    there = newest_there(direct)
+                    trial.wait_for(lambda there=there: newest_there(direct) > there, 180)
+                    row["throttling_told"] = sum("cannot upload" in e for e in trial.errors)
                 if number == given.kills // 2 and given.away:
                     relay.cut()
                     before = trial.step

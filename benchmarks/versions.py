@@ -40,16 +40,16 @@ def interpreter(version: str) -> str | None:
     return None
 
 
-def cpu_build(pip: list[str], torch: str, index: list[str]) -> str | None:
-    """The requirement that gives a CPU build of this torch, if pip finds one."""
+def found_torch(pip: list[str], torch: str, index: list[str]) -> tuple[str, bool]:
+    """The version that `torch` stands for, and whether pip finds a CPU build of it."""
     told = subprocess.run(
         [*pip, "index", "versions", "torch", "--pre", *index], capture_output=True, text=True
     )
     listed = re.search(r"Available versions: (.*)", told.stdout)
-    builds = [v for v in (listed[1].split(", ") if listed else []) if v.endswith("+cpu")]
-    if torch == "newest":
-        return f"torch=={builds[0]}" if builds else None
-    return f"torch=={torch}+cpu" if f"{torch}+cpu" in builds else None
+    versions = listed[1].split(", ") if listed else []
+    # An older CPU build is not the newest torch: tested under that name, it would mislead.
+    version = versions[0].partition("+")[0] if torch == "newest" and versions else torch
+    return version, f"{version}+cpu" in versions
 
 
 def attempt(version: str, torch: str, given: argparse.Namespace) -> str:
@@ -61,14 +61,13 @@ def attempt(version: str, torch: str, given: argparse.Namespace) -> str:
     subprocess.run([python, "-m", "venv", folder], check=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     index = ["--extra-index-url", given.index] if given.index else []
-    wanted = cpu_build(pip, torch, index)
-    if wanted is None:
-        if not given.allow_cuda:
-            return (
-                f"refused: pip finds no CPU build of torch {torch} for Python {version}, and other "
-                "builds bring GBs of CUDA packages; give --index with CPU builds, or --allow-cuda"
-            )
-        wanted = "torch" if torch == "newest" else f"torch=={torch}"
+    release, for_cpu = found_torch(pip, torch, index)
+    if not for_cpu and not given.allow_cuda:
+        return (
+            f"refused: pip finds no CPU build of torch {release} for Python {version}, and other "
+            "builds bring GBs of CUDA packages; give --index with CPU builds, or --allow-cuda"
+        )
+    wanted = "torch" if release == "newest" else f"torch=={release}{'+cpu' * for_cpu}"
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines()]
     others = folder / "constraints.txt"
     others.write_text("\n".join(line for line in pins if not line.startswith("torch==")) + "\n")

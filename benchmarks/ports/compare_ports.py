@@ -27,6 +27,12 @@ SCRIPTS = {
     "word_language_model_port": "pytorch/examples word_language_model",
     "nanogpt_port": "nanoGPT train.py",
     "nlp_port": "accelerate nlp_example.py",
+    "imagenet_port": "pytorch/examples imagenet",
+    "dcgan_port": "pytorch/examples dcgan",
+    "vae_port": "pytorch/examples vae",
+    "time_sequence_port": "pytorch/examples time_sequence_prediction",
+    "actor_critic_port": "pytorch/examples reinforcement_learning/actor_critic",
+    "cv_port": "accelerate cv_example.py",
 }
 
 
@@ -89,12 +95,13 @@ def rank_main(name, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     arguments = parser.parse_args()
     sys.path.insert(0, str(HERE))
     from multi_gpu_training import launch_distributed_training
 
     rows = ["| script | 1 rank | 2 ranks | lines before | lines after |", "|---|---|---|---|---|"]
-    for name, title in SCRIPTS.items():
+    for name in arguments.only:
         expected, apart = train_original(name), []
         for ranks in (1, 2):
             with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +111,9 @@ def main():
                 apart.append(difference((found, metrics), expected))
         module = importlib.import_module(name)
         counted = lines(module.original), lines(module.ported)
-        rows.append(f"| {title} | {apart[0]:.1e} | {apart[1]:.1e} | {counted[0]} | {counted[1]} |")
+        rows.append(
+            f"| {SCRIPTS[name]} | {apart[0]:.1e} | {apart[1]:.1e} | {counted[0]} | {counted[1]} |"
+        )
     table = "\n".join(rows)
     print(table)
     if arguments.out:

@@ -5,6 +5,7 @@ A thin facade: `setup.py` builds the parts, `training/loop.py` is the loop.
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import weakref
@@ -62,6 +63,7 @@ from multi_gpu_training.training.rate_search import RateSearch, search_rate
 from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.stopping import end_control
 from multi_gpu_training.training.trainer import (
+    AutoTrainer,
     DataParallelTrainer,
     DistributedDataParallelTrainer,
     FullyShardedTrainer,
@@ -74,6 +76,7 @@ TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
     TrainingMode.DATA_PARALLEL: DataParallelTrainer,
     TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
     TrainingMode.FULLY_SHARDED: FullyShardedTrainer,
+    TrainingMode.AUTO: AutoTrainer,
 }
 
 
@@ -410,8 +413,10 @@ class MultiGPUTrainingManager:
             try:
                 for call in self.callbacks.on_end:
                     call()
-                summary(self.console, self.progress, self.config, self.step, self.records.folder)
-                self._training.run_events.end(self.folder, self.say, self._failure())
+                events, folder = self._training.run_events, self.records.folder
+                told = events.end(self.folder, self._failure())
+                summary(self.console, self.progress, self.config, self.step, folder, told)
+                events.write_report(told, self.say, self._failure())
             finally:
                 self._training.close(well=self._failure() is None)
                 note_hang_limit(math.nan)  # what the user does now may take any time
@@ -422,6 +427,13 @@ class MultiGPUTrainingManager:
         when it began."""
         error = sys.exception()
         return None if error is self._handled else error
+
+    def _generate_comparison_report(self, results: Any = None, **options: Any) -> Any:
+        """Guide 003's name for `comparison_report`: throughput, memory and quality of several
+        trainings. Without `results`, of this run alone."""
+        # By name, as it lies two layers above: only the guide expects it here.
+        above = importlib.import_module("multi_gpu_training.planning.bench.run_comparison")
+        return above.comparison_report([self.folder] if results is None else results, **options)
 
     def result(self) -> FitResult:
         return FitResult(

@@ -119,7 +119,7 @@ def test_a_cut_off_file_is_named_or_skipped(tmp_path: Path, kind: str) -> None:
     files = sorted(str(file) for file in tmp_path.glob(f"*{bad.suffix}"))
     bad.write_bytes(cut)
     make = ShardedStream.from_parquet if kind == "parquet" else ShardedStream.from_webdataset
-    with pytest.raises(MultiGPUError, match=rf"1 of 6 shards .*{bad.name}: .*on_bad_shard='skip'"):
+    with pytest.raises(MultiGPUError, match=rf"1 of 6 shards .*{bad.name} \(.*on_bad_shard='skip'"):
         make(files).settle(0, 1, lambda told: [told])
     left = make(files, decode=number, on_bad_shard="skip")
     left.settle(0, 1, lambda told: [told])
@@ -127,6 +127,13 @@ def test_a_cut_off_file_is_named_or_skipped(tmp_path: Path, kind: str) -> None:
     missing = make([*files, str(tmp_path / "none.tar")])
     with pytest.raises(MultiGPUError, match="2 of 7 shards cannot be read"):
         missing.settle(0, 1, lambda told: [told])
+
+
+def test_a_parquet_file_without_a_wanted_column_is_named_before_training(tmp_path: Path) -> None:
+    stream("parquet", tmp_path)
+    wrong = ShardedStream.from_parquet(str(tmp_path / "*.parquet"), columns=["label"])
+    with pytest.raises(MultiGPUError, match="it has no column 'label', only "):
+        wrong.settle(0, 1, lambda told: [told])
 
 
 def drawing(sample: dict[str, Any]) -> dict[str, Any]:

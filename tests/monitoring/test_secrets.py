@@ -99,7 +99,9 @@ def test_no_secret_is_in_any_file_and_no_compiled_code_in_the_temporary_folder(
 def test_references_to_the_environment_are_kept_as_references(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MY_DATA", "/secret/place")
+    place = tmp_path / "secret"
+    (place / "data").mkdir(parents=True)
+    monkeypatch.setenv("MY_DATA", str(place))
     monkeypatch.setenv("MY_LR", "0.25")
     config = tmp_path / "c.yaml"
     config.write_text(
@@ -108,7 +110,7 @@ def test_references_to_the_environment_are_kept_as_references(
     )
     flags = TrainFlags(str(config), 1, {"save_dir": str(tmp_path)}, {}, ["run_name=it"])
     _, resolved, options = resolve(flags)
-    assert resolved.learning_rate == 0.25 and options.data_dir == "/secret/place"
+    assert resolved.learning_rate == 0.25 and options.data_dir == str(place)
 
     from multi_gpu_training.distributed.placement import Placement
     from multi_gpu_training.monitoring.run_folder import open_run
@@ -118,4 +120,4 @@ def test_references_to_the_environment_are_kept_as_references(
     written = yaml.safe_load((folder.path / "config.yaml").read_text())
     assert written["data_dir"] == "${oc.env:MY_DATA}"
     assert written["learning_rate"] == "${oc.decode:${oc.env:MY_LR}}"
-    assert "/secret/place" not in json.dumps(written)
+    assert str(place) not in json.dumps(written)

@@ -175,7 +175,7 @@ def test_a_refused_key_stops_a_new_run_and_never_a_resumed_one(
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, Service(), Stop(), resume="auto")
     train(tmp_path, Refusing(), resume="auto")
-    assert "warning: Service: loggers: Service does not accept" in capsys.readouterr().err
+    assert "warning: Service: Service does not accept" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -342,18 +342,30 @@ def test_one_run_and_every_step_once_after_kill_9_and_resume(
 @pytest.mark.engines
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("tracker", "options", "said"),
+    ("tracker", "options", "status", "said"),
     [
-        ("wandb", {"mode": "online"}, r"W&B does not accept the credentials .* run `wandb login`"),
+        (
+            "wandb",
+            {"mode": "online"},
+            401,
+            r"W&B does not accept the credentials .* run `wandb login`",
+        ),
         (
             "mlflow",
             {"tracking_uri": "http://127.0.0.1:{port}"},
-            r"accept the credentials \(HTTP 401",
+            401,
+            r"accept the credentials \(HTTP 401\); set MLFLOW_TRACKING_USERNAME and",
+        ),
+        (
+            "mlflow",
+            {"tracking_uri": "http://127.0.0.1:{port}", "experiment": "theirs"},
+            403,
+            r"does not let you write to the experiment 'theirs' \(HTTP 403\); ask for",
         ),
     ],
 )
 def test_wrong_credentials_are_one_sentence_before_training(
-    tmp_path: Path, tracker: str, options: dict[str, str], said: str
+    tmp_path: Path, tracker: str, options: dict[str, str], status: int, said: str
 ) -> None:
     if find_spec(tracker) is None:
         pytest.skip(f"{tracker} is not installed: pip install 'multi-gpu-training[{tracker}]'")
@@ -361,7 +373,7 @@ def test_wrong_credentials_are_one_sentence_before_training(
 
     class Refuses(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(401)
+            self.send_response(status)
             self.send_header("Content-Length", "0")
             self.end_headers()
 

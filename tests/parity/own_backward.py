@@ -198,7 +198,25 @@ class Accumulation(Case):
         backward(loss, self.optimizers[0], weight=len(batch[0]))  # a stand-in has a row, too
 
 
-CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch, Accumulation]
+class SummedLosses(Case):
+    """A loss summed over the batch, in two parts of which one may be empty, beside a mean."""
+
+    def __init__(self) -> None:
+        self.modules = [mlp(3, 6, 1)]
+        self.optimizers = [torch.optim.SGD(self.modules[0].parameters(), lr=1e-2)]
+        self.data = (numbers(SAMPLES, 3), numbers(SAMPLES, 1, seed=1))
+
+    def take(self, batch: Any, backward: Backward) -> None:
+        (model,), (optimizer,) = self.modules, self.optimizers
+        optimizer.zero_grad()
+        for last, (x, y) in enumerate(([part[:1] for part in batch], [part[1:] for part in batch])):
+            loss = F.mse_loss(model(x), y, reduction="sum")
+            backward(loss, optimizer, reduction="sum", last=bool(last))
+        backward(model(batch[0]).square().mean(), optimizer)
+        optimizer.step()
+
+
+CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch, Accumulation, SummedLosses]
 
 
 def build(kind: type[Case]) -> Case:
@@ -216,7 +234,7 @@ def plain(kind: type[Case]) -> list[Tensor]:
     case = build(kind)
     starts = [start for _ in range(STEPS) for start in range(0, SAMPLES, BATCH)][:STEPS]
 
-    def backward(loss: Tensor, optimizer: torch.optim.Optimizer, weight: int = 0) -> None:
+    def backward(loss: Tensor, optimizer: torch.optim.Optimizer, **_: Any) -> None:
         loss.backward()
 
     for start in starts:
@@ -280,7 +298,7 @@ def every_case(folder: Path) -> dict[str, Any]:
         whole = train(folder / kind.__name__ / "whole", kind, None)
         parts = folder / kind.__name__ / "parts"
         kept = {"enable_fault_tolerance": True, "run_name": "one"}
-        train(parts, kind, 2 + number, **kept)
+        train(parts, kind, 2 + number % 5, **kept)
         again = train(parts, kind, None, resume="auto", **kept)
         found[kind.__name__] = whole, again
     return found

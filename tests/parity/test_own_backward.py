@@ -14,7 +14,7 @@ from torch import nn
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gan_penalty_actor_critic_and_lbfgs_equal_a_plain_loop_and_resume_bit_for_bit(
+def test_gan_penalty_actor_critic_lbfgs_and_sums_equal_a_plain_loop_and_resume_bit_for_bit(
     tmp_path: Path, ranks: int
 ) -> None:
     results = run_ranks(ranks, every_case, tmp_path)

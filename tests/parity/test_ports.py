@@ -10,7 +10,7 @@ import pytest
 from ranks import run_ranks
 
 PORTS = str(Path(__file__).parents[2] / "benchmarks" / "ports")
-NAMES = ["mnist_port", "word_language_model_port", "nanogpt_port", "nlp_port"]
+NAMES = sorted(path.stem for path in Path(PORTS).glob("*_port.py"))
 
 
 def train(name: str, folder: Path) -> Any:

@@ -146,7 +146,7 @@ def test_single_dp_and_ddp_are_measured_side_by_side(mgt: Mgt, warm_ranks: None)
     said = mgt("--steps", 6)
     assert said.code == 0, said.out + said.err
     assert "single, 1 CPU rank" in said.out and "DP, 1 CPU rank" in said.out
-    assert "waits for exchange" in said.out
+    assert "waits for" in said.out and "exchange" in said.out
     found = data()
     assert found["schema"] == 1 and found["kind"] == "modes"
     assert found["machine"]["torch"] == torch.__version__
@@ -281,6 +281,27 @@ def test_the_exchange_is_what_the_silent_step_saves() -> None:
     report = compare_modes(lambda case: fake(case, 0.008 if case.silent else 0.010), 2, [DDP])
     assert report.rows[0]["exposed_s"] == pytest.approx(0.002)
     assert "2.00 ms (20%)" in report.markdown()
+
+
+def test_results_that_cannot_be_true_are_marked() -> None:
+    def measure(case: Case) -> CaseResult:
+        return fake(case, 0.002 if case.ranks > 1 else 0.01)
+
+    report = compare_modes(measure, 2, [TrainingMode.SINGLE, DDP], unit="CPU rank")
+    single, ddp = report.rows
+    assert single["doubts"] == [] and ddp["speedup"] == pytest.approx(10)
+    assert "10.00x ?" in report.markdown()
+    assert "Not believable: DDP, 2 CPU ranks: 10.00x with 2 times the ranks" in report.markdown()
+    assert "--repeats 3" in report.markdown()
+
+    def noisy(case: Case) -> CaseResult:
+        return replace(fake(case), step_times_s=(0.01, 0.01, 0.05, 0.05, 0.01))
+
+    report = compare_precisions(noisy, TrainingMode.SINGLE, 1)
+    assert "its steps take between 10.00 ms and 50.00 ms" in report.markdown()
+    assert all(row["doubts"] for row in report.rows)
+    believable = compare_modes(lambda case: fake(case), 2, [TrainingMode.SINGLE, DDP])
+    assert "?" not in believable.markdown() and "Not believable" not in believable.markdown()
 
 
 def test_steps_that_were_no_graph_are_named_with_the_reason() -> None:

@@ -60,6 +60,15 @@ def test_runs_are_compared_by_their_folders(tmp_path: Path) -> None:
     assert by_result.rows[0]["samples_per_s"] == report.rows[0]["samples_per_s"]
 
 
+def test_the_call_of_guide_003_works_on_the_manager(tmp_path: Path) -> None:
+    manager = manager_for(tmp_path, training_mode="single", run_name="own")
+    manager.fit(line(), points(64), loss_fn=squares)
+    comparison = manager._generate_comparison_report(GUIDE)
+    assert str(comparison) == str(comparison_report(GUIDE))
+    [own] = manager._generate_comparison_report().rows
+    assert own["case"] == "custom/own" and own["training_time_s"] > 0
+
+
 def test_a_run_that_was_killed_is_still_read(tmp_path: Path) -> None:
     result = trained(tmp_path, "one")
     with (result.folder / "events" / "rank-0.jsonl").open("a") as file:

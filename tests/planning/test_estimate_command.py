@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,11 +88,12 @@ def written() -> dict[str, Any]:
 def test_the_table_has_the_columns_of_guide_002_and_what_they_rest_on(mgt: Mgt) -> None:
     said = mgt("--gpus", "1,2,4,8", "--interconnect", "h100-nvlink", "--price", 3.99)
     assert said.code == 0, said.err
-    (head,) = [line for line in said.out.splitlines() if "theoretical" in line]
-    names = ["GPUs", "theoretical", "actual", "efficiency", "time (90 epochs)", "GPU-hours", "cost"]
-    more = ["samples/s", "step", "exposed communication", "memory/GPU", "limit"]
-    places = [head.index(name) for name in [*names, *more]]
-    assert places == sorted(places)
+    heads = [line for line in said.out.splitlines() if "GPUs  " in line and "GPU" in line[6:]]
+    names = ["GPUs", "theoretical", "actual", "efficiency", "80% band", "epochs)", "GPU-hours"]
+    more = ["GPUs", "samples/s", "step", "80% band", "communication", "per GPU", "limit"]
+    for head, expected in zip(heads, ([*names, "cost"], more), strict=True):
+        places = [head.index(name) for name in expected]
+        assert places == sorted(places)
     assert "train.py --large on NVIDIA H100, h100-nvlink, weak scaling" in said.out
     # Who reads a price must know whose it is, and of which day.
     assert "3.99 USD per GPU-hour, given with --price, 20" in said.out
@@ -100,6 +102,33 @@ def test_the_table_has_the_columns_of_guide_002_and_what_they_rest_on(mgt: Mgt) 
     for name in ("profile.json", "forecast.json", "estimate.md", "estimate.png"):
         assert Path("out", name).stat().st_size > 100
     assert "| 8 | 8.0x |" in Path("out/estimate.md").read_text()
+
+
+def test_a_strategy_is_asked_for_by_name_and_needs_the_models_blocks(mgt: Mgt) -> None:
+    link = ("--gpus", "8", "--interconnect", "h100-nvlink")
+    assert "--strategy zero: use ddp or fsdp" in mgt(*link, "--strategy", "zero").err
+    assert "needs the model's blocks" in mgt(*link, "--strategy", "fsdp").err
+    replace(PROFILE, block_bytes=9 * MB, blocks=10).save(Path("blocks.json"))
+    said = mgt(*link, "--strategy", "fsdp", "--profile", "blocks.json")
+    assert "on NVIDIA H100, fsdp, h100-nvlink" in said.out and written()["strategy"] == "fsdp"
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100", "CPU"])
+def test_two_tables_fit_100_columns_with_a_band_in_every_row(
+    mgt: Mgt, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    replace(PROFILE, device=device, memory_total_bytes=12 * 1024 * MB).save(tmp_path / "p.json")
+    link = ("--gpus", "1,8,1024", "--interconnect", "a100-nvlink+infiniband-8x200g")
+    said = mgt(*link, "--price", 3.99, "--electricity", 0.3, "--profile", "p.json")
+    assert said.code == 0, said.err
+    tables = said.out.partition("scaling\n")[2].partition("all-reduce times")[0]
+    assert max(map(len, tables.splitlines())) <= 100
+    rows = [line for line in tables.splitlines() if re.match(r" (1|8|1,024) ", line)]
+    assert len(rows) == 6 and all(re.search(r"\d - +\d", row) for row in rows), tables
+    assert ("ranks" in tables, "GPU" in tables) == (device == "CPU", device != "CPU")
+    for row in written()["gpus"].values():
+        assert row["low"] < row["step_time_s"] < row["high"]
 
 
 def test_a_later_run_finds_its_number_of_gpus_in_the_forecast(mgt: Mgt) -> None:
@@ -187,7 +216,9 @@ def test_a_batch_that_does_not_fit_is_the_limit(mgt: Mgt, tmp_path: Path) -> Non
     small.save(tmp_path / "small.json")
     said = mgt("--gpus", "1", "--profile", "small.json")
     assert written()["gpus"]["1"]["fits"] is False
-    assert "memory: does not fit" in said.out
+    assert (
+        "memory: does" in said.out and "memory: does not fit" in Path("out/estimate.md").read_text()
+    )
     assert 0 < written()["largest_batch"] < 40
 
 

@@ -8,10 +8,12 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parity.training import difference
 from processes import Program, mgt_here
 from ranks import run_ranks
@@ -21,6 +23,7 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.ppo import DistributedCLSTMPPOTrainer, PPOOptions, recipe
 from multi_gpu_training.recipes.ppo.gymnasium_environments import GymnasiumEnvironments
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS
+from multi_gpu_training.recipes.ppo.rollout import Collector
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 CARTPOLE = {
@@ -233,6 +236,53 @@ def test_a_run_of_an_earlier_version_keeps_its_execution_and_a_new_one_waits_for
     assert saved() == "next_open"
 
 
+def train_unevenly(folder: Path, settings: dict[str, Any], stop: int | None = None) -> Any:
+    """As `train`, where rank 1 takes ten times as long for an environment by the clock that the
+    trainer reads. How many environments the rank held in each rollout, and the weights."""
+    from multi_gpu_training.recipes.ppo import ppo_trainer
+
+    held: list[int] = []
+    clock = [0.0]
+
+    class Timed(Collector):
+        def collect(self, *given: Any) -> Any:
+            held.append(len(self.environments.numbers))
+            clock[0] += held[-1] * (0.1 if dist.get_rank() == 1 else 0.01)
+            return super().collect(*given)
+
+    names: Any = ppo_trainer
+    names.Collector, names.time = Timed, SimpleNamespace(perf_counter=lambda: clock[0])
+    try:
+        found = train(folder, settings, UNEVEN, stop)
+    finally:
+        names.Collector, names.time = Collector, time
+    return held, None if found is None else found[1]
+
+
+UNEVEN = CARTPOLE | {"total_steps": 4 * 24 * 7, "eval_episodes": 1, "eval_steps": 20}
+
+
+def test_environments_go_to_the_faster_rank_and_what_is_learned_stays_the_same(
+    tmp_path: Path,
+) -> None:
+    reference = run_ranks(1, train, tmp_path, {}, UNEVEN)[0][1]
+    for settings, expected in (
+        ({"share_weights": [3.0, 1.0]}, ([5] * 4, [2] * 4)),
+        ({"balance": "measured"}, ([4, 4, 6, 6], [3, 3, 1, 1])),  # the first is not judged
+    ):
+        found = run_ranks(2, train_unevenly, tmp_path, settings)
+        assert tuple(held for held, _ in found) == expected, settings
+        for _, weights in found:
+            assert max(difference(weights, reference).values()) <= 1e-4
+    # A stopped run goes on with the shares that it had found.
+    kept = {"balance": "measured", "enable_fault_tolerance": True, "run_name": "stopped"}
+    run_ranks(2, train_unevenly, tmp_path, kept, 2)
+    again = run_ranks(2, train_unevenly, tmp_path, kept | {"resume": "auto"})
+    assert [held[0] for held, _ in again] == [6, 1]
+    for _, weights in again:
+        assert max(difference(weights, reference).values()) <= 1e-4
+
+
 def test_the_update_ends_early_on_all_ranks_together(tmp_path: Path) -> None:
     options = CARTPOLE | {"total_steps": 2 * 24 * 7, "target_kl": 1e-9}
     for _, _, progress in run_ranks(3, train, tmp_path, {"epochs": 5}, options):
@@ -301,7 +351,7 @@ def test_the_defaults_are_those_of_the_guide() -> None:
     ("words", "said"),
     [
         (["--env", "CartPole-v9"], ["CartPole-v9", "not registered"]),
-        (["--data-dir", "nowhere"], ["nowhere", "no such CSV"]),
+        (["--data-dir", "nowhere"], ["nowhere", "is not there"]),
         (["--multi-gpu", "dp"], ["data_parallel", "ddp or single"]),
         (["schedule=cosine"], ["decay=linear"]),
         (["num_workers=2"], ["num_workers=2"]),

@@ -365,6 +365,7 @@ def test_training_on_a_folder_says_what_it_found_and_leaves_the_tables(
 
 
 def test_wrong_folder_ends_with_code_2_before_anything_starts(tmp_path: Path, mgt: Any) -> None:
+    (tmp_path / "notes.txt").write_text("no videos here")
     said = mgt("train", "video", "--data-dir", tmp_path, "--num-gpus", 1)
     assert said.code == 2
     assert "has no folder Videos" in said.err

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -310,7 +311,12 @@ def test_a_url_that_cannot_hold_runs_is_refused_with_the_remedy(
     assert not list(tmp_path.glob("*:*"))  # no folder named s3:
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # fsspec brings hdfs://, but not this
+    with pytest.raises(ConfigError, match=r"hdfs:// needs pyarrow, .*; pip install pyarrow"):
+        list_remote("hdfs://host/runs/custom/run")
     try:
         import s3fs  # noqa: F401
 

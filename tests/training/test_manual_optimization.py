@@ -168,6 +168,49 @@ def test_what_prepare_cannot_train_is_refused(tmp_path: Path) -> None:
             manager_for(tmp_path, **settings).prepare(*parts)
 
 
+def test_a_summed_loss_is_logged_per_sample_and_resumed_epochs_are_not_trained_again(
+    tmp_path: Path,
+) -> None:
+    logged: list[float] = []
+
+    class Log(Callback):
+        def on_log(self, run: Any, metrics: Any, step: int) -> None:
+            logged.append(metrics["loss"])
+
+    def train(folder: Path, stops: int = 0, **settings: Any) -> Tensor:
+        model = line()
+        settings = {"enable_fault_tolerance": True, "run_name": "one", "log_every": 1, **settings}
+        manager = manager_for(folder, global_batch_size=4, checkpoint_frequency=1, **settings)
+        optimizer = sgd(model.parameters())
+        trainer = manager.prepare(model, optimizer, dataset=points(10), callbacks=[Log()])
+        for _ in range(trainer.epoch, 2):  # three steps each
+            for batch in manager.train_loader:
+                with trainer.step(batch) as (x, y):
+                    error = F.mse_loss(model(x), y, reduction="sum")
+                    trainer.backward(error, reduction="sum")
+                if manager.step == stops:
+                    manager.finish()
+                    return flat(model)
+                if manager.step == 1 and not stops:
+                    assert logged[-1] == pytest.approx(error.item() / len(x), rel=1e-6)
+        for wrong, words in (
+            ({"reduction": "total"}, "give 'mean' or 'sum'"),
+            ({"reduction": "sum", "weight": 3}, "a weight is what a mean was divided by"),
+        ):
+            with pytest.raises(ModelError, match=words), trainer.step():
+                trainer.backward(model(x).sum(), **wrong)
+        with pytest.raises(ModelError, match="a mean and a sum"), trainer.step():
+            trainer.backward(model(x).mean(), last=False)
+            trainer.backward(model(x).sum(), reduction="sum")
+        assert manager.step == 6
+        manager.finish()
+        return flat(model)
+
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "stopped", stops=4)
+    assert torch.equal(train(tmp_path / "stopped", resume="auto"), whole)
+
+
 def test_a_signal_saves_the_step_of_a_loop_with_its_own_backward(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"enable_fault_tolerance": True, "run_name": "one"}
     noise: list[float] = []

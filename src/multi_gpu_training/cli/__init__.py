@@ -12,7 +12,7 @@ from multi_gpu_training.safe_output import protect_output
 # `python -m torch.distributed.launch -m multi_gpu_training ...` puts it before the command.
 LOCAL_RANK = ("--local-rank=", "--local_rank=")
 # What others refuse is no run that was to start.
-STARTS_A_RUN = ("train", "run")
+STARTS_A_RUN = ("train", "resume", "run")
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
         words.remove("--debug")
         os.environ["MGT_DEBUG"] = "1"
     try:
-        app(words)
+        app(words, prog_name="mgt")  # completion looks for _MGT_COMPLETE
     except MultiGPUError as error:
         # In a rank the error belongs to the launcher, which prints the first one once.
         if debug or "MGT_DEBUG" in os.environ or "TORCHELASTIC_ERROR_FILE" in os.environ:

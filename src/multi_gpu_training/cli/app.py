@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from multi_gpu_training.cli.recipe_help import RecipeCommand, complete_recipe, complete_target
+
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 NAMES = {"token_normalize_func": lambda name: name.replace("_", "-")}
 
@@ -19,7 +21,6 @@ app = typer.Typer(
     name="mgt",
     help="Train a PyTorch model on many GPUs and get what one GPU computes.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={**NAMES, "help_option_names": ["-h", "--help"]},
 )
@@ -34,6 +35,8 @@ def options(
 
 def no_flag(ctx: typer.Context, word: str | None) -> str | None:
     """Flags that a command does not know belong to its recipe or script, which stands first."""
+    if ctx.resilient_parsing:  # Tab was pressed
+        return word
     if word is not None and word.startswith("-"):
         from multi_gpu_training.errors import ConfigError
 
@@ -65,7 +68,8 @@ Training = partial(Option, rich_help_panel="Training")
 Prices = partial(Option, rich_help_panel="What it costs")
 
 # Flags that several commands have.
-Target = Annotated[str, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)]
+AnyTarget = partial(Argument, callback=no_flag, autocompletion=complete_target)
+Target = Annotated[str, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
 Warmup = Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")]
 AsJson = Annotated[bool, Option("--json", help="for programs")]
@@ -91,31 +95,37 @@ def others(ctx: typer.Context, *named: str) -> dict[str, Any]:
     return {k: v for k, v in ctx.params.items() if k not in named and k not in MACHINES}
 
 
-@app.command(context_settings={**EXTRA, **NAMES})
+@app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
 def train(
     ctx: typer.Context,
     target: Annotated[
-        str, Argument(metavar="RECIPE|CONFIG", help="`mgt recipes` lists them", callback=no_flag)
+        str,
+        AnyTarget(
+            metavar="RECIPE|CONFIG",
+            help="`mgt recipes` lists them; `mgt train RECIPE --help` shows its options",
+        ),
     ],
-    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp or single")] = None,
+    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp, single or auto")] = None,
     num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
     share_gpu: Annotated[bool | None, Place(help="several ranks on one GPU, for tests")] = None,
     batch_size: Annotated[int | None, Training(help="samples per GPU")] = None,
-    epochs: Annotated[int | None, Training()] = None,
+    epochs: Annotated[int | None, Training(help="passes over the data")] = None,
+    max_steps: Annotated[int | None, Training(help="end after so many steps")] = None,
     lr: Annotated[float | None, Training(help="learning rate")] = None,
     lr_scaling: Annotated[str | None, Training(help="linear, sqrt or none")] = None,
-    warmup_epochs: Annotated[float | None, Training()] = None,
-    grad_accum_steps: Annotated[int | None, Training()] = None,
+    warmup_epochs: Annotated[float | None, Training(help="until the rate is reached")] = None,
+    grad_accum_steps: Annotated[int | None, Training(help="micro-batches per step")] = None,
     mode: Annotated[str | None, Training(help="the recipe's variant")] = None,
     data_dir: Annotated[str | None, Training(help="your data")] = None,
     save_dir: Annotated[str | None, Training(help="where runs are kept: a folder or URL")] = None,
+    run_name: Annotated[str | None, Training(help="of its folder there; default the time")] = None,
     resume: Annotated[str | None, Training(help="auto, or a checkpoint (folder, URL)")] = None,
     resume_anyway: Annotated[
         bool | None, Training("--resume-anyway", help="although seed or data changed")
     ] = None,
-    seed: Annotated[int | None, Training()] = None,
-    deterministic: Annotated[bool | None, Training()] = None,
+    seed: Annotated[int | None, Training(help="of weights, order and noise")] = None,
+    deterministic: Annotated[bool | None, Training(help="the same bits in each run")] = None,
     nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
@@ -136,6 +146,41 @@ def train(
     elsewhere = ("target", "num_gpus", "local_rank", "cluster_token", "insecure_network")
     settings = others(ctx, *elsewhere)
     train(TrainFlags(target, num_gpus, settings, machines(ctx), list(ctx.args)))
+
+
+@app.command(context_settings={**EXTRA, **NAMES})
+def resume(
+    ctx: typer.Context,
+    run: Annotated[str, Argument(metavar="RUN", help="its folder or URL", callback=no_flag)],
+    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp or single")] = None,
+    num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
+    gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
+    epochs: Annotated[int | None, Training(help="passes over the data, in all")] = None,
+    max_steps: Annotated[int | None, Training(help="end after so many steps, in all")] = None,
+    lr: Annotated[float | None, Training(help="learning rate")] = None,
+    data_dir: Annotated[str | None, Training(help="where the data lie now")] = None,
+    resume_anyway: Annotated[
+        bool | None, Training("--resume-anyway", help="although seed or data changed")
+    ] = None,
+    nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
+    node_rank: NodeRank = None,
+    master_addr: MasterAddr = None,
+    master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
+    cluster_token: ClusterToken = None,
+    insecure_network: InsecureNetwork = False,
+    local_rank: Annotated[int | None, Option(hidden=True)] = None,
+) -> None:
+    """Go on with a run of a recipe, with the settings in its config.yaml.
+
+    Every setting and option can be given again, as for `mgt train`; a table shows what changed.
+    """
+    from multi_gpu_training.cli.train_command import TrainFlags, train
+    from multi_gpu_training.distributed.cluster_token import remember
+
+    remember(cluster_token, insecure_network)
+    elsewhere = ("run", "num_gpus", "local_rank", "cluster_token", "insecure_network")
+    settings = others(ctx, *elsewhere)
+    train(TrainFlags(run, num_gpus, settings, machines(ctx), list(ctx.args), run))
 
 
 @app.command(context_settings={**EXTRA, **NAMES, "allow_interspersed_args": False})
@@ -177,7 +222,9 @@ def run(
 
 @app.command(context_settings=NAMES)
 def launch(
-    recipe: Annotated[str | None, Argument(help="ask for the rest")] = None,
+    recipe: Annotated[
+        str | None, Argument(help="ask for the rest", autocompletion=complete_recipe)
+    ] = None,
     dry_run: Annotated[bool, Option(help="show the command, do not run it")] = False,
 ) -> None:
     """Ask what to train, on how many GPUs and at which rate, show the command and run it."""
@@ -186,10 +233,10 @@ def launch(
     raise typer.Exit(launch(recipe, dry_run))
 
 
-@app.command(context_settings=EXTRA)
+@app.command(cls=RecipeCommand, context_settings=EXTRA)
 def verify(
     ctx: typer.Context,
-    target: Annotated[str, Argument(metavar="RECIPE|CONFIG|SCRIPT.py", callback=no_flag)],
+    target: Annotated[str, AnyTarget(metavar="RECIPE|CONFIG|SCRIPT.py")],
     ranks: Annotated[str, Option(help="compared with one rank")] = "2,3",
     steps: Annotated[int, Option(help="optimizer steps")] = 8,
     device: Device = "auto",
@@ -200,12 +247,10 @@ def verify(
     raise typer.Exit(verify_target([target, *ctx.args], ranks, steps, device))
 
 
-@app.command(context_settings={**EXTRA, **NAMES})
+@app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
 def check(
     ctx: typer.Context,
-    target: Annotated[
-        str | None, Argument(metavar="[RECIPE|CONFIG|SCRIPT.py]", callback=no_flag)
-    ] = None,
+    target: Annotated[str | None, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = None,
     device: Device = "auto",
     num_gpus: Annotated[int, Place(help="-1: all; without GPUs, CPU ranks")] = -1,
     save_dir: Annotated[str, Option(help="where runs will be kept")] = "runs",
@@ -235,7 +280,7 @@ def check(
     raise typer.Exit(check(CheckFlags(command, **flags, hosts=machines(ctx))))
 
 
-@app.command(context_settings={**EXTRA, **NAMES})
+@app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
 def bench(
     ctx: typer.Context,
     target: Target = "image",
@@ -273,7 +318,7 @@ def bench(
     raise typer.Exit(bench(BenchFlags([target, *ctx.args], **others(ctx, "target"))))
 
 
-@app.command(context_settings={**EXTRA, **NAMES})
+@app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
 def estimate(
     ctx: typer.Context,
     target: Target = "image",
@@ -288,6 +333,9 @@ def estimate(
     scaling: Annotated[
         str | None, Place(help="weak: same batch per GPU; strong: same global batch")
     ] = None,
+    strategy: Annotated[
+        str, Place(help="ddp: a copy of the model on each GPU; fsdp: a part")
+    ] = "ddp",
     epochs: Annotated[float | None, Option(help="length of the training")] = None,
     samples: Annotated[float | None, Option(help="the same, in samples")] = None,
     price: Annotated[float | None, Prices(help="of a GPU and hour")] = None,
@@ -413,12 +461,12 @@ def info() -> None:
 
 @app.command(name="config-schema")
 def config_schema() -> None:
-    """Print the JSON schema of every setting."""
+    """Print the JSON schema of a config file: every setting, and the options of every recipe."""
     import json
 
-    from multi_gpu_training.config_file import schema
+    from multi_gpu_training.recipes.option_schemas import config_file_schema
 
-    print(json.dumps(schema(), indent=2))
+    print(json.dumps(config_file_schema(), indent=2))
 
 
 cluster = typer.Typer(no_args_is_help=True, help="Several machines: the token that they share.")

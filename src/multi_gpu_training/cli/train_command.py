@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.cli.resumed_run import (
+    resume_line,
+    run_settings,
+    saved_settings,
+    taken_settings,
+    threads_before,
+)
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem
 from multi_gpu_training.config_file import (
     flatten,
     merge,
@@ -16,7 +24,7 @@ from multi_gpu_training.config_file import (
     ready_configs,
     split,
 )
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.safe_output import brief
 
 
@@ -29,25 +37,40 @@ class TrainFlags:
     settings: Mapping[str, Any]
     hosts: Mapping[str, Any]
     extra: list[str]
+    run: str | None = None  # of `mgt resume RUN`
 
 
 def train(flags: TrainFlags) -> None:
+    recipe, config, options = resolve(flags)
+    # These import torch: what is wrong with the flags was said a second before.
     from multi_gpu_training.launch.engine import Hosts
     from multi_gpu_training.launch.launcher import start_ranks_if_needed
     from multi_gpu_training.measure.request import request_of_this_process
 
-    recipe, config, options = resolve(flags)
     # A command that measures has started the ranks it wants.
     if request_of_this_process() is None:
         hosts = Hosts.from_environment(**flags.hosts, ranks_here=_ranks_here(config, flags))
         start_ranks_if_needed(config, hosts)
+        _choose_threads(config)
     recipe.train(config, options)
+
+
+def _choose_threads(config: MultiGPUConfig) -> None:
+    """Threads of this process, where it trains alone on the CPU: ranks share the cores."""
+    from multi_gpu_training.accelerator import choose
+    from multi_gpu_training.distributed.identity import from_environment
+    from multi_gpu_training.launch.cpu_threads import choose_threads
+
+    if from_environment() is not None or choose(config.device) != "cpu":
+        return
+    line = choose_threads(threads_before(config), config.deterministic)
+    if line is not None and config.progress != "off":
+        print(line, flush=True)
 
 
 def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
     """The recipe, its config and its options. Flags win over the file, the file over defaults."""
     from multi_gpu_training.recipes import RECIPES
-    from multi_gpu_training.recipes.recipe import find_recipe
 
     values: dict[str, Any] = {}
     given = {key: value for key, value in flags.settings.items() if value is not None}
@@ -56,7 +79,15 @@ def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
     for key, value in extra_settings(flags.extra):
         given[key] = value
     name = flags.target
-    if name not in RECIPES and _is_config(name):
+    if flags.run is not None:
+        asked = run_settings(flags.run)
+        name, given = asked.pop("recipe"), {**given, **asked}
+        if name not in RECIPES:
+            raise ConfigError(
+                f"mgt resume {brief(flags.run)}: a script made this run; start the script again, "
+                "with resume='auto' in its MultiGPUConfig"
+            )
+    elif name not in RECIPES and _is_config(name):
         values = read_config_file(name)
         name = given.pop("recipe", values.pop("recipe", None))
         if name is None:
@@ -66,13 +97,68 @@ def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
             )
     elif given.get("recipe", name) != name:
         raise ConfigError(f"recipe={brief(given['recipe'])} contradicts {name!r}; drop one of them")
-    recipe = find_recipe(name)
     merged = merge(flatten(values), flatten(given))
+    if isinstance(name, str) and name in RECIPES:  # else the next line says which there are
+        check_data_dir(merged.get("data_dir"), name)
+    from multi_gpu_training.recipes.recipe import find_recipe
+
+    recipe = find_recipe(name)
     fields, own = split(merged, recipe.options.model_fields)
+    if "resume" in fields:
+        merged = _with_saved(recipe, fields, own, flags)
+        check_data_dir(merged.get("data_dir"), name)
+        fields, own = split(merged, recipe.options.model_fields)
     mode = _mode(fields)
     _place(fields, mode, flags)
     options = _options(recipe.options, own)
     return recipe, recipe.config(fields, options), options
+
+
+def _with_saved(
+    recipe: Any, fields: dict[str, Any], own: dict[str, Any], flags: TrainFlags
+) -> dict[str, Any]:
+    """The settings with those of the run that they resume below them."""
+    from multi_gpu_training.distributed.identity import from_environment
+    from multi_gpu_training.launch.engine import Hosts
+
+    given = {**fields, **own}
+    hosts, identity = Hosts.from_environment(**flags.hosts), from_environment()
+    several = hosts.nodes > 1 or hosts.elastic or (identity and identity.on_several_hosts)
+    if several and flags.run is None:
+        return given  # a machine that has not got the folder would train with other settings
+    found = saved_settings(recipe.config(fields, _options(recipe.options, own)))
+    if found is None:
+        return given
+    folder, saved = found
+    asked = {**given, **({} if flags.num_gpus is None else {"num_gpus": flags.num_gpus})}
+    taken = taken_settings(recipe, saved, asked)
+    if identity is None or (identity.rank == 0 and identity.attempt == 0):
+        print(resume_line(folder, taken), flush=True)
+    return {**taken, **given}
+
+
+def check_data_dir(given: Any, recipe: str) -> None:
+    """Refuse data that are not there, before torch is imported."""
+    if not isinstance(given, str) or path_problem(given) is not None:
+        return  # the recipe's options say what is wrong with it
+    path = Path(given).expanduser()
+    close: list[str] = []
+    try:
+        if path.is_dir() and not any(path.iterdir()):
+            problem = "is an empty folder"
+        elif path.exists():
+            return
+        else:
+            problem = f"is not there (looked at {path.absolute()})"
+            names = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
+            close = difflib.get_close_matches(path.name, names, n=1)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    from multi_gpu_training.recipes.option_schemas import option_schemas
+
+    wanted = option_schemas()[recipe]["data_dir"]["description"].partition(";")[0]
+    hint = f"did you mean {str(path.with_name(close[0]))!r}?" if close else f"set it to a {wanted}"
+    raise DataError(f"data_dir={given!r} {problem}; {hint}")
 
 
 def _is_config(name: str) -> bool:

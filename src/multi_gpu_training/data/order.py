@@ -140,11 +140,18 @@ class ShuffledBatches:
         return self.samples
 
     def batches(self, seed: int, epoch: int) -> Iterator[Sequence[int]]:
-        order = self._order(seed, epoch)
+        order = self.order(seed, epoch)
         for start in range(0, self.samples, self.batch_size):
             yield order[start : start + self.batch_size].tolist()
 
-    def _order(self, seed: int, epoch: int) -> torch.Tensor:
+    @property
+    def sizes(self) -> list[int]:
+        """Of the batches."""
+        whole, rest = divmod(self.samples, self.batch_size)
+        return [self.batch_size] * whole + [rest] * (rest > 0)
+
+    def order(self, seed: int, epoch: int) -> torch.Tensor:
+        """All samples of an epoch."""
         if not self.shuffle:
             return torch.arange(self.samples)
         generator = torch.Generator().manual_seed(derive_seed(seed, epoch))

@@ -41,9 +41,11 @@ class ResidentBatch:
         return [tensor.index_select(0, index) for tensor in self.tensors]
 
 
-# Each micro-batch's (position, chunk, own samples, samples of the step, last, place), and this
-# rank's samples in the order in which they are used, on the host and on the device.
-EpochPlan = tuple[list[tuple[int, int, int, int, bool, int]], list[int], Tensor]
+# A micro-batch's position, chunk, own samples, samples of the step, whether it is the last, place.
+Micro = tuple[int, int, int, int, bool, int]
+# The micro-batches of an epoch, and this rank's samples in the order in which they are used, on the
+# host and on the device.
+EpochPlan = tuple[list[Micro], Tensor, Tensor]
 
 
 class ResidentLoader(ShareLoader):
@@ -55,6 +57,7 @@ class ResidentLoader(ShareLoader):
     def __init__(self, dataset: TensorDataset, source: GlobalBatchSource, feeding: Feeding) -> None:
         super().__init__(dataset, source, feeding)
         self.tensors = tuple(tensor.to(feeding.device) for tensor in dataset.tensors)
+        self._cut: tuple[Any, tuple[list[Micro], Tensor]] | None = None
         self._ahead: tuple[Any, EpochPlan] | None = None  # what it depends on, and the plan
 
     def one_pass(self) -> Iterator[Any]:
@@ -72,7 +75,7 @@ class ResidentLoader(ShareLoader):
         sample_seed = derive_seed(feeding.seed, self.epoch)
         epoch, tensors, place = self.epoch, self.tensors, 0
         for position, chunk, size, window, last, at in micros:
-            indices = tuple(mine[place : place + size]) if with_indices else ()
+            indices = tuple(mine[place : place + size].tolist()) if with_indices else ()
             share = Share(
                 epoch, position, indices, size, window, chunk == 0, last, position, sample_seed
             )
@@ -99,24 +102,41 @@ class ResidentLoader(ShareLoader):
         return *place, feeding.micro_size, feeding.rank, feeding.ranks, weights
 
     def _plan_epoch(self) -> EpochPlan:
+        feeding, source = self.feeding, self.source
+        if type(source) is ShuffledBatches:
+            order, sizes = source.order(feeding.seed, self.epoch), source.sizes
+        else:
+            batches = list(source.batches(feeding.seed, self.epoch))
+            order, sizes = (
+                torch.tensor([i for batch in batches for i in batch]),
+                [*map(len, batches)],
+            )
+        micros, places = self._cut_up(sizes)
+        mine = order.to(torch.int64) if len(places) == len(order) else order[places]
+        return micros, mine, mine.to(feeding.device, non_blocking=True)
+
+    def _cut_up(self, sizes: list[int]) -> tuple[list[Micro], Tensor]:
+        """The micro-batches of an epoch of global batches of these sizes, and which of its samples
+        are this rank's. Mostly the same as in the epoch before."""
         feeding = self.feeding
-        micros: list[tuple[int, int, int, int, bool, int]] = []
-        mine: list[int] = []
+        depends_on = sizes, self._plan_depends_on()[1:]
+        if self._cut is not None and self._cut[0] == depends_on:
+            return self._cut[1]
+        micros: list[Micro] = []
+        places: list[int] = []
         before = 0
-        for position, batch in enumerate(self.source.batches(feeding.seed, self.epoch)):
-            before += len(batch)
-            if position < self.start:
-                continue
-            chunks = max(1, -(-len(batch) // feeding.micro_size))
+        for position, size in enumerate(sizes):
+            chunks = max(1, -(-size // feeding.micro_size)) if position >= self.start else 0
             for chunk in range(chunks):
                 first = chunk * feeding.micro_size
-                count = min(feeding.micro_size, len(batch) - first)
+                count = min(feeding.micro_size, size - first)
                 begin, end = cut(count, feeding.ranks, feeding.rank, feeding.weights)
-                mine.extend(batch[first + begin : first + end])
-                place, last = before - len(batch) + first + begin, chunk == chunks - 1
-                micros.append((position, chunk, end - begin, len(batch), last, place))
-        order = torch.tensor(mine, dtype=torch.int64).to(feeding.device, non_blocking=True)
-        return micros, mine, order
+                place, last = before + first + begin, chunk == chunks - 1
+                places.extend(range(place, place + end - begin))
+                micros.append((position, chunk, end - begin, size, last, place))
+            before += size
+        self._cut = depends_on, (micros, torch.tensor(places, dtype=torch.int64))
+        return self._cut[1]
 
 
 def fits_on_gpu(dataset: Dataset[Any], feeding: Feeding, config: MultiGPUConfig) -> bool:

@@ -77,7 +77,7 @@ class ParquetShards:
 
     def read(self, shard: int, start: int) -> Iterator[Any]:
         with _opened(self.names[shard]) as raw:
-            file = import_module("pyarrow.parquet").ParquetFile(raw)
+            file = self._file(raw)
             groups = range(file.metadata.num_row_groups)
             ends = list(accumulate(file.metadata.row_group(group).num_rows for group in groups))
             first = bisect_right(ends, start)
@@ -91,7 +91,20 @@ class ParquetShards:
 
     def length(self, shard: int) -> int | None:
         with _opened(self.names[shard]) as raw:
-            return int(import_module("pyarrow.parquet").ParquetFile(raw).metadata.num_rows)
+            return int(self._file(raw).metadata.num_rows)
+
+    def _file(self, raw: Any) -> Any:
+        file = import_module("pyarrow.parquet").ParquetFile(raw)
+        held = file.schema_arrow.names
+        # pyarrow passes over a column that is not there, and gives samples without it.
+        lacking = [
+            name
+            for name in self.columns or ()
+            if name not in held and name.partition(".")[0] not in held
+        ]
+        if lacking:
+            raise LookupError(f"it has no column {lacking[0]!r}, only {', '.join(held):.200}")
+        return file
 
     def decode(self, raw: Any) -> Any:
         table, row = raw

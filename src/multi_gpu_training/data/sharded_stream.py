@@ -146,7 +146,7 @@ class ShardedStream(IterableDataset[Any]):
             shard = min(self.bad)
             raise DataError(
                 f"{len(self.bad)} of {len(found)} shards cannot be read, the first is "
-                f"{self.names[shard]}: {self.bad[shard]}. Repair or remove it, or train without "
+                f"{self.names[shard]} ({self.bad[shard]}); repair or remove it, or train without "
                 "such shards by on_bad_shard='skip'"
             )
         if self.lengths is not None:
@@ -389,8 +389,8 @@ class _Lane:
                 index += 1
         except Exception as error:
             raise ShardError(
-                f"shard {stream.names[shard]} cannot be read past sample {index}: "
-                f"{_in_words(error)}. Repair it, or leave it out of the list of shards"
+                f"shard {stream.names[shard]} cannot be read past sample {index} "
+                f"({_in_words(error)}); repair it, or leave it out of the list of shards"
             ) from error
         if told is not None and (index != told or value is not _END):
             held = f"{index} samples" if value is _END else f"more than {told} samples"
@@ -401,4 +401,5 @@ class _Lane:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error!s:.300}" if str(error) else type(error).__name__
+    text = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {text:.300}" if text else type(error).__name__

@@ -11,6 +11,9 @@ from multi_gpu_training.data.loader import ShareLoader
 from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.gpus import get_gpu_info
 from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.report.figures import figures
+from multi_gpu_training.monitoring.report.run_record import RunRecord
+from multi_gpu_training.monitoring.report.wording import speed_rows
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 from multi_gpu_training.training.learning_rate import Scaling
@@ -45,9 +48,9 @@ def announce(
     count = sum(p.numel() for p in parameters)
     size = sum(p.numel() * p.element_size() for p in parameters)
     say(f"model: {type(state.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
+    one = "GPU" if placement.device.type == "cuda" else "rank"
     if sizes.global_batch:
         exact = sizes.per_rank * sizes.accumulation * sizes.ranks == sizes.global_batch
-        one = "GPU" if placement.device.type == "cuda" else "rank"
         copies = f"{sizes.ranks} {one}{'s' if sizes.ranks > 1 else ''}"
         say(
             f"batch: {sizes.per_rank} per {one} x {sizes.accumulation} accumulation x {copies} "
@@ -59,28 +62,34 @@ def announce(
         batches = (
             len(loader) if isinstance(loader, ShareLoader) else loader.steps * sizes.accumulation
         )
-        say(f"data: {loader.steps} steps per epoch, {batches * ranks} batches, {batches} per rank")
+        say(f"data: {loader.steps} steps per epoch")
+        say(f"Train batches: {batches * ranks} (per {one}: {batches})")
     sets = val_loader if isinstance(val_loader, dict) else {"": val_loader}
     for name, val in sets.items():
         if isinstance(val, ShareLoader):
-            title = f"validation {name}:" if name else "validation:"
-            say(f"{title} {len(val) * ranks} batches, {len(val)} per rank")
+            title = f"Val batches of {name}" if name else "Val batches"
+            say(f"{title}: {len(val) * ranks} (per {one}: {len(val)})")
     say(scaling.describe())
     say(state.schedule.describe())
     say(f"run: {folder}")
 
 
 def summary(
-    console: Console, progress: Progress, config: MultiGPUConfig, step: int, run: RunFolder
+    console: Console,
+    progress: Progress,
+    config: MultiGPUConfig,
+    step: int,
+    run: RunFolder,
+    told: RunRecord | None,
 ) -> None:
-    """What came out, where it lies, and how to look at it."""
+    """What came out, where it lies, and how to look at it. `told`: the run by its events."""
     last = progress.last
     if not last["train"]:
         return
     rows = [
         ["epochs", f"{progress.epochs_done}"],
         ["steps", f"{step}"],
-        ["time", f"{console.age_s():.1f} s"],
+        *(speed_rows(figures(told)) if told is not None else []),
         *([f"train {name}", _value(name, value)] for name, value in last["train"].items()),
         *([f"val {name}", _value(name, value)] for name, value in last["val"].items()),
     ]

@@ -39,11 +39,6 @@ class Console:
         self._title = ""
         self._last_line = 0.0
         self._last_tick = 0.0
-        self._made = time.perf_counter()
-
-    def age_s(self) -> float:
-        """Seconds since this console was made, which is when the run began."""
-        return time.perf_counter() - self._made
 
     def line(self, text: str = "") -> None:
         if not self.main or self.style == "off":

@@ -18,7 +18,7 @@ from multi_gpu_training.monitoring.device import DeviceReader
 from multi_gpu_training.monitoring.report.charts import Series
 from multi_gpu_training.monitoring.report.event_schema import is_number
 from multi_gpu_training.monitoring.report.figures import figures, readings
-from multi_gpu_training.monitoring.report.picture import draw
+from multi_gpu_training.monitoring.report.picture import device_panel, draw, logged_panel
 from multi_gpu_training.monitoring.report.run_record import read_run
 
 GIGABYTE = 2**30
@@ -128,19 +128,19 @@ class PerformanceMonitor:
         spacing = np.diff(np.array([began, *self._times]))
         rate = np.array(self._samples) / np.maximum(spacing, 1e-9)
         panels = [
-            ("loss", "step", [Series("loss", steps, np.array(self._history()))]),
-            ("samples/s", "step", [Series("samples/s", steps, rate)]),
+            logged_panel("loss", [Series("loss", steps, np.array(self._history()))]),
+            logged_panel("samples_per_s", [Series("samples/s", steps, rate)]),
         ]
         read = self._read()
         taken = np.array([at - began for at, _ in read])
-        for key, title, factor in (
-            ("memory_bytes", "memory (GB)", 1 / GIGABYTE),
-            ("gpu_utilization", "GPU use (%)", 1.0),
+        for key, title, unit, factor in (
+            ("memory_bytes", "Memory", "GB", 1 / GIGABYTE),
+            ("gpu_utilization", "GPU use", "%", 1.0),
         ):
             values = np.array([r.get(key, np.nan) * factor for _, r in read])
             if np.isfinite(values).any():
-                panels.append((title, "seconds", [Series(title, taken, values)]))
-        draw(panels, path)
+                panels.append(device_panel(title, unit, [Series(title, taken, values)]))
+        draw(panels, path, "Training metrics")
         return path
 
     def _watch(self, stop: threading.Event) -> None:

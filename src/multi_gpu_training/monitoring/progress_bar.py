@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from multi_gpu_training.monitoring.console import Console
+from multi_gpu_training.monitoring.report.wording import number
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.step import StepResult
 
@@ -35,7 +36,7 @@ class ProgressLines(Callback):
         if "accuracy" in metrics:
             note += f"  acc {metrics['accuracy']:.2%}"
         if "samples_per_s" in metrics:
-            note += f"  {metrics['samples_per_s']:,.0f} samples/s"
+            note += f"  {number(metrics['samples_per_s'])} samples/s"
         if self._in_epoch:
             self._console.advance(self._position(), self._total(), note)
         else:  # a loop of the user's own
@@ -58,6 +59,30 @@ class ProgressBar(ProgressLines):
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         self._console.tick(self._position)
+
+
+class NodeLines(Callback):
+    """On a machine without rank 0: where the run stands, in a line per epoch, and who tells the
+    rest. `ranks` are those of this machine."""
+
+    watches_only = True
+
+    def __init__(self, host: str, ranks: str, main_host: str) -> None:
+        self._host, self._ranks, self._main_host = host, ranks, main_host
+
+    def on_setup(self, run: Run) -> None:
+        where = f"from step {run.step}" if run.step else "from the start"
+        train = "train" if self._ranks.startswith("ranks") else "trains"
+        self._say(f"{self._ranks} {train} here {where}; rank 0 on {self._main_host} logs the rest")
+
+    def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
+        self._say(f"epoch {epoch + 1}/{run.config.epochs} is done, step {run.step}")
+
+    def on_end(self, run: Run) -> None:
+        self._say(f"ended at step {run.step}; summary and errors are in the log of rank 0")
+
+    def _say(self, text: str) -> None:
+        print(f"{self._host}: {text}", flush=True)
 
 
 def epoch_line(

@@ -17,10 +17,12 @@ from multi_gpu_training.data.feeding import BatchSizes, Loader
 from multi_gpu_training.monitoring.device import DeviceWatch, gpu_uuid
 from multi_gpu_training.monitoring.events import StructuredLogger
 from multi_gpu_training.monitoring.flops import measured_flops, peak_flops, uses_tf32
+from multi_gpu_training.monitoring.report.run_record import RunRecord, read_run
 from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.runner.selection import StepExecution
 from multi_gpu_training.training.step_state import StepState
+from multi_gpu_training.training.stopping import Stopped
 
 WORTH_A_REPORT_S = 10.0
 
@@ -45,10 +47,10 @@ class RunEvents(Callback):
         self._execution = execution
         self._logger = logger
         self._device: DeviceWatch | None = None
-        self._begun = time.perf_counter()
         self._first_step = state.step
         self._in_epoch = False
         logger.record("rank", **rank_facts(config, state, sizes, loader))
+        self._begun = time.perf_counter()  # as the report counts: from the event `rank` on
         if config.monitor:
             self._device = DeviceWatch(
                 state.placement.device,
@@ -77,8 +79,9 @@ class RunEvents(Callback):
         if self._device is not None:
             self._device.stop()
 
-    def end(self, folder: Path, say: Callable[[str], None], error: BaseException | None) -> None:
-        """The run has ended, well or by `error`."""
+    def end(self, folder: Path, error: BaseException | None) -> RunRecord | None:
+        """The run has ended, well or by `error`. Returns what its events tell of it, on the main
+        rank: summary and report take their figures from there, and so agree."""
         self.stop()
         state, execution = self._state, self._execution
         facts: dict[str, Any] = {
@@ -88,18 +91,30 @@ class RunEvents(Callback):
             "execution": execution.mode,
             "replayed": execution.replayed,
         }
-        if error is not None:
+        if isinstance(error, Stopped | KeyboardInterrupt):  # asked for: not a failure
+            facts["stopped"] = "SIGTERM" if getattr(error, "code", None) == 143 else "Ctrl-C"
+        elif error is not None:
             facts["error"] = f"{type(error).__name__}: {error}"[:500]
         self._logger.record("run_end", **facts)
-        wanted = self._config.report and state.placement.is_main
-        if wanted and error is None and facts["elapsed_s"] >= WORTH_A_REPORT_S:
-            self._write_report(folder, say)
+        if not state.placement.is_main:
+            return None
+        try:
+            return read_run(folder)
+        except Exception:  # a folder that is gone: the run has ended all the same
+            return None
 
-    def _write_report(self, folder: Path, say: Callable[[str], None]) -> None:
-        from multi_gpu_training.monitoring.report import write_report
+    def write_report(
+        self, run: RunRecord | None, say: Callable[[str], None], error: BaseException | None
+    ) -> None:
+        """The report of a run that has ended well and was long enough for one."""
+        if run is None or not self._config.report or error is not None:
+            return
+        if run.trained_s < WORTH_A_REPORT_S:
+            return
+        from multi_gpu_training.monitoring.report import write_page
 
         try:
-            say(f"report: {write_report([folder])}")
+            say(f"report: {write_page([run])}")
         except Exception as error:  # the run is done and saved: a picture of it must not fail it
             self._logger.warning(f"no report was written: {type(error).__name__}: {error}")
 

@@ -390,6 +390,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "packages": versions,
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],

@@ -190,11 +190,13 @@ class RemoteFolder:
             return fs, str(root)
         except ImportError as error:
             needed = str(known_implementations.get(self._scheme, {}).get("class", "")).split(".")[0]
+            if needed in ("", "fsspec"):  # it brings the protocol, and lacks what that stands on
+                needed = (error.name or "a package").partition(".")[0]
             extra = EXTRAS.get(needed)
             package = f"'multi-gpu-training[{extra}]'" if extra else needed
             raise StorageError(
-                f"{self.url}: {self._scheme}:// needs {needed or 'a package'}, which is not "
-                f"installed ({error}); pip install {package}",
+                f"{self.url}: {self._scheme}:// needs {needed}, which is not installed ({error}); "
+                f"pip install {package}",
                 lasting=True,
             ) from None
         except ValueError as error:
@@ -239,7 +241,7 @@ def explain(error: Exception, doing: str) -> str:
         return f"no credentials were found ({text}); {_CREDENTIALS}"
     if isinstance(error, PermissionError) or "Forbidden" in said or "AccessDenied" in said:
         return f"cannot {doing}: it was refused ({text}); {_CREDENTIALS}"
-    away = ("Endpoint", "Timeout", "ConnectionClosed", "ConnectorError", "ConnectionRefused")
+    away = ("Endpoint", "Timeout", "ConnectionClosed", "Connector", "ConnectionRefused")
     if isinstance(error, ConnectionError | TimeoutError) or any(word in kind for word in away):
         return f"cannot be reached ({said}); check the network and the endpoint (AWS_ENDPOINT_URL)"
     if "SlowDown" in said or "reduce your request rate" in said or "Throttl" in said:

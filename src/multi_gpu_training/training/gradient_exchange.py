@@ -76,7 +76,8 @@ class OptimizerGradients:
     """The gradients of one optimizer's parameters, between two of its steps.
 
     due: a backward came since the optimizer moved. open: they are this rank's alone, the sum of
-    micro-batches with `weight` and `loss`. earlier: those of losses before, exchanged already.
+    micro-batches with `weight` and `loss`. summed: their sum is wanted, not their mean. earlier:
+    those of losses before, exchanged already.
     skipped: they were not finite, and the optimizer did not move in this step.
     """
 
@@ -87,7 +88,7 @@ class OptimizerGradients:
         self.reset()
 
     def reset(self) -> None:
-        self.due = self.open = self.skipped = False
+        self.due = self.open = self.skipped = self.summed = False
         self.weight: Number = 0.0
         self.loss: Number = 0.0
         self.earlier: list[Tensor | None] = []

@@ -162,8 +162,9 @@ class TrainingLoop:
                         # It still counts as seen: positions in the data stay what they were.
                         trainer.pass_over(share_of(batch))
                         continue
-                    result = trainer.train_step(batch)  # fires on_step_begin and on_step_end
-                    if result.moved and self._after_step():
+                    # Fires on_step_begin and on_step_end. Its result is not held: the numbers of a
+                    # recorded step would be copied before the next one overwrites them.
+                    if trainer.train_step(batch).moved and self._after_step():
                         break
                     step = trainer.step + 1
                 metrics = self._end_of_training(loader, epoch)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -111,6 +111,11 @@ class ManualTrainer:
                 for parameter in slot.parameters:
                     hook = parameter.register_post_accumulate_grad_hook(self._refuse_foreign)
                     self._watch.append(hook)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the dataset so far; after a resume, the one to continue."""
+        return self._state.epoch
 
     # The block
 
@@ -266,6 +271,7 @@ class ManualTrainer:
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         weight: Number | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
         last: bool = True,
         retain_graph: bool = False,
         name: str | None = None,
@@ -274,14 +280,16 @@ class ManualTrainer:
         optimizers'. Returns the loss over all ranks.
 
         `loss` is a mean over this rank's part; `weight` is what it was divided by (tokens, say),
-        where that is not the batch's sample count. last=False: more micro-batches of the same mean
-        follow, and nothing is exchanged yet; do not divide the losses by their number. `name`: what
-        the log calls it.
+        where that is not the batch's sample count. reduction="sum": it is a sum over this rank's
+        part, and the gradient is that of the sum over all ranks. last=False: more micro-batches of
+        the same mean or sum follow, and nothing is exchanged yet; do not divide the losses by their
+        number. `name`: what the log calls it.
         """
         if not self._inside:
             raise ModelError("trainer.backward(loss) belongs inside `with trainer.step():`")
         loss = _checked(loss)
         slots = self._chosen(optimizer)
+        summed = _is_sum(reduction, weight, slots)
         if self._stood_in and self._sharded is None and not self._has_batch:
             raise ModelError(
                 "the newest manager.shard had no row for this rank and gave it a stand-in, which "
@@ -290,6 +298,9 @@ class ManualTrainer:
             )
         # What a stand-in weighs is nothing, whatever the loop counts in it.
         weight = self._weight if weight is None or not self._weight else _plain_weight(weight)
+        samples = weight  # what the log divides by
+        if summed:
+            weight = float(weight > 0)
         last = last and self._share.last
         mean, device = loss.detach(), self._placement.device
         plain = self._placement.dp_size == 1 and last and not any(slot.open for slot in slots)
@@ -321,13 +332,13 @@ class ManualTrainer:
         if self._share.count:
             number = slots[0].number if len(slots) == 1 else 0
             name = name or ("loss" if number == 0 else f"loss_{number + 1}")
-            self._noted.append((slots, name, part, weight))
+            self._noted.append((slots, name, part, samples))
         self._loss = mean if self._loss is None else self._loss
         over_ranks = mean
         for slot in slots:
             slot.due = True
             if not plain:
-                slot.open = True
+                slot.open, slot.summed = True, summed
                 slot.weight, slot.loss = slot.weight + weight, slot.loss + part
                 if last:
                     over_ranks = self._complete(slot).to(mean.dtype)
@@ -336,22 +347,24 @@ class ManualTrainer:
         return over_ranks
 
     def _complete(self, slot: OptimizerGradients) -> Tensor:
-        """Make this rank's sum of weighted gradients the mean over all ranks."""
+        """Make this rank's sum of weighted gradients the mean, or the sum, over all ranks."""
         unit = 1.0 if self._unit is None else self._unit
         tag = float(slot.number + 1)
+        # A sum is divided by nothing: the divisors of all ranks add up to 1.
+        divisor = float(self._placement.dp_rank == 0) if slot.summed else slot.weight
         if self._placement.dp_size == 1:
-            factor = ratio(unit, slot.weight, slot.parameters[0])
+            factor = ratio(unit, divisor, slot.parameters[0])
             for parameter in slot.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
             sums = torch.stack([as_double(slot.loss, self._placement.device)])
         else:
             numbers = (slot.loss, tag)
-            sums = self._exchange.mean(slot.parameters, unit, slot.weight, (*numbers, slot.weight))
+            sums = self._exchange.mean(slot.parameters, unit, divisor, (*numbers, divisor))
             self._mixed_up += sums[1] != tag * self._placement.dp_size
             if not sums.is_cuda:
                 self._check_order()
-        weight = sums[2] if len(sums) > 2 else as_double(slot.weight, sums.device)
+        weight = sums[2] if len(sums) > 2 else as_double(divisor, sums.device)
         loss = sums[0] / torch.where(weight > 0, weight, torch.ones_like(weight))
         slot.close()
         return loss
@@ -515,6 +528,23 @@ def _checked(loss: Any) -> Tensor:
             "or torch.no_grad()"
         )
     return loss.reshape(())
+
+
+def _is_sum(reduction: str, weight: Any, slots: Sequence[OptimizerGradients]) -> bool:
+    if reduction not in ("mean", "sum"):
+        raise ModelError(f"trainer.backward got reduction={reduction!r}; give 'mean' or 'sum'")
+    summed = reduction == "sum"
+    if summed and weight is not None:
+        raise ModelError(
+            "trainer.backward got a weight with reduction='sum'; a weight is what a mean was "
+            "divided by, so give the weight with a mean, or the sum alone"
+        )
+    if any(slot.open and slot.summed != summed for slot in slots):
+        raise ModelError(
+            "trainer.backward got a mean and a sum as micro-batches of one step (last=False); "
+            "give all of them the same reduction, or end the first with last=True"
+        )
+    return summed
 
 
 def _plain_weight(weight: Number) -> Number:

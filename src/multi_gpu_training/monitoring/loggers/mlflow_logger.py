@@ -96,12 +96,20 @@ class MlflowTracker:
         except MlflowException as error:
             status = error.get_http_status_code()
             if self.remote and status in {401, 403}:
-                raise ConfigError(
-                    f"loggers: MLflow at {uri} does not accept the credentials (HTTP {status}); "
-                    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or "
-                    "MLFLOW_TRACKING_TOKEN"
-                ) from None
+                raise ConfigError(f"loggers: {self._refusal(uri, status)}") from None
             raise
+
+    def _refusal(self, uri: str, status: int) -> str:
+        if status == 403:
+            return (
+                f"MLflow at {uri} knows you, but does not let you write to the experiment "
+                f"{self._options.experiment!r} (HTTP 403); ask for the right to edit it, or name "
+                "another in logger_options.mlflow.experiment"
+            )
+        return (
+            f"MLflow at {uri} does not accept the credentials (HTTP 401); set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        )
 
     def has(self, metric: str, step: int) -> bool:
         return (_allowed(metric), step) in self._held

@@ -151,7 +151,7 @@ class TrackerLogger:
             except ConfigError as error:
                 self._refused = error
                 if self._opened.is_set() or self._resumed_at or not self._tracker.remote:
-                    self._warn(error.problems[0])
+                    self._warn(error.problems[0].removeprefix("loggers: "))
                 self._opened.set()
                 return
             except Exception as error:

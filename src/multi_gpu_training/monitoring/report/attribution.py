@@ -17,6 +17,7 @@ from multi_gpu_training.monitoring.report.run_record import COLUMNS, RunRecord, 
 
 COMPUTING = ("forward", "backward", "optimizer")
 OWN = tuple(phase for phase in PHASES if phase not in ("comm", "checkpoint"))
+SLOWER = 0.1  # of a step, from which on a rank is slower than others
 FEWEST = 3  # timed steps, to say anything
 
 
@@ -51,6 +52,17 @@ class Steps:
     @property
     def computing(self) -> np.ndarray:
         return np.asarray(sum(self.phases[phase] for phase in COMPUTING))
+
+    @property
+    def slowest(self) -> int | None:
+        """The row of the rank that the others wait for; None where no rank is slower than another
+        by more than chance."""
+        own = np.median(self.own, axis=1)
+        if len(own) < 2 or self.unseen:
+            return None
+        row = int(own.argmax())
+        ahead = float(own[row] - np.median(np.delete(own, row)))
+        return row if ahead >= SLOWER * self.step else None
 
     def typical(self, phase: str) -> np.ndarray:
         """Median seconds of a phase, a value a rank; of waiting for data the mean, which knows

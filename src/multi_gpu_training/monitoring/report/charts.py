@@ -88,7 +88,9 @@ def phase_bars(names: Sequence[str], phases: dict[str, np.ndarray], mark: int | 
     return "".join(parts) + "</svg>"
 
 
-def heat_map(names: Sequence[str], cells: np.ndarray, steps: np.ndarray, slowest: int) -> str:
+def heat_map(
+    names: Sequence[str], cells: np.ndarray, steps: np.ndarray, slowest: int | None
+) -> str:
     """A row a name, a column a step, darker for more; a dot on the slowest of each column."""
     rows, columns = cells.shape
     left, width, row = 110, 780, max(8, min(22, 400 // rows))
@@ -109,7 +111,7 @@ def heat_map(names: Sequence[str], cells: np.ndarray, steps: np.ndarray, slowest
                 f'fill-opacity="{0.04 + 0.96 * shade:.2f}"/>'
             )
         parts.append("</g>")
-    for c, r in enumerate(np.nanargmax(cells, axis=0)):
+    for c, r in enumerate(np.nanargmax(cells, axis=0) if rows > 1 else []):
         x, y = left + (c + 0.5) * wide, r * row + row / 2 - 0.5
         parts.append(f'<circle class="worst" cx="{x:.1f}" cy="{y:.1f}" r="1.6"/>')
     for place in np.linspace(0, columns - 1, min(columns, 6)).astype(int):
@@ -138,11 +140,18 @@ def _binned(s: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     )
 
 
+def robust_limits(y: np.ndarray) -> tuple[float, float]:
+    """The smallest and largest value, but for a few extremes that would press the rest flat."""
+    if len(y) < 20:
+        return float(y.min()), float(y.max())
+    low, high = (float(v) for v in np.quantile(y, [0.02, 0.98]))
+    span = max(high - low, 1e-12)
+    near = y[(y >= low - span) & (y <= high + span)]
+    return float(near.min()), float(near.max())
+
+
 def _limits(y: np.ndarray) -> tuple[float, float]:
-    """Without the rarest extremes, which would press all the rest flat."""
-    low, high = (float(v) for v in np.quantile(y, [0.005, 0.995]))
-    if len(y) < 400:
-        low, high = float(y.min()), float(y.max())
+    low, high = robust_limits(y)
     if 0 <= low < 0.5 * high:
         low = 0.0
     if high <= low:

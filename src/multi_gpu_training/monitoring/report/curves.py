@@ -15,9 +15,9 @@ IDENTITY = {"v", "attempt", "rank", "world_size", "time", "clock", "step", "epoc
 FIRST = ("loss", "samples_per_s", "accuracy", "lr", "grad_norm", "input_wait")
 DEVICE = {
     "gpu_utilization": ("GPU use", "%", 1.0),
-    "memory_bytes": ("memory", "GB", 1 / 2**30),
-    "power_w": ("power", "W", 1.0),
-    "sm_clock_mhz": ("clock", "MHz", 1.0),
+    "memory_bytes": ("Memory", "GB", 1 / 2**30),
+    "power_w": ("Power", "W", 1.0),
+    "sm_clock_mhz": ("Clock", "MHz", 1.0),
     "cpu_percent": ("CPU use of the rank", "%", 1.0),
 }
 MOST_LINES = 8

@@ -110,14 +110,14 @@ def _launch(start: Event) -> tuple[Any, ...]:
 
 
 def told_once(found: list[Event]) -> list[Event]:
-    """Without what other ranks told as well: of a restart and of an end every rank tells. What one
-    rank tells twice happened twice, but for messages."""
+    """Without what other ranks told as well: of restarts, validations and ends every rank
+    tells. What one rank tells twice happened twice, but for messages."""
     kept: list[Event] = []
     seen: set[Any] = set()
     told: dict[Any, int] = {}
     for event in found:
         kind = event["event"]
-        if kind in ("restart", "resume", "log", "shares", "run_end"):
+        if kind in ("restart", "resume", "log", "shares", "run_end", "validation"):
             names = ("event", "attempt", "step", "message", "error")
             key = tuple(event.get(name) for name in names)
             if kind in ("restart", "resume", "run_end"):

@@ -13,6 +13,7 @@ from multi_gpu_training.monitoring.report import charts, comparison, curves, wor
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.figures import Figures, figures
 from multi_gpu_training.monitoring.report.page import SCRIPT, STYLE
+from multi_gpu_training.monitoring.report.picture import LOGGED
 from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.verdict import Verdict, judge
 from multi_gpu_training.redaction import redact_values
@@ -103,12 +104,15 @@ def _phases(run: RunRecord, steps: Steps) -> Iterator[str]:
     yield f"{keys}</p>"
     rows = _shown_rows(steps)
     names = [f"rank {steps.ranks[row]}" for row in rows]
-    typical = {phase: steps.typical(phase)[rows] for phase in PHASES}
-    slowest = int(np.median(steps.own, axis=1)[rows].argmax()) if len(rows) > 1 else None
+    # Timing a step makes it longer: its phases are shares of the step as the run has it.
+    timed = float(sum(steps.typical(phase).mean() for phase in PHASES))
+    scale = (figures(run).step_s or steps.loaded_step) / max(timed, 1e-12)
+    typical = {phase: steps.typical(phase)[rows] * scale for phase in PHASES}
+    slowest = None if steps.slowest is None else rows.tolist().index(steps.slowest)
     yield f'<div class="scroll">{charts.phase_bars(names, typical, slowest)}</div>'
     if len(rows) < len(steps.ranks):
         yield f'<p class="soft">The {len(rows)} slowest of {len(steps.ranks)} ranks are shown.</p>'
-    yield _heat_map(steps, rows, names, slowest or 0)
+    yield _heat_map(steps, rows, names, slowest)
 
 
 def _shown_rows(steps: Steps) -> np.ndarray:
@@ -117,7 +121,7 @@ def _shown_rows(steps: Steps) -> np.ndarray:
     return np.sort(np.argsort(-own)[:MOST_ROWS])
 
 
-def _heat_map(steps: Steps, rows: np.ndarray, names: list[str], slowest: int) -> str:
+def _heat_map(steps: Steps, rows: np.ndarray, names: list[str], slowest: int | None) -> str:
     columns = max(20, min(250, MOST_CELLS // max(1, len(rows))))
     pieces = np.array_split(np.arange(len(steps.steps)), min(columns, len(steps.steps)))
     shown = {"own time": steps.own, **steps.phases}
@@ -146,7 +150,8 @@ def _heat_map(steps: Steps, rows: np.ndarray, names: list[str], slowest: int) ->
 def _charts(found: dict[str, list[charts.Series]], x_unit: str = "step") -> str:
     parts = []
     for title, series in found.items():
-        drawn = charts.line_chart(series, x_unit, from_zero=x_unit != "step")
+        zero = x_unit != "step" or LOGGED.get(title, ("", "", 1.0, False))[3]  # rates begin at 0
+        drawn = charts.line_chart(series, x_unit, from_zero=zero)
         if not drawn:
             continue
         key = "".join(f'<span class="key c{s.colour % 8}"></span>{escape(s.name)}' for s in series)

@@ -234,16 +234,28 @@ def _judge(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timelin
     begun = [event for cut in cuts.values() for _, _, event in cut.starts]
     read = [event for readings in run.devices.values() for event in readings]
     times = [time_of(event) for event in (*run.steps, *run.notable, *begun, *read)]
-    run.began = min((time for time in times if time), default=0.0)
-    run.trained_s = max(cut.trained_s() for cut in cuts.values())
+    first = [time_of(event) for _, _, event in cuts[run.ranks[0]].starts[:1] if event]
+    run.began = next(filter(None, first), min((time for time in times if time), default=0.0))
+    # Of one rank: others write their last line a moment later, and the summary does not wait.
+    run.trained_s = cuts[run.ranks[0]].trained_s()
     run.ends = latest_ends(cuts)
-    if owner(run.path) is not None:
+    holder = owner(run.path)
+    if holder is not None and not (run.ends and holder.get("pid") == os.getpid()):
         run.state = "running"
     elif run.ends:
-        run.state = "failed" if any(end.get("error") for end in run.ends) else "finished"
+        endings = {ending(end) for end in run.ends}
+        run.state = next(end for end in ("failed", "stopped", "finished") if end in endings)
     elif run.facts:
         run.state = "ended without a word"
     run.problems = list(_problems(run, lines, cuts))
+
+
+def ending(end: Event) -> str:
+    """How a rank ended: failed, stopped (by a signal: somebody wanted it) or finished."""
+    error = str(end.get("error") or "")
+    if end.get("stopped") or error.startswith(("Stopped:", "KeyboardInterrupt")):  # of 0.1, too
+        return "stopped"
+    return "failed" if error else "finished"
 
 
 def _problems(

@@ -15,6 +15,7 @@ from multi_gpu_training.monitoring.report import comparison, wording
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord
+from multi_gpu_training.monitoring.report.sentences import duration
 from multi_gpu_training.monitoring.report.verdict import judge
 from multi_gpu_training.safe_output import printable
 
@@ -45,7 +46,9 @@ def _show_run(run: RunRecord, console: Console) -> None:
     more = "".join(f"\n- {line}" for line in (*verdict.more, *verdict.notes))
     colour = "red" if verdict.causes else "green" if verdict.kind == "none" else "yellow"
     console.print(Panel(_data(verdict.headline + more), title=_data(run.name), border_style=colour))
-    console.print(_data("  ".join(f"{name}: {value}" for name, value in wording.tiles(run, found))))
+    tiles = [f"{name}: {value}" for name, value in wording.tiles(run, found)]
+    for line in _packed(tiles, console.width):
+        console.print(_data(line))
     forecast = wording.forecast_line(found)
     if forecast:
         console.print(_data(forecast))
@@ -54,7 +57,7 @@ def _show_run(run: RunRecord, console: Console) -> None:
         console.print(f"loss  {loss[0]:.4g} {_spark(loss)} {loss[-1]:.4g}")
     steps = side_by_side(run)
     if steps is not None:
-        console.print(_phase_table(steps))
+        console.print(_phase_table(steps, found.step_s or steps.loaded_step))
         for line in _heat_lines(steps):
             console.print(_data(line), highlight=False)
     rows = wording.event_rows(run)
@@ -62,23 +65,37 @@ def _show_run(run: RunRecord, console: Console) -> None:
         console.print(_table(["after", "what", ""], rows[-MOST_EVENTS:], "Events"))
 
 
+def _packed(words: Sequence[str], width: int) -> list[str]:
+    """Lines of whole figures: 8.6 ms must not be broken in the middle."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + 2 + len(word) <= width:
+            lines[-1] += f"  {word}"
+        else:
+            lines.append(word)
+    return lines
+
+
 def _data(text: str) -> str:
     """What a run's files say, as it is: neither markup nor control characters act."""
     return escape(printable(text))
 
 
-def _phase_table(steps: Steps) -> Table:
-    """Milliseconds of each phase, a row a rank; the slowest is marked."""
-    slowest = _slowest(steps)
-    title = f"A step, rank by rank: ms over {len(steps.steps)} timed steps"
+def _phase_table(steps: Steps, step_s: float) -> Table:
+    """Milliseconds of each phase, a row a rank; the slowest is marked, if one is."""
+    # Timing a step makes it longer: its phases are shares of the step as the run has it.
+    scale = step_s / max(float(sum(steps.typical(phase).mean() for phase in PHASES)), 1e-12)
+    title = f"A step of {duration(step_s)}, rank by rank: ms, by {len(steps.steps)} timed steps"
     table = Table(title=title, title_justify="left")
-    for name in ("", *PHASES, "waits for others"):
-        table.add_column(name, justify="right" if name else "left")
+    # Checkpoints are rarely among the timed steps, and eight columns are wide enough.
+    shown = [p for p in PHASES if p != "checkpoint" or steps.typical(p).max() * scale >= 5e-6]
+    for name in ("", *shown, "waits for others"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
     waits = np.median(steps.waits, axis=1)
     for row in _rows(steps):
-        cells = [f"{float(steps.typical(phase)[row]) * 1e3:.2f}" for phase in PHASES]
-        name = f"rank {steps.ranks[row]}" + (" slowest" if row == slowest else "")
-        table.add_row(name, *cells, f"{waits[row] * 1e3:.2f}")
+        cells = [f"{float(steps.typical(phase)[row]) * scale * 1e3:.2f}" for phase in shown]
+        name = f"rank {steps.ranks[row]}" + (" slowest" if row == steps.slowest else "")
+        table.add_row(name, *cells, f"{waits[row] * scale * 1e3:.2f}")
     return table
 
 
@@ -86,18 +103,14 @@ def _heat_lines(steps: Steps) -> list[str]:
     """Own time of each rank along the run, darker for longer."""
     pieces = np.array_split(np.arange(len(steps.steps)), min(60, len(steps.steps)))
     own = np.stack([np.median(steps.own[:, piece], axis=1) for piece in pieces], axis=1)
-    largest, slowest = max(float(own.max()), 1e-12), _slowest(steps)
+    largest = max(float(own.max()), 1e-12)
     lines = []
     for row in _rows(steps):
         cells = (own[row] / largest * (len(SHADES) - 1)).round().astype(int)
         name = f"rank {steps.ranks[row]}"
-        mark = "  slowest" if row == slowest else ""
+        mark = "  slowest" if row == steps.slowest else ""
         lines.append(f"{name:>9} {''.join(SHADES[cell] for cell in cells)}{mark}")
     return [*lines, f"{'':>9} own time, step {steps.steps[0]} to {steps.steps[-1]}"]
-
-
-def _slowest(steps: Steps) -> int | None:
-    return int(np.median(steps.own, axis=1).argmax()) if len(steps.ranks) > 1 else None
 
 
 def _rows(steps: Steps) -> list[int]:

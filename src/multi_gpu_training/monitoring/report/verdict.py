@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from multi_gpu_training.monitoring.report.attribution import COMPUTING, Steps, side_by_side
-from multi_gpu_training.monitoring.report.cause import Cause
+from multi_gpu_training.monitoring.report.cause import EVERYWHERE, Cause
 from multi_gpu_training.monitoring.report.causes import find_causes
+from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.sentences import duration, sentence, strangers
 
@@ -44,33 +45,43 @@ def judge(run: RunRecord) -> Verdict:
             "(monitor=false, or a very short run)",
             notes=notes,
         )
-    return Verdict(_healthy(steps), notes=notes)
+    return Verdict(_healthy(run, steps), notes=notes)
 
 
-def _healthy(steps: Steps) -> str:
+def _healthy(run: RunRecord, steps: Steps) -> str:
+    """Where the time of a step goes, where none of it is a defect."""
     typical = {phase: float(steps.typical(phase).mean()) for phase in steps.phases}
     whole = max(sum(typical.values()), 1e-12)
     share = {phase: seconds / whole for phase, seconds in typical.items()}
     computing = sum(share[phase] for phase in COMPUTING)
-    mean, usual = duration(steps.mean_loaded_step), duration(steps.loaded_step)
-    text = f"nothing stands out: of a step of {duration(steps.step)}"
+    transfer = min(float(np.median(steps.transfer)) / whole, share["comm"])
+    waits = share["comm"] - transfer
+    step = duration(figures(run).step_s or steps.loaded_step)
+    text = f"nothing stands out: of a step of {step}"
     if steps.mean_loaded_step > 2 * steps.loaded_step:
+        longer = steps.mean_loaded_step / steps.loaded_step
         text = (
-            f"some steps take far longer than most ({mean} on the mean, {usual} typically), but "
-            f"neither always on one rank nor in one phase: of a typical {duration(steps.step)}"
+            f"some steps take far longer than most (on average {longer:.1f} times a typical one), "
+            "but neither always on one rank nor in one phase: of a typical step"
         )
     elif steps.mean_loaded_step > 2 * steps.step:
+        other = 1 - steps.step / steps.mean_loaded_step
         text = (
-            f"nothing stands out but other work on the machine: steps take {mean} with the time "
-            f"without a core; of the {duration(steps.step)} without it"
+            f"nothing stands out but other work on the machine, which holds up the ranks for "
+            f"{other:.0%} of a step of {step}; of the rest"
         )
+    elif len(steps.ranks) > 1 and not steps.unseen and max(transfer, waits) >= EVERYWHERE:
+        where = "exchanging gradients costs much of it"
+        if waits > transfer:
+            where = "they wait for each other in turns"
+        text = f"no rank is slow, but {where}: of a step of {step}"
     text += f", {computing:.0%} is computing, {share['input']:.0%} waiting for data"
     if steps.unseen:
         text += f", {share['comm']:.0%} waiting for {strangers(steps)} or the network"
     elif len(steps.ranks) > 1:
-        transfer = min(float(np.median(steps.transfer)) / whole, share["comm"])
-        waits = share["comm"] - transfer
         text += f", {transfer:.0%} exchanging gradients, {waits:.0%} waiting for other ranks"
+        if transfer >= EVERYWHERE:
+            text += "; larger batches or gradient_accumulation_steps make exchanges rarer"
     return text
 
 

@@ -8,17 +8,18 @@ from typing import Any
 from multi_gpu_training.monitoring.report.event_schema import is_number
 from multi_gpu_training.monitoring.report.figures import Figures
 from multi_gpu_training.monitoring.report.history import Event
-from multi_gpu_training.monitoring.report.run_record import RunRecord
+from multi_gpu_training.monitoring.report.run_record import RunRecord, ending
 from multi_gpu_training.monitoring.report.sentences import duration
 
 STATES = {
     "finished": "finished",
     "failed": "failed",
+    "stopped": "stopped: by a signal",
     "running": "still going",
     "ended without a word": "ended without a word: killed, or the machine went down",
     "unknown": "its end is not recorded",
 }
-IDENTITY = {"v", "run", "attempt", "rank", "world_size", "host", "time", "clock", "event"}
+IDENTITY = {"v", "run", "attempt", "rank", "world_size", "host", "time", "clock", "event", "_crc"}
 MOST_EVENTS = 200
 
 
@@ -28,15 +29,23 @@ def tiles(run: RunRecord, found: Figures) -> list[tuple[str, str]]:
         ("state", STATES[run.state].partition(":")[0]),
         ("steps", f"{run.last_step:,}"),
         ("ranks", str(run.world_size)),
-        ("time", duration(found.elapsed_s) if found.elapsed_s else None),
-        ("samples/s", number(found.samples_per_s)),
-        ("step", duration(found.step_s) if found.step_s else None),
+        *speed_rows(found),
         ("peak memory", size(found.peak_bytes)),
         ("GPU use", percent(found.gpu_utilization, 100)),
         ("power", f"{found.power_w:,.0f} W a GPU" if found.power_w else None),
         ("MFU", f"{found.mfu:.1%}" if found.mfu is not None else None),
     ]
     rows += [(name, f"{value:.4g}") for name, value in found.metrics.items()]
+    return [(name, value) for name, value in rows if value is not None]
+
+
+def speed_rows(found: Figures) -> list[tuple[str, str]]:
+    """Time, rate and step time, in the same words wherever a run is summed up."""
+    rows = [
+        ("time", duration(found.elapsed_s) if found.elapsed_s else None),
+        ("samples/s", number(found.samples_per_s)),
+        ("step", duration(found.step_s) if found.step_s else None),
+    ]
     return [(name, value) for name, value in rows if value is not None]
 
 
@@ -89,6 +98,10 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
         world = event.get("world_size")
         ranks = "1 rank" if world == 1 else f"{world} ranks"
         text = f"{again}, on {ranks} from step {event.get('step')}"
+    elif kind == "validation":
+        found = {k: v for k, v in event.items() if k not in (*IDENTITY, "step")}
+        text = ", ".join(f"{name} {_short(value)}" for name, value in found.items())
+        text = f"after step {event.get('step')}: {text}"
     elif kind == "log":
         text = str(event.get("message"))
         kind = str(event.get("level", "log"))
@@ -97,8 +110,10 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
         text = f"rank {event.get('rank')}: no step for {duration(waited)}"
         text += f" after step {event.get('step')}"
     elif kind == "run_end":
+        kind = {"finished": "end"}.get(ending(event), ending(event))
         text = str(event.get("error") or f"after step {event.get('step')}")
-        kind = "failed" if event.get("error") else "end"
+        if kind == "stopped":
+            text = f"by {event.get('stopped', 'a signal')} after step {event.get('step')}"
     else:
         text = f"rank {event.get('rank')}: " + ", ".join(
             f"{key} {_short(value)}" for key, value in event.items() if key not in IDENTITY

@@ -52,6 +52,8 @@ def compare_modes(
     for case, row, speedup in zip(cases, rows, show.speedups(rows), strict=True):
         row["speedup"] = speedup
         row |= _exposed(parts[case.name], parts.get(f"{case.name} {SILENT}"))
+    base = next((row for row in rows if row["samples_per_s"]), None)
+    doubts = show.mark_doubts(rows, base)
     return ResultTable(
         kind="modes",
         title=f"One model, {show.counted(ranks, unit)}",
@@ -60,7 +62,7 @@ def compare_modes(
             Column(f"batch per {unit}", lambda row: show.number(row["per_rank_batch"])),
             Column("global batch", lambda row: show.number(row["global_batch"])),
             show.SAMPLES,
-            Column("speed", lambda row: show.ratio(row["speedup"])),
+            Column("speed", lambda row: show.doubted(show.ratio(row["speedup"]), row)),
             show.STEP,
             show.SPREAD,
             show.MEMORY,
@@ -69,7 +71,7 @@ def compare_modes(
         ],
         rows=rows,
         bars=[show.SAMPLES_BAR, show.STEP_BAR, show.PEAK_BAR],
-        notes=_mode_notes(rows, unit),
+        notes=[*_mode_notes(rows, unit), *doubts],
     )
 
 
@@ -166,6 +168,7 @@ def compare_batch_sizes(
         rows.append({**part.row(), "batch_size": size, "total_batch": total})
     for row, speedup in zip(rows, show.speedups(rows), strict=True):
         row["relative_speed"] = speedup
+    doubts = show.mark_doubts(rows)
     report = ResultTable(
         kind="batch sizes",
         title=f"Samples per {unit}, {show.counted(ranks, unit)}",
@@ -183,6 +186,7 @@ def compare_batch_sizes(
         bars=[show.SAMPLES_BAR, show.PEAK_BAR],
     )
     _recommend(report, unit)
+    report.notes += doubts
     return report
 
 
@@ -259,6 +263,7 @@ def compare_precisions(
         known = row["samples_per_s"] is not None and base["samples_per_s"] is not None
         row["speedup"] = row["samples_per_s"] / base["samples_per_s"] if known else None
         row["memory_ratio"] = row["peak_bytes"] / base["peak_bytes"] if known else None
+    doubts = show.mark_doubts(rows)
     report = ResultTable(
         kind="precision",
         title=f"Precision, {show.counted(ranks, unit)}",
@@ -284,4 +289,5 @@ def compare_precisions(
             "taken in equal parts; try --batch-size 32."
         )
     report.notes += [f"{row['case']}: {row['error']}" for row in rows if row["error"]]
+    report.notes += doubts
     return report

@@ -15,9 +15,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from multi_gpu_training.extras import can_draw
+from multi_gpu_training.monitoring.report.picture import readable
 from multi_gpu_training.portability import usable_cores
 
+NOISY = 3.0  # times as long are the slow steps of a quiet machine at most
+SUPERLINEAR = 1.1  # times as fast as its ranks allow: more is not an effect of caches
 SCHEMA = 1
+WORDS = 12  # columns for the words at the end of a row, where the terminal is narrow
 Row = dict[str, Any]
 
 
@@ -33,6 +37,7 @@ class Bar(NamedTuple):
     and `high` are the keys of a range around it."""
 
     title: str
+    unit: str
     key: str
     scale: float = 1.0
     low: str | None = None
@@ -55,20 +60,35 @@ class ResultTable:
     notes: list[str] = field(default_factory=list)
     recommended: dict[str, Any] | None = None
 
-    def table(self) -> Table:
+    def table(self, wrap_last: bool = False) -> Table:
         """For a rich console."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-        for index, column in enumerate(self.columns):
-            table.add_column(column.title, justify="right" if index else "left", no_wrap=True)
+        table.collapse_padding, table.pad_edge = True, False
+        shown = [column for column in self.columns if not self._is_empty(column)]
+        for index, column in enumerate(shown):
+            heading = _in_two_lines(column.title)
+            wraps = wrap_last and index == len(shown) - 1
+            table.add_column(
+                heading,
+                justify="right" if index and not wraps else "left",
+                no_wrap=not wraps,
+                max_width=WORDS if wraps else None,
+            )
         for row in self.rows:
-            table.add_row(*(escape(column.show(row)) for column in self.columns))
+            table.add_row(*(escape(column.show(row)) for column in shown))
         return table
+
+    def _is_empty(self, column: Column) -> bool:
+        """Whether a column says nothing in the terminal; files keep it."""
+        return bool(self.rows) and all(column.show(row) == "-" for row in self.rows)
 
     def show(self, console: Console) -> None:
         """Print the table and its notes."""
         table = self.table()
-        # A table that is cut says nothing: let the terminal wrap it.
+        # A table that is cut says nothing: let the last column wrap, then the terminal.
         wide = console.options.update(max_width=400)
+        if console.measure(table, options=wide).maximum > console.width:
+            table = self.table(wrap_last=True)
         console.width = max(console.width, console.measure(table, options=wide).maximum)
         console.print(table)
         for note in self.notes:
@@ -117,11 +137,17 @@ class ResultTable:
                 if value is not None and bar.low and bar.high:
                     low, end = row[bar.low] * bar.scale, row[bar.high] * bar.scale
                     panel.plot([low, end], [place, place], color="black", linewidth=1)
-                text = " none" if value is None else f" {shown[place]:,.4g}"
+                text = " none" if value is None else f" {_precise(shown[place])}"
                 panel.text(end, place, text, va="center", fontsize=8)
             panel.set_yticks(range(len(names)), names if index == 0 else [""] * len(names))
             panel.invert_yaxis()
             panel.margins(x=0.25)
+            panel.set_xlim(left=0)
+            panel.set_xlabel(bar.unit, fontsize=8)
+            panel.tick_params(labelsize=8)
+            panel.grid(alpha=0.3, axis="x")
+            panel.set_axisbelow(True)
+            readable(panel.xaxis)
             panel.set_title(bar.title, fontsize=10)
         figure.suptitle(self.title, fontsize=11)
         path = Path(path)
@@ -141,6 +167,19 @@ class ResultTable:
 
     def __str__(self) -> str:
         return f"{self.title}\n\n{self.markdown()}"
+
+
+def _precise(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _in_two_lines(title: str) -> str:
+    """A heading broken where its halves are most alike: tables are as wide as their headings."""
+    gaps = [place for place, letter in enumerate(title) if letter == " "]
+    if len(title) < 9 or not gaps or "%" in title:
+        return title
+    middle = min(gaps, key=lambda place: abs(2 * place - len(title)))
+    return f"{title[:middle]}\n{title[middle + 1 :]}"
 
 
 def machine() -> dict[str, Any]:
@@ -194,6 +233,44 @@ def speedups(rows: Sequence[Row]) -> list[float | None]:
     return [rate / base if rate and base else None for rate in rates]
 
 
+def doubts(row: Row, base: Row | None = None) -> list[str]:
+    """Why a row is not believable: its steps differ too much, or it is faster against `base` than
+    its ranks can make it."""
+    found = []
+    low, high = row.get("step_p10_s"), row.get("step_p90_s")
+    if low and high and high > NOISY * low:
+        found.append(
+            f"its steps take between {milliseconds(low)} and {milliseconds(high)}: something else "
+            "was running"
+        )
+    speed, ranks = row.get("speedup"), row.get("ranks")
+    if base is not None and speed and ranks and base.get("ranks"):
+        most = ranks / base["ranks"]
+        if speed > SUPERLINEAR * most:
+            found.append(
+                f"{ratio(speed)} with {most:g} times the ranks: something slowed {base['case']} "
+                "down"
+            )
+    return found
+
+
+def mark_doubts(rows: Sequence[Row], base: Row | None = None) -> list[str]:
+    """Note down in each row whether it is believable, and return what to say about those that are
+    not."""
+    notes = []
+    for row in rows:
+        row["doubts"] = doubts(row, base)
+        notes += [f"Not believable: {row['case']}: {text}" for text in row["doubts"]]
+    if notes:
+        notes.append("Measure again on a quiet machine, with --repeats 3 and more --steps.")
+    return notes
+
+
+def doubted(text: str, row: Row) -> str:
+    """A figure, with a question mark where its row is not believable."""
+    return f"{text} ?" if row.get("doubts") and text != "-" else text
+
+
 def case_name(row: Row) -> str:
     """With the reason where there is nothing to show."""
     if row.get("out_of_memory"):
@@ -203,18 +280,24 @@ def case_name(row: Row) -> str:
     return str(row["case"])
 
 
+def _on_gpu(row: Row) -> bool:
+    return bool(row["device"] != "CPU")  # which has no graphs
+
+
 def _spread(row: Row) -> str:
     if row["step_p10_s"] is None:
         return "-"
-    return f"{milliseconds(row['step_p10_s'])} - {milliseconds(row['step_p90_s'])}"
+    low, high = milliseconds(row["step_p10_s"]), milliseconds(row["step_p90_s"])
+    number, _, unit = low.partition(" ")
+    return f"{number if high.endswith(unit) else low} - {high}"
 
 
 STEP = Column("step", lambda row: milliseconds(row["step_p50_s"]))
 SPREAD = Column("10 % - 90 %", _spread)
-SAMPLES = Column("samples/s", lambda row: number(row["samples_per_s"]))
+SAMPLES = Column("samples/s", lambda row: doubted(number(row["samples_per_s"]), row))
 MEMORY = Column("memory", lambda row: memory(row["peak_bytes"]))
-GRAPH = Column("as a graph", lambda row: share(row["graph_share"]))
+GRAPH = Column("as a graph", lambda row: share(row["graph_share"] if _on_gpu(row) else None))
 
-SAMPLES_BAR = Bar("samples/s", "samples_per_s")
-STEP_BAR = Bar("median step and 10 - 90 %, ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
-PEAK_BAR = Bar("peak memory, MB", "peak_bytes", 2**-20)
+SAMPLES_BAR = Bar("Speed", "samples per second", "samples_per_s")
+STEP_BAR = Bar("Median step, 10 - 90 %", "ms", "step_p50_s", 1e3, "step_p10_s", "step_p90_s")
+PEAK_BAR = Bar("Peak memory", "MB", "peak_bytes", 2**-20)

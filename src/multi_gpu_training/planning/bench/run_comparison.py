@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import yaml
-
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.monitoring.event_segments import segments
+from multi_gpu_training.monitoring.report.figures import figures
+from multi_gpu_training.monitoring.report.run_record import event_files, read_run
 from multi_gpu_training.planning.bench import result_table as show
 from multi_gpu_training.planning.bench.result_table import Column, ResultTable, Row
 
@@ -129,45 +127,28 @@ def _from_summary(name: str, value: Mapping[str, Any]) -> Row:
 
 
 def _from_folder(name: str | None, folder: Path) -> Row:
-    """A run's folder: its settings, and what it wrote down while it trained."""
-    events = folder / "events" / "rank-0.jsonl"
-    if not events.is_file():
+    """A run's folder: its settings, and the figures that its report shows."""
+    if not event_files(folder):
         raise ConfigError(
-            f"{folder} is not a run folder: {events} does not exist; give runs/RECIPE/NAME as a "
-            "run prints it"
+            f"{folder} is not a run folder: it has no events/rank-*.jsonl; give what a run "
+            "prints as its folder, runs/RECIPE/NAME"
         )
-    config = yaml.safe_load((folder / "config.yaml").read_text()) or {}
-    files = [*(segment.path for segment in segments(events)), events]
-    lines = [line for file in files for line in map(_event, file.read_text().splitlines()) if line]
-    steps = [line for line in lines if line.get("event") == "step"]
-    epochs = [line for line in lines if line.get("event") == "epoch"]
-    # The first interval holds the start: compilation, autotuning, filling caches.
-    rates = [line["samples_per_s"] for line in (steps[1:] or steps) if "samples_per_s" in line]
-    peaks = [line["peak_bytes"] for line in lines if _is_number(line.get("peak_bytes"))]
-    last = (epochs[-1].get("val") or epochs[-1].get("train") or {}) if epochs else {}
+    run = read_run(folder)
+    found = figures(run)
     return {
-        "case": name or f"{folder.parent.name}/{folder.name}",
-        "mode": config.get("training_mode"),
-        # The last line: an elastic run may have changed its size.
-        "ranks": lines[-1].get("world_size") if lines else None,
-        "per_rank_batch": config.get("batch_size"),
-        "samples_per_s": median(rates) if rates else None,
-        "step_p50_s": None,
-        "peak_bytes": max(peaks) if peaks else None,
-        "training_time_s": None,
-        "metrics": {key: value for key, value in last.items() if _is_number(value)},
+        "case": name or run.name,
+        "mode": run.config.get("training_mode"),
+        "ranks": run.world_size,
+        "per_rank_batch": run.config.get("batch_size"),
+        "samples_per_s": found.samples_per_s,
+        "step_p50_s": found.step_s,
+        "peak_bytes": found.peak_bytes,
+        "training_time_s": found.elapsed_s,
+        "metrics": found.metrics,
         "folder": str(folder),
         "error": None,
         "out_of_memory": False,
     }
-
-
-def _event(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}  # the last line of a run that was killed
-    return found if isinstance(found, dict) else {}
 
 
 def _bench_file(path: Path) -> list[Row]:

@@ -13,6 +13,7 @@ from typing import Any
 from multi_gpu_training.extras import can_draw
 from multi_gpu_training.measure.case import percentile
 from multi_gpu_training.measure.memory_model import MemoryModel
+from multi_gpu_training.monitoring.report.picture import readable
 from multi_gpu_training.planning.bench.result_table import (
     Column,
     ResultTable,
@@ -25,7 +26,7 @@ from multi_gpu_training.planning.bench.result_table import (
     share,
 )
 from multi_gpu_training.planning.forecast.profile import StepProfile
-from multi_gpu_training.planning.forecast.result import Forecast, ForecastRow
+from multi_gpu_training.planning.forecast.result import Forecast, ForecastRow, Strategy
 
 SCHEMA = 1
 DOES_NOT_FIT = "memory: does not fit"
@@ -49,6 +50,7 @@ class Outcome:
     forecast: Forecast
     length: str = ""
     notes: tuple[str, ...] = ()
+    strategy: Strategy = "ddp"
     rows: list[Row] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,49 +64,80 @@ class Outcome:
         batch, measured = row.per_rank_batch, {p.per_rank_batch for p in self.profile.memory}
         if taken is not None and not taken.grows and batch not in measured:
             taken = None  # one batch says nothing of another
+        # Sharded ranks leave a part of what was measured to each other.
+        away = self.profile.sharded_away_bytes(row.gpus) if self.strategy == "fsdp" else 0.0
         found |= {
             "theoretical_speedup": float(row.gpus),
             "actual_speedup": row.speedup,
-            "peak_bytes": taken.peak(batch) if taken is not None else None,
-            "fits": taken.fits(batch, room) if taken is not None and room else None,
+            "peak_bytes": taken.peak(batch) - away if taken is not None else None,
+            "fits": taken.fits(batch, room + away) if taken is not None and room else None,
         }
+        if row.gpus == 1:
+            # Measured, not forecast: its band is how much its own steps differ.
+            steps = self.profile.step_times_s
+            low, high = (
+                min(row.step_s, percentile(steps, 10)),
+                max(row.step_s, percentile(steps, 90)),
+            )
+            found |= {"low_step_s": low, "high_step_s": high}
+            found["low_samples_per_s"] = row.samples_per_s * row.step_s / high
+            found["high_samples_per_s"] = row.samples_per_s * row.step_s / low
+            if row.cost is not None:
+                found["low_cost"] = row.cost * low / row.step_s
+                found["high_cost"] = row.cost * high / row.step_s
         if found["fits"] is False:
             found["limit"] = DOES_NOT_FIT  # whatever limits its speed, it will not run
         return found
 
-    # As a table
+    # As tables
 
-    def report(self) -> ResultTable:
+    @property
+    def unit(self) -> str:
+        """What there are several of: on CPUs a rank is a process."""
+        return "rank" if self.profile.device == "CPU" else "GPU"
+
+    @property
+    def title(self) -> str:
         forecast = self.forecast
         title = f"{self.profile.name} on {self.profile.device}"
         if any(row.gpus > 1 for row in forecast.rows):
-            title += f", {forecast.interconnect}, {forecast.scaling} scaling"
-        return ResultTable("estimate", title, self._columns(), self.rows, notes=self._notes())
+            sharded = ", fsdp" if self.strategy == "fsdp" else ""
+            title += f"{sharded}, {forecast.interconnect}, {forecast.scaling} scaling"
+        return title
 
-    def _columns(self) -> list[Column]:
-        columns = [
-            Column("GPUs", lambda row: number(row["gpus"])),
+    def tables(self) -> list[ResultTable]:
+        """Speed and cost with guide 002's columns, then what a step is made of. Each fits 100
+        columns, and each row has its band."""
+        unit, band = self.unit, f"{self.forecast.band_level:.0%} band"
+        count = Column(f"{unit}s", lambda row: number(row["gpus"]))
+        speed = [
+            count,
             Column("theoretical", lambda row: times(row["theoretical_speedup"])),
             Column("actual", lambda row: times(row["actual_speedup"])),
             Column("efficiency", lambda row: share(row["efficiency"])),
+            Column(band, _efficiency_band),
         ]
         if self.length:
-            columns.append(Column(f"time ({self.length})", lambda row: duration(row["training_s"])))
-            columns.append(Column("GPU-hours", lambda row: hours(row["gpu_hours"])))
+            speed.append(Column(f"time ({self.length})", lambda row: duration(row["training_s"])))
+            speed.append(Column(f"{unit}-hours", lambda row: hours(row["gpu_hours"])))
         if any(row["cost"] is not None for row in self.rows):
-            columns.append(Column("cost", lambda row: money(row["cost"], self.currency)))
+            speed.append(Column("cost", lambda row: money(row["cost"], self.currency)))
         if any(row["electricity_cost"] is not None for row in self.rows):
-            columns.append(Column("electricity", lambda row: money(row["electricity_cost"], "")))
-        columns += [
+            speed.append(Column("electricity", lambda row: money(row["electricity_cost"], "")))
+        step = [
+            count,
             Column("samples/s", lambda row: number(row["samples_per_s"])),
             Column("step", lambda row: milliseconds(row["step_s"])),
-            Column(f"{self.forecast.band_level:.0%} band", _band),
+            Column(band, _band),
             Column("exposed communication", _exposed),
-            Column("batch/GPU", lambda row: number(row["per_rank_batch"])),
-            Column("memory/GPU", lambda row: memory(row["peak_bytes"])),
+            Column(f"batch per {unit}", lambda row: number(row["per_rank_batch"])),
+            Column(f"memory per {unit}", lambda row: memory(row["peak_bytes"])),
             Column("limit", lambda row: str(row["limit"])),
         ]
-        return columns
+        return [
+            ResultTable("estimate", self.title, speed, self.rows),
+            ResultTable("step", "A step", step, self.rows, notes=self._notes()),
+        ]
 
     @property
     def currency(self) -> str:
@@ -116,8 +149,11 @@ class Outcome:
         if any(row.gpus > 1 for row in forecast.rows):
             found.append(f"all-reduce times: {forecast.interconnect_source}")
             found.append(f"band: {forecast.band_meaning}")
+        short = [row["gpus"] for row in self.rows if row["fits"] is False and row["gpus"] > 1]
+        if short and self.strategy == "ddp":
+            found.append(f"a copy per GPU does not fit on {short[0]}; --strategy fsdp splits it")
         if not forecast.prices:
-            found.append("no price was given (--price, --catalog): GPU-hours only")
+            found.append(f"no price was given (--price, --catalog): {self.unit}-hours only")
         return [*found, *forecast.notes, *self.notes]
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,6 +164,7 @@ class Outcome:
             "kind": "forecast",
             "date": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             "length": self.length or None,
+            "strategy": self.strategy,
             "gpus": {str(row["gpus"]): _comparable(row) for row in self.rows},
             **{key: value for key, value in forecast.items() if key != "rows"},
             "price": asdict(prices[0]) if len(prices) == 1 else None,
@@ -150,7 +187,13 @@ def _comparable(row: Row) -> dict[str, Any]:
 
 
 def _band(row: Row) -> str:
-    return f"{milliseconds(row['low_step_s'])} - {milliseconds(row['high_step_s'])}"
+    low, high = milliseconds(row["low_step_s"]), milliseconds(row["high_step_s"])
+    value, _, unit = low.partition(" ")
+    return f"{value if high.endswith(unit) else low} - {high}"
+
+
+def _efficiency_band(row: Row) -> str:
+    return f"{100 * row['low_efficiency']:.0f} - {share(row['high_efficiency'])}"
 
 
 def _exposed(row: Row) -> str:
@@ -264,9 +307,9 @@ def save(outcome: Outcome, folder: Path) -> list[Path]:
     profile, forecast, text, picture = (folder / name for name in names)
     outcome.profile.save(profile)
     forecast.write_text(json.dumps(outcome.as_dict(), indent=1) + "\n")
-    report = outcome.report()
+    speed, step = (table.markdown() for table in outcome.tables())
     lines = "\n".join(f"- {line}" for line in measured_lines(outcome.profile))
-    text.write_text(f"# {report.title}\n\n{report.markdown()}\n## Measured\n\n{lines}\n")
+    text.write_text(f"# {outcome.title}\n\n{speed}\n{step}\n## Measured\n\n{lines}\n")
     return [profile, forecast, text, *([draw(outcome, picture)] if can_draw(picture) else [])]
 
 
@@ -276,24 +319,26 @@ def draw(outcome: Outcome, path: Path) -> Path:
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     speed, efficiency, cost, parts = figure.subplots(2, 2).flat
-    figure.suptitle(outcome.report().title)
-    rows = outcome.rows
+    figure.suptitle(outcome.title, parse_math=False)
+    rows, unit = outcome.rows, f"{outcome.unit}s"
     gpus = [row["gpus"] for row in rows]
-    _speed(speed, rows, gpus)
-    _efficiency(efficiency, rows, gpus)
-    _cost(cost, outcome, gpus)
-    _parts(parts, rows, gpus)
+    _speed(speed, rows, gpus, unit)
+    _efficiency(efficiency, rows, gpus, unit)
+    _cost(cost, outcome, gpus, unit)
+    _parts(parts, rows, gpus, unit)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path
 
 
-def _by_gpus(axes: Any, gpus: list[int]) -> None:
+def _by_gpus(axes: Any, gpus: list[int], unit: str, label: str) -> None:
     if len(gpus) > 1:
         axes.set_xscale("log", base=2)
-    axes.set_xticks(gpus, [str(count) for count in gpus], fontsize=8)
+    axes.set_xticks(gpus, [f"{count:,}" for count in gpus], fontsize=8)
     axes.minorticks_off()
-    axes.set_xlabel("GPUs")
+    axes.set_xlabel(unit)
+    axes.set_ylabel(label, parse_math=False)
+    readable(axes.yaxis)
     axes.grid(alpha=0.3)
 
 
@@ -302,56 +347,60 @@ def _from_zero(axes: Any, values: list[float], room: float = 1.08) -> None:
     axes.set_ylim(0, room * max(values))
 
 
-def _speed(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
+def _speed(axes: Any, rows: list[dict[str, Any]], gpus: list[int], unit: str) -> None:
     found, lows, highs = (
         [row[f"{end}samples_per_s"] for row in rows] for end in ("", "low_", "high_")
     )
     base = found[0] / rows[0]["actual_speedup"]  # one GPU, which need not be a row
-    axes.plot(gpus, [base * count for count in gpus], "--", color=GREY, label="linear")
+    linear = [base * count for count in gpus]
+    axes.plot(gpus, linear, "--", color=GREY, label="linear")
     axes.fill_between(gpus, lows, highs, color=BLUE, alpha=0.2, label="band")
     axes.plot(gpus, found, "o-", color=BLUE, label="forecast")
-    if len(gpus) > 1:
+    if gpus[-1] > 16 * gpus[0]:
         axes.set_yscale("log")
-    _by_gpus(axes, gpus)
-    axes.set_title("samples/s")
+    else:
+        _from_zero(axes, [*linear, *highs])
+    _by_gpus(axes, gpus, unit, "samples per second")
+    axes.set_title("Speed")
     axes.legend(fontsize=8)
 
 
-def _efficiency(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
+def _efficiency(axes: Any, rows: list[dict[str, Any]], gpus: list[int], unit: str) -> None:
     middle, low, high = (
         [100 * row[f"{end}efficiency"] for row in rows] for end in ("", "low_", "high_")
     )
     axes.fill_between(gpus, low, high, color=BLUE, alpha=0.2)
     axes.plot(gpus, middle, "o-", color=BLUE)
     _from_zero(axes, [100, *high])
-    _by_gpus(axes, gpus)
-    axes.set_title("efficiency, %")
+    _by_gpus(axes, gpus, unit, "% of linear")
+    axes.set_title("Efficiency")
 
 
-def _cost(axes: Any, outcome: Outcome, gpus: list[int]) -> None:
-    """Money where there is a price, else GPU-hours, else GPU-seconds of a million samples."""
+def _cost(axes: Any, outcome: Outcome, gpus: list[int], unit: str) -> None:
+    """Money where there is a price, else GPU-hours, else GPU-hours of a million samples."""
     rows, highest = outcome.rows, []
     if all(row["cost"] is not None for row in rows):
         values = [row["cost"] for row in rows]
-        title = f"cost of {outcome.length}, {outcome.currency}"
+        title, label = f"Cost of {outcome.length}", outcome.currency
         lowest, highest = ([row[key] for row in rows] for key in ("low_cost", "high_cost"))
         axes.fill_between(gpus, lowest, highest, color=BLUE, alpha=0.2)
     elif all(row["gpu_hours"] is not None for row in rows):
-        values, title = [row["gpu_hours"] for row in rows], f"GPU-hours of {outcome.length}"
+        values, title = [row["gpu_hours"] for row in rows], f"Cost of {outcome.length}"
+        label = f"{outcome.unit}-hours"
     else:
         values = [1e6 * row["gpus"] / row["samples_per_s"] / 3600 for row in rows]
-        title = "GPU-hours of a million samples"
+        title, label = "Cost of a million samples", f"{outcome.unit}-hours"
     axes.plot(gpus, values, "o-", color=BLUE)
     _from_zero(axes, [*values, *highest])
     rises = outcome.forecast.cost_rises_from
     if rises is not None and gpus[0] <= rises <= gpus[-1]:
-        axes.axvline(rises, color=GREY, linestyle=":", label=f"+10 % from {rises} GPUs on")
+        axes.axvline(rises, color=GREY, linestyle=":", label=f"+10 % from {rises} {unit} on")
         axes.legend(fontsize=8)
-    _by_gpus(axes, gpus)
+    _by_gpus(axes, gpus, unit, label)
     axes.set_title(title)
 
 
-def _parts(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
+def _parts(axes: Any, rows: list[dict[str, Any]], gpus: list[int], unit: str) -> None:
     places = range(len(rows))
     bottom = [0.0] * len(rows)
     for label, (key, colour) in PARTS.items():
@@ -359,9 +408,11 @@ def _parts(axes: Any, rows: list[dict[str, Any]], gpus: list[int]) -> None:
         if any(heights):
             axes.bar(places, heights, bottom=bottom, color=colour, label=label, width=0.7)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    axes.set_xticks(list(places), [str(count) for count in gpus], fontsize=8)
-    axes.set_xlabel("GPUs")
+    axes.set_xticks(list(places), [f"{count:,}" for count in gpus], fontsize=8)
+    axes.set_xlabel(unit)
+    axes.set_ylabel("ms per step")
     axes.grid(alpha=0.3, axis="y")
-    axes.set_title("where a step's time goes, ms")
+    axes.set_title("Where the time of a step goes")
     _from_zero(axes, bottom, room=1.3)  # for the legend, which would hide the highest bar
+    readable(axes.yaxis)
     axes.legend(fontsize=8, loc="upper left", ncols=3)

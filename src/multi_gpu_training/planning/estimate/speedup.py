@@ -67,7 +67,8 @@ def print_training_speedup_estimates(
     from rich.console import Console
 
     outcome = _outcome(gpus, profile, interconnect, price, epochs, scaling, gpus_per_node)
-    outcome.report().show(Console(highlight=False, soft_wrap=True))
+    for table in outcome.tables():
+        table.show(Console(highlight=False, soft_wrap=True))
 
 
 def _outcome(

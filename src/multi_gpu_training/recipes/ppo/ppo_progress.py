@@ -19,7 +19,7 @@ from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 RECENT = 100  # episodes in the mean return, as usual in the field
 SAVED = (
     *("num_envs", "iteration", "passes", "env_steps", "episodes"),
-    *("recent", "marks", "environments", "measured"),
+    *("recent", "marks", "environments", "measured", "shares"),
 )
 
 
@@ -36,6 +36,7 @@ class PPOProgress:
         self.recent: list[tuple[float, int]] = []
         self.environments: dict[str, Any] | None = None
         self.measured: dict[str, Tensor] = {}
+        self.shares: dict[str, Any] | None = None  # of EnvironmentShares; 0.1 saved none
         self.marks: dict[str, int] = {}
         self._began = time.monotonic()
         self._spoke = -math.inf

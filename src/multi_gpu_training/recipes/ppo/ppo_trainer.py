@@ -13,19 +13,23 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.data.order import cut, derive_seed
+from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.manager import MultiGPUTrainingManager
+from multi_gpu_training.measure.balance import Counts
 from multi_gpu_training.measure.request import request_of_this_process
 from multi_gpu_training.recipes.ppo.environment import (
     ByEnvironment,
     gather_environments,
     take_environments,
 )
+from multi_gpu_training.recipes.ppo.environment_shares import EnvironmentShares
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 from multi_gpu_training.recipes.ppo.policy_evaluation import evaluate
@@ -65,9 +69,12 @@ class DistributedCLSTMPPOTrainer:
             manager = MultiGPUTrainingManager(config)
         else:
             check_config(manager.config)
-            manager.config.balance = "equal"  # its data are no samples to be measured
         self.manager = manager
         self.config = manager.config
+        # Environments are shared out here; the manager has no samples to measure with.
+        manager.balance.config = self.config.model_copy(
+            update={"balance": "equal", "share_weights": None}
+        )
         if self.options.trades and self.options.execution is None:
             # As the resumed run did: up to version 0.1 orders were filled at the close just seen.
             had = resumed_options(self.config)
@@ -100,17 +107,9 @@ class DistributedCLSTMPPOTrainer:
     def initialize(self) -> None:
         """Make environments and policy; with `resume`, go on where the run stood."""
         options, placement = self.options, self.placement
-        total, ranks = options.num_envs, placement.dp_size
-        if total < ranks:
-            raise ConfigError(
-                f"num_envs={total} is smaller than world_size={ranks}; use at least {ranks} "
-                "environments, or fewer ranks"
-            )
-        self.held = range(*cut(total, ranks, placement.dp_rank))
-        # In verification every rank makes the same rollout, so that only the update can differ.
-        self.stepped = range(total) if self.verifying else self.held
-        seed = derive_seed(self.config.seed, _ENVIRONMENTS)
-        self.world = build_world(options, self.stepped, self.config.seed, seed, placement.device)
+        total = options.num_envs
+        self.shares = EnvironmentShares(total, placement, self.config)
+        self._build_world()
         environments = self.world.environments
         torch.manual_seed(self.config.seed)  # the same policy on every rank
         policy = CLSTMPolicy(
@@ -142,9 +141,41 @@ class DistributedCLSTMPPOTrainer:
         self._copies = StateCopies(self.manager.trainer.state)
         self.collector = Collector(environments, model, options.normalises, options.gamma)
         if self.progress.environments is not None:  # resumed
-            self.collector.load(take_environments(self.progress.environments, self.stepped))
-            self.collector.reward_scale = self.progress.apply_measures(model)
+            found = self.shares.saved(self.progress.shares)
+            self._deal(found or self.shares.counts, self.progress.environments)
         self.manager.console.line(self._describe())
+
+    def _build_world(self) -> None:
+        """The environments of this rank."""
+        options, config = self.options, self.config
+        self.held = self.shares.held
+        # In verification every rank makes the same rollout, so that only the update can differ.
+        self.stepped = range(options.num_envs) if self.verifying else self.held
+        seed = derive_seed(config.seed, _ENVIRONMENTS)
+        device = self.placement.device
+        self.world = build_world(options, self.stepped, config.seed, seed, device)
+
+    def _deal(self, counts: Counts, environments: Any) -> None:
+        """Let rank r hold counts[r] of the environments, which stand as gathered."""
+        if counts != self.shares.counts:
+            self.shares.counts = counts
+            self.world.environments.close()
+            self._build_world()
+            options, now = self.options, self.world.environments
+            self.collector = Collector(now, self.policy, options.normalises, options.gamma)
+            self.update = replace(self.update, held=self.held)
+            shown = f"{', '.join(map(str, counts))} of {options.num_envs}"
+            self.manager.console.line(f"environments per rank: {shown}, by measured speed")
+            self.manager.logger.record("shares", step=self.manager.step, samples=list(counts))
+        self.collector.load(take_environments(environments, self.stepped))
+        self.collector.reward_scale = self.progress.apply_measures(self.policy)
+
+    def _balance(self) -> None:
+        """Move environments from slow ranks to fast ones, where that is worth it. Collective."""
+        counts = self.shares.better(self._collect_s)
+        if counts is not None:
+            standing, held = self.collector.mark()(), list(self.shares.counts)
+            self._deal(counts, gather_environments(standing, self.placement, held))
 
     def _describe(self) -> str:
         options = self.options
@@ -214,7 +245,11 @@ class DistributedCLSTMPPOTrainer:
         noise = noise[:, self.stepped.start : self.stepped.stop]
         # Every rank takes the same number of steps: each is a place where all can stop.
         arrive = self.manager.control.arrive
+        begun = time.perf_counter()
         rollout, finished = self.collector.collect(options.steps, noise, arrive)
+        if self.shares.measures and self.placement.device.type == "cuda":
+            torch.cuda.synchronize(self.placement.device)  # what is queued counts
+        self._collect_s = time.perf_counter() - begun
         if self.verifying:
             rollout = rollout.take(slice(self.held.start, self.held.stop))
         return rollout, finished
@@ -259,6 +294,8 @@ class DistributedCLSTMPPOTrainer:
             manager.trainer.check_replicas()
         for call in manager.callbacks.on_epoch_end:
             call(progress.iteration - 1, metrics)
+        if self._rest() > 0:
+            self._balance()
         if self.config.enable_fault_tolerance and (
             progress.passed(step, self.config.checkpoint_frequency, "saved") or self._rest() <= 0
         ):
@@ -266,9 +303,9 @@ class DistributedCLSTMPPOTrainer:
 
     def _save_checkpoint(self, best: bool, state: ByEnvironment) -> None:
         """Everything by environment, so that any number of ranks can go on."""
-        total, ranks = self.options.num_envs, self.placement.dp_size
-        held = [stop - start for start, stop in (cut(total, ranks, r) for r in range(ranks))]
+        held = list(self.shares.counts)
         self.progress.environments = gather_environments(state, self.placement, held)
+        self.progress.shares = self.shares.state()
         self.manager.save_checkpoint(best)
 
     def _evaluate(self) -> None:
@@ -303,9 +340,6 @@ def check_config(config: MultiGPUConfig) -> None:
             execution in ("graph", "compile")
         ),
         f"num_workers={config.num_workers}: PPO loads no data; drop it": config.num_workers,
-        "balance and share_weights: PPO's ranks have equally many environments": (
-            config.share_weights or config.balance in ("measured", "dynamic")
-        ),
     }
     problems = [text for text, is_so in wrong.items() if is_so]
     if problems:

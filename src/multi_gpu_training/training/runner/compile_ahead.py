@@ -109,6 +109,7 @@ def pack_step(state: StepState, batch: Any) -> bytes:
     device, precision = state.placement.device, state.precision
     step = {
         "model": state.model,
+        "trained": state.trained,
         "loss_fn": state.step_module.loss_fn,
         "batch": batch,
         "ddp": state.strategy.wrapper_settings(),

@@ -44,6 +44,7 @@ def compile_step(step: dict[str, Any]) -> None:
     set_switches(step["switches"])
     compiled = compile_loss(step["loss_fn"])
     module = _Step(step["model"], compiled, kind, step["autocast"])
+    module.trained = step["trained"]  # DDP sends the gradients of the loss's own parameters, too
     run = module if step["ddp"] is None else replicate_alone(module, step["ddp"])
     run(step["batch"]).backward()
 

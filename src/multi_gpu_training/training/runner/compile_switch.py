@@ -9,8 +9,11 @@ A checkpoint remembers that its steps were compiled: a resumed run begins with c
 
 from __future__ import annotations
 
+import importlib
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from multi_gpu_training.data.order import Share
@@ -25,6 +28,12 @@ from multi_gpu_training.training.step_state import StepState
 PAYS_AFTER_S = 15.0  # of training that is left: compiling here takes up to five of them
 LOOK_EVERY_S = 2.0
 LONG_RUN_S = 300.0  # stands still for the compiler, where no other process can do its work
+
+
+def _load_compiler() -> None:
+    """Import what compiling here will need, beside the training: it would stand still for it."""
+    with suppress(Exception):  # compiling says what is wrong
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 class CompileSwitch:
@@ -71,6 +80,7 @@ class CompileSwitch:
             self.close()
             return str(problems[0])
         self._waits = True
+        threading.Thread(target=_load_compiler, name="load-compiler").start()
         self.look_every = max(1, round(LOOK_EVERY_S / max(step_s, 1e-6)))
         return None
 

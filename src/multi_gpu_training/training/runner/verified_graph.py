@@ -78,6 +78,7 @@ class VerifiedGraph:
         self.verified_step = 0
         self.anchor: int | None = None
         self._closed = False
+        self._spared_at: int | None = None
         self._spares = 0  # steps between two comparisons that nobody insists on
         self.between_windows = between_windows
         self.longest_window: int | None = None
@@ -223,7 +224,7 @@ class VerifiedGraph:
         """Steps from here on can be taken back."""
         self._window.begin(self.state, self.snapshot_other_state())
         self.cache.rewind_rings()
-        self._stale = None
+        self._stale = self._spared_at = None
         self._closed = False
 
     def close_window(self) -> None:
@@ -328,11 +329,15 @@ class VerifiedGraph:
     def _may_spare(self) -> bool:
         """Whether a comparison may be left out here. Collective."""
         since = self.state.step - self.verified_step
+        if self._spared_at == self.state.step:
+            return True
         if self.anchor is None or since >= self._spares:
             return False
         self.guard.ask_about_weights()
         well = self._stale is None and self._changed() is None
-        return self.state.placement.all_agree(well and not self.guard.weights_are_spoilt())
+        spared = self.state.placement.all_agree(well and not self.guard.weights_are_spoilt())
+        self._spared_at = self.state.step if spared else None
+        return spared
 
     def accept(self, tolerance: float) -> None:
         """Recordings may now differ from eager steps by this much, too."""
