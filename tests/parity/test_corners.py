@@ -51,5 +51,6 @@ def test_recorded_steps_equal_it_too(
 def test_what_each_rank_would_compute_from_its_part_alone_is_refused(tmp_path: Path) -> None:
     assert corners.refused_on_ranks(tmp_path / "one") == []
     for said in run_ranks(2, corners.refused_on_ranks, tmp_path):
+        assert len(said) == 3
         assert "max_norm=0.5" in said[0] and "scale_grad_by_freq=True" in said[1]
         assert "fully_sharded trains those of the model alone" in said[2]

@@ -191,8 +191,14 @@ def test_correct_scripts_pass(verified: Verified) -> None:
             "loader = DataLoader(rows, batch_size=10, shuffle=True, collate_fn=collate)\n"
             "manager.fit(Bag(), loader, loss_fn=lambda m, b: m(b).pow(2).mean(), optimizer=sgd)"
         ),
-        "own batches, cut by rank, and fewer steps than asked for": (
-            "manager.setup_training(net, data, optimizer=sgd)\n"
+        "own batches, cut by rank, fewer steps than asked for, an optimizer that counts": (
+            "class Slower(torch.optim.SGD):\n"
+            "    count = 0\n"
+            "    def step(self, closure=None):\n"
+            "        self.count += 1\n"
+            "        for p in net.parameters(): p.grad.div_(self.count)\n"
+            "        super().step()\n"
+            "manager.setup_training(net, data, optimizer=lambda p: Slower(p, lr=0.05))\n"
             "for part in torch.arange(50).split(10):\n"
             "    part = part[RANK::WORLD]\n"
             "    manager.trainer.train_step((x[part], y[part]))\n"

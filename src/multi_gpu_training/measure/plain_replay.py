@@ -81,6 +81,8 @@ class PlainReplay:
             return {"skipped": f"{kind}.{self.unknown} may hold state that cannot be put back"}
         worst, name = 0.0, "-"
         run.optimizer.load_state_dict(self.state)
+        for key in own_attributes(run.optimizer)[0].keys() - self.attributes.keys():
+            delattr(run.optimizer, key)  # a counter that the first step has begun
         for key, value in self.attributes.items():
             setattr(run.optimizer, key, value)
         for step in sorted(self.ends):
@@ -142,10 +144,10 @@ class PlainReplay:
 def own_attributes(optimizer: Optimizer) -> tuple[dict[str, Any], str | None]:
     """Copies of what an optimizer of the user's own keeps beside its `state` (counters, slow
     weights), and the name of an attribute that cannot be copied."""
-    base = vars(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0))
     found: dict[str, Any] = {}
     for key, value in vars(optimizer).items():
-        if key in base or key.startswith("_") or callable(value):
+        known = key in ("defaults", "state", "param_groups") or key.startswith("_")
+        if known or callable(value):
             continue
         if not _is_plain(value):
             return found, key

@@ -113,6 +113,7 @@ class Recorder(Callback):
             "buffers_begin": sketches(model.named_buffers()),
         }
         self.micros = []
+        self.before = {}
         if self.replay is not None:
             self.replay.begin(step)
 
@@ -234,7 +235,8 @@ class Recorder(Callback):
         self._finish()
 
     def before_move(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.done or self.share is None:  # or a step past the trainer
+        # Not in a step past the trainer, nor in that of the class an optimizer is derived from.
+        if self.done or self.share is None or self.before:
             return
         named = dict(self.run.trainer.state.trained.named_parameters())
         self.line["settings"] = [_settings(group) for group in optimizer.param_groups]
@@ -251,7 +253,6 @@ class Recorder(Callback):
         self.line["moved"] = sketches(named.items())
         if self.replay is not None:
             self.replay.moved(self.line["step"], optimizer)
-        self.before = {}
 
     def on_step_end(self, run: Run, result: StepResult) -> None:
         if self.done:

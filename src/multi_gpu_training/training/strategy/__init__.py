@@ -30,7 +30,7 @@ from multi_gpu_training.training.strategy.deferred_init import materialise
 Forward = Callable[[Any, int, int, int], MicroResult]
 # A sample as the loss gets it, for a share that has none
 StandIn = Callable[[Share], Any]
-BESIDE_A_MODEL = (
+_BESIDE_A_MODEL = (
     "the optimizer holds parameters of the loss, and training_mode={mode} trains those of the "
     "model alone: make the criterion a part of the model, which returns the loss from "
     "forward(input, target), or use training_mode=distributed_data_parallel"
@@ -100,6 +100,11 @@ class Strategy(ABC):
             for buffer, before in zip(self.step_module.trained.buffers(), buffers, strict=True):
                 buffer.copy_(before)
         self.settled = False
+
+    def refuse_beside(self, beside: nn.Module, mode: str) -> None:
+        """For strategies that know the model alone: statistics of a criterion stay the rank's."""
+        if any(p.requires_grad for p in beside.parameters()):
+            raise ModelError(_BESIDE_A_MODEL.format(mode=mode))
 
     def take_parameters(self) -> None:
         """Other parameters are trained from now on. Collective."""

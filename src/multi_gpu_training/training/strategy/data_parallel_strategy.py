@@ -10,9 +10,8 @@ from torch.nn.parallel import DataParallel
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.placement import Placement, gpu_ids
-from multi_gpu_training.errors import ModelError
 from multi_gpu_training.training.step import MicroResult, StepModule
-from multi_gpu_training.training.strategy import BESIDE_A_MODEL, Forward, Strategy
+from multi_gpu_training.training.strategy import Forward, Strategy
 
 _ONE_PROCESS = "DataParallel runs its GPUs from one process"
 
@@ -33,9 +32,10 @@ class DataParallelStrategy(Strategy):
         return DataParallel(_Replica(step_module), device_ids=self.gpus or None)
 
     def train_beside(self, beside: nn.Module) -> None:
-        if self.copies_here > 1:  # each copy of the model would compute with the same loss
-            raise ModelError(BESIDE_A_MODEL.format(mode="data_parallel"))
-        super().train_beside(beside)
+        if self.copies_here == 1:
+            super().train_beside(beside)
+        else:  # each copy of the model would compute with the same loss
+            self.refuse_beside(beside, "data_parallel")
 
     @property
     def forward(self) -> Forward:

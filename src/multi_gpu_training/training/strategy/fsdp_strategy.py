@@ -42,7 +42,7 @@ from multi_gpu_training.torch_internals import (
     is_view,
 )
 from multi_gpu_training.training.step import MicroResult, StepModule
-from multi_gpu_training.training.strategy import BESIDE_A_MODEL, Forward, StandIn, Strategy
+from multi_gpu_training.training.strategy import Forward, StandIn, Strategy
 from multi_gpu_training.training.strategy.blocks import find_blocks
 from multi_gpu_training.training.strategy.deferred_init import source_of
 
@@ -154,9 +154,10 @@ class FSDPStrategy(Strategy):
             group["params"][:] = [replaced.get(id(p), p) for p in group["params"]]
 
     def train_beside(self, beside: nn.Module) -> None:
-        if self.root is not None:
-            raise ModelError(BESIDE_A_MODEL.format(mode="fully_sharded"))
-        super().train_beside(beside)
+        if self.root is None:
+            super().train_beside(beside)
+        else:
+            self.refuse_beside(beside, "fully_sharded")
 
     def take_parameters(self) -> None:
         if self.root is None:
