@@ -60,8 +60,8 @@ def main() -> None:
     report = {
         "machine": machine(device),
         "bytes": ours.nbytes,
-        "buffer_bytes": ours.saver.buffer.nbytes,
-        "pinned": ours.saver.buffer.pinned,
+        "buffer_bytes": ours.saver.buffers.nbytes,
+        "pinned": ours.saver.buffers.host.pinned,
         "folder": str(folder.parent),
         "repeats": arguments.repeats,
         "rows": rows,
@@ -139,7 +139,7 @@ class Ours:
             "stall_s": stall_s,
             "host_s": host_s,
             "copy_s": save.captured.copy.device_s,
-            "allocate_s": self.saver.buffer.allocated_s,
+            "allocate_s": self.saver.buffers.host.allocated_s,
             "safe_s": host_s + save.write_s,
         }
 

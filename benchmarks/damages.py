@@ -193,7 +193,7 @@ class Campaign:
 
     def _make(self) -> None:
         self.original.mkdir(parents=True)
-        forecast = {"gpus": 1, "samples_per_s": 100.0}
+        forecast = {"gpus": {"1": {"samples_per_s": 100.0}}}
         (self.original.parent / "forecast.json").write_text(json.dumps(forecast))
         with quiet():
             self.whole = train(self._fresh("whole"), STEPS, mode=self.mode)

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multi_gpu_training.planning.forecast import published
-from multi_gpu_training.planning.forecast.published import Fit
+from multi_gpu_training.planning.forecast.published import MOST_EFFICIENT, Fit
 
 HERE = Path(__file__).parent
 PRODUCT = HERE.parent / "src/multi_gpu_training/planning/forecast/published.json"
@@ -322,7 +322,22 @@ def sharded(rows: Sequence[Row], document: dict[str, Any]) -> str:
     return (
         f"FSDP trainings, which nothing is learnt from ({score.points} points, {repositories}): "
         f"mean error {score.error:.1%}, linear's {score.linear:.1%}; {score.covered:.0%} inside "
-        f"the band."
+        f"the band. {_without_superlinear(fsdp, fit)}"
+    )
+
+
+def _without_superlinear(fsdp: Sequence[Row], fit: Fit) -> str:
+    """The same without points that no model of losses can reach, which are listed."""
+    odd = [row for row in fsdp if float(row["efficiency"]) > MOST_EFFICIENT]
+    score = score_points([row for row in fsdp if row not in odd], fit)["none: all points"]
+    listed = ", ".join(
+        f"{row['model']} on {row['gpus']} {row['hardware'].split('_')[0].upper()} "
+        f"({float(row['efficiency']):.2f})"
+        for row in odd
+    )
+    return (
+        f"Without the {len(odd)} that scale better than linear by more than "
+        f"{MOST_EFFICIENT - 1:.0%} ({listed}): {score.error:.2%}, linear's {score.linear:.1%}."
     )
 
 

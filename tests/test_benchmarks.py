@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,11 @@ def test_memory_is_forecast_before_it_is_measured(monkeypatch: pytest.MonkeyPatc
     assert row["largest"]["trained"] is False  # said to fit, and did not
     text = memory_forecast.table([row], "a GPU")
     assert "OUT OF MEMORY" in text and "said to fit: 1" in text
+
+
+@pytest.mark.engines
+def test_the_sharded_step_is_compared_with_the_same_training_unsharded() -> None:
+    command = [sys.executable, f"{FOLDER}/fsdp_step.py", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "| fsdp / single |" in done.stdout and "differ by 0.0e+00" in done.stdout

@@ -88,6 +88,8 @@ SHOWN_IN = {
     },
     "test_fields_sharding": {
         "fsdp_blocks": "test_fsdp_fields_say_what_is_gathered_when_and_in_which_type",
+        "fsdp_copy_size": "test_fsdp_fields_say_what_is_gathered_when_and_in_which_type",
+        "tensor_parallel": "test_fsdp_fields_say_what_is_gathered_when_and_in_which_type",
         "fsdp_reshard": "test_fsdp_fields_say_what_is_gathered_when_and_in_which_type",
         "fsdp_gather_dtype": "test_fsdp_fields_say_what_is_gathered_when_and_in_which_type",
     },

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -376,12 +377,45 @@ def test_gradient_hooks_are_found_and_views_are_known() -> None:
     assert not torch_internals.is_view(weight * 2)
 
 
+def test_names_of_operations_as_a_dispatch_mode_sees_them() -> None:
+    """storage_of, argument_writes, takes_device, operation_name."""
+    seen: list[Any] = []
+
+    class Watch(torch_internals.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            kwargs = kwargs or {}
+            written = list(torch_internals.argument_writes(func, args, kwargs))
+            takes = torch_internals.takes_device(func)
+            seen.append((torch_internals.operation_name(func), takes, len(written)))
+            return func(*args, **kwargs)
+
+    with Watch():
+        made = torch.empty(3, device="meta")
+        made.uniform_()
+        torch._foreach_mul_([made, made.clone()], 2.0)
+    assert seen[:2] == [("empty", True, 0), ("uniform_", False, 1)]
+    assert seen[-1] == ("_foreach_mul_", False, 2)
+    (key, _), (view, _) = torch_internals.storage_of(made), torch_internals.storage_of(made[1:])
+    other = torch.empty(3, device="meta")
+    assert key == view != torch_internals.storage_of(other)[0]
+
+
+def test_apply_to_tensors_replaces_parameters_and_buffers() -> None:
+    model = nn.BatchNorm1d(3, device="meta")
+    torch_internals.apply_to_tensors(model, lambda t: torch.ones_like(t, device="cpu"))
+    assert isinstance(model.weight, nn.Parameter) and float(model.running_var.sum()) == 3
+
+
 def sharded_facts() -> list[Any]:
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     for module in (*model, model):
         fully_shard(module)
+    boxes = [torch_internals.own_box(model[place].weight) for place in (0, 1)]
+    rank = int(os.environ["RANK"])
+    assert boxes[0] == ([rank, 0], [rank + 1, 2])
+    assert boxes[1] == ([min(rank, 1), 0], [1, 2])  # the second rank's part is empty
     torch_internals.initialise_sharded(model)
     model[0](torch.ones(1, 2))  # a part alone does not become the root
     model.set_requires_gradient_sync(False)
@@ -394,5 +428,5 @@ def sharded_facts() -> list[Any]:
 
 
 def test_names_of_fully_shard() -> None:
-    """initialise_sharded, forget_sharded_step."""
+    """initialise_sharded, forget_sharded_step, own_box."""
     assert run_ranks(2, sharded_facts) == [[0.0, 2]] * 2

@@ -51,6 +51,7 @@ class TrainingMode(StrEnum):
     DATA_PARALLEL = "data_parallel"
     DISTRIBUTED_DATA_PARALLEL = "distributed_data_parallel"
     FULLY_SHARDED = "fully_sharded"
+    AUTO = "auto"  # single, distributed_data_parallel or fully_sharded, once the model is known
 
     @classmethod
     def _missing_(cls, value: object) -> TrainingMode | None:
@@ -64,7 +65,7 @@ class TrainingMode(StrEnum):
     @property
     def has_ranks(self) -> bool:
         """Whether it is one process per GPU, rather than one process."""
-        return self in (TrainingMode.DISTRIBUTED_DATA_PARALLEL, TrainingMode.FULLY_SHARDED)
+        return self not in (TrainingMode.SINGLE, TrainingMode.DATA_PARALLEL)
 
 
 class MultiGPUConfig(BaseModel):
@@ -212,6 +213,14 @@ class MultiGPUConfig(BaseModel):
         True,
         description="free a block's parameters after its forward and gather them again in "
         "backward; false: faster, more memory",
+    )
+    fsdp_copy_size: Annotated[int, Field(gt=0, le=2**20)] | Literal["machine"] | None = Field(
+        None,
+        description="ranks that hold one copy of the model together: a number, machine (those of "
+        "one machine), or None: all",
+    )
+    tensor_parallel: Annotated[int, Field(gt=0, le=2**10)] = Field(
+        1, description="neighbouring ranks that compute each layer together, by the model's plan"
     )
     fsdp_gather_dtype: Literal["bf16"] | None = Field(
         None, description="send parameters in 16 bits, with mixed precision; None: as they are"
@@ -457,10 +466,12 @@ class MultiGPUConfig(BaseModel):
             yield from self._sharding_contradictions()
         else:
             fields = type(self).model_fields
+            ours = "" if mode is TrainingMode.AUTO else "fsdp_"
             useless = [
                 name
                 for name in sorted(self.model_fields_set)
-                if name[:5] == "fsdp_" and getattr(self, name) != fields[name].default
+                if name == "tensor_parallel" or (ours and name.startswith(ours))
+                if getattr(self, name) != fields[name].default
             ]
             if useless:
                 yield f"{', '.join(useless)}: only for training_mode=fully_sharded; drop it"
@@ -596,6 +607,9 @@ class MultiGPUConfig(BaseModel):
             yield f"ema_decay and swa_start average whole weights, and {mode} has none; drop them"
         if self.share_gpu:
             yield f"share_gpu=true: gloo crashes on the GPU tensors of {mode}; use device=cpu"
+        for name in ("fsdp_copy_size", "share_weights"):
+            if getattr(self, name) is not None and self.tensor_parallel > 1:
+                yield f"{name} and tensor_parallel cannot be combined; drop one of them"
         if self.fsdp_gather_dtype is not None and self.use_mixed_precision is not True:
             yield (
                 f"fsdp_gather_dtype={self.fsdp_gather_dtype} needs use_mixed_precision=true: "

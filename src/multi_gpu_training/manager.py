@@ -63,6 +63,7 @@ from multi_gpu_training.training.rate_search import RateSearch, search_rate
 from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.stopping import end_control
 from multi_gpu_training.training.trainer import (
+    AutoTrainer,
     DataParallelTrainer,
     DistributedDataParallelTrainer,
     FullyShardedTrainer,
@@ -75,6 +76,7 @@ TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
     TrainingMode.DATA_PARALLEL: DataParallelTrainer,
     TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
     TrainingMode.FULLY_SHARDED: FullyShardedTrainer,
+    TrainingMode.AUTO: AutoTrainer,
 }
 
 

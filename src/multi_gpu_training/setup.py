@@ -82,6 +82,7 @@ from multi_gpu_training.training.prepared_parts import FurtherOptimizers, statef
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.replica_check import ReplicaCheck
 from multi_gpu_training.training.step_state import Augment
+from multi_gpu_training.training.strategy.deferred_init import build_deferred
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 
@@ -130,7 +131,7 @@ class Training:
         self.manual: ManualTrainer | None = None
         self._taken = ExitStack()
         self.control = self._build_control()  # first: signals are given back last
-        self.records = open_records(self.config, self.placement, console, recipe_options)
+        self.records = open_records(self.config, self.placement.world, console, recipe_options)
         self._taken.callback(trainer.execution.leave_stream)
         self._taken.callback(trainer.execution.close)
         self._taken.callback(self.records.close)
@@ -323,7 +324,7 @@ class Training:
     def _build_model(self, given: Given) -> None:
         """The model on its device, its optimizer and its schedule."""
         config, trainer, state, say = self.config, self.trainer, self.state, self.console.line
-        model = build_model(given.model, config)
+        model = build_model(given.model, config, trainer.strategy.builds_in_parts)
         if self.measurement is not None:
             self.measurement.prepare(model)
         self.model = trainer.build(model, self.loss_fn, self.control, bool(given.optimizers))
@@ -417,7 +418,7 @@ class Training:
 
     def _build_control(self) -> Control:
         """What listens for signals, once it is started; before every step is a boundary."""
-        control = Control(self.placement, self.config.grace_s)
+        control = Control(self.placement.world, self.config.grace_s)
         self._taken.callback(control.close)
         alive = weakref.ref(self)  # a manager that nobody finishes must be free to go
 
@@ -534,11 +535,12 @@ class Training:
         return log
 
 
-def build_model(model: Any, config: MultiGPUConfig) -> nn.Module:
-    """The user's model, or what the user's function gives: the same on every rank."""
+def build_model(model: Any, config: MultiGPUConfig, in_parts: bool = False) -> nn.Module:
+    """The user's model, or what the user's function gives: the same on every rank. in_parts: large
+    weights may be left to be computed later."""
     if not isinstance(model, nn.Module):
         torch.manual_seed(config.seed)
-        model = model()
+        model = build_deferred(model) if in_parts and callable(model) else model()
     if not isinstance(model, nn.Module):
         raise ModelError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     if config.use_gradient_checkpointing:

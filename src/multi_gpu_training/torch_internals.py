@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -275,7 +276,40 @@ def metric_reductions(metric: Any) -> dict[str, Callable[[Tensor], Tensor] | Non
     return found
 
 
+# Operations, as a dispatch mode sees them
+
+
+def storage_of(tensor: Tensor) -> tuple[int, Any]:
+    """A number for the memory of a tensor, also on the meta device, where addresses are all 0; and
+    the memory itself: while somebody holds it, the number means nothing else."""
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage
+
+
+def argument_writes(operation: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The arguments that an operation overwrites, those inside lists included."""
+    for place, declared in enumerate(operation._schema.arguments):
+        given = args[place] if place < len(args) else kwargs.get(declared.name)
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            yield from given if isinstance(given, (list, tuple)) else [given]
+
+
+def takes_device(operation: Any) -> bool:
+    return any(declared.name == "device" for declared in operation._schema.arguments)
+
+
+def operation_name(operation: Any) -> str:
+    """Such as `uniform_`, without its library and its overload."""
+    return str(operation._schema.name.rpartition("::")[2])
+
+
 # Sharded modules
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer, as `to` and `to_empty` do; those treat all of them
+    alike. Sharded modules look at what they hold now."""
+    module._apply(change)
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -287,6 +321,15 @@ def initialise_sharded(root: Any) -> None:
     """Let `fully_shard` settle which module is the root. Left to the first forward, a part of the
     model that is called by itself before would become one."""
     root._get_fsdp_state()._lazy_init()
+
+
+def own_box(tensor: Any) -> tuple[list[int], list[int]]:
+    """Where this rank's part of a DTensor begins and ends, in each dimension. The public API gives
+    the part, but not its place."""
+    size, start = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return list(start), [first + length for first, length in zip(start, size, strict=True)]
 
 
 def forget_sharded_step(module: Any) -> None:

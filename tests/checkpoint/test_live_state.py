@@ -39,9 +39,9 @@ def change_type(model: Any, optimizer: Any) -> None:
 
 
 def change_in_place(model: Any, optimizer: Any) -> None:
-    model[0].weight.data.t_()
+    model[0].weight.data = model[0].weight.data.t()  # the same memory and shape
     for state in optimizer.state.values():
-        state["exp_avg"].data = torch.randn(7)  # the same object, of another shape
+        state["exp_avg"].data = torch.randn(7).double()  # the same object, of another shape
 
 
 def tie(model: Any, optimizer: Any) -> None:

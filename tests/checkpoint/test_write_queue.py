@@ -226,20 +226,23 @@ def test_a_save_that_waits_or_is_waited_for_comes_before_the_next(tmp_path: Path
     manager.finish()
 
 
-def test_a_protected_checkpoint_stays_and_wrong_ones_go(tmp_path: Path) -> None:
-    """Also those that wait to be written; `best` names the best one that is left."""
+def test_a_protected_checkpoint_stays_until_another_one_is_protected(tmp_path: Path) -> None:
+    manager = manager_for(tmp_path, **{**RUN, "keep_last": 1, "batch_size": 1})
+    manager.setup_training(line(), points(), loss_fn=squares, optimizer=sgd)
+    kept, left = manager.fault_tolerance, []
+    for step, batch in enumerate(manager.train_loader, 1):
+        manager.trainer.train_step(batch)
+        if step % 2 == 0:
+            kept.save()
+        kept.protect({5: 5, 9: 9, 13: None}.get(step, kept.store.protected_step))
+        left.append(saved(tmp_path))
+    # With 5 protected, 4 stays: the newest one that is not after it. Later it is 8.
+    assert left[5::2] == [[4, 6], [4, 8], [8, 10], [8, 12], [14], [16]]
+    manager.finish()
 
-    def at(manager: Any, step: int) -> None:
-        kept = manager.fault_tolerance
-        if step == 3:
-            kept.protect(2)
-        if step == 7:
-            kept.protect(None)
 
-    fit(tmp_path / "a", Steps(at), checkpoint_interval_s=0, keep_last=1, epochs=2, max_steps=6)
-    assert saved(tmp_path / "a") == sorted({2, 6, best(tmp_path / "a")})
-    fit(tmp_path / "a", Steps(at), checkpoint_interval_s=0, keep_last=1, epochs=2, resume="auto")
-    assert saved(tmp_path / "a") == sorted({8, best(tmp_path / "a")})
+def test_what_turns_out_wrong_goes_and_best_names_what_is_left(tmp_path: Path) -> None:
+    """Also what waits to be written."""
 
     def discard(manager: Any, step: int) -> None:
         if step == 6:

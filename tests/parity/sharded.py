@@ -95,7 +95,7 @@ def train(
                     nn.utils.clip_grad_norm_(model.parameters(), clip)
                 moved.step()
         return corners.result(model)
-    common = {"global_batch_size": BATCH, "shuffle": False, "epochs": EPOCHS}
+    common = {"global_batch_size": BATCH, "shuffle": False, "epochs": EPOCHS, "report": False}
     manager = manager_for(
         folder, training_mode="fsdp", max_grad_norm=clip, **{**common, **settings}
     )
@@ -132,7 +132,182 @@ def gpt2_recomputed(folder: Path, by_hand: bool) -> Result:
     return train(folder, by_hand, gpt2(), texts(), token_loss, corners.adamw, **more)
 
 
+def float32(data: TensorDataset) -> TensorDataset:
+    return TensorDataset(*(t.float() if t.is_floating_point() else t for t in data.tensors))
+
+
+def cnn_in_float32(folder: Path, by_hand: bool) -> Result:
+    model, data, more = Cnn().float(), float32(images()), {"sync_bn": True}
+    return train(folder, by_hand, model, data, class_loss, corners.sgd, 0.1, **more)
+
+
+def gpt2_in_float32(folder: Path, by_hand: bool) -> Result:
+    model, more = gpt2().float(), {"gradient_accumulation_steps": 2}
+    return train(folder, by_hand, model, texts(), token_loss, corners.sgd, 0.5, **more)
+
+
+def by_plan(name: str) -> nn.Module:
+    """A tiny model of Hugging Face that says how its layers are split."""
+    import transformers
+
+    torch.manual_seed(8)
+    sizes = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    more = {**sizes, **heads, "tie_word_embeddings": name == "Qwen2"}
+    config = getattr(transformers, f"{name}Config")(**more)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    for parent in list(model.modules()):
+        for attribute, norm in list(parent.named_children()):
+            if type(norm).__name__.endswith("RMSNorm"):
+                # Theirs rounds to float32, whatever the model's type is.
+                exact = nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=torch.float64)
+                setattr(parent, attribute, exact)
+    return model
+
+
+def llama(folder: Path, by_hand: bool, **more: Any) -> Result:
+    return train(folder, by_hand, by_plan("Llama"), texts(), token_loss, corners.adamw, 0.5, **more)
+
+
+def mistral(folder: Path, by_hand: bool, **more: Any) -> Result:
+    more |= {"gradient_accumulation_steps": 2}
+    return train(
+        folder, by_hand, by_plan("Mistral"), texts(), token_loss, corners.adamw, 0.5, **more
+    )
+
+
+def tied_qwen2(folder: Path, by_hand: bool, **more: Any) -> Result:
+    return train(folder, by_hand, by_plan("Qwen2"), texts(), token_loss, corners.sgd, 0.5, **more)
+
+
+def qwen3(folder: Path, by_hand: bool, **more: Any) -> Result:
+    return train(folder, by_hand, by_plan("Qwen3"), texts(), token_loss, corners.adamw, 0.5, **more)
+
+
+PLANNED = [llama, mistral, tied_qwen2, qwen3]
+
+
+def in_teams(folder: Path, names: list[str]) -> dict[str, Result]:
+    by_name = {case.__name__: case for case in PLANNED}
+    return {name: by_name[name](folder, False, tensor_parallel=2) for name in names}
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor_parallel": 2}, {"fsdp_copy_size": 2}, {"tensor_parallel": 2}, {},
+    {"fsdp_copy_size": 2}, {"fsdp_copy_size": 2}, {"training_mode": "ddp"},
+]  # fmt: skip
+
+
+def by_hand_steps(count: int) -> tuple[Result, list[float]]:
+    """So many steps of the same training, in one process, and the loss before each."""
+    model, data, losses = by_plan("Llama"), texts(), []
+    moved = corners.adamw(model.parameters())
+    starts = [start for _ in range(count) for start in range(0, SAMPLES, BATCH)]
+    for start in starts[:count]:
+        losses.append(float(token_loss(model, list(data.tensors))[0].detach()))
+        moved.zero_grad()
+        token_loss(model, [t[start : start + BATCH] for t in data.tensors])[0].backward()
+        moved.step()
+    return corners.result(model), losses
+
+
+def changing_layouts(folder: Path) -> tuple[Result, list[list[str]], list[float]]:
+    """One training whose ranks are laid out anew after every step; its files; its validations."""
+    written: list[list[str]] = []
+    losses: list[float] = []
+    for step, layout in enumerate(LAYOUTS):
+        keeps = {"enable_fault_tolerance": True, "run_name": "laid out", "resume": "auto"}
+        settings = {
+            "global_batch_size": BATCH,
+            "shuffle": False,
+            "max_steps": step + 1,
+            **keeps,
+            "epochs": 9,
+        }
+        manager = manager_for(folder, **{"training_mode": "fsdp", **settings, **layout})
+        manager.setup_training(
+            by_plan("Llama"), texts(), texts(), loss_fn=token_loss, optimizer=corners.adamw
+        )
+        losses.append(manager.evaluate()["loss"])
+        manager.loop.run()
+        manager.finish()
+        newest = folder / "custom" / "laid out" / "checkpoints" / f"step-{step + 1:08d}"
+        written.append(sorted(path.name for path in newest.glob("shard-*")))
+    return full(manager), written, losses
+
+
+def refused_team(folder: Path) -> None:
+    train(folder, False, gpt2(), texts(), token_loss, corners.sgd, tensor_parallel=2)
+
+
+def in_copies(folder: Path) -> Result:
+    """Two copies of the model, each over two ranks."""
+    model = gpt2()
+    return train(folder, False, model, texts(), token_loss, corners.adamw, 0.5, fsdp_copy_size=2)
+
+
+WIDE = 100  # matrices of 100 x 100 float64 are large enough to be built in parts
+
+
+def wide() -> nn.Module:
+    layers = [nn.Linear(WIDE, WIDE) for _ in range(3)]
+    for layer in layers:
+        nn.init.trunc_normal_(layer.weight, std=0.1)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(50, WIDE), *layers, nn.Linear(WIDE, 3))
+    return model.double()
+
+
+def built_in_parts(folder: Path) -> dict[str, Any]:
+    """A model given as a function, what a validation says that leaves ranks unequal batches, and
+    predictions; before and after training."""
+    held: list[int] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        if not torch.is_grad_enabled():  # in validation: which weights are whole by now?
+            held.append(sum(not hasattr(p, "to_local") for p in manager.model.parameters()))
+
+    manager = manager_for(
+        folder, training_mode="fsdp", global_batch_size=8, shuffle=False, epochs=2, seed=9
+    )
+    data, odd = images(), images()
+    odd.tensors = tuple(t[:13] for t in odd.tensors)
+    manager.setup_training(wide, data, odd, loss_fn=class_loss, optimizer=corners.sgd)
+    for layer in manager.model:
+        layer.register_forward_pre_hook(look)
+    found = {"before": full(manager), "loss before": manager.evaluate()["loss"]}
+    manager.train_epoch(manager.train_loader, 0)
+    found |= {"after": full(manager), "loss after": manager.validate_epoch()["loss"]}
+    found |= {"outputs": manager.predict(odd), "most whole": max(held, default=0)}
+    manager.finish()
+    return found | {"streamed": streamed(folder)}
+
+
+def save_pretrained(folder: Path) -> Result:
+    """A GPT-2 in a folder, in two files; returns its weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 151, "n_positions": 16, "n_embd": 128, "n_layer": 2, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    model.save_pretrained(folder, max_shard_size="1MB")
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def streamed(folder: Path) -> Result:
+    """The weights that ranks have read from such a folder, each its own rows."""
+    from transformers import AutoModelForCausalLM
+
+    from multi_gpu_training.recipes.hugging_face import stream_pretrained
+
+    manager = manager_for(folder, training_mode="fsdp", global_batch_size=8)
+    build = lambda: stream_pretrained(AutoModelForCausalLM, folder / "gpt2")  # noqa: E731
+    manager.setup_training(build, texts(), loss_fn=token_loss)
+    state = full(manager)
+    manager.finish()
+    return state
+
+
 CASES = [mlp_accumulated, cnn_with_batchnorm, gpt2_of_uneven_tokens, gpt2_recomputed]
+FLOAT32 = [cnn_in_float32, gpt2_in_float32]
 # Those of the corners that sharded training refuses.
 REFUSED = {
     corners.unfreeze: "frozen, unfrozen or added",
@@ -147,7 +322,7 @@ REFUSED = {
 
 def run(folder: Path, names: list[str]) -> dict[str, Result]:
     """Some cases, one after another, and any corner: many trainings in one start of the ranks."""
-    by_name = {case.__name__: case for case in CASES}
+    by_name = {case.__name__: case for case in (*CASES, *FLOAT32)}
     return {
         name: by_name[name](folder, False) if name in by_name else sharded_corner(folder, name)
         for name in names

@@ -7,6 +7,7 @@ from pathlib import Path
 import corners
 import pytest
 import sharded
+import torch
 from ranks import RankError, run_ranks
 from training import difference
 
@@ -24,6 +25,68 @@ def test_sharded_ranks_compute_what_a_plain_loop_computes(tmp_path: Path, ranks:
         for name, weights in expected.items():
             off = difference(found[name], weights)
             assert all(value <= LIMIT for value in off.values()), (name, off)
+
+
+def test_a_model_built_in_parts_starts_and_is_judged_as_on_one_rank(tmp_path: Path) -> None:
+    pretrained = sharded.save_pretrained(tmp_path / "gpt2")
+    assert len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1
+    alone = sharded.built_in_parts(tmp_path)
+    for found in run_ranks(3, sharded.built_in_parts, tmp_path):
+        assert all(torch.equal(found["streamed"][n], weight) for n, weight in pretrained.items())
+        for name, weight in alone["before"].items():
+            assert torch.equal(found["before"][name], weight), name
+        assert all(value <= LIMIT for value in difference(found["after"], alone["after"]).values())
+        assert (found["outputs"] - alone["outputs"]).abs().max() <= LIMIT
+        for when in ("loss before", "loss after"):
+            assert abs(found[when] - alone[when]) <= LIMIT
+        # One block at a time.
+        assert 0 < found["most whole"] < len(alone["before"])
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_float32_differs_by_rounding_only(tmp_path: Path, ranks: int) -> None:
+    expected = {case.__name__: case(tmp_path / "by hand", True) for case in sharded.FLOAT32}
+    for found in run_ranks(ranks, sharded.run, tmp_path, list(expected)):
+        for name, weights in expected.items():
+            off = difference(found[name], weights)
+            assert all(value <= 1e-5 for value in off.values()), (name, off)
+
+
+@pytest.mark.engines
+def test_teams_of_ranks_compute_what_a_plain_loop_computes(tmp_path: Path) -> None:
+    """Tensor parallel inside sharded: 2 x 2 ranks, by the models' own plans."""
+    expected = {case.__name__: case(tmp_path / "by hand", True) for case in sharded.PLANNED}
+    for found in run_ranks(4, sharded.in_teams, tmp_path, list(expected)):
+        for name, weights in expected.items():
+            off = difference(found[name], weights)
+            assert all(value <= LIMIT for value in off.values()), (name, off)
+
+
+@pytest.mark.engines
+def test_teams_and_copies_save_what_any_other_layout_resumes(tmp_path: Path) -> None:
+    expected, means = sharded.by_hand_steps(len(sharded.LAYOUTS))
+    for found, written, losses in run_ranks(4, sharded.changing_layouts, tmp_path, timeout_s=400):
+        assert max(abs(a - b) for a, b in zip(losses, means, strict=True)) <= LIMIT
+        off = difference(found, expected)
+        assert all(value <= LIMIT for value in off.values()), off
+        # Teams write whole tensors; of two copies, one is written.
+        assert [len(files) for files in written] == [0, 2, 0, 4, 2, 2, 0]
+
+
+@pytest.mark.engines
+def test_a_model_without_a_plan_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="GPT2LMHeadModel brings no plan"):
+        run_ranks(4, sharded.refused_team, tmp_path)
+
+
+@pytest.mark.engines
+def test_copies_of_a_sharded_model_compute_what_a_plain_loop_computes(tmp_path: Path) -> None:
+    data, loss = sharded.texts(), sharded.token_loss
+    expected = sharded.train(tmp_path, True, sharded.gpt2(), data, loss, corners.adamw, 0.5)
+    for found in run_ranks(4, sharded.in_copies, tmp_path):
+        off = difference(found, expected)
+        assert all(value <= LIMIT for value in off.values()), off
 
 
 SUPPORTED = [case for case in corners.CASES if case not in sharded.REFUSED]

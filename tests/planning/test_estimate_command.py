@@ -104,6 +104,15 @@ def test_the_table_has_the_columns_of_guide_002_and_what_they_rest_on(mgt: Mgt) 
     assert "| 8 | 8.0x |" in Path("out/estimate.md").read_text()
 
 
+def test_a_strategy_is_asked_for_by_name_and_needs_the_models_blocks(mgt: Mgt) -> None:
+    link = ("--gpus", "8", "--interconnect", "h100-nvlink")
+    assert "--strategy zero: use ddp or fsdp" in mgt(*link, "--strategy", "zero").err
+    assert "needs the model's blocks" in mgt(*link, "--strategy", "fsdp").err
+    replace(PROFILE, block_bytes=9 * MB, blocks=10).save(Path("blocks.json"))
+    said = mgt(*link, "--strategy", "fsdp", "--profile", "blocks.json")
+    assert "on NVIDIA H100, fsdp, h100-nvlink" in said.out and written()["strategy"] == "fsdp"
+
+
 @pytest.mark.parametrize("device", ["NVIDIA H100", "CPU"])
 def test_two_tables_fit_100_columns_with_a_band_in_every_row(
     mgt: Mgt, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str

@@ -151,11 +151,14 @@ class RunState:
     def snapshot(self, facts: dict[str, Any]) -> Snapshot:
         """Return the state as it is now; `facts` go into the manifest. Collective."""
         training = self.training
-        held = self.model_to_save(training.held_state())
+        own = training.held_state()
+        held = self.model_to_save(own)
         extra: dict[str, Any] = {}
         live = None
         if not self.hosts.several:
             live = self._live.read(held, training.model, training.optimizer)
+            if held is not own:  # tensors made for this save alone must not stay in memory
+                self._live = LiveTensors()
         if live is not None:
             tensors, aliases, optimizer = live.model, live.aliases, live.optimizer
         else:
@@ -204,10 +207,12 @@ class RunState:
         """Model and optimizer where tensors may be split over ranks, or have to be gathered."""
         tensors, aliases, extra = model_state(held, piece)
         optimizer = optimizer_state(self.training.model, self.training.optimizer)
+        # Every disk gets the whole state, so that any of them may be lost. Teams split tensors by
+        # columns too, and files hold rows.
+        entire = self.hosts.several or self.placement.team_size > 1
         for named in (tensors, *optimizer["state"].values()):
             for name, value in named.items():
-                # Every disk gets the whole state, so that any of them may be lost.
-                if isinstance(value, Tensor) and (self.hosts.several or not by_rows(value)):
+                if isinstance(value, Tensor) and (entire or not by_rows(value)):
                     named[name] = whole(value)
         if self.hosts.several:
             self._take_buffers_of_main(tensors)

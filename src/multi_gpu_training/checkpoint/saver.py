@@ -56,7 +56,7 @@ class Saver:
         on_saved: Callable[[Save], None] = lambda _: None,
     ) -> None:
         self.config = config
-        self.placement = placement
+        self.placement = placement.world
         self.training = training
         self.log = log
         self.hosts = hosts or one_disk(placement)
@@ -72,7 +72,7 @@ class Saver:
             interval_s = _GPU_INTERVAL_S if placement.device.type == "cuda" else 0.0
         # One copy per disk, or part of a state per rank, is written while all ranks wait for it.
         self._queue = WriteQueue(0.0 if self.hosts.several else interval_s)
-        self._buffers = StateBuffers(
+        self.buffers = StateBuffers(
             placement.device, self._queue.interval_s > 0, self._wait_for_writing
         )
         self.current: Save | None = None  # the last one, on ranks that write
@@ -85,6 +85,7 @@ class Saver:
         self._stops = config.on_save_failure == "stop"
         self._unsettled = False  # equal on all ranks: they have not agreed yet on how it went
         self._interrupted = False
+        self._repeats = False  # another rank writes the same rows
         self._split = False  # the newest state is split over the ranks; equal on all of them
         # A script that ends without `finish`, or dies: finish writing what was begun.
         self._at_exit = functools.partial(_drain, weakref.ref(self))
@@ -209,7 +210,7 @@ class Saver:
         is wrong. `best` names the best one that is left. Every rank must call it."""
         self._queue.forget(lambda save: save.step > step)
         self._queue.finish()
-        self._collect()
+        self._collect(up_to=step)
         if self.current is not None and self.current.step > step:
             self.current = None
         if self._held is not None and self._held > step:
@@ -246,11 +247,12 @@ class Saver:
         if problem is not None:
             raise CheckpointError(problem)
 
-    def _collect(self, aloud: bool = True) -> None:
-        """Report the saves that have ended."""
+    def _collect(self, aloud: bool = True, up_to: int | None = None) -> None:
+        """Report the saves that have ended, without those after the step `up_to`."""
         for save in self._queue.take_ended():
-            self._failed = save.problem or self._failed
-            self._report(save, aloud)
+            if up_to is None or save.step <= up_to:
+                self._failed = save.problem or self._failed
+                self._report(save, aloud)
 
     def _wait_for_writing(self) -> None:
         self._waited_s += self._queue.finish()
@@ -272,7 +274,8 @@ class Saver:
             return None
         final = self.store.path_of(snapshot.step)
         staged = self.placement.broadcast_json(str(self.store.staged_name(final)))
-        return ShardWriting(Path(staged), self.placement.dp_rank, self.placement.dp_size)
+        rank, ranks, self._repeats = snapshot.place
+        return ShardWriting(Path(staged), rank, ranks)
 
     def _capture(
         self, snapshot: Snapshot, best: bool, shard: ShardWriting | None
@@ -280,10 +283,10 @@ class Saver:
         """On ranks that write: copy the state to host memory, or say why that failed now, or why
         it will fail every time."""
         writes = self.hosts.writes
-        if not writes and shard is None:
+        if not writes and (shard is None or self._repeats):
             return None, None, None
         try:
-            captured = capture(snapshot, self._buffers, shard, writes)
+            captured = capture(snapshot, self.buffers, shard, writes)
             return Save(self.store, captured, best, writes), None, None
         except CheckpointError as error:
             return None, None, str(error)
@@ -303,9 +306,9 @@ class Saver:
                 self.log.warning(f"{save.problem}. {then}")
             return
         memory = {
-            "buffer_bytes": self._buffers.nbytes,
-            "pinned": self._buffers.host.pinned,
-            "allocate_s": self._buffers.host.allocated_s,
+            "buffer_bytes": self.buffers.nbytes,
+            "pinned": self.buffers.host.pinned,
+            "allocate_s": self.buffers.host.allocated_s,
         }
         self.log.record("checkpoint", **save.facts, **memory)
         if save.warning is not None:

@@ -26,7 +26,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from multi_gpu_training.checkpoint import durable, integrity
-from multi_gpu_training.distributed.sharding import is_split, piece, rows, split_like
+from multi_gpu_training.distributed.sharding import (
+    by_rows,
+    is_split,
+    part_of,
+    piece,
+    rows,
+    split_like,
+)
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.safe_files import read_json
 
@@ -177,6 +184,8 @@ def fit_to(own: Tensor | None, saved: Any) -> Any:
         return saved
     if own is None or own.shape != saved.shape or not is_split(own):
         return saved.whole() if isinstance(saved, StoredRows) else saved
-    start, stop = rows(own)
-    local = saved.read(start, stop) if isinstance(saved, StoredRows) else saved[start:stop]
+    if isinstance(saved, StoredRows) and by_rows(own):
+        local = saved.read(*rows(own))
+    else:
+        local = part_of(own, saved.whole() if isinstance(saved, StoredRows) else saved)
     return split_like(own, local.to(piece(own).device, copy=True))

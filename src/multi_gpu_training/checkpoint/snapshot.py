@@ -22,7 +22,7 @@ from torch import Tensor
 from multi_gpu_training.checkpoint.file_layout import Layouts, StateLayout, copy_by_type
 from multi_gpu_training.checkpoint.integrity import FORMAT, SHARDED, Bytes
 from multi_gpu_training.checkpoint.shards import ShardWriting, part_in_two
-from multi_gpu_training.distributed.sharding import is_split
+from multi_gpu_training.distributed.sharding import is_split, place_of
 from multi_gpu_training.state_dicts import packed
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
@@ -44,6 +44,12 @@ class Snapshot:
     def split(self) -> bool:
         """Whether each rank holds a part of it."""
         return any(is_split(tensor) for tensor in self.model.values())
+
+    @property
+    def place(self) -> tuple[int, int, bool]:
+        """Of a split state: which part of how many is ours, and whether another rank has the same
+        part and comes first."""
+        return place_of(next(tensor for tensor in self.model.values() if is_split(tensor)))
 
 
 @dataclass
@@ -187,18 +193,20 @@ class HostBuffer:
 
         after: the CUDA event that it waits for. May be called from any thread.
         """
-        self.reserve(layout.total)
-        target = self._flat[: layout.total]
         if after is None:
-            target.copy_(flat[: layout.total])
+            self.reserve(layout.total)
+            self._flat[: layout.total].copy_(flat[: layout.total])
             return
-        side = self._side_stream(flat.device)
-        end = torch.cuda.Event(blocking=True)
-        side.wait_event(after)
-        with torch.cuda.stream(side):
-            target.copy_(flat[: layout.total], non_blocking=True)
-            end.record(side)
-        end.synchronize()
+        # A thread begins with the first GPU, and pinning memory would open a context there.
+        with torch.cuda.device(flat.device):
+            self.reserve(layout.total)
+            side = self._side_stream(flat.device)
+            end = torch.cuda.Event(blocking=True)
+            side.wait_event(after)
+            with torch.cuda.stream(side):
+                self._flat[: layout.total].copy_(flat[: layout.total], non_blocking=True)
+                end.record(side)
+            end.synchronize()
 
     def _side_stream(self, device: torch.device) -> Any:
         if device not in self._streams:

@@ -1,7 +1,7 @@
 """Saves on their way to the disk: written one at a time, in a thread beside training.
 
 With an interval, saves that come too soon wait in memory, and a newer one takes the place of an
-older one: training never waits for the disk. At most two wait, the newest and the best.
+older one, so training never waits for the disk. At most two wait: the newest and the best.
 """
 
 from __future__ import annotations
@@ -122,11 +122,10 @@ class WriteQueue:
         self.interval_s = interval_s
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._writing: Save | None = None
         self._best: Save | None = None  # waits; always older than the newest
         self._newest: Save | None = None
         self._ended: list[Save] = []
-        self._begun = -float("inf")
+        self._due = -float("inf")  # when the next one may begin
         self._hurried = False
 
     @property
@@ -185,15 +184,13 @@ class WriteQueue:
     def _work(self) -> None:
         while True:
             with self._changed:
-                save = self._writing = self._next()
+                save = self._next()
                 if save is None:
                     self._thread, self._hurried = None, False
                     self._changed.notify_all()
                     return
-                self._begun = time.monotonic()
             save.write()
             with self._changed:
-                self._writing = None
                 self._ended.append(save)
                 save.end()
 
@@ -201,14 +198,15 @@ class WriteQueue:
         """Take the one whose turn it is, when it is; None if there is none."""
         while True:
             save = self._best or self._newest
-            left = self._begun + self.interval_s - time.monotonic()
+            left = self._due - time.monotonic()
             if save is None or left <= 0 or self._hurried or _is_exiting():
                 break
             self._changed.wait(min(left, _LOOK_S))
-        if save is self._best:
-            self._best = None
-        else:
-            self._newest = None
+        if save is None:
+            return None
+        self._best, self._newest = (None, self._newest if save is self._best else None)
+        if self._newest is None:  # else it is written right after the best one
+            self._due = time.monotonic() + self.interval_s
         return save
 
 

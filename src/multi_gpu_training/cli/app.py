@@ -105,7 +105,7 @@ def train(
             help="`mgt recipes` lists them; `mgt train RECIPE --help` shows its options",
         ),
     ],
-    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp or single")] = None,
+    multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp, single or auto")] = None,
     num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
     share_gpu: Annotated[bool | None, Place(help="several ranks on one GPU, for tests")] = None,
@@ -333,6 +333,9 @@ def estimate(
     scaling: Annotated[
         str | None, Place(help="weak: same batch per GPU; strong: same global batch")
     ] = None,
+    strategy: Annotated[
+        str, Place(help="ddp: a copy of the model on each GPU; fsdp: a part")
+    ] = "ddp",
     epochs: Annotated[float | None, Option(help="length of the training")] = None,
     samples: Annotated[float | None, Option(help="the same, in samples")] = None,
     price: Annotated[float | None, Prices(help="of a GPU and hour")] = None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from multi_gpu_training.planning.estimate.profiling import Profiled
     from multi_gpu_training.planning.forecast.interconnect import Interconnect
     from multi_gpu_training.planning.forecast.profile import StepProfile
-    from multi_gpu_training.planning.forecast.result import Price
+    from multi_gpu_training.planning.forecast.result import Price, Strategy
 
 MOST_GPUS = 1024
 NO_TARGET = "image"  # the recipe that is measured where the command names none
@@ -39,6 +39,7 @@ class EstimateFlags(MeasuringFlags):
     curve: str | None
     gpus_per_node: int
     scaling: str | None
+    strategy: str
     epochs: float | None
     samples: float | None
     price: float | None
@@ -100,6 +101,12 @@ def forecast(
             "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so there "
             "is no cost of electricity"
         )
+    strategy: Strategy = "fsdp" if flags.strategy == "fsdp" else "ddp"
+    if strategy == "fsdp" and not profile.block_bytes:
+        raise ConfigError(
+            "--strategy fsdp needs the model's blocks, which this profile.json was made without; "
+            "measure again without --profile"
+        )
     strong = (flags.scaling or profile.scaling) == "strong"
     result = predict(
         profile,
@@ -112,8 +119,9 @@ def forecast(
         price=prices,
         electricity_per_kwh=flags.electricity if profile.power_w is not None else None,
         images=profile.images,
+        strategy=strategy,
     )
-    return Outcome(profile, result, length.words, tuple(notes))
+    return Outcome(profile, result, length.words, tuple(notes), strategy)
 
 
 def possible(
@@ -262,6 +270,7 @@ def check(flags: EstimateFlags) -> None:
         f"--scaling {flags.scaling}: use strong or weak": (
             flags.scaling not in (None, "strong", "weak")
         ),
+        f"--strategy {flags.strategy}: use ddp or fsdp": flags.strategy not in ("ddp", "fsdp"),
         f"--price-per {flags.price_per}: use gpu or node": flags.price_per not in ("gpu", "node"),
         "--price and --catalog both say what a GPU costs; give one": (
             flags.price is not None and flags.catalog is not None

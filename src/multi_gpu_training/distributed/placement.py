@@ -6,7 +6,7 @@ import atexit
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
@@ -66,8 +66,9 @@ def _watched(collective: Collective) -> Collective:
 class Placement:
     """A rank's device and its data-parallel group.
 
-    `dp_rank` of `dp_size` says which share of a batch is ours; sharded training later gives
-    groups that are smaller than the world. Without a group every collective is the identity.
+    `dp_rank` of `dp_size` says which share of a batch is ours. Under tensor parallelism several
+    neighbours compute one share together: the group then has one rank of each such team, and
+    `world` is the placement among all ranks. Without a group every collective is the identity.
     """
 
     def __init__(
@@ -86,6 +87,9 @@ class Placement:
         self.on_broken: Callable[[RuntimeError], bool] | None = None
         self.watch: CollectiveWatch | None = None
         self.owns_group = False
+        self.world = self
+        self.team: dist.ProcessGroup | None = None  # of the ranks that compute our share with us
+        self.team_size = 1
         self._control: dist.ProcessGroup | None = None  # for agreements, beside the GPU's traffic
 
     @property
@@ -163,11 +167,11 @@ class Placement:
             return value
         size = torch.zeros(1, dtype=torch.int64, device=self.wire)
         raw = torch.empty(0, dtype=torch.uint8)
-        if self.is_main:
+        if self.dp_rank == 0:
             raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
             size.fill_(raw.numel())
         self.broadcast_tensors([size])
-        if not self.is_main:
+        if self.dp_rank != 0:
             raw = torch.empty(int(size), dtype=torch.uint8)
         raw = raw.to(self.wire)
         self.broadcast_tensors([raw])
@@ -177,12 +181,20 @@ class Placement:
         """Overwrite `tensors` with those of the rank `source`."""
         if self.group is not None:
             for tensor in tensors:
-                self._lasting(lambda t=tensor: dist.broadcast(t, source, group=self.group))  # type: ignore[misc]
+                self._lasting(
+                    lambda t=tensor: dist.broadcast(t, group=self.group, group_src=source)  # type: ignore[misc]
+                )
 
     def broadcast_from(self, source: int, tensor: Tensor) -> Tensor:
         """Rank `source`'s bytes on every rank; `tensor` lies on `wire` and has the same shape."""
         if self.group is not None:
-            dist.broadcast(tensor, source, group=self.group)
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensor
+
+    def team_sum(self, tensor: Tensor) -> Tensor:
+        """Add `tensor` over the ranks that compute the same share, in place."""
+        if self.team is not None:
+            dist.all_reduce(tensor, group=self.team)
         return tensor
 
     @_watched
@@ -213,10 +225,40 @@ class Placement:
 
     def close(self) -> None:
         """Leave the group. Left to interpreter shutdown, gloo may abort or deadlock."""
+        if self.world is not self:
+            self.world.close()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group = False
         self.group = None
+
+    def in_teams(self, size: int) -> Placement:
+        """The data-parallel placement of a rank whose `size` neighbours compute its share with it.
+        Collective."""
+        ranks = self.dp_size
+        if ranks % size:
+            raise ConfigError(
+                f"tensor_parallel={size} does not divide the {ranks} ranks; use a multiple of it"
+            )
+        if self.identity.on_several_hosts:
+            raise ConfigError(
+                f"tensor_parallel={size} is for the ranks of one machine; use fsdp alone on several"
+            )
+        teams = [range(first, first + size) for first in range(0, ranks, size)]
+        columns = [range(place, ranks, size) for place in range(size)]
+        mine = Placement(self.identity, self.device, _own_group(columns, self.dp_rank))
+        mine.dp_rank, mine.dp_size = self.dp_rank // size, ranks // size
+        mine.world, mine.team_size = self, size
+        mine.team = _own_group(teams, self.dp_rank)
+        return mine
+
+    def in_copies(self, size: int) -> tuple[Any, Any]:
+        """Groups for a model of which each `size` neighbours hold one copy: of the ranks that hold
+        the same part, and of those that hold our copy. Collective."""
+        ranks = self.dp_size
+        copies = [range(first, first + size) for first in range(0, ranks, size)]
+        parts = [range(place, ranks, size) for place in range(size)]
+        return _own_group(parts, self.dp_rank), _own_group(copies, self.dp_rank)
 
     @property
     def wire(self) -> torch.device:
@@ -226,8 +268,31 @@ class Placement:
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
 
+def _own_group(members: Iterable[Sequence[int]], rank: int) -> Any:
+    """All of these groups are made, by every rank in the same order; returns the one of `rank`."""
+    before, own = open_sockets(), None
+    for ranks in members:
+        made = dist.new_group(list(ranks))
+        own = made if rank in ranks else own
+    if dist.get_backend() == "gloo":
+        shut_listeners(open_sockets() - before)
+    return own
+
+
 def place(config: MultiGPUConfig) -> Placement:
     """Join the ranks that a launcher started, or stand alone. Never waits for absent ranks."""
+    placement = _place(config)
+    if config.tensor_parallel == 1:
+        return placement
+    if placement.group is None:
+        raise ConfigError(
+            f"tensor_parallel={config.tensor_parallel} needs as many ranks, and this is a single "
+            "process; start it with mgt run, or set world_size"
+        )
+    return placement.in_teams(config.tensor_parallel)
+
+
+def _place(config: MultiGPUConfig) -> Placement:
     if not config.training_mode.has_ranks:
         found = from_environment()
         if found is not None and found.world_size > 1:

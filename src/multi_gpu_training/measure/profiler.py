@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.batch import attach, share_of
@@ -25,6 +26,7 @@ from multi_gpu_training.measure.step_anatomy import Anatomy
 from multi_gpu_training.measure.trainer_access import BATCH_NORMS
 from multi_gpu_training.training.callbacks import Run
 from multi_gpu_training.training.step import StepResult
+from multi_gpu_training.training.strategy.blocks import find_blocks
 
 PATIENCE_S = 30.0  # for the warm-up, and for the measured steps: slow ones need fewer
 LEAST_WARM_UP = {"cuda": 16, "cpu": 3}
@@ -170,9 +172,24 @@ class ProfileMeter(Meter):
                 self.dataset_samples if self.reads_loader or self.own_batches else None
             ),
             "parameter_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+            **self._sharding_facts(),
             "loader_workers": run.train_loader.feeding.num_workers,
             "data_on_device": isinstance(run.train_loader, ResidentLoader),
             "loader_rates": {},
+        }
+
+    def _sharding_facts(self) -> dict[str, int]:
+        """What a forecast of sharded ranks needs: the optimizer's memory, and blocks."""
+        run, model = self.run, self.run.model
+        states = run.trainer.optimizer.state.values()
+        held = [t.nbytes for state in states for t in state.values() if isinstance(t, Tensor)]
+        blocks = find_blocks(model, run.config.fsdp_blocks, run.config.find_unused_parameters)
+        sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks]
+        rest = sum(p.nbytes for p in model.parameters()) - sum(sizes)
+        return {
+            "optimizer_bytes": sum(held),
+            "block_bytes": max([*sizes, rest]),
+            "blocks": len(sizes) + 1,
         }
 
     def _repeat(self) -> None:

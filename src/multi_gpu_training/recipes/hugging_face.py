@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from multi_gpu_training.checkpoint.store import load
 from multi_gpu_training.distributed.sharding import is_split
@@ -17,6 +19,12 @@ from multi_gpu_training.errors import ModelError
 from multi_gpu_training.recipes.user_data import library
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.training.callbacks import Run
+from multi_gpu_training.training.strategy.deferred_init import (
+    WeightSource,
+    build_deferred,
+    set_source,
+    source_of,
+)
 
 MOST_JSON = 2**28  # a large tokenizer has 20 MiB
 MOST_LAYERS, MOST_SIZE = 10_000, 2**31
@@ -162,3 +170,81 @@ def weights_to_keep(run: Run) -> tuple[dict[str, Any] | None, str]:
             "saved to export; train with enable_fault_tolerance=true"
         )
     return None, "the last"
+
+
+# Weights that are read in parts
+
+
+def stream_pretrained(kind: Any, folder: str | Path, **more: Any) -> nn.Module:
+    """`kind.from_pretrained(folder)`, whose weights are read when the model is placed.
+
+    kind: a class of transformers, such as `AutoModelForCausalLM`. Under training_mode=fsdp each
+    rank reads its own rows from the safetensors files; everywhere else all of them are read. Use
+    it in the function that builds the model. A folder that holds other tensors than the model has
+    (renamed, fused, quantised, missing) is loaded by `from_pretrained` as usual.
+    """
+    config, dtype = more.pop("config", None), more.pop("dtype", torch.float32)
+    if config is None:
+        config = transformers().AutoConfig.from_pretrained(folder)
+    if not more:
+        with no_progress_bar():
+            model = build_deferred(lambda: _fresh(kind, config, dtype), draw=False)
+        files = PretrainedFiles(Path(folder), source_of(model))
+        if files.fit(model):
+            set_source(model, files)
+            return cast(nn.Module, model.eval())  # as from_pretrained leaves it
+    with no_progress_bar():
+        loaded: nn.Module = kind.from_pretrained(folder, config=config, dtype=dtype, **more)
+    return loaded
+
+
+def _fresh(kind: Any, config: Any, dtype: torch.dtype) -> Any:
+    if hasattr(kind, "from_config"):
+        return kind.from_config(config, dtype=dtype)
+    return kind(config).to(dtype)
+
+
+class PretrainedFiles:
+    """The tensors of a `save_pretrained` folder; what else was left out comes from `others`."""
+
+    everywhere = True  # each rank reads its own part
+
+    def __init__(self, folder: Path, others: WeightSource | None) -> None:
+        self._places: dict[str, Any] = {}
+        self._others = others
+        for path in sorted(folder.glob("model*.safetensors")):
+            file = safe_open(path, framework="pt")
+            self._places |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+
+    def fit(self, model: nn.Module) -> bool:
+        """Whether the files hold exactly what the model has; its small tensors are read now."""
+        own = dict(model.named_parameters()) | {
+            name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
+        }
+        tied = model.state_dict().keys() - own.keys()
+        extra = self._places.keys() - own.keys() - tied
+        if extra or not all(self._holds(name, tensor) for name, tensor in own.items()):
+            return False
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if not tensor.is_meta:
+                    tensor.copy_(self._places[name].get_tensor(name))
+        return True
+
+    def _holds(self, name: str, tensor: Tensor) -> bool:
+        file = self._places.get(name)
+        return file is not None and file.get_slice(name).get_shape() == list(tensor.shape)
+
+    def values(self, names: Sequence[str]) -> dict[str, Tensor]:
+        found = {n: self._places[n].get_tensor(n) for n in names if n in self._places}
+        rest = [name for name in names if name not in found]
+        return (
+            found if self._others is None or not rest else found | dict(self._others.values(rest))
+        )
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        if name in self._places:
+            rows: Tensor = self._places[name].get_slice(name)[start:stop]
+            return rows
+        assert self._others is not None
+        return self._others.read(name, start, stop)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from multi_gpu_training.data.batch import share_of, to_device
 from multi_gpu_training.data.sample_count import BatchSizeFn, sample_count
+from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, ModelError
 from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.loss import (
@@ -27,7 +30,7 @@ from multi_gpu_training.training.loss import (
 from multi_gpu_training.training.metric_states import is_metric, refuse_inexact
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
-from multi_gpu_training.training.prediction import PredictFn, gather_outputs
+from multi_gpu_training.training.prediction import PredictFn, call_model, gather_outputs
 from multi_gpu_training.training.step_state import StepState
 
 # Adds what one batch says to the metrics: eval_fn(model, batch, metrics).
@@ -84,26 +87,33 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def evaluate(
     model: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[tuple[Any, bool]],
     loss_fn: LossFn,
     eval_fn: EvalFn | MetricObjects | None,
     precision: Precision,
     device: torch.device,
     batch_size_fn: BatchSizeFn | None = None,
     f1_average: str = "macro",
+    call: Callable[[Callable[[], Any]], Any] = lambda function: function(),
 ) -> MetricsCollector:
-    """Collect this rank's part."""
-    collected = MetricsCollector(f1_average)
+    """Collect this rank's part. A batch that does not count is there so that the model runs;
+    `call` is what it runs through."""
+    collected, nowhere = MetricsCollector(f1_average), MetricsCollector(f1_average)
     with evaluation_mode(model):
-        for batch in batches:
+        for batch, counts in batches:
             share = share_of(batch)
             if share is None:
                 batch = to_device(batch, device)
+            into = collected if counts else nowhere
             with precision.autocast():
                 if eval_fn is not None and not isinstance(eval_fn, MetricObjects):
-                    eval_fn(model, batch, collected)
+                    eval_fn(model, batch, into)
                     continue
-                mean, weight, pairs = _measure(model, batch, loss_fn, eval_fn or {}, collected)
+                objects = eval_fn if eval_fn is not None and counts else {}
+                measure = partial(_measure, model, batch, loss_fn, objects, into)
+                mean, weight, pairs = call(measure)
+            if not counts:
+                continue
             if weight is None:  # counted only where it matters: shapes may not say it
                 count = sample_count(batch, batch_size_fn) if share is None else share.count
                 collected.add_mean(mean, count, pairs)
@@ -113,6 +123,19 @@ def evaluate(
             mean = torch.where(counts, mean, torch.zeros_like(mean))
             collected.add_mean(mean, weight, pairs)
     return collected
+
+
+def _in_step(batches: Iterator[Any], placement: Placement) -> Iterator[tuple[Any, bool]]:
+    """Batches, as many as the rank with the most has; those beyond this rank's own do not count.
+    Each rank must have at least one."""
+    nothing, batch = object(), None
+    while True:
+        found = next(batches, nothing)
+        counts = found is not nothing
+        batch = found if counts else batch
+        if placement.all_agree(not counts):
+            return
+        yield batch, counts
 
 
 def _measure(
@@ -182,16 +205,20 @@ class Evaluator:
     def metrics_of(self, batches: Iterable[Any]) -> dict[str, float]:
         """The same on one set."""
         state, placement = self.state, self.state.placement
-        with self.ready_model() as model:
+        # torchmetrics objects beside the user's own loss take a forward of their own.
+        by_itself = isinstance(self.loss_fn, SupervisedLoss) and not callable(self.eval_fn)
+        own_code = self.eval_fn is not None and not by_itself
+        with self._judged(batches, own_code) as (model, together, call):
             self.evaluated = evaluate(
                 model,
-                self._as_computed(batches),
+                together,
                 self.loss_fn,
                 self.eval_fn,
                 state.precision,
                 placement.device,
                 state.batch_size_fn,
                 state.config.f1_average,
+                call,
             )
             return self.evaluated.compute(placement)
 
@@ -199,13 +226,16 @@ class Evaluator:
         """Outputs for the samples of all ranks, in the order of the data, on every rank."""
         state = self.state
 
-        def pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-            for batch in self._as_computed(batches):
+        def pairs(model: nn.Module, together: Any, call: Any) -> Iterator[tuple[Any, Any]]:
+            for batch, counts in together:
                 with state.precision.autocast():
-                    yield batch, predict_fn(model, batch)
+                    outputs = call(partial(predict_fn, model, batch))
+                if counts:
+                    yield batch, outputs
 
-        with self.ready_model() as model, evaluation_mode(model):
-            return gather_outputs(pairs(model), state.placement)
+        own_code = predict_fn is not call_model
+        with self._judged(batches, own_code) as judged, evaluation_mode(judged[0]):
+            return gather_outputs(pairs(*judged), state.placement)
 
     @contextmanager
     def ready_model(self) -> Iterator[nn.Module]:
@@ -215,6 +245,31 @@ class Evaluator:
         self.state.strategy.sync_buffers()
         with self.averaged.applied(), self.state.strategy.gathered():
             yield self.state.model
+
+    @contextmanager
+    def _judged(self, batches: Iterable[Any], own_code: bool) -> Iterator[tuple[Any, Any, Any]]:
+        """The model, its batches with whether each counts, and what calls the model.
+
+        Ranks that cannot compute alone take the same number of batches: one that has no more
+        takes its last once again. Code of the user's may call the model as often as it likes, and
+        so it gets the whole model.
+        """
+        placement, strategy = self.state.placement, self.state.strategy
+        found, nothing = iter(self._as_computed(batches)), object()
+        alone = strategy.computes_alone or own_code
+        first = nothing if alone else next(found, nothing)
+        if not alone and not placement.all_agree(first is not nothing):
+            alone = True  # a rank has nothing at all to run the model on
+        if first is not nothing:
+            found = chain([first], found)
+        if alone:
+            with self.ready_model() as model:
+                yield model, ((batch, True) for batch in found), lambda function: function()
+            return
+        self.verify()
+        strategy.sync_buffers()
+        with self.averaged.applied(), strategy.in_step() as call:
+            yield self.state.model, _in_step(found, placement), call
 
     def _as_computed(self, batches: Iterable[Any]) -> Iterable[Any]:
         transform = self.state.transform

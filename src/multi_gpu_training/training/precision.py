@@ -18,7 +18,7 @@ class Precision:
     """bf16 where the hardware has it; fp16 with loss scaling where it does not."""
 
     def __init__(self, config: MultiGPUConfig, device: torch.device, mixed: bool) -> None:
-        self.device_type = device.type
+        self.device, self.device_type = device, device.type
         self.dtype = _dtype(config, device) if mixed else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype is torch.float16)
 

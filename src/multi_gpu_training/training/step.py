@@ -126,7 +126,8 @@ class StepModule(nn.Module):
             torch.zeros(
                 (),
                 dtype=torch.float64 if exact else torch.float32,
-                device=parameters[0].device,
+                # Weights that are still to come have no device yet.
+                device=next((p.device for p in parameters if not p.is_meta), precision.device),
             )
         )
 

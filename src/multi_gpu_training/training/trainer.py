@@ -52,6 +52,7 @@ from multi_gpu_training.training.state_rollback import StepStart
 from multi_gpu_training.training.step import StepModule, StepResult
 from multi_gpu_training.training.step_state import StepState
 from multi_gpu_training.training.strategy import SingleDevice, Strategy
+from multi_gpu_training.training.strategy.choice import choose_mode
 from multi_gpu_training.training.strategy.data_parallel_strategy import DataParallelStrategy
 from multi_gpu_training.training.strategy.ddp_strategy import DDPStrategy
 from multi_gpu_training.training.strategy.fsdp_strategy import FSDPStrategy
@@ -99,6 +100,7 @@ class MultiGPUTrainer(ABC):
             state, self.eager, partial(told, "out_of_memory"), self.give_up_recording
         )
         self._boundary = Boundary()
+        self._say = say
 
     @abstractmethod
     def make_strategy(self) -> Strategy:
@@ -147,10 +149,12 @@ class MultiGPUTrainer(ABC):
             raise ModelError(
                 f"{type(model).__name__} has no parameter with requires_grad=True; unfreeze some"
             )
+        if self.config.training_mode is TrainingMode.AUTO:
+            self._choose_mode(model)
         state, device = self.state, self.placement.device
         refuse_float64(model, device)
         self.execution.enter_stream()
-        model.to(device)
+        self.strategy.place(model)
         check_same_model(model, self.placement)
         refuse_layers_of_one_batch(model, self.placement)
         if manual:
@@ -179,6 +183,16 @@ class MultiGPUTrainer(ABC):
             synchronise_batchnorm(beside, self.placement)
         self.strategy.train_beside(beside)
 
+    def _choose_mode(self, model: nn.Module) -> None:
+        """Settle training_mode=auto, now that the model is known. Collective."""
+        mode, why = choose_mode(model, self.placement)
+        self._say(why)
+        self.config.training_mode = mode
+        self.config.check()  # what that mode cannot do
+        kinds = {TrainingMode.SINGLE: SingleDevice, TrainingMode.FULLY_SHARDED: FSDPStrategy}
+        chosen = kinds.get(mode, DDPStrategy)(self.config, self.placement)
+        self.strategy = self.state.strategy = chosen
+
     def _start_from_rank_0(self, model: nn.Module) -> None:
         """Give every rank rank 0's weights, as DDP's wrapper would: scripts need not seed."""
         with torch.no_grad():
@@ -189,6 +203,8 @@ class MultiGPUTrainer(ABC):
 
     def _expect_own_backward(self) -> None:
         """No wrapper around the model: ranks exchange gradients where `ManualTrainer` says."""
+        if self.config.training_mode is TrainingMode.AUTO:
+            self.config.training_mode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
         mode = self.config.training_mode
         if mode not in (TrainingMode.SINGLE, TrainingMode.DISTRIBUTED_DATA_PARALLEL):
             raise ConfigError(
@@ -425,6 +441,15 @@ class DistributedDataParallelTrainer(MultiGPUTrainer):
 
     def make_strategy(self) -> Strategy:
         return DDPStrategy(self.config, self.placement)
+
+
+class AutoTrainer(DistributedDataParallelTrainer):
+    """As the model turns out to fit: one device, a copy per process, or a part per process."""
+
+    def make_strategy(self) -> Strategy:
+        strategy = super().make_strategy()
+        strategy.builds_in_parts = self.placement.group is not None
+        return strategy
 
 
 class FullyShardedTrainer(MultiGPUTrainer):

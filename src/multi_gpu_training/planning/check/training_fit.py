@@ -102,6 +102,9 @@ def judge(fit: TrainingFit, disk_free_bytes: int | None) -> Iterator[Finding]:
     else:
         yield MEMORY.warn(f"{text}: it ran, and leaves too little", SMALLER)
     yield _largest_line(fit)
+    ranks = max(speed.ranks for speed in fit.speeds)
+    if ranks > 1:
+        yield _sharded_line(fit, ranks)
     if fit.too_busy:
         yield _busy_line(fit)
     if disk_free_bytes is not None:
@@ -117,6 +120,16 @@ def _largest_line(fit: TrainingFit) -> Finding:
         how = "tried" if fit.largest_tried else "by the growth between two measured sizes"
         text = f"{fit.largest:,} samples per {fit.unit} ({how})"
     return GROUP.passed("largest batch", text, largest=fit.largest, tried=fit.largest_tried)
+
+
+def _sharded_line(fit: TrainingFit, ranks: int) -> Finding:
+    parts = fit.memory_parts
+    state = parts.parameters + parts.gradients + parts.optimizer
+    text = (
+        f"training_mode=fsdp would leave {size(state / ranks)} of weights, gradients and optimizer "
+        f"state on each of {ranks} {fit.unit}s, not {size(state)}, and three blocks at a time"
+    )
+    return GROUP.passed("sharded", text, bytes=state // ranks)
 
 
 def _busy_line(fit: TrainingFit) -> Finding:

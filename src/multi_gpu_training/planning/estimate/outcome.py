@@ -26,7 +26,7 @@ from multi_gpu_training.planning.bench.result_table import (
     share,
 )
 from multi_gpu_training.planning.forecast.profile import StepProfile
-from multi_gpu_training.planning.forecast.result import Forecast, ForecastRow
+from multi_gpu_training.planning.forecast.result import Forecast, ForecastRow, Strategy
 
 SCHEMA = 1
 DOES_NOT_FIT = "memory: does not fit"
@@ -50,6 +50,7 @@ class Outcome:
     forecast: Forecast
     length: str = ""
     notes: tuple[str, ...] = ()
+    strategy: Strategy = "ddp"
     rows: list[Row] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,11 +64,13 @@ class Outcome:
         batch, measured = row.per_rank_batch, {p.per_rank_batch for p in self.profile.memory}
         if taken is not None and not taken.grows and batch not in measured:
             taken = None  # one batch says nothing of another
+        # Sharded ranks leave a part of what was measured to each other.
+        away = self.profile.sharded_away_bytes(row.gpus) if self.strategy == "fsdp" else 0.0
         found |= {
             "theoretical_speedup": float(row.gpus),
             "actual_speedup": row.speedup,
-            "peak_bytes": taken.peak(batch) if taken is not None else None,
-            "fits": taken.fits(batch, room) if taken is not None and room else None,
+            "peak_bytes": taken.peak(batch) - away if taken is not None else None,
+            "fits": taken.fits(batch, room + away) if taken is not None and room else None,
         }
         if row.gpus == 1:
             # Measured, not forecast: its band is how much its own steps differ.
@@ -98,7 +101,8 @@ class Outcome:
         forecast = self.forecast
         title = f"{self.profile.name} on {self.profile.device}"
         if any(row.gpus > 1 for row in forecast.rows):
-            title += f", {forecast.interconnect}, {forecast.scaling} scaling"
+            sharded = ", fsdp" if self.strategy == "fsdp" else ""
+            title += f"{sharded}, {forecast.interconnect}, {forecast.scaling} scaling"
         return title
 
     def tables(self) -> list[ResultTable]:
@@ -145,6 +149,9 @@ class Outcome:
         if any(row.gpus > 1 for row in forecast.rows):
             found.append(f"all-reduce times: {forecast.interconnect_source}")
             found.append(f"band: {forecast.band_meaning}")
+        short = [row["gpus"] for row in self.rows if row["fits"] is False and row["gpus"] > 1]
+        if short and self.strategy == "ddp":
+            found.append(f"a copy per GPU does not fit on {short[0]}; --strategy fsdp splits it")
         if not forecast.prices:
             found.append(f"no price was given (--price, --catalog): {self.unit}-hours only")
         return [*found, *forecast.notes, *self.notes]
@@ -157,6 +164,7 @@ class Outcome:
             "kind": "forecast",
             "date": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
             "length": self.length or None,
+            "strategy": self.strategy,
             "gpus": {str(row["gpus"]): _comparable(row) for row in self.rows},
             **{key: value for key, value in forecast.items() if key != "rows"},
             "price": asdict(prices[0]) if len(prices) == 1 else None,

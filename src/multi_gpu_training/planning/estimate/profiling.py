@@ -18,6 +18,7 @@ AS_MEASURED = (
     *("per_rank_batch", "accumulation", "forward_s", "backward_s", "optimizer_s"),
     *("dataset_samples", "epochs", "max_steps", "loader_workers", "data_on_device"),
     *("parameter_bytes", "images", "power_w", "precision"),
+    *("optimizer_bytes", "block_bytes", "blocks"),
 )
 MEMORY_STEPS = 4  # enough for a step to be recorded, or compiled: both take memory of their own
 

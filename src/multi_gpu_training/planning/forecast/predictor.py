@@ -12,8 +12,8 @@ from .cost import Rising
 from .interconnect import Interconnect
 from .profile import StepProfile
 from .question import Question
-from .result import Forecast, ForecastRow, Limit, Price, Scaling
-from .timeline import Phases, exchange, straggler_s
+from .result import Forecast, ForecastRow, Limit, Price, Scaling, Strategy
+from .timeline import Phases, exchange, sharded_exposed_s, straggler_s
 
 # A loss below this share of the step limits nothing.
 NOTICED = 0.02
@@ -41,6 +41,7 @@ def predict(
     power_overhead: float = 1.0,
     residual: bool = True,
     images: bool | None = None,
+    strategy: Strategy = "ddp",
 ) -> Forecast:
     """What to expect on each number of GPUs.
 
@@ -52,7 +53,8 @@ def predict(
     `node_loader_rate` says what the ranks of a node load together at most. `power_overhead`
     multiplies the measured power of the GPU to get that of the plug. `residual=False` leaves out
     what published trainings lose beyond communication, stragglers and input; `images` says whether
-    the data are images, which lose less.
+    the data are images, which lose less. `strategy`: whether each rank has a copy of the model, or
+    a part (fsdp), which it gathers from the others block by block.
     """
     question = Question(
         profile,
@@ -70,6 +72,7 @@ def predict(
         power_overhead,
         residual,
         0.5 if images is None else float(images),
+        strategy,
     )
     rows = tuple(row_for(question, each) for each in gpus)
     rising = _rising(question)
@@ -93,16 +96,12 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
     batch, accumulation = question.share(gpus)
     phases = Phases.of(profile, batch)
     compute = phases.step_s(accumulation)
-    sent = exchange(
-        phases.buckets if gpus > 1 else (),
-        phases.backward_s,
-        lambda size: question.interconnect.allreduce_s(size, gpus, nodes),
-    )
+    communication, exposed = _talk_s(question, phases, gpus, accumulation)
     # The spread was measured on whole steps; of shorter ones it is as much smaller.
     measured = question.computing_s * profile.per_rank_batch * profile.accumulation
     slowness = compute / measured
     straggler = straggler_s(profile.step_times_s, gpus) * slowness
-    explained = compute + sent.exposed_s + straggler
+    explained = compute + exposed + straggler
     usual, small_batch = _usual_s(question, gpus, batch, accumulation, compute)
     # Published trainings lose to communication too: only what they lose beyond it is added.
     unexplained = max(0.0, usual - explained)
@@ -118,7 +117,7 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
     # Time for samples that a rounded-up share has room for, and does not get.
     unshared = compute - global_batch / gpus * question.computing_s
     losses: dict[Limit, float] = {
-        "communication": sent.exposed_s,
+        "communication": exposed,
         "stragglers": straggler,
         "input pipeline": step - busy,
         "batch": unshared + min(small_batch, unexplained),
@@ -142,8 +141,8 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
         low_efficiency=global_batch / slowest / alone,
         high_efficiency=global_batch / fastest / alone,
         compute_s=compute,
-        communication_s=sent.communication_s,
-        exposed_communication_s=sent.exposed_s,
+        communication_s=communication,
+        exposed_communication_s=exposed,
         straggler_s=straggler,
         input_wait_s=step - busy,
         unexplained_s=unexplained,
@@ -151,6 +150,28 @@ def row_for(question: Question, gpus: int) -> ForecastRow:
         extrapolated=question.interconnect.extrapolated(gpus, nodes),
     )
     return cost.priced(row, question)
+
+
+def _talk_s(
+    question: Question, phases: Phases, gpus: int, accumulation: int
+) -> tuple[float, float]:
+    """How long ranks talk in a step, and how much longer it takes for that."""
+    if gpus < 2:
+        return 0.0, 0.0
+    nodes, profile = question.nodes(gpus), question.profile
+    send = lambda size: question.interconnect.allreduce_s(size, gpus, nodes)  # noqa: E731
+    if question.strategy == "fsdp":
+        return sharded_exposed_s(
+            phases.forward_s,
+            phases.backward_s,
+            profile.parameter_bytes,
+            profile.gradient_bytes,
+            profile.blocks,
+            send,
+            accumulation,
+        )
+    sent = exchange(phases.buckets, phases.backward_s, send)
+    return sent.communication_s, sent.exposed_s
 
 
 def _usual_s(

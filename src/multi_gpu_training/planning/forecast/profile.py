@@ -52,6 +52,10 @@ class StepProfile:
     # Taken from the device by others than torch's allocator: CUDA itself, NCCL, other programs.
     memory_outside_bytes: int = 0
     parameter_bytes: int = 0
+    # For sharded ranks: the optimizer's state, and the parts of the model gathered as one.
+    optimizer_bytes: int = 0
+    block_bytes: int = 0
+    blocks: int = 1
     # Whether the data are images or videos.
     images: bool | None = None
     power_w: float | None = None
@@ -61,6 +65,12 @@ class StepProfile:
     @property
     def gradient_bytes(self) -> int:
         return sum(bucket.size_bytes for bucket in self.buckets)
+
+    def sharded_away_bytes(self, ranks: int) -> float:
+        """What each of so many sharded ranks does not hold: its part of weights, gradients and
+        optimizer state stays, and three blocks are whole at a time."""
+        state = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return max(0.0, state * (1 - 1 / ranks) - 3 * self.block_bytes)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")

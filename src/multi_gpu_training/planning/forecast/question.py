@@ -11,7 +11,7 @@ from multi_gpu_training.errors import ConfigError
 
 from .interconnect import Interconnect
 from .profile import StepProfile
-from .result import Price, Scaling
+from .result import Price, Scaling, Strategy
 from .timeline import Phases
 
 
@@ -61,6 +61,7 @@ class Question:
     power_overhead: float
     residual: bool
     image: float
+    strategy: Strategy = "ddp"
 
     def __post_init__(self) -> None:
         profile, problems = self.profile, []

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Scaling = Literal["weak", "strong"]
+Strategy = Literal["ddp", "fsdp"]
 
 # The names of what holds a row back: the largest of the losses against perfect scaling.
 Limit = Literal["nothing", "communication", "stragglers", "input pipeline", "unexplained", "batch"]

@@ -1,8 +1,8 @@
-"""One DDP step on the clock: when the gradients are ready, when they have been sent.
+"""One step on the clock: when gradients are ready, and when they have been sent.
 
-Buckets become ready during the last backward of the step, are sent one after the other on one
-channel in that order, and the optimizer waits for the last of them. What of the sending lies
-behind the backward is exposed; the rest costs nothing. Then all ranks wait for the slowest.
+With DDP, buckets become ready during the last backward of the step, are sent one after the other
+on one channel in that order, and the optimizer waits for the last of them. What of the sending
+lies behind the backward is exposed; the rest costs nothing. Then all ranks wait for the slowest.
 """
 
 from __future__ import annotations
@@ -52,6 +52,35 @@ def exchange(
         free = start + send_s(bucket.size_bytes)
         sent.append(Sent(start, free))
     return StepTimeline(tuple(sent), backward_s)
+
+
+def sharded_exposed_s(
+    forward_s: float,
+    backward_s: float,
+    parameter_bytes: int,
+    gradient_bytes: int,
+    blocks: int,
+    send_s: Callable[[int], float],
+    accumulation: int = 1,
+) -> tuple[float, float]:
+    """Of a fully sharded step: all the time that ranks talk, and what of it is exposed.
+
+    Each block is gathered while the one before it computes, in forward and again in backward; its
+    gradients are added up and split while the next one computes. Gathering, or adding up and
+    splitting, moves half the bytes of an all-reduce. `send_s` is the time of one.
+    """
+    gather = send_s(parameter_bytes // blocks) / 2
+    reduce = send_s(gradient_bytes // blocks) / 2
+    forward, backward = forward_s / blocks, backward_s / blocks
+    ahead = gather + (blocks - 1) * max(forward, gather) + forward - forward_s
+
+    def behind(reduce: float) -> float:
+        between = (blocks - 1) * max(backward, gather + reduce)
+        return gather + between + backward + reduce - backward_s
+
+    # Micro-batches before the last one only gather.
+    exposed = accumulation * ahead + (accumulation - 1) * behind(0.0) + behind(reduce)
+    return blocks * (2 * accumulation * gather + reduce), exposed
 
 
 def step_s(

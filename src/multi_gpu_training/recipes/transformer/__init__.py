@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.fine_tuning import PRETRAINED_RATE, high_rate_note
 from multi_gpu_training.recipes.hugging_face import fetch, has_weights
@@ -24,6 +24,7 @@ from multi_gpu_training.recipes.transformer import transformer_model as models
 from multi_gpu_training.recipes.transformer.attention import use_causal_attention
 from multi_gpu_training.recipes.transformer.export import Export
 from multi_gpu_training.recipes.transformer.linear_cross_entropy import scores_budget_bytes
+from multi_gpu_training.recipes.transformer.lora import with_adapters
 from multi_gpu_training.recipes.transformer.losses import (
     CausalLoss,
     ClassificationLoss,
@@ -48,6 +49,9 @@ class TransformerOptions(Options):
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; only if you trust its author"
     )
+    lora_rank: int = Field(0, ge=0, le=2**14, description="train adapters of this rank (peft)")
+    lora_alpha: float | None = Field(None, gt=0, description="of the adapters; None: 2 x lora_rank")
+    lora_targets: str = Field("all-linear", description="layers with adapters: q_proj,v_proj ...")
     layers: int = Field(2, gt=0, le=10_000, description="of model=small")
     width: int = Field(128, gt=0, le=2**17, description="of model=small")
     heads: int = Field(4, gt=0, le=2**17, description="of model=small")
@@ -76,7 +80,7 @@ def _language_model(options: TransformerOptions, words: Tokens, config: MultiGPU
     padded, masked = options.layout == "padded", options.task == "masked"
     tokens.require(words, pad=padded, mask=masked)
     corpus = text.read_corpus(options.data_dir)
-    model = _model(options, words, None)
+    model = _model(options, words, None, config)
     cut = sequences.pad_lines if padded else sequences.pack
     train = cut(corpus.train, words, options.sequence_length)
     if corpus.val is None:
@@ -95,12 +99,14 @@ def _language_model(options: TransformerOptions, words: Tokens, config: MultiGPU
             loss_fn=MaskedLoss(padded),
             callbacks=callbacks,
         )
-    maskless = use_causal_attention(model, options.sequence_length)
+    probe = models.one_layer(model)
+    maskless = use_causal_attention(model, options.sequence_length, probe)
+    direct = is_direct(model if probe is None else probe)
     return Job(
         model=model,
         dataset=sequences.plain(train),
         val_dataset=sequences.plain(val),
-        loss_fn=CausalLoss(padded, not maskless, is_direct(model), scores_budget_bytes()),
+        loss_fn=CausalLoss(padded, not maskless, direct, scores_budget_bytes()),
         callbacks=callbacks,
     )
 
@@ -108,7 +114,7 @@ def _language_model(options: TransformerOptions, words: Tokens, config: MultiGPU
 def _classification(options: TransformerOptions, words: Tokens, config: MultiGPUConfig) -> Job:
     tokens.require(words, pad=True, mask=False)
     texts = text.read_labelled(options.data_dir)
-    model = _model(options, words, texts.labels())
+    model = _model(options, words, texts.labels(), config)
     train, val = _classified(texts, options, words, models.label_numbers(model.config), config.seed)
     loss = ClassificationLoss()
     return Job(
@@ -121,8 +127,13 @@ def _classification(options: TransformerOptions, words: Tokens, config: MultiGPU
     )
 
 
-def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None) -> Any:
+def _model(
+    options: TransformerOptions, words: Tokens, labels: list[str] | None, run: MultiGPUConfig
+) -> Any:
     """The model, checked against the tokenizer, the sequences and the labels."""
+    # Adapters are made beside weights that are there.
+    sharded = run.training_mode in (TrainingMode.FULLY_SHARDED, TrainingMode.AUTO)
+    in_parts = sharded and not options.lora_rank
     length, small = options.sequence_length, options.model == SMALL
     if small:
         sizes = options.layers, options.width, options.heads, options.dropout
@@ -138,11 +149,14 @@ def _model(options: TransformerOptions, words: Tokens, labels: list[str] | None)
         models.set_labels(config, labels, own=own)
     if options.layout == "padded" or labels is not None:
         config.pad_token_id = words.pad
+    trust, new_head, task = options.trust_remote_code, options.new_head, options.task
     if fresh:
-        return models.from_config(options.task, config, options.trust_remote_code)
-    return models.load_model(
-        options.task, options.model, config, options.new_head, options.trust_remote_code
-    )
+        model = models.from_config(task, config, trust, in_parts)
+    else:
+        model = models.load_model(task, options.model, config, new_head, trust, in_parts)
+    if not options.lora_rank:
+        return model
+    return with_adapters(model, task, options.lora_rank, options.lora_alpha, options.lora_targets)
 
 
 def _classified(
@@ -182,6 +196,9 @@ def _check_together(options: TransformerOptions) -> None:
                 )
     elif options.from_scratch:
         problems.append("from_scratch=true is for a model from elsewhere; model=small always is")
+    for name in ("lora_alpha", "lora_targets"):
+        if name in given and not options.lora_rank:
+            problems.append(f"{name}={getattr(options, name)} does nothing without lora_rank")
     if options.task != "classification" and options.new_head:
         problems.append(f"new_head=true is for task=classification, not task={options.task}")
     if options.task != "masked" and "mask_share" in given:
@@ -220,8 +237,10 @@ def defaults_for(options: TransformerOptions) -> dict[str, float]:
 def _describe(name: str, train: Sequences, val: Sequences, words: Tokens, model: Any) -> str:
     """One line that says what is trained on what."""
     parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    part = "" if trained == parameters else f" ({trained:,} trained)"
     return (
-        f"{type(model).__name__} of {parameters:,} parameters; {name} as {words.describe()}: "
+        f"{type(model).__name__} of {parameters:,} parameters{part}; {name} as {words.describe()}: "
         f"{len(train):,} samples with {train.count():,} tokens for training, {len(val):,} with "
         f"{val.count():,} for validation"
     )

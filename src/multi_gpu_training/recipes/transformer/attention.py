@@ -21,8 +21,14 @@ from multi_gpu_training.torch_internals import attention_implementation
 NAME = "mgt_causal"
 
 
-def use_causal_attention(model: Any, length: int) -> bool:
-    """Let `model` attend to all tokens before, without a mask; False where that is not its way."""
+def use_causal_attention(model: Any, length: int, probe: Any = None) -> bool:
+    """Let `model` attend to all tokens before, without a mask; False where that is not its way.
+    probe: a smaller one of its kind, to try that out on."""
+    if probe is not None:
+        if use_causal_attention(probe, length):
+            model.set_attn_implementation(NAME)
+            _silence(model)
+        return attention_implementation(model.config) == NAME
     config = model.config
     before = attention_implementation(config)
     if before != "sdpa" or not attends_to_all(config, length):
@@ -39,10 +45,14 @@ def use_causal_attention(model: Any, length: int) -> bool:
     if not torch.allclose(try_out(model, length), expected, rtol=1e-3, atol=1e-4):
         model.set_attn_implementation(before)
         return False
+    _silence(model)
+    return True
+
+
+def _silence(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
             module.warn_if_padding_and_no_attention_mask = no_padding
-    return True
 
 
 def attends_to_all(config: Any, length: int) -> bool:

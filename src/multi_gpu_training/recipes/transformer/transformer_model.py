@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,8 +14,10 @@ from multi_gpu_training.recipes.hugging_face import (
     fetch,
     first_line,
     has_weights,
+    stream_pretrained,
     transformers,
 )
+from multi_gpu_training.training.strategy.deferred_init import build_deferred, source_of
 
 Task = Literal["causal", "masked", "classification"]
 
@@ -58,8 +62,9 @@ def small_config(
     )
 
 
-def from_config(task: Task, config: Any, trust: bool = False) -> Any:
-    """A model with fresh weights, from torch's generator as it stands."""
+def from_config(task: Task, config: Any, trust: bool = False, in_parts: bool = False) -> Any:
+    """A model with fresh weights, from torch's generator as it stands. in_parts: they are computed
+    when the model is placed, each rank keeping its own part."""
 
     def build() -> Any:
         return getattr(transformers(), CLASSES[task]).from_config(
@@ -67,6 +72,8 @@ def from_config(task: Task, config: Any, trust: bool = False) -> Any:
         )
 
     try:
+        if in_parts:
+            return build_deferred(build)
         check_memory(f"this {config.model_type} model", build)
         return build()
     except ModelError:
@@ -78,19 +85,41 @@ def from_config(task: Task, config: Any, trust: bool = False) -> Any:
 
 
 def load_model(
-    task: Task, name: str, config: Any, new_head: bool = False, trust: bool = False
+    task: Task,
+    name: str,
+    config: Any,
+    new_head: bool = False,
+    trust: bool = False,
+    in_parts: bool = False,
 ) -> Any:
     """The model in `name` with its weights, in float32; fresh weights where only a config is.
 
     new_head: its head may have another size than the config says; then it is learnt anew.
+    in_parts: weights are read when the model is placed, each rank its own part.
     """
     if not has_weights(name):
-        return from_config(task, config, trust)
+        return from_config(task, config, trust, in_parts)
+    if in_parts and not new_head and not trust and Path(name).expanduser().is_dir():
+        kind = getattr(transformers(), CLASSES[task])
+        return stream_pretrained(kind, Path(name).expanduser(), config=config)
     # By default the weights come in the type they were saved in; training in bf16 alone learns
     # badly, while mixed precision wants float32 weights.
     more: dict[str, Any] = {"ignore_mismatched_sizes": True} if new_head else {}
     more |= {"config": config, "dtype": torch.float32}
     return fetch(CLASSES[task], "model", name, trust, **more)
+
+
+def one_layer(model: Any) -> Any:
+    """For a model whose weights are still to come: one of its kind with a single layer, to try
+    things out on. None for any other."""
+    if source_of(model) is None:
+        return None
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    with torch.random.fork_rng(devices=[]):
+        return type(model)(config).float()
 
 
 def check(config: Any, length: int, size: int, longest: int | None = None) -> None:

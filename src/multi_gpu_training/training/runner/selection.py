@@ -373,7 +373,9 @@ class StepExecution:
         elif recorded <= WORTH_IT * eager:
             self._begin_graph(recorded, eager)
         else:
-            self.give_up("the GPU is the limit, and the run is too short to compile for")
+            short = "the run is too short to compile for"
+            fixed = "deterministic=true does not compile on the way"
+            self.give_up(f"the GPU is the limit, and {short if self._may_compile else fixed}")
 
     def _too_large(self) -> None:
         """Comparing a recording takes three copies of the state; compiling takes one."""

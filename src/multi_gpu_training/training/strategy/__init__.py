@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_replicas
+from multi_gpu_training.errors import ModelError
 from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.torch_internals import RunningStatsBase, foreach_mul_, sparse_values
 from multi_gpu_training.training.step import MicroResult, StepModule
+from multi_gpu_training.training.strategy.deferred_init import materialise
 
 # (batch, count, window_count, ranks) -> what this rank's part of the step gives
 Forward = Callable[[Any, int, int, int], MicroResult]
@@ -51,8 +53,21 @@ class Strategy(ABC):
         self.parameters: list[nn.Parameter]
         self.forward_exchanges = False  # ranks talk in each micro-batch's forward
         self.computes_alone = True  # a rank can run model and loss without the others
+        self.builds_in_parts = False  # takes models whose weights are on the meta device
 
     # Wrapping
+
+    def place(self, model: nn.Module) -> None:
+        """Put a model onto the device, with all of its weights."""
+        materialise(model)
+        lost = [name for name, p in model.named_parameters() if p.is_meta]
+        if lost:
+            raise ModelError(
+                f"{', '.join(lost[:4])}{' ...' if len(lost) > 4 else ''} are on the meta device, "
+                "and nothing says what their values are; give a function that builds the model "
+                "(without torch.device('meta')), or stream_pretrained (docs/sharding.md)"
+            )
+        model.to(self.placement.device)
 
     def wrap(self, step_module: StepModule) -> nn.Module:
         """Wrap a step module; its model is on the device already."""
@@ -228,6 +243,12 @@ class Strategy(ABC):
         """Context in which every rank has the whole model and computes without the others.
         Collective."""
         return nullcontext()
+
+    @contextmanager
+    def in_step(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """Context in which all ranks call the model the same number of times, each time through
+        what this gives. Nothing is gathered for longer than it is needed. Collective."""
+        yield lambda function: function()
 
     def full_state(self) -> dict[str, Tensor]:
         """The state_dict of the whole model, on every rank. Every rank must call it."""

@@ -7,8 +7,8 @@ one short vector per step: its weight, the order in which blocks ran, which para
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,25 +19,32 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.sharding import (
+    fill,
     forget_step,
     gathered,
+    make_mesh,
+    over_team,
     own_parameters,
     piece,
     shard,
     sharded_modules,
     whole,
 )
-from multi_gpu_training.errors import DataError, DivergenceError, ModelError
+from multi_gpu_training.distributed.tensor_parallel import parallelise
+from multi_gpu_training.errors import ConfigError, DataError, DivergenceError, ModelError
 from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.torch_internals import (
+    apply_to_tensors,
     foreach_mul_,
     foreach_norm,
     gradient_hooks,
+    initialise_sharded,
     is_view,
 )
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.strategy import BESIDE_A_MODEL, Forward, StandIn, Strategy
 from multi_gpu_training.training.strategy.blocks import find_blocks
+from multi_gpu_training.training.strategy.deferred_init import source_of
 
 _ORDERS = 2**20  # of blocks are told apart: its square and sums of that are exact in float64
 
@@ -49,6 +56,9 @@ class FSDPStrategy(Strategy):
         super().__init__(config, placement)
         self.root: Any = None
         self.computes_alone = placement.group is None
+        # Teams split layers in other ways than by rows: their models are built whole.
+        self.builds_in_parts = placement.group is not None and placement.team_size == 1
+        self._copies = 1  # of the model, each over as many ranks
         self._names: list[str] = []  # of the trained parameters
         self._whole: list[nn.Parameter] = []  # on every rank: those without rows to split
         self._replaced: dict[int, nn.Parameter] = {}
@@ -63,6 +73,13 @@ class FSDPStrategy(Strategy):
 
     # Wrapping
 
+    def place(self, model: nn.Module) -> None:
+        if not self.builds_in_parts or source_of(model) is None:
+            super().place(model)
+            return
+        device = self.placement.device
+        apply_to_tensors(model, lambda t: t if t.is_meta else t.to(device))
+
     def make_wrapper(self, step_module: StepModule) -> nn.Module:
         if self.placement.group is None:
             return step_module
@@ -72,11 +89,16 @@ class FSDPStrategy(Strategy):
             for tensor in (*model.parameters(), *model.buffers()):
                 # Every rank starts with rank 0's weights, as under DDP; rows must be contiguous.
                 tensor.data = tensor.data.contiguous()
-                self.placement.broadcast_tensors([tensor.data])
+                if not tensor.is_meta:
+                    self.placement.world.broadcast_tensors([tensor.data])
         step_module.replicated = step_module.sharded = step_module.needs_graph = True
         self._whole = [p for p in model.parameters() if p.ndim == 0]
         blocks = find_blocks(model, self.config.fsdp_blocks, self.config.find_unused_parameters)
         before = list(model.named_parameters())
+        mesh = make_mesh(self.placement, self._copy_size())
+        if self.placement.team_size > 1:
+            parallelise(model, mesh["tp"])
+            mesh = mesh["dp"]
         wrapper = ShardedStep(step_module)
         for block in blocks:  # before fully_shard: its own hook must come second
             block.register_forward_hook(_without_views)
@@ -85,10 +107,15 @@ class FSDPStrategy(Strategy):
             wrapper,
             blocks,
             [*self._whole, step_module.tally],
-            self.placement,
+            mesh=mesh,
             reshard=self.config.fsdp_reshard,
             gather_dtype=dtype,
         )
+        source = source_of(model)
+        if source is not None:
+            read = source.read if source.everywhere else None
+            fill(wrapper, model, lambda name: source.values([name])[name], read, self.placement)
+        initialise_sharded(self.root)  # once no weight is missing
         for number, module in enumerate(sharded_modules(wrapper)):
             module.register_forward_pre_hook(_Attendant(self, number))  # type: ignore[attr-defined]
         after = dict(model.named_parameters())
@@ -96,6 +123,18 @@ class FSDPStrategy(Strategy):
         self._replaced = {id(p): after[name] for name, p in before}
         self._find_parameters()
         return wrapper
+
+    def _copy_size(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        asked, ranks = self.config.fsdp_copy_size, self.placement.dp_size
+        size = self.placement.identity.local_world_size if asked == "machine" else asked or ranks
+        if ranks % size:
+            raise ConfigError(
+                f"fsdp_copy_size={asked}: {ranks} ranks cannot hold copies of {size} ranks each; "
+                f"use a divisor of {ranks}"
+            )
+        self._copies = ranks // size
+        return size
 
     def _find_parameters(self) -> None:
         super()._find_parameters()
@@ -253,6 +292,7 @@ class FSDPStrategy(Strategy):
 
     def any_rank(self, flag: Tensor) -> None:
         self.placement.sum(flag)
+        self.placement.team_sum(flag)
 
     def forget_step(self) -> None:
         if self.root is not None:
@@ -264,13 +304,16 @@ class FSDPStrategy(Strategy):
             return super().clip(max_norm)
         grads = self.gradients()
         graded = [p for p in self.parameters if p.grad is not None]
-        held = [g for p, g in zip(graded, grads, strict=True) if p.ndim and g.numel()]
+        held = [g for p, g in zip(graded, grads, strict=True) if p.ndim and piece(p).numel()]
         loose = [g for p, g in zip(graded, grads, strict=True) if not p.ndim]
         kind = torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32
-        squares = torch.zeros((), dtype=kind, device=self.placement.device)
-        for norm in foreach_norm(held) if held else ():
-            squares += norm.to(kind) ** 2
-        squares = self.placement.sum(squares)
+        # Of what the ranks of a team have each a part of, and of what each of them has.
+        sums = torch.zeros(2, dtype=kind, device=self.placement.device)
+        split = [over_team(p) for p in graded if p.ndim and piece(p).numel()]
+        for norm, by_team in zip(foreach_norm(held) if held else (), split, strict=True):
+            sums[0 if by_team else 1] += norm.to(kind) ** 2
+        sums = self.placement.sum(sums) / self._copies
+        squares = self.placement.team_sum(sums[0].clone()) + sums[1]
         for grad in loose:  # every rank has them whole
             squares = squares + grad.to(kind) ** 2
         norm = squares.sqrt()
@@ -286,6 +329,14 @@ class FSDPStrategy(Strategy):
 
     def gathered(self) -> AbstractContextManager[None]:
         return nullcontext() if self.root is None else gathered(self.root, self.config.fsdp_reshard)
+
+    @contextmanager
+    def in_step(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        try:
+            yield lambda function: self.root(None, 0, 0, 0, function)
+        finally:
+            for module in sharded_modules(self.root):
+                module.reshard()
 
     def full_state(self) -> dict[str, Tensor]:
         held = self.held_state()
@@ -316,7 +367,12 @@ class ShardedStep(nn.Module):
         super().__init__()
         self.step = step
 
-    def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
+    def forward(
+        self, batch: Any, count: int, window_count: int, ranks: int, instead: Any = None
+    ) -> Any:
+        """A micro-batch, or whatever `instead` does with the model."""
+        if instead is not None:
+            return instead()
         result = self.step.forward(batch, count, window_count, ranks)
         scaled = result.scaled
         return result._replace(scaled=scaled.clone()) if is_view(scaled) else result
