@@ -57,9 +57,7 @@ def attempt(version: str, torch: str, given: argparse.Namespace) -> str:
     python = interpreter(version)
     if python is None:
         return f"refused: no Python {version} here; install one (pyenv install {version})"
-    folder = ROOT / ".matrix" / f"py{version}-torch{torch}"
-    subprocess.run([python, "-m", "venv", folder], check=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
     index = ["--extra-index-url", given.index] if given.index else []
     release, for_cpu = found_torch(pip, torch, index)
     if not for_cpu and not given.allow_cuda:
@@ -68,6 +66,9 @@ def attempt(version: str, torch: str, given: argparse.Namespace) -> str:
             "builds bring GBs of CUDA packages; give --index with CPU builds, or --allow-cuda"
         )
     wanted = "torch" if release == "newest" else f"torch=={release}{'+cpu' * for_cpu}"
+    folder = ROOT / ".matrix" / f"py{version}-torch{torch}"
+    subprocess.run([python, "-m", "venv", folder], check=True)
+    pip[0] = str(folder / "bin" / "python")
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines()]
     others = folder / "constraints.txt"
     others.write_text("\n".join(line for line in pins if not line.startswith("torch==")) + "\n")
