@@ -29,6 +29,7 @@ def test_a_ported_script_equals_the_original(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(PORTS)
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it when it is loaded
     from compare_ports import difference, train_original
 
     expected = train_original(name)
