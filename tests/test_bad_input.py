@@ -283,8 +283,11 @@ CASES = {
     "three answers": ["a tuple of 4", "(mean_loss, weight)"],
     "frozen": ["Linear has no parameter with requires_grad=True", "unfreeze"],
     "spare": ["2 parameters got no gradient", "forgotten.weight", "forgotten.bias"],
-    "other optimizer": ["2 parameters that are not the model's", "build it from this model's"],
-    "other optimizer function": ["parameters that are not the model's"],
+    "other optimizer": [
+        "2 parameters that are neither the model's nor",
+        "build it from this model's",
+    ],
+    "other optimizer function": ["parameters that are neither the model's nor"],
     "no optimizer": ["optimizer gave a NoneType"],
     "no model": ["model is a int", "torch.nn.Module"],
     "sum": ["MSELoss(reduction='sum')", "use reduction='mean'"],

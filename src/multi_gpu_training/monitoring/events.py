@@ -166,10 +166,14 @@ class EventFile:
         return False
 
     def close(self) -> None:
+        # Another thread may be writing. Not for ever: a signal may have stopped this very write.
+        held = self._turn.acquire(timeout=1.0)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+        if held:
+            self._turn.release()
 
 
 class StructuredLogger:
