@@ -268,6 +268,7 @@ class CompiledAtOnce:
         pass
 
 
+@pytest.mark.filterwarnings("default")  # a warning of torch's own compiler is not our error
 @pytest.mark.parametrize(("kind", "same"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_compiled_and_recorded_steps_learn_what_eager_steps_learn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: torch.dtype, same: float
@@ -311,6 +312,7 @@ def test_compiled_and_recorded_steps_learn_what_eager_steps_learn(
         assert off <= same * tensor.double().norm(), name
 
 
+@pytest.mark.filterwarnings("default")  # a warning of torch's own compiler is not our error
 def test_another_process_compiles_while_steps_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
