@@ -489,6 +489,15 @@ def test_a_resumed_run_begins_with_compiled_steps_where_its_checkpoint_had_them(
     same(whole, state)
 
 
+def test_a_resumed_run_that_cannot_compile_as_before_goes_on_without(tmp_path: Path) -> None:
+    whole, _, _ = switching(tmp_path / "whole", "eager")
+    _, mode, _ = switching(tmp_path / "cut", "auto", steps=60)
+    assert mode == "compiled graph"
+    state, mode, _ = switching(tmp_path / "cut", "auto", wrong=1.5, resume="auto")
+    assert mode == "graph"
+    same(whole, state)
+
+
 def uneven(folder: Path, recorded: bool, accumulation: int, room: int) -> Any:
     """Shapes that come back at other times on each rank: sequences of two lengths."""
     rank = int(os.environ.get("RANK", 0))

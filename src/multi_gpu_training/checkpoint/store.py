@@ -244,10 +244,11 @@ class CheckpointStore:
             self._remove(path)
 
     def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps. `best` names the best one that is left."""
+        """Remove the checkpoints of later steps, but for those of an earlier attempt that this run
+        does not continue. `best` names the best one that is left."""
         found = self._stored()
         best = self._named_best()
-        left = [kept for kept in found if _step(kept.path) <= step]
+        left = [kept for kept in found if _step(kept.path) <= step or not kept.current]
         if best is not None and _step(best) > step:
             # First `best`: a crash in between must leave no name of something that is gone.
             better = (k.path for k in retention.best_first(left) if self._is_intact(k.path))

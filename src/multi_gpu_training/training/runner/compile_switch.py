@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -47,13 +46,13 @@ class CompileSwitch:
         self.compiled: LossFn | None = None
         self.since: int | None = None
         self.look_every = 0
-        self.took_s = 0.0
         self._state = state
         self._say = say
         self._ahead: CompileAhead | None = None
         self._waits = False  # equal on all ranks, also on those that have no process of their own
-        self._shape: tuple[int, int] | None = None
+        self._window: int | None = None  # samples of a compiled step, over all ranks
         self._saved: dict[str, Any] | None = None
+        self.untried = False  # steps are to be compiled as before, which was not tried here yet
 
     # Beside the training
 
@@ -97,28 +96,25 @@ class CompileSwitch:
         self._waits = False
         return True
 
-    def compile(self, micro: Fed, draws_noise: bool) -> str | None:
+    def compile(self, step: list[Fed]) -> str | None:
         """Compile here what the other process has compiled, and compare it; why it cannot be used.
         Collective."""
-        begun, state = time.perf_counter(), self._state
+        state = self._state
         problem = None if self._ahead is None else self._ahead.problem
         self.close()
         compiled = compile_loss(state.step_module.loss_fn)
         if state.placement.all_agree(problem is None):
-            problem = compiled_problem(state, compiled, micro, draws_noise)
+            problem = compiled_problem(state, compiled, step)
         if not state.placement.all_agree(problem is None):
             return problem or "another rank cannot compile it"
-        self._use(compiled, micro[2])
-        self.took_s = time.perf_counter() - begun
+        self.compiled, self.since = compiled, state.step + 1
+        self._window = step[0][2].window_count
         return None
-
-    def _use(self, compiled: LossFn, share: Share) -> None:
-        self.compiled, self.since = compiled, self._state.step + 1
-        self._shape = share.count, share.window_count
 
     def drop(self) -> None:
         """Steps are plain again."""
-        self.compiled = self.since = self._shape = None
+        self.compiled = self.since = self._window = None
+        self.untried = False
 
     def close(self) -> None:
         ahead, self._ahead, self._waits = self._ahead, None, False
@@ -131,20 +127,29 @@ class CompileSwitch:
         """Begin with compiled steps, where the checkpoint's last one was: compiled and plain
         steps round differently."""
         saved, self._saved = self._saved, None
-        if saved is None:
+        if saved is None or not saved.get("window"):
             return
-        self._say("step: compiled, as before; that can take a minute unless this was done here")
-        self.compiled = compile_loss(self._state.step_module.loss_fn)
-        self.since, self._shape = int(saved["since"]), (int(saved["count"]), int(saved["window"]))
+        self.since, self._window, self.untried = int(saved["since"]), int(saved["window"]), True
+
+    def try_resumed(self, step: list[Fed]) -> None:
+        """Compile before the first step that can be, and compare it: this may be another machine.
+        Collective."""
+        self._say("step: compiling, as in the steps before the checkpoint; this can take a minute")
+        since = self.since
+        problem = self.compile(step)
+        if problem is None:
+            self.since, self.untried = since, False
+        else:
+            self.drop()
+            self._say(f"step: not compiled as before, {problem}")
 
     def suits(self, share: Share) -> bool:
-        """Whether a micro-batch has the shape that was compiled: another one stays plain."""
-        return self.compiled is not None and self._shape == (share.count, share.window_count)
+        """Whether a step has the size that was compiled, on all ranks; others stay plain."""
+        return self._window == share.window_count
 
     def state_dict(self) -> dict[str, Any] | None:
-        if self.compiled is None or self._shape is None:
-            return None
-        return {"since": self.since, "count": self._shape[0], "window": self._shape[1]}
+        # Sizes of the user's own batches (no window) are not known before they come.
+        return {"since": self.since, "window": self._window} if self._window else None
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
         self._saved = saved

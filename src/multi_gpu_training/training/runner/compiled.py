@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multi_gpu_training.state_dicts import random_state
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.probe import untouched
 from multi_gpu_training.training.runner.graph import resolve_kept
@@ -35,22 +36,27 @@ def compile_loss(loss_fn: LossFn) -> LossFn:
     return compiled
 
 
-def compiled_problem(
-    state: StepState, compiled: LossFn, micro: Fed, draws_noise: bool
-) -> str | None:
-    """Compile by computing one micro-batch without the other ranks, which would wait in the
-    exchange for a rank that cannot compile; why it cannot be used. The state stays as it was."""
-    batch, samples, share = micro
-    if not share.count:
-        return None
+def compiled_problem(state: StepState, compiled: LossFn, step: list[Fed]) -> str | None:
+    """Why steps cannot be compiled, found by computing a micro-batch of every size without the
+    other ranks: in the exchange they would wait for one that cannot compile. The state stays as it
+    was."""
+    sizes = {micro[2].count: micro for micro in step if micro[2].count}
+    problems = (_micro_problem(state, compiled, micro) for micro in sizes.values())
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def _micro_problem(state: StepState, compiled: LossFn, micro: Fed) -> str | None:
+    batch, samples, _ = micro
+    device = state.placement.device
     try:
         with untouched(state):
             given = state.prepare(resolve_kept(batch), samples)
             found = _loss_and_gradients(state, compiled, given)
-            if draws_noise:
-                return None  # other noise than eager code draws: there is nothing to compare
+            before = random_state(device)
             expected = _loss_and_gradients(state, None, given)
-            with _rounded_otherwise(state):
+            if random_state(device) != before:
+                return None  # compiled code draws other noise: there is nothing to compare
+            with _weights_rounded_again(state):
                 rounded = _loss_and_gradients(state, None, given)
         return _too_far(state, expected, rounded, found)
     except torch.OutOfMemoryError:
@@ -72,7 +78,7 @@ def _loss_and_gradients(state: StepState, compiled: LossFn | None, given: Any) -
 
 
 @contextmanager
-def _rounded_otherwise(state: StepState) -> Iterator[None]:
+def _weights_rounded_again(state: StepState) -> Iterator[None]:
     """Within a `with` block, every weight is off by about the rounding of the arithmetic: how far
     that carries is how far two right results may be apart."""
     weights = [p.detach() for p in state.parameters]
@@ -123,12 +129,12 @@ def _distance(ones: list[Tensor], others: list[Tensor] | None) -> float:
 
 
 def try_compiled(
-    state: StepState, comparison: StepComparison, compiled: LossFn, draws_noise: bool
+    state: StepState, comparison: StepComparison, compiled: LossFn
 ) -> tuple[str | None, float]:
     """Whether steps can run compiled, without being recorded: why not, and how long one takes.
     Every rank must call it; the state stays as it was."""
     copies, seconds = comparison.copies, float("inf")
-    problem = compiled_problem(state, compiled, comparison.newest[1][0], draws_noise)
+    problem = compiled_problem(state, compiled, comparison.newest[1])
     if state.placement.all_min(int(problem is None)) == 0:
         return problem or "it does not compile on another rank", seconds
     copies.keep("before")

@@ -204,7 +204,10 @@ class StepExecution:
         if self._warm_up == 0:
             self._after_warm_up()
             return self.eager.run(batch, samples, share)
-        compiled = self.switch.compiled if self.switch.suits(share) else None
+        suits = self.switch.suits(share)
+        if suits and self.switch.untried:
+            self.switch.try_resumed(self._step)
+        compiled = self.switch.compiled if suits else None
         with self.state.step_module.computing(compiled):
             return self._run_warm_up(batch, samples, share)
 
@@ -226,8 +229,9 @@ class StepExecution:
         return result
 
     def _shape_is_compiled(self, share: Share) -> bool:
-        """Whether what is recorded now can be what was compiled; the next step may."""
-        return self.switch.compiled is None or self.switch.suits(share)
+        """Whether the step that was just trained has the size that is to be compiled, if any."""
+        resumes = self.switch.compiled is not None or self.switch.untried
+        return self.switch.suits(share) or not resumes
 
     def _run_and_look(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """A step of a training that waits for its compiled form."""
@@ -298,7 +302,7 @@ class StepExecution:
         if self.mode == "graph" and self._may_compile and self.switch.pays(recorded):
             problem = self.switch.begin(recorded, self._step[0])
             if problem is None:
-                self.say("step: another process compiles it meanwhile")
+                self.say("step: another process is compiling it; training goes on")
                 self._verified.longest_window = self.switch.look_every
             else:
                 self.say(f"step: not compiled, {problem}")
@@ -324,7 +328,7 @@ class StepExecution:
         begun = time.perf_counter()
         keys, step = self._comparison.newest
         before = self._cache.steps[keys[0]]
-        problem = self.switch.compile(step[0], self._watch.draws_noise)
+        problem = self.switch.compile(step)
         if problem is None:
             problem = self._cache.record(keys, step, self.switch.compiled)
             if not self.state.placement.all_agree(problem is None):
@@ -340,11 +344,11 @@ class StepExecution:
             if not self.state.placement.all_agree(same):
                 problem = f"recorded, the compiled step differs by {difference:.1g}"
             elif seconds > WORTH_IT * self._step_s:
-                problem = f"it takes {seconds * 1e6:,.0f} us compiled, too"
+                problem = f"compiled it takes {seconds * 1e6:,.0f} us, which is no gain"
         if problem is not None:
             self.switch.drop()
             self._cache.steps[keys[0]] = before
-            self.say(f"step: stays as it is, {problem}")
+            self.say(f"step: not compiled, {problem}")
             return
         self._verified.accept(10 * again)
         took = time.perf_counter() - begun
@@ -365,7 +369,7 @@ class StepExecution:
             left = self.state.steps_left()
             if problem is None:
                 self.mode, self.reason = "eager", "the GPU is the limit"
-                self.say("step: eager, while another process compiles it")
+                self.say("step: eager, while another process is compiling it")
             elif left is None or left * eager >= LONG_RUN_S:
                 self._compile("the GPU is the limit", against_s=eager)
             else:
@@ -396,9 +400,8 @@ class StepExecution:
         self._cache.graphs = None
         self.switch.close()
         self.say("step: compiling, which can take a minute")
-        noisy = self._watch.draws_noise
         compiled = compile_loss(module.loss_fn)
-        problem, seconds = try_compiled(self.state, self._comparison, compiled, noisy)
+        problem, seconds = try_compiled(self.state, self._comparison, compiled)
         slowest = self._all_slowest(seconds if against_s is not None else 0.0)
         slower = against_s is not None and slowest > WORTH_IT * against_s
         if not self.state.placement.all_agree(problem is None and not slower):
