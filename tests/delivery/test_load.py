@@ -84,7 +84,8 @@ def test_classes_of_other_data_are_found_by_their_names(tmp_path: Path) -> None:
         loaded.evaluate(others)
 
 
-def test_a_policy_acts_and_plays_the_same_episodes_again(tmp_path: Path) -> None:
+def test_a_policy_acts_and_plays_the_same_episodes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it
     pytest.importorskip("gymnasium")
     loaded = mgt.load(run_of("ppo"), device="cpu")
     first, second = loaded.predict(loaded.example_inputs(2))
