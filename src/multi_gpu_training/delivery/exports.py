@@ -13,13 +13,14 @@ its name: the programs in a fresh process that does not have this package.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,19 +108,25 @@ def export(
             else f"--to {to} needs {' and '.join(missing)}; run {install('export')}"
         )
     path = Path(folder).expanduser()
-    loaded = loaded.with_model(loaded.model.to("cpu"))
-    batches, real = _batches(loaded)
+    # A copy on the host in single precision: what the caller has stays as it is.
+    model = copy.deepcopy(loaded.model).to("cpu")
+    halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    loaded = replace(loaded, model=model.float() if halves else model)
+    program = None
+    if to not in ("safetensors", "hf"):
+        program = make_program(loaded, max_batch, length)
+    batches, real = _batches(loaded, program)
     notes = [] if real else ["checked on made-up samples: the run's data are not at hand"]
     expected = [loaded.outputs(tensors) for tensors in batches]
     with new_folder(path) as draft:
         limits: dict[str, int | None] = dict.fromkeys(("max_batch", "shortest", "length"))
-        if to in ("safetensors", "hf"):
+        if program is None:
             found = WRITERS[to](loaded, draft, batches)
         else:
-            program = make_program(loaded, max_batch, length)
+            program.outputs = program.outputs or [f"output{i}" for i in range(len(expected[0]))]
             limits["max_batch"] = program.max_batch
             limits["shortest"], limits["length"] = program.length or (None, None)
-            _write_schema(loaded, draft, to, limits)
+            _write_schema(loaded, draft, to, limits, program.outputs)
             found = WRITERS[to](program, draft, batches)
             notes += program.notes
         checks = _compared(found, expected, to, tolerance)
@@ -132,10 +139,15 @@ def export(
     return Exported(path, to, checks, notes)
 
 
-def _batches(loaded: LoadedModel) -> tuple[list[tuple[Tensor, ...]], bool]:
-    """Real samples in the sizes to be tried."""
-    found = [loaded.example_samples(size) for size in BATCHES]
-    return [tensors for tensors, _ in found], all(real for _, real in found)
+def _batches(loaded: LoadedModel, program: Program | None) -> tuple[list[tuple[Tensor, ...]], bool]:
+    """Real samples in the sizes to be tried, no longer than the program takes."""
+    pipeline, longest = loaded.pipeline, None
+    if program is not None and program.length is not None:
+        longest = program.length[1]
+    samples, real = loaded.example_samples(max(BATCHES))
+    if longest is not None:
+        samples = [pipeline.shorten(sample, longest) for sample in samples]
+    return [pipeline.collate(samples[-size:]) for size in BATCHES], real
 
 
 def make_program(loaded: LoadedModel, max_batch: int, length: int | None) -> Program:
@@ -351,7 +363,11 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def _write_schema(
-    loaded: LoadedModel, folder: Path, to: str, limits: dict[str, int | None]
+    loaded: LoadedModel,
+    folder: Path,
+    to: str,
+    limits: dict[str, int | None],
+    outputs: Sequence[str] = (),
 ) -> None:
     """What goes in and comes out, for people and for run.py."""
     files = {"onnx": "model.onnx", "executorch": "model.pte", "safetensors": WEIGHTS}
@@ -360,7 +376,8 @@ def _write_schema(
         "to": to,
         "file": files.get(to, "model.pt2" if to != "hf" else WEIGHTS),
         "inputs": [spec.plain() for spec in loaded.inputs],
-        "outputs": [spec.plain() for spec in loaded.output_specs],
+        "outputs": [spec.plain() for spec in loaded.output_specs]
+        or [{"name": name} for name in outputs],
         "labels": loaded.labels,
         "preprocessing": _brief_preprocessing(loaded.pipeline.preprocessing),
         **limits,

@@ -139,19 +139,18 @@ class LoadedModel:
 
     def example_batch(self, count: int = 2) -> tuple[Tensor, ...]:
         """Real samples as tensors; made-up ones where the run's data are gone."""
-        return self.example_samples(count)[0]
+        return self.pipeline.collate(self.example_samples(count)[0])
 
-    def example_samples(self, count: int = 2) -> tuple[tuple[Tensor, ...], bool]:
-        """The same, and whether they are real."""
+    def example_samples(self, count: int = 2) -> tuple[list[Any], bool]:
+        """The same one by one, and whether they are real."""
         try:
             raws = self.pipeline.examples(count)
             samples = [sample for raw in raws for sample in self.pipeline.samples(raw)][:count]
-            real = len(samples) == count
+            if len(samples) == count:
+                return samples, True
         except (DataError, ConfigError, OSError):
-            real = False
-        if not real:
-            samples = self.pipeline.synthetic(count)
-        return self.pipeline.collate(samples), real
+            pass
+        return self.pipeline.synthetic(count), False
 
     def evaluate(
         self,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import Dataset
 
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec
@@ -123,6 +123,9 @@ class SpeechPipeline(Pipeline):
             raise DataError(f"{named} holds no sample; give a recording")
         return sound
 
+    def shorten(self, sample: Any, longest: int) -> Any:
+        return sample[:longest]
+
     def takes(self, path: Path) -> bool:
         return path.suffix.lower() in SOUND_ENDINGS
 
@@ -185,17 +188,14 @@ class SpeechPipeline(Pipeline):
 
     # Data of the run
 
-    def dataset(self, job: Job, part: str) -> Dataset[Any]:
-        found: Any = job.val_dataset
+    def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
         if (job.description or {}).get("alphabet") != self.description["alphabet"]:
             raise DataError(
                 "the data are spelled with other characters than the model knows "
                 f"({self.description['alphabet']!r:.80}); give data of the same alphabet"
             )
-        if part == "val":
-            return found  # type: ignore[no-any-return]
-        plain = type(found)(job.dataset.clips, found.rate, found.buckets, varied=False)
-        return ConcatDataset([plain, found])
+        plain = replace(job.dataset, varied=False)  # at the speed they were spoken
+        return [job.val_dataset] if part == "val" else [plain, job.val_dataset]
 
 
 PIPELINE = SpeechPipeline
