@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -173,10 +176,24 @@ def make_program(loaded: LoadedModel, max_batch: int, length: int | None) -> Pro
     )
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what the exporters of torch say about themselves and about missing libraries."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
 def traced(program: Program) -> torch.export.ExportedProgram:
     """The graph, or a ModelError that names what cannot be exported."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _quietly():
             return torch.export.export(
                 program.module, program.arguments, dynamic_shapes=program.shapes
             )
@@ -236,7 +253,8 @@ def _aoti(
 ) -> list[tuple[Tensor, ...]]:
     graph = traced(program)
     try:
-        compile_package(graph, folder / "model.pt2")
+        with _quietly():
+            compile_package(graph, folder / "model.pt2")
     except Exception as error:
         raise ModelError(_cannot("AOTInductor", error)) from error
     program.notes.append("compiled for this kind of machine; another one needs another export")
@@ -248,16 +266,17 @@ def _onnx(
 ) -> list[tuple[Tensor, ...]]:
     graph = traced(program)
     try:
-        torch.onnx.export(
-            graph,
-            (),
-            folder / "model.onnx",
-            dynamo=True,
-            input_names=program.names,
-            output_names=program.outputs,
-            external_data=False,
-            verbose=False,
-        )
+        with _quietly():
+            torch.onnx.export(
+                graph,
+                (),
+                folder / "model.onnx",
+                dynamo=True,
+                input_names=program.names,
+                output_names=program.outputs,
+                external_data=False,
+                verbose=False,
+            )
     except Exception as error:
         raise ModelError(_cannot("torch.onnx", error)) from error
     return run_elsewhere(folder, program, batches)
@@ -270,7 +289,10 @@ def _executorch(
     from executorch.exir import to_edge_transform_and_lower
 
     try:
-        lowered = to_edge_transform_and_lower(traced(program), partitioner=[XnnpackPartitioner()])
+        with _quietly():
+            lowered = to_edge_transform_and_lower(
+                traced(program), partitioner=[XnnpackPartitioner()]
+            )
         left = sorted(
             {
                 str(node.target)
