@@ -79,6 +79,10 @@ def test_classes_of_other_data_are_found_by_their_names(tmp_path: Path) -> None:
     right = [r["label"] == f.parent.name for r, f in zip(loaded.predict(files), files, strict=True)]
     assert loaded.evaluate(others)["accuracy"] == pytest.approx(sum(right) / len(right))
     assert loaded.predict([picture("red", 1)])[0]["label"] in loaded.labels
+    with pytest.raises(
+        mgt.ConfigError, match=r"not prepared as the model was trained.*colour: 'rgb'"
+    ):
+        mgt.load(run_of("image"), device="cpu").evaluate(others)
     (others / "green").rename(others / "yellow")
     with pytest.raises(mgt.ConfigError, match="'yellow', which the model does not know"):
         loaded.evaluate(others)

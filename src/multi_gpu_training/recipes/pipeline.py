@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -261,8 +262,22 @@ class Pipeline(ABC):
         """What among a run's options names code that would be run; None if nothing does."""
         return "trust_remote_code=true" if options.get("trust_remote_code") else None
 
+    def other_preprocessing(self, job: Job) -> list[str]:
+        """What differs between how a job prepares its data and what the model knows. Many models
+        would take such inputs without a word, and be wrong."""
+        theirs = json.loads(json.dumps((job.description or {}).get("preprocessing") or {}))
+        ours = self.preprocessing
+        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        return [f"{name}: {brief(theirs.get(name))}, not {brief(ours.get(name))}" for name in names]
+
     def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
         """The validation data, or with part="all" the training data as well."""
+        other = self.other_preprocessing(job)
+        if other:
+            raise DataError(
+                f"these data are not prepared as the model was trained ({'; '.join(other)}); give "
+                "data of the same kind, or use mgt predict on single inputs"
+            )
         found = [job.val_dataset] if part == "val" else [job.dataset, job.val_dataset]
         have = list((job.description or {}).get("labels") or [])
         if self.labels is None or have == self.labels:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec
-from multi_gpu_training.recipes.recipe import Job
+from multi_gpu_training.recipes.recipe import Job, Options
 from multi_gpu_training.recipes.speech.alphabet import Alphabet
 from multi_gpu_training.recipes.speech.audio import (
     read_header,
@@ -188,14 +188,22 @@ class SpeechPipeline(Pipeline):
 
     # Data of the run
 
+    def run_options(self, data_dir: str | None = None) -> Options:
+        """Other sound is resampled to the rate that the model knows."""
+        found = super().run_options(data_dir)
+        if data_dir is None:
+            return found
+        return found.model_copy(update={"sample_rate": self.rate})
+
     def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
         if (job.description or {}).get("alphabet") != self.description["alphabet"]:
             raise DataError(
                 "the data are spelled with other characters than the model knows "
                 f"({self.description['alphabet']!r:.80}); give data of the same alphabet"
             )
-        plain = replace(job.dataset, varied=False)  # at the speed they were spoken
-        return [job.val_dataset] if part == "val" else [plain, job.val_dataset]
+        found = super().parts(job, part)
+        # Training data are varied in speed; here they are as they were spoken.
+        return found if part == "val" else [replace(job.dataset, varied=False), job.val_dataset]
 
 
 PIPELINE = SpeechPipeline

@@ -386,6 +386,9 @@ class TransformerPipeline(Pipeline):
         )
         return found
 
+    def other_preprocessing(self, job: Job) -> list[str]:
+        return []  # the job got this very tokenizer
+
     def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
         if part == "all" and self.task == "masked":
             raise ConfigError(
