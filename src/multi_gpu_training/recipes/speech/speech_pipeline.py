@@ -151,7 +151,8 @@ class SpeechPipeline(Pipeline):
     def _text(self, chances: Tensor) -> Result:
         """The likeliest class of each frame, read as text. A character is as sure as its surest
         frame, a word and the text as the mean of their characters."""
-        characters, spelled = self.alphabet.characters, []
+        characters = self.alphabet.characters
+        spelled: list[list[Any]] = []
         best = chances.max(1)
         before = BLANK
         for number, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):

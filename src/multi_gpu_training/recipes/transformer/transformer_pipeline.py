@@ -273,7 +273,8 @@ class TransformerPipeline(Pipeline):
 
     def _fill(self, scores: Tensor, ids: Tensor) -> Result:
         found = []
-        for place in (ids == self.tokens.mask).nonzero().flatten().tolist():
+        assert self.tokens.mask is not None
+        for place in ids.eq(self.tokens.mask).nonzero().flatten().tolist():
             best = scores[place].double().softmax(0).topk(5)
             words = [self.text([number]) for number in best.indices.tolist()]
             found.append(dict(zip(words, best.values.tolist(), strict=True)))

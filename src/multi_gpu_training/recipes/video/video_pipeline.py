@@ -93,7 +93,7 @@ class VideoPipeline(Pipeline):
         count = len(self.labels or ())
         return [TensorSpec("scores", "float32", ("batch", count), "one per class, before softmax")]
 
-    def sample(self, raw: Any) -> ClipOfVideo:
+    def sample(self, raw: Any) -> Any:
         return self.samples(raw)[0]
 
     def samples(self, raw: Any) -> list[Any]:
