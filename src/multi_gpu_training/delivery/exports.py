@@ -332,7 +332,9 @@ def run_elsewhere(
     with tempfile.TemporaryDirectory() as place:
         words = []
         for number, tensors in enumerate(batches):
-            given = {n: t.numpy() for n, t in zip(program.names, tensors, strict=True)}
+            given: dict[str, Any] = {
+                name: tensor.numpy() for name, tensor in zip(program.names, tensors, strict=True)
+            }
             np.savez(Path(place) / f"in-{number}.npz", **given)
             words += [f"{place}/in-{number}.npz", f"{place}/out-{number}.npz"]
         alone = (
