@@ -285,9 +285,13 @@ def _onnx(
 def _executorch(
     program: Program, folder: Path, batches: Sequence[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
-
+    try:
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+    except ImportError as error:
+        raise ConfigError(
+            f"--to executorch: executorch cannot be imported ({error}); run {install('executorch')}"
+        ) from None
     try:
         with _quietly():
             lowered = to_edge_transform_and_lower(
