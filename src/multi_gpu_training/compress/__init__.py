@@ -8,3 +8,7 @@
 
 Nothing here knows runs, recipes or commands: `delivery.compress_run` does.
 """
+
+from __future__ import annotations
+
+SCHEMES = ("int8", "int8-dynamic", "int4")

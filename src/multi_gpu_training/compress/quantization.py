@@ -18,17 +18,16 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multi_gpu_training.compress import SCHEMES
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.extras import install, installed
 
-Scheme = Literal["int8", "int8-dynamic", "int4"]
-SCHEMES: tuple[str, ...] = get_args(Scheme)
 GROUP = 32
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
