@@ -53,5 +53,6 @@ def serve(run: str, flags: dict[str, Any]) -> int:
             f"--host {host}: whoever reaches this port can use the model; there is no password",
             file=sys.stderr,
         )
+    taken.listen(http_server.BACKLOG)  # whoever reads the next line may connect at once
     print(f"serving {run} at http://{shown}:{taken.getsockname()[1]}/ (Ctrl-C stops)", flush=True)
     return http_server.serve(server, taken)

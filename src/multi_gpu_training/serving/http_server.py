@@ -19,6 +19,7 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.serving.http_limits import host_name, is_loopback
 from multi_gpu_training.serving.web_app import ModelServer
 
+BACKLOG = 2048
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -86,7 +87,7 @@ def serve(server: ModelServer, taken: socket.socket, drain_s: float = 1.0) -> in
         h11_max_incomplete_event_size=64 * 1024,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(FINISH_S),
-        backlog=2048,
+        backlog=BACKLOG,
         headers=list(HEADERS.items()),
     )
     DrainingServer(config, server, drain_s).run(sockets=[taken])

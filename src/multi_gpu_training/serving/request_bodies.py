@@ -17,6 +17,7 @@ import numpy as np
 
 from multi_gpu_training.delivery.loaded_model import LoadedModel
 from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.serving.http_limits import Refused
 
 FILES = {
     "image": {"accept": "image/*", "label": "Choose an image"},
@@ -52,10 +53,16 @@ class ServedModel:
 
     # Requests
 
-    def decode(self, body: bytes, content_type: str) -> list[Item]:
+    def decode(self, body: bytes, content_type: str, most: int) -> list[Item]:
         if content_type in JSON_TYPES or body[:1] == b"{":
-            raws = [self._from_json(value) for value in read_inputs(body)]
-            return [self._item(raw) for raw in raws]
+            inputs = read_inputs(body)
+            if len(inputs) > most:
+                raise Refused(
+                    413,
+                    f"the request has {len(inputs):,} inputs, {most:,} at most are taken; send "
+                    "several requests",
+                )
+            return [self._item(self._from_json(value)) for value in inputs]
         if self.loaded.recipe == "transformer":
             return [self._item(self._text(_utf8(body)))]
         if self.loaded.recipe == "ppo":
@@ -178,15 +185,25 @@ def facts_of(loaded: LoadedModel, task: str) -> dict[str, Any]:
     elif recipe == "ppo":
         size = loaded.pipeline.arguments["observation_size"]
         text = {"label": "Observation (JSON)", "json": True, "example": json.dumps([0.0] * size)}
-    shape = loaded.inputs[0].shape
     return {
         "recipe": recipe,
         "task": task,
         "title": f"Try the {recipe} model",
         "about": " · ".join(part for part in about if part),
         "labels": labels,
-        # A grey image can be drawn: white on black, as the images of MNIST are.
-        "draw": recipe == "image" and (len(shape) == 3 or shape[1] == 1),
+        "draw": drawing(loaded),
         "files": FILES.get(recipe),
         "text": text,
     }
+
+
+def drawing(loaded: LoadedModel) -> dict[str, float | None] | None:
+    """How the page draws for the model: the pen's width, and how much of the image a drawing
+    fills, as shares of its side. None where the images are not grey."""
+    shape = loaded.inputs[0].shape
+    if loaded.recipe != "image" or (len(shape) == 4 and shape[1] != 1):
+        return None
+    digits = loaded.labels == [str(number) for number in range(10)]
+    if digits and int(shape[-1]) < 16:  # scikit-learn's, 8x8: from edge to edge, two pixels wide
+        return {"pen": 0.16, "box": 1.0}
+    return {"pen": 0.08, "box": 20 / 28 if digits else None}  # MNIST's fill 20 of 28 pixels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,12 +26,13 @@ class Served(Protocol):
     """What the app needs of a model.
 
     `facts` go to the page and to /health. `decode` raises a ValueError that says what is wrong
-    with a request; its items are what `predict` takes. Results must be plain JSON values.
+    with a request, and Refused if it has more than `most` inputs; its items are what `predict`
+    takes. Results must be plain JSON values.
     """
 
     facts: dict[str, Any]
 
-    def decode(self, body: bytes, content_type: str) -> list[Any]: ...
+    def decode(self, body: bytes, content_type: str, most: int) -> list[Any]: ...
 
     def predict(self, items: list[Any]) -> Sequence[Any]: ...
 
@@ -118,20 +120,20 @@ class ModelServer:
         self.metrics.inputs(answered=len(results) - len(failed), failed=len(failed))
         if failed:
             raise _as_refusal(failed[0])
-        return JSONResponse({"results": results})
+        try:
+            return JSONResponse({"results": results})
+        except ValueError:
+            raise Refused(500, "the model gave NaN or infinite numbers") from None
 
     def _decode(self, body: bytes, content_type: str) -> list[Any]:
         if not body:
             raise Refused(400, "the request has no body; send a file or JSON")
         try:
-            items = self.model.decode(body, content_type)
+            items = self.model.decode(body, content_type, self.limits.max_items)
         except (ValueError, ConfigError) as error:
             raise Refused(422, _text(error)) from None
         if not items:
             raise Refused(422, "the request has no inputs")
-        if len(items) > self.limits.max_items:
-            most = f"{self.limits.max_items} at most are taken; send several requests"
-            raise Refused(413, f"the request has {len(items)} inputs, {most}")
         return items
 
 
@@ -144,7 +146,8 @@ def _as_refusal(error: BaseException) -> Refused:
 
 def _text(error: BaseException) -> str:
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-    return "; ".join(problems)[:1000]
+    # Libraries name the object that they read from, with its address in memory.
+    return re.sub(r"<[\w.]+ object at 0x[0-9a-f]+>", "the body", "; ".join(problems))[:1000]
 
 
 async def _refused(request: Request, refusal: Exception) -> JSONResponse:
