@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -22,6 +24,7 @@ from multi_gpu_training.compress.pruning import (
     prune_two_of_four,
 )
 from multi_gpu_training.compress.quantization import check_scheme, quantize
+from multi_gpu_training.compress.tensor_packing import plain_tensors
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.delivery.compression_plan import ONNX, Setting, Tolerance
 from multi_gpu_training.delivery.inference_speed import Speed, measure_together
@@ -95,7 +98,8 @@ def compress_run(
     say(f"evaluating {loaded.checkpoint}")
     before = loaded.evaluate()
     metric = judged_metric(before)
-    bytes_before = _written_bytes(loaded, out / ".original")
+    # Each weight once, also where `save` writes tied ones under all of their names.
+    bytes_before = len(safetensors.torch.save(plain_tensors(loaded.model)))
     made: list[tuple[Setting, LoadedModel | None, str | None]] = []
     for setting in settings:
         say(f"compressing: {setting.name}")
@@ -339,8 +343,6 @@ def lost(metric: str, before: dict[str, float], after: dict[str, float]) -> floa
 
 def _written_bytes(loaded: LoadedModel, folder: Path) -> int:
     """Bytes of the weights as `save` writes them."""
-    import shutil
-
     try:
         return (loaded.save(folder) / WEIGHTS).stat().st_size
     finally:
