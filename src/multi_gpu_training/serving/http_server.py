@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+import threading
 import time
 from types import FrameType
 
@@ -20,6 +21,8 @@ from multi_gpu_training.serving.http_limits import host_name, is_loopback
 from multi_gpu_training.serving.web_app import ModelServer
 
 BACKLOG = 2048
+POLL_S = 0.1
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 HEADERS = {
     "x-content-type-options": "nosniff",
@@ -29,27 +32,24 @@ HEADERS = {
 FINISH_S = 60.0  # until requests that are still being computed are given up
 
 
-class DrainingServer(uvicorn.Server):
-    """uvicorn that says 503 for a moment before it closes its port."""
+class Drain:
+    """Turns signals into a stop in two parts: first say 503, then close the port."""
 
-    def __init__(self, config: uvicorn.Config, server: ModelServer, drain_s: float) -> None:
-        super().__init__(config)
-        self.model_server, self.drain_s = server, drain_s
+    def __init__(self, server: ModelServer, drain_s: float) -> None:
+        self.server, self.drain_s = server, drain_s
         self.leaves_at: float | None = None
+        self.at_once = False
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # Not uvicorn's own: that would raise the signal again at the end, and exit with 143.
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.leaves_at is not None:
-            self.should_exit = True
-            self.force_exit = sig == signal.SIGINT  # Ctrl-C twice: now
+            self.at_once = number == signal.SIGINT  # Ctrl-C twice: do not wait for anything
             return
-        self.model_server.draining = True
+        self.server.draining = True
         self.leaves_at = time.monotonic() + self.drain_s
 
-    async def on_tick(self, counter: int) -> bool:
-        if self.leaves_at is not None and time.monotonic() >= self.leaves_at:
-            self.should_exit = True
-        return await super().on_tick(counter)
+    @property
+    def is_over(self) -> bool:
+        return self.at_once or (self.leaves_at is not None and time.monotonic() >= self.leaves_at)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -90,7 +90,20 @@ def serve(server: ModelServer, taken: socket.socket, drain_s: float = 1.0) -> in
         backlog=BACKLOG,
         headers=list(HEADERS.items()),
     )
-    DrainingServer(config, server, drain_s).run(sockets=[taken])
+    running = uvicorn.Server(config)
+    drain = Drain(server, drain_s)
+    before = {number: signal.signal(number, drain.on_signal) for number in SIGNALS}
+    # In a thread, uvicorn leaves signals alone: its own handling would end with code 143.
+    thread = threading.Thread(target=running.run, args=([taken],), name="uvicorn", daemon=True)
+    try:
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+            running.should_exit = drain.is_over
+            running.force_exit = drain.at_once
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     finished = server.close(FINISH_S)
     counts = server.metrics
     open_inputs = counts.accepted - counts.answered - counts.failed
