@@ -18,7 +18,8 @@ from torch import nn
 from multi_gpu_training.errors import ConfigError
 
 FORMAT = 1
-_OURS = "multi_gpu_training."
+# Parts of these build nothing by themselves: a Sequential needs its layers.
+_LIBRARIES = ("multi_gpu_training.", "torch.")
 
 
 def model_description(model: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def _own_words(model: Any) -> dict[str, Any]:
     elif not isinstance(model, nn.Module):
         arguments = {}
     module, name = getattr(maker, "__module__", None), getattr(maker, "__qualname__", None)
-    if not module or not name or f"{module}.".startswith(_OURS):
+    if not module or not name or f"{module}.".startswith(_LIBRARIES):
         return {}
     found: dict[str, Any] = {"model": f"{module}:{name}"}
     if positional and arguments is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -224,6 +225,17 @@ class OwnPipeline(Pipeline):
                 f"{type(raw).__name__} ({error!s:.100})"
             ) from None
 
+    def find(self, word: str, task: str) -> list[tuple[str, Any]]:
+        """Rows of an array in a .npy file."""
+        try:
+            rows = np.load(word, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{brief(word)} cannot be read ({error!s:.200}); a script's model takes .npy files "
+                "with one sample per row"
+            ) from None
+        return [(f"{word}:{number}", row) for number, row in enumerate(rows)]
+
     def collate(self, samples: Sequence[Any]) -> tuple[Tensor, ...]:
         return tuple(torch.stack(list(column)) for column in zip(*samples, strict=True))
 
@@ -330,7 +342,7 @@ def _pipeline(stored: StoredModel, path: Path, model: Any, trust: bool) -> Pipel
         return OwnPipeline(stored.description, options, seed, trust, build=build)
     kind = find_pipeline(str(recipe))
     description = stored.description
-    if "model" not in description:
+    if not isinstance(description.get("model"), dict):
         try:
             description = kind.recovered(options, stored.tensors, seed, trust)
         except (DataError, ConfigError) as error:

@@ -15,6 +15,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -124,6 +125,20 @@ class Pipeline(ABC):
         """The model as a plain function of the tensors of `collate`, for export too."""
         return model
 
+    def export_program(
+        self, model: nn.Module, length: int | None
+    ) -> tuple[nn.Module, tuple[int, int] | None]:
+        """The program in operations that other runtimes have, and the shortest and longest input
+        it takes; None where inputs have one size."""
+        if length is not None:
+            raise ConfigError(f"--length is for sound and text; {self.recipe} inputs have one size")
+        return self.program(copy.deepcopy(model)), None
+
+    def save_pretrained(self, model: nn.Module, folder: Path) -> nn.Module | None:
+        """Write the model for from_pretrained, and give it as read again; None where it is not a
+        model of Hugging Face."""
+        return None
+
     @abstractmethod
     def inputs(self) -> list[TensorSpec]:
         """What the program takes; the first dimension of each is the batch."""
@@ -153,6 +168,23 @@ class Pipeline(ABC):
         """The result of a raw input from those of its samples."""
         return results[0]
 
+    def find(self, word: str, task: str) -> list[tuple[str, Any]]:
+        """Names and raw inputs that a word of the command line stands for: a file, or a folder
+        with all of its files that can be used."""
+        path = Path(word).expanduser()
+        if path.is_dir():
+            files = [one for one in sorted(path.rglob("*")) if one.is_file() and self.takes(one)]
+            if not files:
+                raise DataError(f"{word} holds no file that this {self.recipe} model takes")
+            return [(str(one), one) for one in files]
+        if not path.exists():
+            raise DataError(f"{word} is not there; give a file or a folder")
+        return [(str(path), path)]
+
+    def takes(self, path: Path) -> bool:
+        """Whether a file in a folder looks like raw input."""
+        return False
+
     @abstractmethod
     def synthetic(self, count: int) -> list[Any]:
         """Made-up samples of the right form, for speed and shapes where no data are at hand."""
@@ -160,9 +192,16 @@ class Pipeline(ABC):
     # Tasks
 
     def perform(
-        self, task: str, model: nn.Module, raws: Sequence[Any], batch_size: int, **how: Any
+        self,
+        task: str,
+        model: nn.Module,
+        raws: Sequence[Any],
+        batch_size: int,
+        first: int = 0,
+        **how: Any,
     ) -> Iterator[Result]:
-        """Results of a task, in the order of the raw inputs."""
+        """Results of a task, in the order of the raw inputs. first: the number of the first one
+        among all, where these are a part."""
         if how:
             raise ConfigError(
                 f"{', '.join(how)}: means nothing for the task {task!r} of the recipe {self.recipe}"

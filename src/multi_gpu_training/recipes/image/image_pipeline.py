@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.recipes.hugging_face import transformers
+from multi_gpu_training.recipes.hugging_face import no_progress_bar, transformers
 from multi_gpu_training.recipes.image.image_classifier import (
     AUTO,
+    PROCESSOR,
     Asked,
     ClassifierOf,
     from_function,
@@ -27,6 +30,7 @@ from multi_gpu_training.recipes.image.image_decoding import (
     decode,
     prepared,
 )
+from multi_gpu_training.recipes.image.image_files import is_image
 from multi_gpu_training.recipes.image.image_list import ImageRef
 from multi_gpu_training.recipes.image.image_model import (
     WIDTHS,
@@ -34,6 +38,7 @@ from multi_gpu_training.recipes.image.image_model import (
     NormaliseChannels,
     build_model,
 )
+from multi_gpu_training.recipes.image.image_run import processor_facts
 from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec, imported, likeliest
 from multi_gpu_training.recipes.user_data import library
 
@@ -131,6 +136,16 @@ class ImagePipeline(Pipeline):
         imported(asked.name, self.trust)
         return from_function(asked, classes, size)
 
+    def save_pretrained(self, model: nn.Module, folder: Path) -> nn.Module | None:
+        body: Any = model.body if isinstance(model, ClassifierOf) else None
+        if self.arguments["kind"] != "huggingface" or self.grey:
+            return None
+        with no_progress_bar():
+            body.save_pretrained(folder)
+            read = getattr(transformers(), AUTO).from_pretrained(folder, dtype=torch.float32)
+        (folder / PROCESSOR).write_text(json.dumps(processor_facts(self.fitting()), indent=1))
+        return ClassifierOf(copy.deepcopy(model.normalise), read)  # type: ignore[arg-type]
+
     @classmethod
     def code_in(cls, options: Mapping[str, Any]) -> str | None:
         named = str(options.get("model") or "")
@@ -165,6 +180,9 @@ class ImagePipeline(Pipeline):
             raise DataError(f"{named} {error}; give an image file such as a PNG or JPEG") from None
         except (OSError, ValueError, SyntaxError) as error:
             raise DataError(f"the image cannot be decoded ({error})") from None
+
+    def takes(self, path: Path) -> bool:
+        return is_image(path)
 
     def fitting(self) -> Preprocessing:
         """How image files become the model's input."""

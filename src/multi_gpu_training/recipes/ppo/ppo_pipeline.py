@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from multi_gpu_training.recipes.ppo.policy import Actions, CLSTMPolicy
 from multi_gpu_training.recipes.ppo.policy_evaluation import evaluate
 from multi_gpu_training.recipes.ppo.rollout import Collector
 from multi_gpu_training.recipes.ppo.worlds import build_world
+from multi_gpu_training.safe_files import read_json
+from multi_gpu_training.safe_output import brief
 
 _PLAY = 0x91A7  # sets the seeds of played episodes apart from those of training and evaluation
 
@@ -169,11 +172,32 @@ class PPOPipeline(Pipeline):
 
     # Episodes
 
+    def find(self, word: str, task: str) -> list[tuple[str, Any]]:
+        """For play how many episodes; for act a JSON file of observations."""
+        if task == "play":
+            if not word.isdecimal() or not 0 < int(word) <= 100_000:
+                raise DataError(f"{brief(word)}: give the number of episodes to play, such as 10")
+            return [(f"episode {number}", number) for number in range(int(word))]
+        try:
+            rows = read_json(Path(word), list[Any])
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{brief(word)} cannot be read ({error!s:.200}); give a JSON file with a list of "
+                "observations"
+            ) from None
+        return [(f"{word}:{number}", row) for number, row in enumerate(rows)]
+
     def perform(
-        self, task: str, model: nn.Module, raws: Sequence[Any], batch_size: int, **how: Any
+        self,
+        task: str,
+        model: nn.Module,
+        raws: Sequence[Any],
+        batch_size: int,
+        first: int = 0,
+        **how: Any,
     ) -> Iterator[Result]:
         if task != "play":
-            return super().perform(task, model, raws, batch_size, **how)
+            return super().perform(task, model, raws, batch_size, first, **how)
         return self.play(model, [int(number) for number in raws], **how)
 
     def play(

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Dataset
 
-from multi_gpu_training.errors import DataError
+from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec
 from multi_gpu_training.recipes.recipe import Job
 from multi_gpu_training.recipes.speech.alphabet import Alphabet
@@ -22,9 +22,13 @@ from multi_gpu_training.recipes.speech.audio import (
     resample,
     resampling_problem,
 )
+from multi_gpu_training.recipes.speech.convolution_program import without_fourier
 from multi_gpu_training.recipes.speech.ctc import BLANK
 from multi_gpu_training.recipes.speech.objective import beam
 from multi_gpu_training.recipes.speech.speech_model import Recogniser, Size
+
+EXPORTED_S = 10  # of sound that an exported recogniser takes, where the user sets no length
+SOUND_ENDINGS = (".wav", ".flac", ".ogg", ".mp3", ".aiff", ".aif", ".opus")
 
 
 def describe_speech(
@@ -68,6 +72,15 @@ class SpeechPipeline(Pipeline):
             size, self.alphabet.classes, self.rate, given["norm"], bool(given["streaming"])
         )
 
+    def export_program(
+        self, model: nn.Module, length: int | None
+    ) -> tuple[nn.Module, tuple[int, int] | None]:
+        assert isinstance(model, Recogniser)
+        samples, shortest = length or EXPORTED_S * self.rate, 2 * model.features.hop
+        if samples <= shortest:
+            raise ConfigError(f"--length {samples}: use more than {shortest} samples")
+        return without_fourier(model, samples), (shortest, samples)
+
     def inputs(self) -> list[TensorSpec]:
         return [
             TensorSpec("sound", "int16", ("batch", "samples"), f"mono at {self.rate} Hz, padded"),
@@ -109,6 +122,9 @@ class SpeechPipeline(Pipeline):
         if not len(sound):
             raise DataError(f"{named} holds no sample; give a recording")
         return sound
+
+    def takes(self, path: Path) -> bool:
+        return path.suffix.lower() in SOUND_ENDINGS
 
     def collate(self, samples: Sequence[Any]) -> tuple[Tensor, ...]:
         lengths = torch.tensor([len(sound) for sound in samples])

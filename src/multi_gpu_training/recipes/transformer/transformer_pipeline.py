@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.errors import ConfigError, DataError, ModelError
-from multi_gpu_training.recipes.hugging_face import transformers
+from multi_gpu_training.recipes.hugging_face import no_progress_bar, transformers
 from multi_gpu_training.recipes.pipeline import (
     Pipeline,
     Result,
@@ -23,9 +24,12 @@ from multi_gpu_training.recipes.pipeline import (
     likeliest,
 )
 from multi_gpu_training.recipes.recipe import Job
+from multi_gpu_training.recipes.tables import TABLES, read_text
 from multi_gpu_training.recipes.transformer.lora import with_adapters
+from multi_gpu_training.recipes.transformer.text import fields
 from multi_gpu_training.recipes.transformer.tokens import ByteTokens, ModelTokens, Tokens
-from multi_gpu_training.recipes.transformer.transformer_model import from_config
+from multi_gpu_training.recipes.transformer.transformer_model import CLASSES, from_config
+from multi_gpu_training.safe_output import brief
 
 MOST_TOKENIZER = 2**26  # characters; a large one has 20 million
 MASK = "[MASK]"  # what stands for a hidden token in a text to fill in
@@ -115,6 +119,11 @@ class TextProgram(nn.Module):
         return logits
 
 
+def _merged(model: Any) -> Any:
+    """With its adapters added to the matrices beside which they were trained."""
+    return model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
+
+
 class TransformerPipeline(Pipeline):
     """Raw input: a text, or its tokens as whole numbers."""
 
@@ -166,6 +175,25 @@ class TransformerPipeline(Pipeline):
 
     def program(self, model: nn.Module) -> nn.Module:
         return TextProgram(model)
+
+    def export_program(
+        self, model: nn.Module, length: int | None
+    ) -> tuple[nn.Module, tuple[int, int] | None]:
+        if length is not None and length > self.length:
+            raise ConfigError(
+                f"--length {length}: this model was trained on {self.length} tokens at most"
+            )
+        return self.program(_merged(copy.deepcopy(model))), (2, length or self.length)
+
+    def save_pretrained(self, model: nn.Module, folder: Path) -> nn.Module:
+        whole: Any = _merged(copy.deepcopy(model))
+        with no_progress_bar():
+            whole.save_pretrained(folder)
+            self.tokens.save(folder)
+            found: nn.Module = getattr(transformers(), CLASSES[self.task]).from_pretrained(
+                folder, trust_remote_code=False, dtype=torch.float32
+            )
+        return found
 
     def inputs(self) -> list[TensorSpec]:
         shape = ("batch", "tokens")
@@ -273,14 +301,35 @@ class TransformerPipeline(Pipeline):
             for number in range(count)
         ]
 
+    def find(self, word: str, task: str) -> list[tuple[str, Any]]:
+        """A text as it stands; of a file its lines or the rows of a table, to be scored the whole
+        text."""
+        path = Path(word)
+        if len(word) > 255 or not path.is_file():
+            return [(brief(word, 60), word)]
+        if path.suffix in TABLES:
+            texts = [text for (text,) in fields(path, ("text",))]
+            return [(f"{path}:{number}", text) for number, text in enumerate(texts, 1)]
+        text = read_text(path)
+        if task == "score":
+            return [(str(path), text)]
+        lines = [(f"{path}:{n}", line) for n, line in enumerate(text.splitlines(), 1)]
+        return [(name, line) for name, line in lines if line.strip()]
+
     # Generation
 
     def perform(
-        self, task: str, model: nn.Module, raws: Sequence[Any], batch_size: int, **how: Any
+        self,
+        task: str,
+        model: nn.Module,
+        raws: Sequence[Any],
+        batch_size: int,
+        first: int = 0,
+        **how: Any,
     ) -> Iterator[Result]:
         if task != "generate":
-            return super().perform(task, model, raws, batch_size, **how)
-        return (self.generate(model, raw, number, **how) for number, raw in enumerate(raws))
+            return super().perform(task, model, raws, batch_size, first, **how)
+        return (self.generate(model, raw, number, **how) for number, raw in enumerate(raws, first))
 
     @torch.no_grad()
     def generate(
@@ -336,9 +385,6 @@ class TransformerPipeline(Pipeline):
         if self.task == "classification" or len(item) > 2:
             ids = ids[: int(item[1])]
         return ids.tolist()
-
-    def save_tokens(self, folder: Path) -> None:
-        self.tokens.save(folder)
 
 
 PIPELINE = TransformerPipeline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec, likeliest
-from multi_gpu_training.recipes.video.frames import InvalidVideo, decode
+from multi_gpu_training.recipes.video.frames import VIDEO_ENDINGS, InvalidVideo, decode
 from multi_gpu_training.recipes.video.video_model import build_model
 
 CLIPS_A_WINDOW = 2  # by default clips overlap by half
@@ -136,6 +136,9 @@ class VideoPipeline(Pipeline):
         known = [shown for shown in times if shown is not None]
         return np.stack(pictures), known if len(known) == len(pictures) else None
 
+    def takes(self, path: Path) -> bool:
+        return path.suffix.lower() in VIDEO_ENDINGS
+
     def collate(self, samples: Sequence[Any]) -> tuple[Tensor, ...]:
         return (torch.stack([clip.frames for clip in samples]),)
 
@@ -181,11 +184,19 @@ class VideoPipeline(Pipeline):
             "timeline": timeline,
         }
 
-    def perform(self, task: str, model: nn.Module, raws: Any, batch_size: int, **how: Any) -> Any:
+    def perform(
+        self,
+        task: str,
+        model: nn.Module,
+        raws: Sequence[Any],
+        batch_size: int,
+        first: int = 0,
+        **how: Any,
+    ) -> Iterator[Result]:
         self.every = how.pop("every", self.every)
         if self.every is not None and self.every < 1:
             raise ConfigError(f"every={self.every}: use 1 or more frames between clips")
-        return super().perform(task, model, raws, batch_size, **how)
+        return super().perform(task, model, raws, batch_size, first, **how)
 
     def synthetic(self, count: int) -> list[Any]:
         shape = tuple(int(side) for side in self.inputs()[0].shape[1:])
