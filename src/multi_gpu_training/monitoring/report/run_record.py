@@ -305,6 +305,16 @@ def _world_of(lines: dict[int, EventLines], newest: Event) -> int:
     return max(sizes[0] if sizes else max(lines) + 1, least)
 
 
+def _other_file(name: str, facts: dict[str, Any]) -> str | None:
+    """What shows that this is another JSON file in the place of `name`; None if nothing does."""
+    if name == "environment.json" and not isinstance(facts.get("host"), str):
+        return f"{name} is not a description of the machine: it has no `host`"
+    bare = all(key.isdecimal() for key in facts)  # forecasts once were the table by GPUs alone
+    if name == "forecast.json" and not (isinstance(facts.get("gpus"), dict) or bare):
+        return f"{name} is not a forecast: it has no `gpus`"
+    return None
+
+
 def _read_facts(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     """The files that describe a run, and what is wrong with them."""
     readers: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -317,7 +327,11 @@ def _read_facts(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     for name, read in readers.items():
         try:
             found[name] = read(path / name)
-            if name == "environment.json":
+            problem = _other_file(name, found[name])
+            if problem is not None:
+                found[name] = {}
+                problems.append(problem)
+            elif name == "environment.json":
                 if "sha256" in found[name] and found[name].pop("sha256") != digest(found[name]):
                     problems.append(f"{name} was changed after the run wrote it")
                 else:
