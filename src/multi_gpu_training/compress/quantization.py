@@ -13,6 +13,7 @@ layers. `Quantised.kept` counts them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import warnings
@@ -73,6 +74,19 @@ def quantize(model: nn.Module, scheme: str, group: int = GROUP) -> Quantised:
     total = sum(p.numel() for p in model.parameters())
     kept = total - counts["int8"] - counts["int4"]
     return Quantised(counts["int8"], counts["int4"], kept, tuple(fallbacks))
+
+
+def with_float_weights(model: nn.Module) -> nn.Module:
+    """A copy of a quantised model whose weights are the float numbers that they stand for."""
+    found = copy.deepcopy(model)
+    made: dict[int, nn.Parameter] = {}  # a shared weight stays shared
+    for module in found.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if hasattr(weight, "qdata"):
+                if id(weight) not in made:
+                    made[id(weight)] = nn.Parameter(weight.dequantize(), requires_grad=False)
+                setattr(module, name, made[id(weight)])
+    return found
 
 
 def check_scheme(scheme: str, group: int = GROUP) -> None:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from multi_gpu_training.compress.quantization import with_float_weights
 from multi_gpu_training.delivery.loaded_model import LoadedModel, load
 from multi_gpu_training.delivery.model_card import model_card
 from multi_gpu_training.delivery.model_folder import WEIGHTS, finish, new_folder, write_weights
@@ -108,8 +109,18 @@ def export(
         )
     path = Path(folder).expanduser()
     loaded = loaded.with_model(loaded.model.to("cpu"))
+    notes = []
+    methods = {step["method"] for step in loaded.pipeline.compression}
+    if to == "hf" and methods & {"prune", "quantize"}:
+        raise ConfigError(
+            "--to hf: transformers would not know the layers of a pruned or quantised model; use "
+            "--to onnx or safetensors"
+        )
+    if to != "safetensors" and "quantize" in methods:
+        loaded = loaded.with_model(with_float_weights(loaded.model))
+        notes.append("the quantised weights are written as the float32 numbers that they stand for")
     batches, real = _batches(loaded)
-    notes = [] if real else ["checked on made-up samples: the run's data are not at hand"]
+    notes += [] if real else ["checked on made-up samples: the run's data are not at hand"]
     expected = [loaded.outputs(tensors) for tensors in batches]
     with new_folder(path) as draft:
         limits: dict[str, int | None] = dict.fromkeys(("max_batch", "shortest", "length"))
@@ -186,7 +197,7 @@ def _cannot(what: str, error: Exception) -> str:
 def _safetensors(
     loaded: LoadedModel, folder: Path, batches: Sequence[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
-    write_weights(loaded.model, folder)
+    write_weights(loaded.model, folder, loaded.pipeline.compression)
     with tempfile.TemporaryDirectory() as other:  # as `load` will find it
         copied = Path(other) / "model"
         shutil.copytree(folder, copied)
