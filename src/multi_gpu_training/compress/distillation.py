@@ -126,7 +126,8 @@ def _counted(output: Any, kwargs: Any) -> Tensor | None:
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Tensor):
         found, lengths = output
         if found.ndim == 3 and lengths.shape == found.shape[:1] and not lengths.is_floating_point():
-            return torch.arange(found.shape[1], device=found.device) < lengths[:, None]
+            inside: Tensor = torch.arange(found.shape[1], device=found.device) < lengths[:, None]
+            return inside
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == scores(output).shape[:-1]:
         return mask.bool()

@@ -122,7 +122,7 @@ def _shared_parameters(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]
 def linear_from_conv1d(model: nn.Module) -> int:
     """Replace the Conv1D layers of Hugging Face's GPT-2 by the Linear layers that they are with
     their weights transposed. Returns how many there were."""
-    found = [
+    found: list[tuple[nn.Module, str, Any]] = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
@@ -160,7 +160,8 @@ class Torchao:
         if scheme == "int8-dynamic":
             return self._configs.Int8DynamicActivationInt8WeightConfig()
         return self._configs.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4, granularity=self._per_group(group)
+            weight_dtype=getattr(torch, "int4"),  # noqa: B009, unknown to the stubs of torch
+            granularity=self._per_group(group),
         )
 
     def int8_weight(self, weight: Tensor) -> nn.Parameter:

@@ -95,7 +95,7 @@ def _parts(name: str, value: Any) -> list[tuple[str, Tensor, int]]:
     if type(data) is Tensor:
         return [(name, data, 8 * data.element_size())]
     names, facts = data.__tensor_flatten__()
-    is_int4 = facts.get("target_dtype") is torch.int4
+    is_int4 = str(facts.get("target_dtype")) == "torch.int4"
     return [
         (f"{name}:{inner}", getattr(data, inner), 4 if is_int4 and inner == "qdata" else 8)
         for inner in names
