@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import multi_gpu_training as mgt
 from multi_gpu_training.delivery.compress_run import HowToTrain, compress_run
-from multi_gpu_training.delivery.compression_plan import Tolerance, read_settings
+from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
 from multi_gpu_training.delivery.compression_report import show_table
 
 IMAGE = {
@@ -52,7 +52,7 @@ def compress(run: str, limits: dict[str, float], epochs: int | None, out: Path) 
 
     loaded = mgt.load(run, device="cpu")
     settings = read_settings(list(limits))
-    found = compress_run(loaded, settings, out, Tolerance(), HowToTrain(epochs))
+    found = compress_run(loaded, settings, out, MaxDrop(), HowToTrain(epochs))
     show_table(found, Console(width=200))
     first, *rest = found.rows
     return {

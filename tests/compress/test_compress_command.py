@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import multi_gpu_training as mgt
 from multi_gpu_training.cli.app import app
-from multi_gpu_training.delivery.compression_plan import Tolerance, read_settings
+from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
 from multi_gpu_training.delivery.compression_report import pareto
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.extras import installed
@@ -27,12 +27,12 @@ def test_methods_are_read_in_a_fixed_order_and_all_mistakes_at_once() -> None:
 
 
 def test_a_tolerance_is_a_share_or_percent() -> None:
-    assert Tolerance.read("1%").most == Tolerance.read("0.01").most == 0.01
-    assert Tolerance.read(None).holds(5.0)
-    assert not Tolerance.read("1%").holds(0.011) and not Tolerance.read("1%").holds(None)
+    assert MaxDrop.read("1%").most == MaxDrop.read("0.01").most == 0.01
+    assert MaxDrop.read(None).holds(5.0)
+    assert not MaxDrop.read("1%").holds(0.011) and not MaxDrop.read("1%").holds(None)
     for wrong in ("1", "abc", "-1%", "nan"):
         with pytest.raises(ConfigError, match="--max-drop"):
-            Tolerance.read(wrong)
+            MaxDrop.read(wrong)
 
 
 def test_the_front_holds_models_that_no_other_beats_in_both() -> None:

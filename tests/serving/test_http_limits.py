@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multi_gpu_training.serving.http_limits import Gate, Limits, RateLimit, Refused
+from multi_gpu_training.serving.http_limits import Gate, RequestLimits, RateLimit, RequestRefused
 
 HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -52,7 +52,7 @@ def ask(
 
 def test_bodies_are_limited_by_announced_and_by_real_length() -> None:
     seen: list[tuple[str, int]] = []
-    limits = Limits(max_body_bytes=100)
+    limits = RequestLimits(max_body_bytes=100)
     gate = Gate(echo, limits, HOSTS, lambda path, status, seconds: seen.append((path, status)))
     assert ask(gate, b"a" * 60, b"b" * 40)[:2] == (200, b"a" * 60 + b"b" * 40)
     status, body, unread = ask(gate, b"x", content_length="101")
@@ -63,7 +63,7 @@ def test_bodies_are_limited_by_announced_and_by_real_length() -> None:
 
 
 def test_a_body_that_never_comes_ends_in_408() -> None:
-    gate = Gate(echo, Limits(body_timeout_s=0.01), HOSTS)
+    gate = Gate(echo, RequestLimits(body_timeout_s=0.01), HOSTS)
     assert ask(gate, method="POST")[0] == 408
 
 
@@ -82,7 +82,7 @@ def test_a_body_that_never_comes_ends_in_408() -> None:
     ],
 )
 def test_other_web_sites_cannot_use_the_server(headers: dict[str, str], status: int) -> None:
-    gate = Gate(echo, Limits(), HOSTS)
+    gate = Gate(echo, RequestLimits(), HOSTS)
     found, body, _ = ask(gate, b"{}", **headers)
     assert found == status
     if status != 200:
@@ -93,7 +93,7 @@ def test_each_client_has_its_own_rate() -> None:
     limit = RateLimit(rate=10, burst=2)
     limit.check("a", 0.0)
     limit.check("a", 0.0)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         limit.check("a", 0.05)
     assert refused.value.status == 429 and refused.value.headers == {"retry-after": "1"}
     limit.check("b", 0.05)

@@ -29,7 +29,7 @@ pytestmark = [
 # A model that takes a moment, so that requests wait while the server stops.
 SERVER = """
 import json, sys, time
-from multi_gpu_training.serving.http_limits import Limits
+from multi_gpu_training.serving.http_limits import RequestLimits
 from multi_gpu_training.serving.http_server import allowed_hosts, listen, serve
 from multi_gpu_training.serving.request_bodies import read_inputs
 from multi_gpu_training.serving.web_app import Batching, ModelServer
@@ -44,7 +44,7 @@ class Doubling:
             raise RuntimeError("secret /path")
         return [float("nan") if item == "nan" else 2 * item for item in items]
 
-limits = Limits(max_body_bytes=2**20, rate=0)
+limits = RequestLimits(max_body_bytes=2**20, rate=0)
 server = ModelServer(Doubling(), limits, Batching(max_batch=4), allowed_hosts("127.0.0.1", []))
 taken = listen("127.0.0.1", 0)
 taken.listen(128)

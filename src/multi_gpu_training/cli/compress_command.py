@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from multi_gpu_training.config import is_url
-from multi_gpu_training.delivery.compression_plan import Tolerance, read_settings
+from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
 from multi_gpu_training.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def compress(
     trust: bool,
 ) -> int:
     """Show the table. Returns 1 if no compressed model holds."""
-    settings, tolerance = read_settings(methods), Tolerance.read(max_drop)
+    settings, tolerance = read_settings(methods), MaxDrop.read(max_drop)
     if epochs is not None and epochs < 1:
         raise ConfigError(f"--epochs {epochs}: use at least 1")
     if out is None and is_url(run):

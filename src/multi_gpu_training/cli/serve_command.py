@@ -32,14 +32,14 @@ def serve(run: str, flags: dict[str, Any]) -> int:
         raise ConfigError(problems)
     from multi_gpu_training.delivery.loaded_model import load
     from multi_gpu_training.serving import http_server
-    from multi_gpu_training.serving.http_limits import MIB, Limits, is_loopback
+    from multi_gpu_training.serving.http_limits import MIB, RequestLimits, is_loopback
     from multi_gpu_training.serving.request_bodies import ServedModel
     from multi_gpu_training.serving.web_app import Batching, ModelServer
 
     host, port = flags["host"], flags["port"]
     taken = http_server.listen(host, port)  # before the model is loaded, which takes longer
     loaded = load(run, device=flags["device"], checkpoint=flags["checkpoint"], trust=flags["trust"])
-    limits = Limits(
+    limits = RequestLimits(
         max_body_bytes=int(flags["max_body_mib"] * MIB),
         rate=flags["rate"],
         burst=2 * flags["rate"],

@@ -130,7 +130,8 @@ def linear_from_conv1d(model: nn.Module) -> int:
     ]
     for parent, name, child in found:
         weight, bias = child.weight, child.bias
-        made = nn.Linear(*weight.shape, device="meta")
+        inputs, outputs = weight.shape
+        made = nn.Linear(inputs, outputs, device="meta")
         made.weight = nn.Parameter(weight.detach().T.contiguous(), weight.requires_grad)
         made.bias = bias
         setattr(parent, name, made.train(child.training))

@@ -45,14 +45,14 @@ class Setting:
 
 
 @dataclass
-class Tolerance:
+class MaxDrop:
     """How much a compressed model may lose, as a share: 0.01 is one point of accuracy."""
 
     most: float | None = None
     text: str = field(default="", repr=False)
 
     @classmethod
-    def read(cls, text: str | None) -> Tolerance:
+    def read(cls, text: str | None) -> MaxDrop:
         if text is None:
             return cls()
         percent = text.strip().endswith("%")

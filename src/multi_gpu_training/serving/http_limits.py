@@ -28,7 +28,7 @@ LINGER_S = 2.0  # for which a refused body is read and dropped
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a client may ask for. `rate` counts requests per second and client, 0: any number."""
 
     max_body_bytes: int = 10 * MIB
@@ -38,7 +38,7 @@ class Limits:
     max_items: int = 256
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request is answered with an error status and this text."""
 
     def __init__(self, status: int, text: str, retry_after_s: int | None = None) -> None:
@@ -66,7 +66,9 @@ class RateLimit:
             self._buckets.pop(next(iter(self._buckets)))
         if not allowed:
             wait = max(1, round((1 - tokens) / self.rate))
-            raise Refused(429, f"more than {self.rate:g} requests per second; slow down", wait)
+            raise RequestRefused(
+                429, f"more than {self.rate:g} requests per second; slow down", wait
+            )
 
 
 class Gate:
@@ -80,7 +82,7 @@ class Gate:
     def __init__(
         self,
         app: App,
-        limits: Limits,
+        limits: RequestLimits,
         hosts: frozenset[str] | None,
         observe: Callable[[str, int, float], None] = lambda path, status, seconds: None,
     ) -> None:
@@ -102,7 +104,7 @@ class Gate:
         try:
             self._check(scope)
             whole = await body.read(_header(scope, b"content-length"))
-        except Refused as refusal:
+        except RequestRefused as refusal:
             await refuse(refusal, body, observed)
             return
         except ClientGone:
@@ -119,7 +121,7 @@ class Gate:
         self._rates.check(client[0] if client else "", time.monotonic())
         host = _header(scope, b"host") or ""
         if self.hosts is not None and host_name(host) not in self.hosts:
-            raise Refused(
+            raise RequestRefused(
                 421,
                 f"host {host[:80]!r} is not one of this server's names "
                 f"({', '.join(sorted(self.hosts))}); add it with --allow-host",
@@ -130,13 +132,13 @@ class Gate:
         # The scheme may differ behind a proxy that speaks TLS; the host may not.
         foreign = origin is not None and urlsplit(origin).netloc != host
         if foreign or _header(scope, b"sec-fetch-site") in ("cross-site", "same-site"):
-            raise Refused(403, "requests from other web sites are not accepted")
+            raise RequestRefused(403, "requests from other web sites are not accepted")
 
 
 class BodyReader:
     """Reads the body of a request up to the limits."""
 
-    def __init__(self, receive: Receive, limits: Limits) -> None:
+    def __init__(self, receive: Receive, limits: RequestLimits) -> None:
         self._receive, self._limits = receive, limits
         self._more = True
 
@@ -144,7 +146,7 @@ class BodyReader:
         """The whole body. One that announces too great a length is refused unread."""
         limits, parts, size = self._limits, [], 0
         if announced is not None and not announced.isdecimal():
-            raise Refused(400, f"content-length {announced[:40]!r} is not a number")
+            raise RequestRefused(400, f"content-length {announced[:40]!r} is not a number")
         if announced is not None and int(announced[:20]) > limits.max_body_bytes:
             raise self._too_large()
         try:
@@ -157,7 +159,7 @@ class BodyReader:
         except TimeoutError:
             self._more = False  # nothing comes that could be dropped
             late = f"the body did not arrive within {limits.body_timeout_s:g} s"
-            raise Refused(408, late) from None
+            raise RequestRefused(408, late) from None
         return b"".join(parts)
 
     async def drop(self) -> None:
@@ -176,16 +178,16 @@ class BodyReader:
         part: bytes = message.get("body", b"")
         return part
 
-    def _too_large(self) -> Refused:
+    def _too_large(self) -> RequestRefused:
         limit = self._limits.max_body_bytes / MIB
-        return Refused(413, f"the body has more than {limit:g} MiB; see --max-body-mib")
+        return RequestRefused(413, f"the body has more than {limit:g} MiB; see --max-body-mib")
 
 
 class ClientGone(Exception):
     """The client closed the connection before its request was complete."""
 
 
-async def refuse(refusal: Refused, body: BodyReader, send: Send) -> None:
+async def refuse(refusal: RequestRefused, body: BodyReader, send: Send) -> None:
     """Answer with the refusal as JSON, and close the connection after it."""
     text = json.dumps({"error": refusal.text}).encode()
     headers = {

@@ -17,7 +17,7 @@ import numpy as np
 
 from multi_gpu_training.delivery.loaded_model import LoadedModel
 from multi_gpu_training.errors import ConfigError, DataError
-from multi_gpu_training.serving.http_limits import Refused
+from multi_gpu_training.serving.http_limits import RequestRefused
 
 FILES = {
     "image": {"accept": "image/*", "label": "Choose an image"},
@@ -57,7 +57,7 @@ class ServedModel:
         if content_type in JSON_TYPES or body[:1] == b"{":
             inputs = read_inputs(body)
             if len(inputs) > most:
-                raise Refused(
+                raise RequestRefused(
                     413,
                     f"the request has {len(inputs):,} inputs, {most:,} at most are taken; send "
                     "several requests",

@@ -16,7 +16,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.serving.batching import Batcher, Closed, QueueFull
-from multi_gpu_training.serving.http_limits import App, Gate, Limits, Refused
+from multi_gpu_training.serving.http_limits import App, Gate, RequestLimits, RequestRefused
 from multi_gpu_training.serving.server_metrics import ServerMetrics
 
 PAGE = Path(__file__).parent / "page.html"
@@ -26,7 +26,7 @@ class Served(Protocol):
     """What the app needs of a model.
 
     `facts` go to the page and to /health. `decode` raises a ValueError that says what is wrong
-    with a request, and Refused if it has more than `most` inputs; its items are what `predict`
+    with a request, and RequestRefused if it has more than `most` inputs; its items are what `predict`
     takes. Results must be plain JSON values.
     """
 
@@ -50,7 +50,11 @@ class ModelServer:
     """The ASGI app of one model, and what must be closed after it."""
 
     def __init__(
-        self, model: Served, limits: Limits, batching: Batching, hosts: frozenset[str] | None = None
+        self,
+        model: Served,
+        limits: RequestLimits,
+        batching: Batching,
+        hosts: frozenset[str] | None = None,
     ) -> None:
         self.model, self.limits = model, limits
         self.metrics = ServerMetrics()
@@ -75,7 +79,7 @@ class ModelServer:
         app.get("/health")(self.health)
         app.get("/metrics", response_class=PlainTextResponse)(self.show_metrics)
         app.post("/predict")(self.predict)
-        app.exception_handler(Refused)(_refused)
+        app.exception_handler(RequestRefused)(_refused)
         return app
 
     async def page(self) -> HTMLResponse:
@@ -103,7 +107,7 @@ class ModelServer:
     async def predict(self, request: Request) -> JSONResponse:
         """Results in the order of the inputs. All inputs of a request are taken, or none."""
         if self.draining:
-            raise Refused(503, "the server is shutting down", 5)
+            raise RequestRefused(503, "the server is shutting down", 5)
         body = await request.body()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # Decoding an image takes milliseconds: in a thread, so that others are served meanwhile.
@@ -111,9 +115,9 @@ class ModelServer:
         try:
             answers = self.batcher.submit(items)
         except QueueFull as error:
-            raise Refused(503, f"{error}; try again", 1) from None
+            raise RequestRefused(503, f"{error}; try again", 1) from None
         except Closed as error:
-            raise Refused(503, str(error), 5) from None
+            raise RequestRefused(503, str(error), 5) from None
         self.metrics.inputs(accepted=len(items))
         results = await asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
         failed = [one for one in results if isinstance(one, BaseException)]
@@ -123,25 +127,25 @@ class ModelServer:
         try:
             return JSONResponse({"results": results})
         except ValueError:
-            raise Refused(500, "the model gave NaN or infinite numbers") from None
+            raise RequestRefused(500, "the model gave NaN or infinite numbers") from None
 
     def _decode(self, body: bytes, content_type: str) -> list[Any]:
         if not body:
-            raise Refused(400, "the request has no body; send a file or JSON")
+            raise RequestRefused(400, "the request has no body; send a file or JSON")
         try:
             items = self.model.decode(body, content_type, self.limits.max_items)
         except (ValueError, ConfigError) as error:
-            raise Refused(422, _text(error)) from None
+            raise RequestRefused(422, _text(error)) from None
         if not items:
-            raise Refused(422, "the request has no inputs")
+            raise RequestRefused(422, "the request has no inputs")
         return items
 
 
-def _as_refusal(error: BaseException) -> Refused:
+def _as_refusal(error: BaseException) -> RequestRefused:
     """What the model objects to is the client's fault; anything else is ours."""
     if isinstance(error, ValueError | ConfigError):
-        return Refused(422, _text(error))
-    return Refused(500, f"the model failed: {type(error).__name__}")
+        return RequestRefused(422, _text(error))
+    return RequestRefused(500, f"the model failed: {type(error).__name__}")
 
 
 def _text(error: BaseException) -> str:
@@ -151,5 +155,5 @@ def _text(error: BaseException) -> str:
 
 
 async def _refused(request: Request, refusal: Exception) -> JSONResponse:
-    assert isinstance(refusal, Refused)
+    assert isinstance(refusal, RequestRefused)
     return JSONResponse({"error": refusal.text}, refusal.status, refusal.headers)
