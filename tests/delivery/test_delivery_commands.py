@@ -63,6 +63,7 @@ def test_an_input_that_cannot_be_used_does_not_stop_the_others(mgt: Mgt, tmp_pat
 
 def test_wrong_requests_end_with_one_sentence_and_its_remedy(mgt: Mgt, tmp_path: Path) -> None:
     run = run_of("image")
+    photo = write_images(tmp_path / "photos", per_class=1) / "red" / "00.png"
     damaged = tmp_path / "damaged"
     shutil.copytree(run, damaged, symlinks=True)
     weights = damaged / "checkpoints" / "step-00000012" / "model.safetensors"
@@ -78,7 +79,7 @@ def test_wrong_requests_end_with_one_sentence_and_its_remedy(mgt: Mgt, tmp_path:
         (("predict", run, run / "config.yaml"), "cannot be decoded"),
         (("predict", run, tmp_path, "--task", "sing"), "this image model can predict"),
         (("predict", run, tmp_path, "--format", "xml"), "use table, jsonl, csv"),
-        (("predict", run, run, "--every", "3"), "every: means nothing for the task"),
+        (("predict", run, photo, "--every", "3"), "every: means nothing for the task"),
         (("export", run, "--to", "tflite"), "use one of onnx, torch-export"),
         (("export", run, "--to", "hf"), "is not one of transformers; use safetensors"),
         (

@@ -79,12 +79,17 @@ def test_classes_of_other_data_are_found_by_their_names(tmp_path: Path) -> None:
     right = [r["label"] == f.parent.name for r, f in zip(loaded.predict(files), files, strict=True)]
     assert loaded.evaluate(others)["accuracy"] == pytest.approx(sum(right) / len(right))
     assert loaded.predict([picture("red", 1)])[0]["label"] in loaded.labels
+    with pytest.raises(
+        mgt.ConfigError, match=r"not prepared as the model was trained.*colour: 'rgb'"
+    ):
+        mgt.load(run_of("image"), device="cpu").evaluate(others)
     (others / "green").rename(others / "yellow")
     with pytest.raises(mgt.ConfigError, match="'yellow', which the model does not know"):
         loaded.evaluate(others)
 
 
-def test_a_policy_acts_and_plays_the_same_episodes_again(tmp_path: Path) -> None:
+def test_a_policy_acts_and_plays_the_same_episodes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it
     pytest.importorskip("gymnasium")
     loaded = mgt.load(run_of("ppo"), device="cpu")
     first, second = loaded.predict(loaded.example_inputs(2))
@@ -181,3 +186,37 @@ def test_two_ranks_predict_every_item_once_in_order_and_to_the_last_bit() -> Non
     assert len(alone) == 1001
     for found in run_ranks(2, _predicted, run, 1001):
         assert found == alone
+
+
+@pytest.mark.engines
+def test_a_run_in_object_storage_is_loaded_by_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/remote"
+    local = {"local_dir": str(tmp_path / "machine")}
+    train("image", url, SMALL["image"][0] | local, SMALL["image"][1])
+    loaded = mgt.load(f"{url}/image/small", device="cpu")
+    close(loaded.evaluate(), loaded.metrics)
+    assert str(loaded.checkpoint).startswith(str(tmp_path / "cache"))
+    with pytest.raises(mgt.ConfigError, match="no such checkpoint; complete ones there: step-"):
+        mgt.load(f"{url}/image/small/checkpoints/step-7")
+
+
+@pytest.mark.engines
+def test_a_vision_transformer_and_a_text_classifier_are_rebuilt_from_their_checkpoints(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    data = write_images(tmp_path / "photos")
+    model = {"model": "vit", "model_args": {"hidden_size": 24, "num_hidden_layers": 1}}
+    options = {"data_dir": str(data), "image_size": 16, **model}
+    run = train("image", tmp_path, {"max_steps": 2, "num_workers": 0}, options)
+    loaded = mgt.load(run, device="cpu")
+    close(loaded.evaluate(), loaded.metrics)
+    shutil.rmtree(data)
+    assert loaded.predict([picture("red", 1)])[0]["label"] in COLOURS
+    options = {"task": "classification", "width": 16, "sequence_length": 32}
+    loaded = mgt.load(train("transformer", tmp_path, {"max_steps": 2}, options), device="cpu")
+    close(loaded.evaluate(), loaded.metrics)
+    assert loaded.predict(["a list of values"])[0]["label"] in loaded.labels

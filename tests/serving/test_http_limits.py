@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multi_gpu_training.serving.http_limits import Gate, RequestLimits, RateLimit, RequestRefused
+from multi_gpu_training.serving.http_limits import Gate, RateLimit, RequestLimits, RequestRefused
 
 HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 

@@ -92,3 +92,5 @@ def _fetched(url: str, checkpoint: str | None) -> Path:
         return fetch_checkpoint(found, store, lambda _: None)
     except StorageError as error:
         raise ConfigError(f"{url}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError([text.removeprefix("--resume ") for text in error.problems]) from None

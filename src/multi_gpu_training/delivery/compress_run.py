@@ -26,7 +26,7 @@ from multi_gpu_training.compress.pruning import (
 from multi_gpu_training.compress.quantization import check_scheme, quantize
 from multi_gpu_training.compress.tensor_packing import plain_tensors
 from multi_gpu_training.data.order import seed_everything
-from multi_gpu_training.delivery.compression_plan import ONNX, Setting, MaxDrop
+from multi_gpu_training.delivery.compression_plan import ONNX, MaxDrop, Setting
 from multi_gpu_training.delivery.inference_speed import Speed, measure_together
 from multi_gpu_training.delivery.loaded_model import LoadedModel
 from multi_gpu_training.delivery.model_folder import WEIGHTS

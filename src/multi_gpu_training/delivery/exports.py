@@ -13,13 +13,17 @@ its name: the programs in a fresh process that does not have this package.
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +112,10 @@ def export(
             else f"--to {to} needs {' and '.join(missing)}; run {install('export')}"
         )
     path = Path(folder).expanduser()
-    loaded = loaded.with_model(loaded.model.to("cpu"))
+    # A copy on the host in single precision: what the caller has stays as it is.
+    model = copy.deepcopy(loaded.model).to("cpu")
+    halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    loaded = replace(loaded, model=model.float() if halves else model)
     notes = []
     methods = {step["method"] for step in loaded.pipeline.compression}
     if to == "hf" and methods & {"prune", "quantize"}:
@@ -117,20 +124,23 @@ def export(
             "--to onnx or safetensors"
         )
     if to != "safetensors" and "quantize" in methods:
-        loaded = loaded.with_model(with_float_weights(loaded.model))
+        loaded = replace(loaded, model=with_float_weights(loaded.model))
         notes.append("the quantised weights are written as the float32 numbers that they stand for")
-    batches, real = _batches(loaded)
+    program = None
+    if to not in ("safetensors", "hf"):
+        program = make_program(loaded, max_batch, length)
+    batches, real = _batches(loaded, program)
     notes += [] if real else ["checked on made-up samples: the run's data are not at hand"]
     expected = [loaded.outputs(tensors) for tensors in batches]
     with new_folder(path) as draft:
         limits: dict[str, int | None] = dict.fromkeys(("max_batch", "shortest", "length"))
-        if to in ("safetensors", "hf"):
+        if program is None:
             found = WRITERS[to](loaded, draft, batches)
         else:
-            program = make_program(loaded, max_batch, length)
+            program.outputs = program.outputs or [f"output{i}" for i in range(len(expected[0]))]
             limits["max_batch"] = program.max_batch
             limits["shortest"], limits["length"] = program.length or (None, None)
-            _write_schema(loaded, draft, to, limits)
+            _write_schema(loaded, draft, to, limits, program.outputs)
             found = WRITERS[to](program, draft, batches)
             notes += program.notes
         checks = _compared(found, expected, to, tolerance)
@@ -143,10 +153,15 @@ def export(
     return Exported(path, to, checks, notes)
 
 
-def _batches(loaded: LoadedModel) -> tuple[list[tuple[Tensor, ...]], bool]:
-    """Real samples in the sizes to be tried."""
-    found = [loaded.example_samples(size) for size in BATCHES]
-    return [tensors for tensors, _ in found], all(real for _, real in found)
+def _batches(loaded: LoadedModel, program: Program | None) -> tuple[list[tuple[Tensor, ...]], bool]:
+    """Real samples in the sizes to be tried, no longer than the program takes."""
+    pipeline, longest = loaded.pipeline, None
+    if program is not None and program.length is not None:
+        longest = program.length[1]
+    samples, real = loaded.example_samples(max(BATCHES))
+    if longest is not None:
+        samples = [pipeline.shorten(sample, longest) for sample in samples]
+    return [pipeline.collate(samples[-size:]) for size in BATCHES], real
 
 
 def make_program(loaded: LoadedModel, max_batch: int, length: int | None) -> Program:
@@ -172,10 +187,24 @@ def make_program(loaded: LoadedModel, max_batch: int, length: int | None) -> Pro
     )
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what the exporters of torch say about themselves and about missing libraries."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
 def traced(program: Program) -> torch.export.ExportedProgram:
     """The graph, or a ModelError that names what cannot be exported."""
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _quietly():
             return torch.export.export(
                 program.module, program.arguments, dynamic_shapes=program.shapes
             )
@@ -235,7 +264,8 @@ def _aoti(
 ) -> list[tuple[Tensor, ...]]:
     graph = traced(program)
     try:
-        compile_package(graph, folder / "model.pt2")
+        with _quietly():
+            compile_package(graph, folder / "model.pt2")
     except Exception as error:
         raise ModelError(_cannot("AOTInductor", error)) from error
     program.notes.append("compiled for this kind of machine; another one needs another export")
@@ -247,16 +277,17 @@ def _onnx(
 ) -> list[tuple[Tensor, ...]]:
     graph = traced(program)
     try:
-        torch.onnx.export(
-            graph,
-            (),
-            folder / "model.onnx",
-            dynamo=True,
-            input_names=program.names,
-            output_names=program.outputs,
-            external_data=False,
-            verbose=False,
-        )
+        with _quietly():
+            torch.onnx.export(
+                graph,
+                (),
+                folder / "model.onnx",
+                dynamo=True,
+                input_names=program.names,
+                output_names=program.outputs,
+                external_data=False,
+                verbose=False,
+            )
     except Exception as error:
         raise ModelError(_cannot("torch.onnx", error)) from error
     return run_elsewhere(folder, program, batches)
@@ -265,11 +296,18 @@ def _onnx(
 def _executorch(
     program: Program, folder: Path, batches: Sequence[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import to_edge_transform_and_lower
-
     try:
-        lowered = to_edge_transform_and_lower(traced(program), partitioner=[XnnpackPartitioner()])
+        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+        from executorch.exir import to_edge_transform_and_lower
+    except ImportError as error:
+        raise ConfigError(
+            f"--to executorch: executorch cannot be imported ({error}); run {install('executorch')}"
+        ) from None
+    try:
+        with _quietly():
+            lowered = to_edge_transform_and_lower(
+                traced(program), partitioner=[XnnpackPartitioner()]
+            )
         left = sorted(
             {
                 str(node.target)
@@ -309,7 +347,9 @@ def run_elsewhere(
     with tempfile.TemporaryDirectory() as place:
         words = []
         for number, tensors in enumerate(batches):
-            given = {n: t.numpy() for n, t in zip(program.names, tensors, strict=True)}
+            given: dict[str, Any] = {
+                name: tensor.numpy() for name, tensor in zip(program.names, tensors, strict=True)
+            }
             np.savez(Path(place) / f"in-{number}.npz", **given)
             words += [f"{place}/in-{number}.npz", f"{place}/out-{number}.npz"]
         alone = (
@@ -362,7 +402,11 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def _write_schema(
-    loaded: LoadedModel, folder: Path, to: str, limits: dict[str, int | None]
+    loaded: LoadedModel,
+    folder: Path,
+    to: str,
+    limits: dict[str, int | None],
+    outputs: Sequence[str] = (),
 ) -> None:
     """What goes in and comes out, for people and for run.py."""
     files = {"onnx": "model.onnx", "executorch": "model.pte", "safetensors": WEIGHTS}
@@ -371,7 +415,8 @@ def _write_schema(
         "to": to,
         "file": files.get(to, "model.pt2" if to != "hf" else WEIGHTS),
         "inputs": [spec.plain() for spec in loaded.inputs],
-        "outputs": [spec.plain() for spec in loaded.output_specs],
+        "outputs": [spec.plain() for spec in loaded.output_specs]
+        or [{"name": name} for name in outputs],
         "labels": loaded.labels,
         "preprocessing": _brief_preprocessing(loaded.pipeline.preprocessing),
         **limits,

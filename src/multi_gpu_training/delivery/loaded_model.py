@@ -26,7 +26,13 @@ from multi_gpu_training.delivery.model_folder import (
     write_weights,
 )
 from multi_gpu_training.distributed.placement import Placement
-from multi_gpu_training.errors import CheckpointError, ConfigError, DataError, ModelError
+from multi_gpu_training.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    MultiGPUError,
+)
 from multi_gpu_training.recipes import RECIPES
 from multi_gpu_training.recipes.pipeline import (
     Pipeline,
@@ -134,19 +140,18 @@ class LoadedModel:
 
     def example_batch(self, count: int = 2) -> tuple[Tensor, ...]:
         """Real samples as tensors; made-up ones where the run's data are gone."""
-        return self.example_samples(count)[0]
+        return self.pipeline.collate(self.example_samples(count)[0])
 
-    def example_samples(self, count: int = 2) -> tuple[tuple[Tensor, ...], bool]:
-        """The same, and whether they are real."""
+    def example_samples(self, count: int = 2) -> tuple[list[Any], bool]:
+        """The same one by one, and whether they are real."""
         try:
             raws = self.pipeline.examples(count)
             samples = [sample for raw in raws for sample in self.pipeline.samples(raw)][:count]
-            real = len(samples) == count
+            if len(samples) == count:
+                return samples, True
         except (DataError, ConfigError, OSError):
-            real = False
-        if not real:
-            samples = self.pipeline.synthetic(count)
-        return self.pipeline.collate(samples), real
+            pass
+        return self.pipeline.synthetic(count), False
 
     def evaluate(
         self,
@@ -308,28 +313,50 @@ def load(
     has one, else the newest. model: of a run that a script made, the model or what builds it.
     trust: import the code that the checkpoint names, if it names any.
     """
-    folder = Path(where) if not is_url(str(where)) else None
+    try:
+        return _load(where, device, checkpoint, model, trust)
+    except ConfigError as error:
+        error.args = (error.under(f"{where} cannot be loaded:"),)  # no run was to start
+        raise
+
+
+def _load(
+    where: str | Path, device: str | torch.device, checkpoint: str | None, model: Any, trust: bool
+) -> LoadedModel:
+    folder = None if is_url(str(where)) else Path(where).expanduser()
     saved = folder is not None and is_model_folder(folder)
     path = folder if folder is not None and saved else find_checkpoint(where, checkpoint)
     try:
         stored = read_model_folder(path) if saved else load_model(path)
     except CheckpointError as error:
-        if saved:
+        if saved or "is damaged" not in str(error):
             raise
-        others = other_checkpoints(path) if "is damaged" in str(error) else []
+        others = other_checkpoints(path)
         hint = f"load {others[0]}, which is intact" if others else "give another run"
-        raise CheckpointError(f"{str(error).partition('; ')[0]}; {hint}") from None
+        raise CheckpointError(f"{error}; {hint}") from None
     pipeline = _pipeline(stored, path, model, trust)
-    built = pipeline.build_model()
+    built = _built(pipeline, path)
     if pipeline.compression:
         restore(built, pipeline.compression, stored.tensors)
     else:
         _match_type(built, stored)
         load_model_state(built, stored.tensors, stored.aliases, stored.extra, str(path))
     place = torch.device(choose(device)) if isinstance(device, str) else device
-    return LoadedModel(
-        built.to(place).eval(), pipeline, path, stored.step, dict(stored.facts.get("metrics") or {})
-    )
+    metrics = dict(stored.facts.get("metrics") or {})
+    return LoadedModel(built.to(place).eval(), pipeline, path, stored.step, metrics)
+
+
+def _built(pipeline: Pipeline, path: Path) -> nn.Module:
+    try:
+        with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be replaced
+            return pipeline.build_model()
+    except MultiGPUError:
+        raise
+    except Exception as error:  # a description of nonsense fails in every way there is
+        raise CheckpointError(
+            f"the model that {path} describes cannot be built ({type(error).__name__}: "
+            f"{error!s:.300}); load it with the version that wrote it"
+        ) from error
 
 
 def _pipeline(stored: StoredModel, path: Path, model: Any, trust: bool) -> Pipeline:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.order import cut, seed_everything
@@ -31,6 +32,7 @@ from multi_gpu_training.recipes.recipe import Job, Options, find_recipe
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.training.evaluation import choose_eval_fn, evaluate
 from multi_gpu_training.training.loss import choose_loss
+from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
 
 Result = dict[str, Any]
@@ -160,6 +162,10 @@ class Pipeline(ABC):
         """The arguments of the program for several samples."""
         return (torch.stack(list(samples)),)
 
+    def shorten(self, sample: Any, longest: int) -> Any:
+        """The beginning of a sample, for programs that take no more."""
+        return sample
+
     @abstractmethod
     def read(self, outputs: tuple[Tensor, ...], samples: Sequence[Any]) -> list[Result]:
         """What the program's outputs on the host say, one result per sample."""
@@ -262,12 +268,23 @@ class Pipeline(ABC):
         """What among a run's options names code that would be run; None if nothing does."""
         return "trust_remote_code=true" if options.get("trust_remote_code") else None
 
-    def dataset(self, job: Job, part: str) -> Dataset[Any]:
-        """The validation data, or with part="all" everything there is."""
-        if part == "val":
-            found: Dataset[Any] = job.val_dataset
-        else:
-            found = ConcatDataset([job.dataset, job.val_dataset])
+    def other_preprocessing(self, job: Job) -> list[str]:
+        """What differs between how a job prepares its data and what the model knows. Many models
+        would take such inputs without a word, and be wrong."""
+        theirs = json.loads(json.dumps((job.description or {}).get("preprocessing") or {}))
+        ours = self.preprocessing
+        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        return [f"{name}: {brief(theirs.get(name))}, not {brief(ours.get(name))}" for name in names]
+
+    def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
+        """The validation data, or with part="all" the training data as well."""
+        other = self.other_preprocessing(job)
+        if other:
+            raise DataError(
+                f"these data are not prepared as the model was trained ({'; '.join(other)}); give "
+                "data of the same kind, or use mgt predict on single inputs"
+            )
+        found = [job.val_dataset] if part == "val" else [job.dataset, job.val_dataset]
         have = list((job.description or {}).get("labels") or [])
         if self.labels is None or have == self.labels:
             return found
@@ -278,7 +295,8 @@ class Pipeline(ABC):
                 f"knows {', '.join(self.labels[:20])}"
             )
         # By name: other data may have fewer classes, and so number them differently.
-        return Relabelled(found, [self.labels.index(name) for name in have])
+        numbers = [self.labels.index(name) for name in have]
+        return [Relabelled(dataset, numbers) for dataset in found]
 
     def evaluate(
         self,
@@ -295,29 +313,28 @@ class Pipeline(ABC):
         chosen = part or ("val" if data_dir is None else "all")
         if chosen not in ("val", "all"):
             raise ConfigError(f"part={chosen}: use val or all")
-        job = self.job(data_dir)
-        dataset: Any = self.dataset(job, chosen)
-        placement = placement or Placement()
-        mine = range(*cut(len(dataset), placement.dp_size, placement.dp_rank))
-        collate = getattr(job.val_dataset, "collate", default_collate)
-        loader = DataLoader(
-            Subset(dataset, mine), batch_size or self.batch_size, collate_fn=collate
-        )
-        device = device_of(model)
+        job, placement, device = self.job(data_dir), placement or Placement(), device_of(model)
         same = list((job.description or {}).get("labels") or []) == (self.labels or [])
-        collected = evaluate(
-            model,
-            ((batch, True) for batch in (loader if len(mine) else ())),
-            choose_loss(_on_device(job.loss_fn, device) if same else None),
-            choose_eval_fn(job.eval_fn, placement.dp_size),
-            Precision(MultiGPUConfig(), device, mixed=False),
-            device,
-        )
+        collected = MetricsCollector()
+        for dataset in self.parts(job, chosen):
+            mine = range(*cut(len(dataset), placement.dp_size, placement.dp_rank))  # type: ignore[arg-type]
+            collate = getattr(job.val_dataset, "collate", default_collate)
+            size = batch_size or self.batch_size
+            loader = DataLoader(Subset(dataset, mine), size, collate_fn=collate)
+            found = evaluate(
+                model,
+                ((batch, True) for batch in (loader if len(mine) else ())),
+                choose_loss(_on_device(job.loss_fn, device) if same else None),
+                choose_eval_fn(job.eval_fn, placement.dp_size),
+                Precision(MultiGPUConfig(), device, mixed=False),
+                device,
+            )
+            collected.merge(found)
         return collected.compute(placement)
 
     def examples(self, count: int) -> list[Any]:
         """Raw inputs from the run's validation data."""
-        dataset: Any = self.dataset(self.job(), "val")
+        dataset: Any = self.parts(self.job(), "val")[0]
         return [self.raw_of(dataset[index]) for index in range(min(count, len(dataset)))]
 
     def raw_of(self, item: Any) -> Any:

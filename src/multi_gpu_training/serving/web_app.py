@@ -26,8 +26,8 @@ class Served(Protocol):
     """What the app needs of a model.
 
     `facts` go to the page and to /health. `decode` raises a ValueError that says what is wrong
-    with a request, and RequestRefused if it has more than `most` inputs; its items are what `predict`
-    takes. Results must be plain JSON values.
+    with a request, and RequestRefused if it has more than `most` inputs; its items are what
+    `predict` takes. Results must be plain JSON values.
     """
 
     facts: dict[str, Any]

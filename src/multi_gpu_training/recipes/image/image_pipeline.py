@@ -90,7 +90,7 @@ def _arguments(
     if asked is None:
         return {**found, "width": WIDTHS["cnn" if mode == "cnn" else "flatten"]}
     body = model.body if isinstance(model, ClassifierOf) else model
-    config = getattr(body, "config", None)
+    config: Any = getattr(body, "config", None)
     if hasattr(config, "to_dict"):
         return {**found, "kind": "huggingface", "config": config.to_dict()}
     kind = "timm" if asked.name.startswith("timm:") else "function"
@@ -106,7 +106,7 @@ class ImagePipeline(Pipeline):
     @property
     def grey(self) -> bool:
         """Whether the model takes (height, width) without channels."""
-        return self.preprocessing["colour"] == "grey"
+        return bool(self.preprocessing["colour"] == "grey")
 
     def build_model(self) -> nn.Module:
         given, classes = self.arguments, len(self.labels or ())

@@ -26,6 +26,7 @@ def play_episode(
         options.env, range(number, number + 1), seed, options.hide, device, render=bool(record)
     )
     frames: list[Any] = []
+    found: dict[str, Any]
     try:
         collector = Collector(environments, policy, options.normalises)
         for step in range(options.eval_steps):

@@ -241,6 +241,12 @@ class PPOPipeline(Pipeline):
         start = self.build_model().to(device_of(model))  # as it was before training
         world = build_world(options, range(1), self.seed, 0, placement.device)
         try:
+            seen = world.environments.observation_size
+            if seen != model.observation_size:
+                raise DataError(
+                    f"this environment shows {seen} numbers, and the policy was trained on "
+                    f"{model.observation_size}; give the same assets or the same environment"
+                )
             metrics, _ = evaluate(model, start, world, options, self.seed, placement)
         finally:
             world.environments.close()

@@ -76,5 +76,6 @@ class ConvolutionMemory(DelayMemory):
         parts = [F.conv1d(F.pad(u[:, :behind], (reach, 0)), self.past, groups=behind)]
         if ahead:
             parts.append(F.conv1d(F.pad(u[:, behind:], (0, reach)), self.future, groups=ahead))
-        memory = torch.cat(parts, 1).transpose(1, 2)
-        return memory.unflatten(2, (self.channels, self.order))
+        memory: Tensor = torch.cat(parts, 1).transpose(1, 2)
+        by_channel: Tensor = memory.unflatten(2, (self.channels, self.order))
+        return by_channel

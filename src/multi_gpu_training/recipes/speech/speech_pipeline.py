@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import Dataset
 
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec
-from multi_gpu_training.recipes.recipe import Job
+from multi_gpu_training.recipes.recipe import Job, Options
 from multi_gpu_training.recipes.speech.alphabet import Alphabet
 from multi_gpu_training.recipes.speech.audio import (
     read_header,
@@ -123,6 +123,9 @@ class SpeechPipeline(Pipeline):
             raise DataError(f"{named} holds no sample; give a recording")
         return sound
 
+    def shorten(self, sample: Any, longest: int) -> Any:
+        return sample[:longest]
+
     def takes(self, path: Path) -> bool:
         return path.suffix.lower() in SOUND_ENDINGS
 
@@ -148,7 +151,8 @@ class SpeechPipeline(Pipeline):
     def _text(self, chances: Tensor) -> Result:
         """The likeliest class of each frame, read as text. A character is as sure as its surest
         frame, a word and the text as the mean of their characters."""
-        characters, spelled = self.alphabet.characters, []
+        characters = self.alphabet.characters
+        spelled: list[list[Any]] = []
         best = chances.max(1)
         before = BLANK
         for number, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
@@ -185,17 +189,22 @@ class SpeechPipeline(Pipeline):
 
     # Data of the run
 
-    def dataset(self, job: Job, part: str) -> Dataset[Any]:
-        found: Any = job.val_dataset
+    def run_options(self, data_dir: str | None = None) -> Options:
+        """Other sound is resampled to the rate that the model knows."""
+        found = super().run_options(data_dir)
+        if data_dir is None:
+            return found
+        return found.model_copy(update={"sample_rate": self.rate})
+
+    def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
         if (job.description or {}).get("alphabet") != self.description["alphabet"]:
             raise DataError(
                 "the data are spelled with other characters than the model knows "
                 f"({self.description['alphabet']!r:.80}); give data of the same alphabet"
             )
-        if part == "val":
-            return found  # type: ignore[no-any-return]
-        plain = type(found)(job.dataset.clips, found.rate, found.buckets, varied=False)
-        return ConcatDataset([plain, found])
+        found = super().parts(job, part)
+        # Training data are varied in speed; here they are as they were spoken.
+        return found if part == "val" else [replace(job.dataset, varied=False), job.val_dataset]
 
 
 PIPELINE = SpeechPipeline

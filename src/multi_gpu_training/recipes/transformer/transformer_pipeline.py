@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.errors import ConfigError, DataError, ModelError
@@ -248,6 +249,9 @@ class TransformerPipeline(Pipeline):
             [part for pair in zip(parts, [mask] * len(parts), strict=True) for part in pair][:-1]
         )[: self.length]
 
+    def shorten(self, sample: Any, longest: int) -> Any:
+        return Text(sample.ids[:longest])
+
     def collate(self, samples: Sequence[Any]) -> tuple[Tensor, ...]:
         ids = torch.nn.utils.rnn.pad_sequence(
             [text.ids for text in samples], batch_first=True, padding_value=self.tokens.pad or 0
@@ -269,7 +273,8 @@ class TransformerPipeline(Pipeline):
 
     def _fill(self, scores: Tensor, ids: Tensor) -> Result:
         found = []
-        for place in (ids == self.tokens.mask).nonzero().flatten().tolist():
+        assert self.tokens.mask is not None
+        for place in ids.eq(self.tokens.mask).nonzero().flatten().tolist():
             best = scores[place].double().softmax(0).topk(5)
             words = [self.text([number]) for number in best.indices.tolist()]
             found.append(dict(zip(words, best.values.tolist(), strict=True)))
@@ -306,6 +311,8 @@ class TransformerPipeline(Pipeline):
         text."""
         path = Path(word)
         if len(word) > 255 or not path.is_file():
+            if path.suffix in (".txt", *TABLES) and " " not in word:
+                raise DataError(f"{word} is not there; give a file, or a text")
             return [(brief(word, 60), word)]
         if path.suffix in TABLES:
             texts = [text for (text,) in fields(path, ("text",))]
@@ -379,6 +386,17 @@ class TransformerPipeline(Pipeline):
             self.run_options(data_dir), self.tokens, config, self.build_model()
         )
         return found
+
+    def other_preprocessing(self, job: Job) -> list[str]:
+        return []  # the job got this very tokenizer
+
+    def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
+        if part == "all" and self.task == "masked":
+            raise ConfigError(
+                "part=all: of a masked model, tokens are hidden anew in each look at "
+                "the training data; use part=val"
+            )
+        return super().parts(job, part)
 
     def raw_of(self, item: Any) -> Any:
         ids = item[0]

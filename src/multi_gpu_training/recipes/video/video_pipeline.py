@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec, likeliest
+from multi_gpu_training.recipes.recipe import Options
 from multi_gpu_training.recipes.video.frames import VIDEO_ENDINGS, InvalidVideo, decode
 from multi_gpu_training.recipes.video.video_model import build_model
 
@@ -92,7 +93,7 @@ class VideoPipeline(Pipeline):
         count = len(self.labels or ())
         return [TensorSpec("scores", "float32", ("batch", count), "one per class, before softmax")]
 
-    def sample(self, raw: Any) -> ClipOfVideo:
+    def sample(self, raw: Any) -> Any:
         return self.samples(raw)[0]
 
     def samples(self, raw: Any) -> list[Any]:
@@ -197,6 +198,15 @@ class VideoPipeline(Pipeline):
         if self.every is not None and self.every < 1:
             raise ConfigError(f"every={self.every}: use 1 or more frames between clips")
         return super().perform(task, model, raws, batch_size, first, **how)
+
+    def run_options(self, data_dir: str | None = None) -> Options:
+        """Other videos are scaled to what the model knows; those of the run are as it had them."""
+        found = super().run_options(data_dir)
+        facts = self.preprocessing
+        scaled = {"frame_size": facts["size"], "resize": True} if data_dir is not None else {}
+        if getattr(found, "data_dir", None) is not None:
+            scaled["scaling"] = facts["scaling"]  # None in options of version 0.1 was stretch
+        return found.model_copy(update=scaled)
 
     def synthetic(self, count: int) -> list[Any]:
         shape = tuple(int(side) for side in self.inputs()[0].shape[1:])
