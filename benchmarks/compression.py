@@ -122,7 +122,7 @@ def lower(exported: Any, path: Path) -> dict[str, int]:
     edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
     counts: dict[str, int] = {}
     for node in edge.exported_program().graph.nodes:
-        name = str(node.target)
+        name = str(getattr(node.target, "name", lambda node=node: str(node.target))())
         if node.op == "call_function" and "getitem" not in name and "delegate" not in name:
             counts[name] = counts.get(name, 0) + 1
     path.write_bytes(edge.to_executorch().buffer)
