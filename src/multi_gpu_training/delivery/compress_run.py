@@ -113,9 +113,9 @@ def compress_run(
     programs = [loaded.program] + [one.program for _, one, _ in made if one is not None]
     speeds = iter(measure_together(programs, batch))
     rows = [Compressed("float32", bytes_before, next(speeds), before, 0.0, True)]
-    for setting, model, problem in made:
+    for setting, model, why in made:
         if model is None:
-            rows.append(Compressed(setting.name, 0, Speed(), {}, None, False, None, problem))
+            rows.append(Compressed(setting.name, 0, Speed(), {}, None, False, None, why))
             continue
         metrics = model.evaluate()
         drop = lost(metric, before, metrics)
@@ -172,7 +172,7 @@ def compress(loaded: LoadedModel, setting: Setting, out: Path, how: HowToTrain) 
         current = prune(current, setting, out, how)
     if setting.quantize == ONNX:
         folder = out / "onnx" / setting.folder
-        step = {"method": "quantize", "scheme": ONNX}
+        step: dict[str, Any] = {"method": "quantize", "scheme": ONNX}
         model = OnnxModel(quantize_onnx(current, folder))
         return described(current.with_model(model), [*current.pipeline.compression, step])
     if setting.quantize is not None:

@@ -179,7 +179,7 @@ def facts_of(loaded: LoadedModel, task: str) -> dict[str, Any]:
     )
     named = f"{len(labels)} classes: {', '.join(labels[:20])}" if labels else ""
     about = [run, f"step {loaded.step}" if loaded.step else "", task, named]
-    text = None
+    text: dict[str, Any] | None = None
     if recipe == "transformer":
         text = {"label": f"Text to {task}", "example": ""}
     elif recipe == "ppo":
