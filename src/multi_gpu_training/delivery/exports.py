@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -310,7 +311,7 @@ def _executorch(
             )
         left = sorted(
             {
-                str(node.target)
+                re.sub("<EdgeOpOverload: (.*?)>.*", r"\1", str(node.target))
                 for node in lowered.exported_program().graph.nodes
                 if node.op == "call_function" and "executorch_call_delegate" not in str(node.target)
             }
