@@ -602,6 +602,55 @@ def config_schema() -> None:
     print(json.dumps(config_file_schema(), indent=2))
 
 
+@app.command(context_settings=NAMES)
+def compress(
+    run: Annotated[str, Argument(help="run folder or checkpoint", callback=a_path)],
+    method: Annotated[
+        list[str],
+        Option(
+            help="quantize[:int8|int8-dynamic|int4|onnx-int8], prune[:2:4|SHARE], "
+            "distil[:SHARE|NAME=VALUE]; joined by + they combine; repeat to compare"
+        ),
+    ],
+    max_drop: Annotated[str | None, Option(help="keep only what loses at most this: 1%")] = None,
+    out: Annotated[str | None, Option(help="default: RUN-compressed", callback=a_path)] = None,
+    device: Device = "auto",
+    epochs: Annotated[int | None, Option(help="of fine-tuning or distillation")] = None,
+    lr: Annotated[float | None, Option(help="learning rate of that training")] = None,
+    trust: Annotated[bool, Option(help="import the code that the checkpoint names")] = False,
+) -> None:
+    """Make a trained model smaller, and show size, speed and accuracy before and after."""
+    from multi_gpu_training.cli.compress_command import compress
+
+    raise typer.Exit(compress(run, method, out, max_drop, device, epochs, lr, trust))
+
+
+@app.command(context_settings=NAMES)
+def serve(
+    ctx: typer.Context,
+    run: Annotated[str, Argument(help="run folder or checkpoint", callback=a_path)],
+    host: Annotated[str, Option(help="address; by default only this machine")] = "127.0.0.1",
+    port: Annotated[int, Option(help="0: a free one")] = 8000,
+    device: Device = "auto",
+    checkpoint: Annotated[str | None, Option(help="best or step-N")] = None,
+    task: Annotated[str | None, Option(help="generate, score, ... where there are several")] = None,
+    max_batch: Annotated[int, Option(help="inputs that are computed at once")] = 32,
+    max_delay_ms: Annotated[float, Option(help="that an input waits for others")] = 5.0,
+    max_waiting: Annotated[int, Option(help="inputs that may wait; beyond, 503")] = 1024,
+    max_body_mib: Annotated[float, Option(help="size of a request; beyond, 413")] = 10.0,
+    rate: Annotated[float, Option(help="requests per second and client, 0: any")] = 1000.0,
+    allow_host: Annotated[
+        list[str] | None, Option(help="name of this server, besides HOST")
+    ] = None,
+    trust: Annotated[bool, Option(help="import the code that the checkpoint names")] = False,
+) -> None:
+    """Serve a trained model: /predict, /health, /metrics, and a page to try it by hand."""
+    from multi_gpu_training.cli.serve_command import serve
+
+    flags = {name: value for name, value in ctx.params.items() if name != "run"}
+    raise typer.Exit(serve(run, {**flags, "allow_host": allow_host or []}))
+
+
 cluster = typer.Typer(no_args_is_help=True, help="Several machines: the token that they share.")
 app.add_typer(cluster, name="cluster")
 

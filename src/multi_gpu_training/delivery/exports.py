@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from multi_gpu_training.compress.quantization import with_float_weights
 from multi_gpu_training.delivery.loaded_model import LoadedModel, load
 from multi_gpu_training.delivery.model_card import model_card
 from multi_gpu_training.delivery.model_folder import WEIGHTS, finish, new_folder, write_weights
@@ -116,11 +117,21 @@ def export(
     model = copy.deepcopy(loaded.model).to("cpu")
     halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
     loaded = replace(loaded, model=model.float() if halves else model)
+    notes = []
+    methods = {step["method"] for step in loaded.pipeline.compression}
+    if to == "hf" and methods & {"prune", "quantize"}:
+        raise ConfigError(
+            "--to hf: transformers would not know the layers of a pruned or quantised model; use "
+            "--to onnx or safetensors"
+        )
+    if to != "safetensors" and "quantize" in methods:
+        loaded = replace(loaded, model=with_float_weights(loaded.model))
+        notes.append("the quantised weights are written as the float32 numbers that they stand for")
     program = None
     if to not in ("safetensors", "hf"):
         program = make_program(loaded, max_batch, length)
     batches, real = _batches(loaded, program)
-    notes = [] if real else ["checked on made-up samples: the run's data are not at hand"]
+    notes += [] if real else ["checked on made-up samples: the run's data are not at hand"]
     expected = [loaded.outputs(tensors) for tensors in batches]
     with new_folder(path) as draft:
         limits: dict[str, int | None] = dict.fromkeys(("max_batch", "shortest", "length"))
@@ -216,7 +227,7 @@ def _cannot(what: str, error: Exception) -> str:
 def _safetensors(
     loaded: LoadedModel, folder: Path, batches: Sequence[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
-    write_weights(loaded.model, folder)
+    write_weights(loaded.model, folder, loaded.pipeline.compression)
     with tempfile.TemporaryDirectory() as other:  # as `load` will find it
         copied = Path(other) / "model"
         shutil.copytree(folder, copied)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from multi_gpu_training.accelerator import choose
 from multi_gpu_training.checkpoint.store import StoredModel, load_model
+from multi_gpu_training.compress.compressed_model import restore
 from multi_gpu_training.config import is_url
 from multi_gpu_training.delivery.checkpoint_source import find_checkpoint, other_checkpoints
 from multi_gpu_training.delivery.model_folder import (
@@ -193,7 +194,7 @@ class LoadedModel:
         beside the others in its export.json."""
         path = Path(folder)
         with new_folder(path) as draft:
-            write_weights(self.model, draft)
+            write_weights(self.model, draft, self.pipeline.compression)
             finish(draft, {**self.facts(), "to": "safetensors", **facts}, self.description)
         return path
 
@@ -335,8 +336,11 @@ def _load(
         raise CheckpointError(f"{error}; {hint}") from None
     pipeline = _pipeline(stored, path, model, trust)
     built = _built(pipeline, path)
-    _match_type(built, stored)
-    load_model_state(built, stored.tensors, stored.aliases, stored.extra, str(path))
+    if pipeline.compression:
+        restore(built, pipeline.compression, stored.tensors)
+    else:
+        _match_type(built, stored)
+        load_model_state(built, stored.tensors, stored.aliases, stored.extra, str(path))
     place = torch.device(choose(device)) if isinstance(device, str) else device
     metrics = dict(stored.facts.get("metrics") or {})
     return LoadedModel(built.to(place).eval(), pipeline, path, stored.step, metrics)

@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from torch import nn
 
 from multi_gpu_training.checkpoint.integrity import DESCRIPTION, MOST_DESCRIPTION, is_plain_name
 from multi_gpu_training.checkpoint.store import StoredModel
+from multi_gpu_training.compress.compressed_model import sparse_weights
+from multi_gpu_training.compress.tensor_packing import plain_tensors
 from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.safe_files import digest as digest_of
 from multi_gpu_training.safe_files import open_regular, parse_json, read_json, read_text, signed
@@ -61,8 +63,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def write_weights(model: nn.Module, folder: Path) -> None:
-    """The weights under plain names; those that are tied under all of their names."""
+def write_weights(
+    model: nn.Module, folder: Path, compression: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """The weights under plain names; those that are tied under all of their names. Weights of a
+    compressed model are packed."""
+    if compression:
+        packed = plain_tensors(model, sparse_weights(compression))
+        save_file(packed, folder / WEIGHTS, metadata={"format": "pt"})
+        return
     tensors, aliases, extra = model_state(model.state_dict())
     if extra:
         raise ConfigError(f"the model holds {', '.join(extra)}, which is not a tensor")

@@ -102,6 +102,12 @@ class Pipeline(ABC):
     def preprocessing(self) -> dict[str, Any]:
         return dict(self.description.get("preprocessing") or {})
 
+    @property
+    def compression(self) -> list[dict[str, Any]]:
+        """What was done to the model after training, in order."""
+        found: list[dict[str, Any]] = self.description.get("compression") or []
+        return found
+
     @abstractmethod
     def build_model(self) -> nn.Module:
         """The model with fresh weights."""
