@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -295,3 +297,30 @@ def train_beside_an_old_group(folder: Path) -> int:
 
 def test_workers_leave_the_garbage_of_their_rank_alone(tmp_path: Path) -> None:
     assert run_ranks(2, train_beside_an_old_group, tmp_path, timeout_s=60) == [1, 1]
+
+
+HANDED_OVER = """
+import threading, time
+from multiprocessing import resource_sharer
+from multi_gpu_training.data.loader import WorkerStart
+
+WorkerStart(None)(0)
+for error in (BrokenPipeError("nobody takes it"), ValueError("a real problem")):
+    closed = threading.Event()
+
+    def send(connection, process):
+        raise error
+
+    sharer = resource_sharer._resource_sharer
+    with sharer.get_connection(sharer.register(send, closed.set)):
+        closed.wait(10)
+time.sleep(0.2)
+"""
+
+
+def test_a_worker_says_nothing_when_a_rank_that_stops_no_longer_takes_its_batch() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", HANDED_OVER], capture_output=True, text=True, timeout=60
+    )
+    assert "a real problem" in found.stderr, "other errors are shown"
+    assert "nobody takes it" not in found.stderr

@@ -53,6 +53,7 @@ def test_a_rank_started_by_hand_is_one_by_its_config(monkeypatch: pytest.MonkeyP
 class Recorded:
     """An engine as somebody may add it, somewhere else than here."""
 
+    options = ()
     calls: list[str] = []
     script: list[RunOutcome | BaseException | None] = []
 
@@ -88,7 +89,7 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
     monkeypatch.setitem(ENGINES, "recorded", f"{__name__}:Recorded")
-    found: type[Recorded] = choose_engine(Hosts(), name="recorded")  # type: ignore[assignment]
+    found: type[Recorded] = choose_engine(Hosts(engine="recorded"))  # type: ignore[assignment]
     found.calls, found.script = [], []
     return found
 
@@ -106,8 +107,12 @@ def test_one_line_adds_an_engine_that_is_started_watched_and_closed(
     )
     assert run(recorded, None, None, RunOutcome()).exit_code == 0
     assert recorded.calls == ["start train.py", "watch", "watch", "watch", "close"]
-    with pytest.raises(ConfigError, match=r"no engine 'moon'; use one of torchrun, elastic, local"):
-        choose_engine(Hosts(), name="moon")
+    with pytest.raises(
+        ConfigError, match=r"--engine 'moon': .* use one of torchrun, elastic, local"
+    ):
+        choose_engine(Hosts(engine="moon"))
+    with pytest.raises(ConfigError, match=r"--ray-address does not belong to the engine 'local'"):
+        choose_engine(Hosts(engine_options={"ray_address": "auto"}))
 
 
 def test_a_signal_to_the_launcher_or_to_its_ranks_stops_the_engine(

@@ -81,18 +81,22 @@ ClusterToken = Annotated[
 InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
 ]
-MACHINES = ("nnodes", "node_rank", "master_addr", "master_port")
+EngineName = Annotated[str | None, Machines(help="who starts the ranks: local, torchrun, elastic")]
+MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
+OF_ENGINES: tuple[str, ...] = ()  # flags that belong to one engine
 
 
 def machines(ctx: typer.Context) -> dict[str, Any]:
     """What the flags say about several machines, under the names that `Hosts` has for it."""
-    found = {name: ctx.params[name] for name in MACHINES}
-    return {"nodes": found.pop("nnodes"), **found}
+    found = {name: ctx.params[name] for name in MACHINES if name in ctx.params}
+    options = {name: ctx.params[name] for name in OF_ENGINES if ctx.params.get(name)}
+    return {"nodes": found.pop("nnodes"), **found, "engine_options": options}
 
 
 def others(ctx: typer.Context, *named: str) -> dict[str, Any]:
     """The flags that are neither `named` nor about several machines."""
-    return {k: v for k, v in ctx.params.items() if k not in named and k not in MACHINES}
+    elsewhere = {*named, *MACHINES, *OF_ENGINES}
+    return {name: value for name, value in ctx.params.items() if name not in elsewhere}
 
 
 @app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
@@ -126,6 +130,7 @@ def train(
     ] = None,
     seed: Annotated[int | None, Training(help="of weights, order and noise")] = None,
     deterministic: Annotated[bool | None, Training(help="the same bits in each run")] = None,
+    engine: EngineName = None,
     nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
@@ -162,6 +167,7 @@ def resume(
     resume_anyway: Annotated[
         bool | None, Training("--resume-anyway", help="although seed or data changed")
     ] = None,
+    engine: EngineName = None,
     nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
@@ -199,6 +205,9 @@ def run(
         float,
         Option(min=1.0, help="seconds the machines have to find each other, also after a failure"),
     ] = 300.0,
+    engine: Annotated[
+        str | None, Option(help="who starts the ranks: local, torchrun, elastic")
+    ] = None,
     nnodes: Annotated[str, Option(help="machines: 2, or LEAST:MOST like 1:2")] = "1",
     node_rank: int = 0,
     master_addr: str | None = None,

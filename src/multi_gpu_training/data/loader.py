@@ -6,6 +6,8 @@ import atexit
 import multiprocessing
 import pickle
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -237,6 +239,15 @@ class WorkerStart:
         die_with_parent()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
+        show = sys.excepthook
+
+        def without_hang_ups(kind: Any, error: BaseException, trace: Any) -> None:
+            # A rank that stops no longer takes the batch that a thread here hands over.
+            hung_up = isinstance(error, ConnectionError | EOFError)
+            if not (hung_up and threading.current_thread() is not threading.main_thread()):
+                show(kind, error, trace)
+
+        sys.excepthook = without_hang_ups
         if self.then is not None:
             self.then(worker)
 

@@ -11,13 +11,14 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.errors import ConfigError, RankFailure
 from multi_gpu_training.launch.restart_policy import Limits
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
+from multi_gpu_training.safe_output import brief
 
 # The first one that fits is chosen.
 ENGINES = {
@@ -25,6 +26,7 @@ ENGINES = {
     "elastic": "multi_gpu_training.launch.elastic.elastic_engine:ElasticEngine",
     "local": "multi_gpu_training.launch.local:LocalEngine",
 }
+FINDS_NODES = ("ray", "slurm", "kubernetes")  # a scheduler says where node 0 is
 LOOK_EVERY_S = 0.1
 
 
@@ -33,7 +35,8 @@ class Hosts:
     """Which machines take part, and where the ranks meet. By default this one, on a free port.
 
     `nodes` is the most there may be, `at_least` how many are enough to train; None: all of them.
-    `ranks_here` is how many ranks this machine has, where the config does not say it.
+    `ranks_here` is how many ranks this machine has, where the config does not say it. `engine`
+    names the one that starts them; None: the first that fits. `engine_options` are its own.
     """
 
     nodes: int = 1
@@ -42,6 +45,8 @@ class Hosts:
     master_port: int | None = None
     at_least: int | None = None
     ranks_here: int | None = None
+    engine: str | None = None
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def least(self) -> int:
@@ -84,7 +89,7 @@ class Hosts:
                 f"--node-rank {self.node_rank} is outside --nnodes {self.nodes}; "
                 f"nodes count from 0 to {self.nodes - 1}"
             )
-        if self.nodes > 1 and self.master_addr is None:
+        if self.nodes > 1 and self.master_addr is None and self.engine not in FINDS_NODES:
             problems.append(
                 f"--nnodes {self.nodes} needs --master-addr: the address of node 0, on every node"
             )
@@ -148,7 +153,12 @@ class RunOutcome:
 
 
 class Engine(Protocol):
-    """One way to run ranks. An object serves one run; `run_job` calls its methods in order."""
+    """One way to run ranks. An object serves one run; `run_job` calls its methods in order.
+
+    `options` names what it takes from `Hosts.engine_options`: flags of `mgt train` and `mgt run`.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, plan: LaunchPlan) -> None: ...
 
@@ -186,18 +196,29 @@ class Engine(Protocol):
         ...
 
 
-def choose_engine(
-    hosts: Hosts, config: MultiGPUConfig | None = None, name: str | None = None
-) -> type[Engine]:
-    """The engine for a run on `hosts`: the one called `name`, or the first that fits."""
+def choose_engine(hosts: Hosts, config: MultiGPUConfig | None = None) -> type[Engine]:
+    """The engine for a run on `hosts`: the one that they name, or the first that fits."""
+    name = hosts.engine
     if name is not None and name not in ENGINES:
-        raise ConfigError(f"there is no engine {name!r}; use one of {', '.join(ENGINES)}")
+        raise ConfigError(
+            f"--engine {brief(name)}: there is none of that name; use one of {', '.join(ENGINES)}"
+        )
     for known in [name] if name is not None else ENGINES:
         module, _, attribute = ENGINES[known].partition(":")
         engine: type[Engine] = getattr(importlib.import_module(module), attribute)
         if name is not None or engine.fits(hosts, config):
+            _refuse_options_of_others(known, engine, hosts.engine_options)
             return engine
     raise ConfigError(f"no engine can start ranks on {hosts.nodes} nodes")
+
+
+def _refuse_options_of_others(name: str, engine: type[Engine], given: Mapping[str, Any]) -> None:
+    foreign = [key for key, value in given.items() if value and key not in engine.options]
+    if foreign:
+        flag = "--" + foreign[0].replace("_", "-")
+        raise ConfigError(
+            f"{flag} does not belong to the engine {name!r}; drop it, or say --engine"
+        )
 
 
 def run_job(engine: Engine, job: RankJob) -> RunOutcome:

@@ -10,6 +10,7 @@ from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import Identity, from_environment
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.engine import Engine, Hosts, LaunchPlan, RankJob, RunOutcome
 from multi_gpu_training.launch.signals import LauncherSignals
 
@@ -31,7 +32,11 @@ class TorchrunEngine(Engine):
         return claimed_identity(config)
 
     def start(self, job: RankJob, signals: LauncherSignals) -> None:
-        assert job.function is not None, "a command would replace this rank's own"
+        if job.function is None:
+            raise ConfigError(
+                "--engine torchrun: no launcher has started this process as a rank; use "
+                "`torchrun --nproc-per-node N -m multi_gpu_training ...`, or drop --engine"
+            )
         found = from_environment() or Identity()
         self._results[found.rank] = job.function(*job.args)
 
