@@ -119,7 +119,7 @@ class SlurmCluster:
         )
         if gpus:  # devices that every machine has stand in for GPUs
             (self.folder / "gres.conf").write_text(f"Name=gpu File=/dev/tty[0-{gpus - 1}]\n")
-        (self.folder / "cgroup.conf").write_text("CgroupPlugin=disabled\n")
+        (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         try:
             self._start(count)
         except BaseException:
