@@ -141,7 +141,6 @@ class SlurmCluster:
             _run("ip", "link", "set", port, "master", self._bridge, "up")
             _run("ip", "-n", space, "addr", "add", f"{NETWORK}.{number}/24", "dev", "eth0")
             _run("ip", "-n", space, "link", "set", "eth0", "up")
-            _run("ip", "-n", space, "route", "add", "default", "via", f"{NETWORK}.254")
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)

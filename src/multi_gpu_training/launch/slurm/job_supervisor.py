@@ -65,6 +65,7 @@ class JobSupervisor:
         signal.signal(signal.SIGUSR1, self._note)
         signal.signal(signal.SIGTERM, self._note)
         make_private(self._folder)
+        exit_code_file(self._flags.folder, slurm_key(self._env)).unlink(missing_ok=True)
         if self._restarts > self._flags.max_requeues:
             return self._give_up(f"it was requeued {self._restarts} times")
         fence = Fence(self._folder, self._restarts)
