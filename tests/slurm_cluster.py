@@ -25,8 +25,9 @@ from typing import Any
 
 import nodes
 
-NETWORK = "10.78.0"
-CONTROLLER_PORT, NODE_PORT = 26817, 26818
+# Of this process, so that two clusters can run at once.
+NETWORK = f"10.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
+CONTROLLER_PORT, NODE_PORT = 20000 + os.getpid() % 5000, 25000 + os.getpid() % 5000
 TOOLS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged", "nsenter")
 PARTITION_OF_PREEMPTED = "low"
 

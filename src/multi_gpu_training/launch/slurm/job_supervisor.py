@@ -56,6 +56,7 @@ class JobSupervisor:
         self._env = env
         self._restarts = int(env.get("SLURM_RESTART_COUNT", 0))
         self._folder = flags.folder / slurm_key(env)
+        self.fence = Fence(self._folder, self._restarts)
         self._limit_near = False
         self._ended_by_slurm = False
         self._srun: subprocess.Popen[bytes] | None = None
@@ -68,11 +69,10 @@ class JobSupervisor:
         exit_code_file(self._flags.folder, slurm_key(self._env)).unlink(missing_ok=True)
         if self._restarts > self._flags.max_requeues:
             return self._give_up(f"it was requeued {self._restarts} times")
-        fence = Fence(self._folder, self._restarts)
-        if not fence.take():
+        if not self.fence.take():
             return self._give_up("a later attempt of it has begun")
         code = self._run_step()
-        if self._ended_by_slurm:
+        if self._ended_by_slurm or self.fence.passed():
             return STOPPED
         if self._limit_near or code == STOPPED:
             why = "the time limit is near" if self._limit_near else "its ranks were asked to end"
@@ -186,8 +186,10 @@ class JobSupervisor:
             return code
         try:
             status = job_status(job)
-            if status is not None and status.state != "RUNNING":
-                return code  # cancelled, or Slurm requeues it already
+            if status is not None and (
+                status.state != "RUNNING" or status.restarts != self._restarts
+            ):
+                return code  # cancelled, or Slurm has requeued it already
             before = status.excluded if status is not None else ""
             call("scontrol", "requeue", job)
             say(f"{why}; job {job} is requeued and resumes ({self._restarts + 1} so far)")
@@ -235,8 +237,10 @@ def main() -> None:
     parser.add_argument("--recovery-timeout", type=float, default=300.0)
     parser.add_argument("command", nargs="+")
     flags = parser.parse_args()
-    code = JobSupervisor(flags, os.environ).run()
-    write_atomically(exit_code_file(flags.folder, slurm_key(os.environ)), str(code))
+    supervisor = JobSupervisor(flags, os.environ)
+    code = supervisor.run()
+    if not supervisor.fence.passed():
+        write_atomically(exit_code_file(flags.folder, slurm_key(os.environ)), str(code))
     sys.exit(code)
 
 
