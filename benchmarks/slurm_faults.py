@@ -55,8 +55,7 @@ def play(run: SlurmRun, kind: str, chance: random.Random) -> dict[str, Any]:
     elif kind in ("node-down", "orphan", "shrink"):
         lost = [chance.choice(run.allocated())]
         (slurm.orphan if kind == "orphan" else slurm.kill_node)(lost[0])
-    run.after(before + 1)
-    took = run.reach(step + 1) - began
+    took = run.after(before + 1, step) - began
     here = {"fault": kind, "at_step": step, "seconds": round(took, 1), "nodes": run.allocated()}
     if kind in ("node-down", "shrink"):
         assert not set(lost) & set(here["nodes"]), f"{lost} is down, and was given again"

@@ -79,9 +79,7 @@ def why_not() -> str | None:
     """What this machine lacks for a Slurm; None if nothing."""
     for tool in TOOLS:
         if shutil.which(tool) is None:
-            return (
-                f"{tool} is not installed; apt-get install slurmctld slurmd slurm-client munge"
-            )
+            return f"{tool} is not installed; apt-get install slurmctld slurmd slurm-client munge"
     return nodes.why_not()
 
 

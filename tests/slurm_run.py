@@ -106,20 +106,26 @@ class SlurmRun(Run):
             time.sleep(0.1)
         return found
 
-    def after(self, restarts: int) -> int:
-        """Wait until the attempt with this number trains; its newest step."""
+    def after(self, restarts: int, step: int = 0) -> float:
+        """When the attempt with this number, or a later one, went beyond `step`."""
 
-        def trains() -> int | None:
+        def trains() -> float | None:
             assert self.code is None, f"ended\n{self.said()[-6000:]}"
-            steps = [x["step"] for x in self.lines() if x["attempt"] // 1000 >= restarts]
-            return max(steps, default=None)
+            found = [
+                line["time"]
+                for line in self.lines()
+                if line["attempt"] // 1000 >= restarts and line["step"] > step
+            ]
+            return min(found, default=None)
 
-        return int(self.when(trains, PATIENCE_S, f"restart {restarts}"))
+        return float(self.when(trains, PATIENCE_S, f"restart {restarts} beyond step {step}"))
 
     def allocated(self) -> list[int]:
         """The numbers of the nodes that it has now."""
         assert self.slurm is not None
-        hosts = self.slurm.run("scontrol", "show", "hostnames", self.slurm.job(self.job)["NodeList"])
+        hosts = self.slurm.run(
+            "scontrol", "show", "hostnames", self.slurm.job(self.job)["NodeList"]
+        )
         return [self.slurm.names.index(name) + 1 for name in hosts.split()]
 
     def restarts(self) -> int:

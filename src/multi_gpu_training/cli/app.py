@@ -85,7 +85,9 @@ ClusterToken = Annotated[
 InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
 ]
-EngineName = Annotated[str | None, Machines(help="who starts the ranks: local, torchrun, elastic, slurm")]
+EngineName = Annotated[
+    str | None, Machines(help="who starts the ranks: local, torchrun, elastic, slurm")
+]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
 OF_ENGINES: tuple[str, ...] = (*SLURM,)  # flags that belong to one engine
 
@@ -93,7 +95,11 @@ OF_ENGINES: tuple[str, ...] = (*SLURM,)  # flags that belong to one engine
 def machines(ctx: typer.Context) -> dict[str, Any]:
     """What the flags say about several machines, under the names that `Hosts` has for it."""
     found = {name: ctx.params[name] for name in MACHINES if name in ctx.params}
-    options = {name: ctx.params[name] for name in OF_ENGINES if ctx.params.get(name) not in (None, False, [], ())}
+    options = {
+        name: ctx.params[name]
+        for name in OF_ENGINES
+        if ctx.params.get(name) not in (None, False, [], ())
+    }
     return {"nodes": found.pop("nnodes"), **found, "engine_options": options}
 
 
@@ -294,7 +300,8 @@ def check(
     """Check this machine before training: software, GPUs, links, disk, network, real ranks.
 
     With a recipe, config or script also its memory, largest batch, time, and a ready command.
-    Ends with 1 if anything fails. On several machines start it on each, or with torchrun.
+    Ends with 1 if anything fails. On several machines start it on each, or with torchrun;
+    --engine slurm checks the queue, then the nodes in a short job.
     """
     from multi_gpu_training.cli.check_command import CheckFlags, check
     from multi_gpu_training.distributed.cluster_token import remember
@@ -496,9 +503,7 @@ def config_schema() -> None:
 
 @app.command()
 def jobs(
-    folder: Annotated[
-        str, Argument(help="where jobs were submitted from", callback=a_path)
-    ] = ".",
+    folder: Annotated[str, Argument(help="where jobs were submitted from", callback=a_path)] = ".",
     as_json: AsJson = False,
 ) -> None:
     """List the Slurm jobs that were submitted from this folder, and how they stand."""

@@ -92,7 +92,9 @@ class BatchJob:
     @property
     def is_array(self) -> bool:
         return any(
-            option.partition("=")[0] == "array" for part in self.components for option in part.options
+            option.partition("=")[0] == "array"
+            for part in self.components
+            for option in part.options
         )
 
     @property

@@ -127,7 +127,9 @@ def batch_job(plan: LaunchPlan, job: RankJob) -> BatchJob:
     components = parse_components(nodes, given, problems)
     if hosts.elastic and len(components) > 1:
         problems.append("--het needs a fixed number of --nodes, not LEAST:MOST")
-    if not plan.ranks_here and not any(_asks_for_gpus(c.gpus_per_node, c.options) for c in components):
+    if not plan.ranks_here and not any(
+        _asks_for_gpus(c.gpus_per_node, c.options) for c in components
+    ):
         problems.append(
             "--engine slurm needs --gpus-per-node N, or --num-gpus N for CPU ranks on each node"
         )
