@@ -3,7 +3,7 @@
     with SlurmCluster() as slurm:
         slurm.run("sbatch", "--wrap", "hostname")
         slurm.kill_node(1)       # slurmd and every process of the node, kill -9
-        slurm.orphan(1)          # slurmd alone: its tasks run on, and the controller cannot reach them
+        slurm.orphan(1)          # slurmd alone: its tasks run on, out of reach
         slurm.revive(1)
 
 Debian's packages slurmctld, slurmd, slurm-client and munge are needed, and root. All nodes share
@@ -12,6 +12,7 @@ this machine's disk, as nodes of a cluster share a home.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -279,10 +280,8 @@ class SlurmCluster:
 
 
 def _kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _run(*words: str) -> str:
@@ -295,7 +294,5 @@ def _run(*words: str) -> str:
 if __name__ == "__main__":  # a cluster to try things on, until Enter or the end of input
     with SlurmCluster(gpus=int(sys.argv[1]) if len(sys.argv) > 1 else 0) as cluster:
         print(f"export SLURM_CONF={cluster.folder}/slurm.conf", flush=True)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             sys.stdin.read()
-        except KeyboardInterrupt:
-            pass

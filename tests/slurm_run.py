@@ -1,4 +1,4 @@
-"""One run on the Slurm of tests/slurm_cluster.py: submitted, disturbed, read from the shared disk."""
+"""One run on the Slurm of tests/slurm_cluster.py, submitted as a user submits it."""
 
 from __future__ import annotations
 

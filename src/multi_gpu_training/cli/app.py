@@ -86,7 +86,7 @@ InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
 ]
 EngineName = Annotated[
-    str | None, Machines(help="who starts the ranks: local, torchrun, elastic, slurm")
+    str | None, Machines(help="who starts the ranks: local, torchrun, elastic or slurm")
 ]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
 OF_ENGINES: tuple[str, ...] = (*SLURM,)  # flags that belong to one engine
@@ -219,7 +219,7 @@ def run(
         Option(min=1.0, help="seconds the machines have to find each other, also after a failure"),
     ] = 300.0,
     engine: Annotated[
-        str | None, Option(help="who starts the ranks: local, torchrun, elastic, slurm")
+        str | None, Option(help="who starts the ranks: local, torchrun, elastic or slurm")
     ] = None,
     nnodes: Annotated[
         str, Option("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")

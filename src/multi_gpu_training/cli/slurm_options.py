@@ -1,4 +1,4 @@
-"""The flags of `--engine slurm`, which several commands share, and the command that its ranks run."""
+"""The flags of `--engine slurm`, which several commands share, and what its ranks run."""
 
 from __future__ import annotations
 

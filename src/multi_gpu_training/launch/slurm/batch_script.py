@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,7 +81,7 @@ class BatchJob:
     components: tuple[Component, ...]
     folder: Path
     name: str = "mgt"
-    time: str | None = None
+    limit: str | None = None
     setup: str = ""
     ranks: int | None = None  # of each task; None: as many as it has GPUs
     most_nodes: int = 0  # of a run whose nodes may come and go; 0: the number is fixed
@@ -88,6 +89,8 @@ class BatchJob:
     max_restarts: int | None = None
     recovery_timeout: float = 300.0
     python: str = field(default_factory=lambda: sys.executable)
+    # Job ids may begin anew; with this the run keeps a name of its own.
+    submission: str = field(default_factory=lambda: f"{int(time.time()):x}")
 
     @property
     def is_array(self) -> bool:
@@ -104,7 +107,7 @@ class BatchJob:
 
     def text(self) -> str:
         first, *further = self.components
-        limit = seconds_of(self.time) if self.time is not None else None
+        limit = seconds_of(self.limit) if self.limit is not None else None
         lead = LEAD_S if limit is None else max(30, min(LEAD_S, limit // 4))
         asked = [
             f"--job-name={self.name}",
@@ -113,7 +116,7 @@ class BatchJob:
             "--requeue" if self.max_requeues else "--no-requeue",
             # To the batch script alone, which passes it on and has the job requeued.
             f"--signal=B:USR1@{lead}",
-            *([f"--time={self.time}"] if self.time is not None else []),
+            *([f"--time={self.limit}"] if self.limit is not None else []),
             *first.lines(),
         ]
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in asked)]
@@ -132,7 +135,8 @@ class BatchJob:
         return "\n".join(lines) + "\n"
 
     def _flags(self) -> list[str]:
-        flags = [f"--folder={self.folder}", f"--max-requeues={self.max_requeues}"]
+        flags = [f"--folder={self.folder}", f"--submission={self.submission}"]
+        flags += [f"--max-requeues={self.max_requeues}"]
         flags += [f"--recovery-timeout={self.recovery_timeout:g}"]
         if self.ranks is not None:
             flags.append(f"--ranks={self.ranks}")

@@ -31,7 +31,8 @@ class Fence:
 
     def take(self) -> bool:
         """Shut out earlier attempts. False: a later one has begun, and this one must not."""
-        if self.passed():
+        # The first attempt finds a number only where job ids have begun anew.
+        if self.restarts and self.passed():
             return False
         before = self._number()
         write_atomically(self._file, str(self.restarts))

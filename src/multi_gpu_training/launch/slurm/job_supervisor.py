@@ -127,7 +127,7 @@ class JobSupervisor:
         found = {
             **self._env,
             MASTER: f"{_address(self._nodes()[0])}:{port}",
-            RUN_KEY: f"slurm-{slurm_key(self._env)}",
+            RUN_KEY: f"slurm-{slurm_key(self._env)}-{self._flags.submission}",
             REQUEUES: str(self._restarts),
         }
         # srun no longer takes it over from sbatch since Slurm 22.05.
@@ -230,6 +230,7 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--submission", required=True)
     parser.add_argument("--max-requeues", type=int, required=True)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--most-nodes", type=int, default=0)

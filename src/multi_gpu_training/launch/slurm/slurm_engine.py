@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class SlurmEngine(Engine):
             )
         require_slurm("--engine slurm")
         make_private(batch.folder)
+        began = time.time()
         self._job = submit(batch.text())
         (batch.folder / f"{self._job}.sh").write_text(batch.text())
         log = Path(batch.log.replace("%j", self._job))
@@ -84,7 +86,7 @@ class SlurmEngine(Engine):
             self._outcome = RunOutcome()
             return
         signals.listen()
-        self._follower = LogFollower(self._job, log)
+        self._follower = LogFollower(self._job, log, began)
 
     def watch(self) -> RunOutcome | None:
         if self._outcome is None:
@@ -176,10 +178,14 @@ def _name(command: tuple[str, ...]) -> str:
 class LogFollower:
     """Shows what a job writes and how it stands, until it ends."""
 
-    def __init__(self, job: str, log: Path) -> None:
+    def __init__(self, job: str, log: Path, began: float) -> None:
         self._job = job
         self._log = log
         self._place = 0
+        # Where job ids began anew, an older job's log may lie there.
+        with suppress(OSError):
+            if log.stat().st_mtime < began:
+                self._place = log.stat().st_size
         self._next = 0.0
         self._shown = ""
         self._restarts = 0

@@ -61,7 +61,7 @@ def _partition(job: BatchJob) -> Iterator[Finding]:
         if state != "up":
             yield topic.fail(f"{name} is {state}", "choose another --partition, or wait")
             continue
-        asked = seconds_of(job.time) if job.time is not None else None
+        asked = seconds_of(job.limit) if job.limit is not None else None
         most = _limit(limit)
         if asked is not None and most is not None and asked > most:
             yield topic.fail(f"{name} ends jobs after {limit}", f"ask for --time {limit} or less")
