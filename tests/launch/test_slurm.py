@@ -365,7 +365,10 @@ def test_a_job_requeued_too_often_ends_before_it_trains(
     assert "srun" not in called(tmp_path)
 
 
-def test_what_an_earlier_attempt_left_running_is_ended(tmp_path: Path) -> None:
+def test_what_an_earlier_attempt_left_running_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multi_gpu_training.launch.slurm.fence.WAIT_S", 0.0)
     assert Fence(tmp_path, 0).take()
     left = subprocess.Popen(
         [
@@ -379,10 +382,10 @@ def test_what_an_earlier_attempt_left_running_is_ended(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
     )
     assert left.stdout is not None and left.stdout.readline() == b"there\n"
-    assert Fence(tmp_path, 1).take()  # returns when the other has had the time to look
-    assert left.wait(10) == -signal.SIGKILL
+    assert Fence(tmp_path, 1).take()
+    assert left.wait(20) == -signal.SIGKILL
     left.communicate()
-    assert not Fence(tmp_path, 0).passed() or not Fence(tmp_path, 1).passed()
+    assert Fence(tmp_path, 0).passed() and not Fence(tmp_path, 1).passed()
 
 
 def test_a_requeued_job_is_the_same_run_at_a_later_attempt() -> None:

@@ -79,26 +79,28 @@ def require_slurm(what: str) -> None:
         )
 
 
-def call(*command: str, text: str | None = None, patience_s: float = PATIENCE_S) -> str:
-    """What a command of Slurm printed. SlurmRefused: it failed."""
-    # A job's own variables would change what sbatch and srun do when called inside a job.
+def call(*command: str, text: str | None = None, errors_too: bool = False) -> str:
+    """What a command of Slurm printed. SlurmRefused: it failed.
+
+    `text` is its standard input. Some write what they found to standard error: `errors_too`.
+    """
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=patience_s, check=False
+            command, input=text, capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     except FileNotFoundError:
         require_slurm(command[0])
         raise
     except subprocess.TimeoutExpired:
         raise SlurmRefused(
-            f"{command[0]} did not answer within {patience_s:g} s; see whether `scontrol ping` "
+            f"{command[0]} did not answer within {PATIENCE_S:g} s; see whether `scontrol ping` "
             "reaches the controller",
             "",
         ) from None
     if done.returncode:
         said = printable(" ".join((done.stderr or done.stdout).split()))
         raise SlurmRefused(f"{command[0]} failed: {said[:500] or done.returncode}", said)
-    return done.stdout
+    return done.stdout + (done.stderr if errors_too else "")
 
 
 def submit(script: str) -> str:

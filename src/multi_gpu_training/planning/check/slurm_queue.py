@@ -102,9 +102,5 @@ def _cores(job: BatchJob) -> Finding:
 
 
 def _tested(job: BatchJob) -> str:
-    # sbatch writes to standard error what it would do.
-    return (
-        call("sh", "-c", "sbatch --test-only 2>&1", text=job.text())
-        .strip()
-        .removeprefix("sbatch: ")
-    )
+    said = call("sbatch", "--test-only", text=job.text(), errors_too=True)
+    return said.strip().removeprefix("sbatch: ")
