@@ -67,7 +67,8 @@ class SlurmRun(Run):
             self._follower = subprocess.Popen(
                 [
                     *MGT,
-                    *("run", "--engine", "slurm", "--num-gpus", str(self.ranks), *flags),
+                    *("run", "--engine", "slurm", *flags),
+                    *(() if "--gpus-per-node" in flags else ("--num-gpus", str(self.ranks))),
                     *("train.py", self.settings),
                 ],
                 cwd=self.folder,

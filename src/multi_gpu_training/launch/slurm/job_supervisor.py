@@ -111,15 +111,19 @@ class JobSupervisor:
         groups = int(self._env.get("SLURM_HET_SIZE", 1))
         if groups > 1:
             words.append(f"--het-group=0-{groups - 1}")
-        words += shlex.split(self._env.get("MGT_TASK_PREFIX", ""))  # a container's command
-        words += [self._env.get("MGT_PYTHON") or sys.executable, "-m", NODE_TASK]
-        words += [f"--folder={self._folder}", f"--recovery-timeout={flags.recovery_timeout:g}"]
+        words += [*self._task(), f"--recovery-timeout={flags.recovery_timeout:g}"]
         words += [f"--most-nodes={flags.most_nodes}"]
         if flags.ranks is not None:
             words.append(f"--ranks={flags.ranks}")
         if flags.max_restarts is not None:
             words.append(f"--max-restarts={flags.max_restarts}")
         return [*words, "--", *flags.command]
+
+    def _task(self) -> list[str]:
+        """The start of what srun runs on a node."""
+        words = shlex.split(self._env.get("MGT_TASK_PREFIX", ""))  # a container's command
+        words += [self._env.get("MGT_PYTHON") or sys.executable, "-m", NODE_TASK]
+        return [*words, f"--folder={self._folder}"]
 
     def _step_environment(self) -> dict[str, str]:
         """What the launchers need to know. Nothing of it stands in a file or on a command line."""
@@ -159,8 +163,7 @@ class JobSupervisor:
             name: subprocess.Popen(
                 [
                     *("srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={name}"),
-                    *("--quiet", sys.executable, "-m", NODE_TASK, "--probe"),
-                    f"--folder={self._folder}",
+                    *("--quiet", *self._task(), "--probe"),
                 ],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
