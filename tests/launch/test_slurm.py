@@ -5,12 +5,14 @@ tests/launch/test_slurm_cluster.py runs them on a real one.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 from processes import Said, mgt_here
 
+from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.slurm.batch_script import seconds_of
@@ -177,12 +180,19 @@ def test_every_wrong_option_is_named_with_its_remedy(mgt: Mgt) -> None:
         (("--num-gpus", "2", "--nnodes", "1:2", "--het", "nodes=1"), "fixed number of --nodes"),
         (("--num-gpus", "2", "--sbatch", "array=0-3"), "add --detach"),
         (("--num-gpus", "2", "--sbatch", "output=x"), "the log is followed"),
+        (("--num-gpus", "2", "--gpu-ids", "0"), "Slurm chooses the GPUs"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused_in_one_sentence(
     mgt: Mgt, words: tuple[str, ...], remedy: str
 ) -> None:
-    said = mgt("run", *SLURM, *words, "train.py")
+    recipe = "--gpu-ids" in words
+    said = mgt(
+        *(("train", "image") if recipe else ("run",)),
+        *SLURM,
+        *words,
+        *(() if recipe else ("train.py",)),
+    )
     assert said.code == 2 and said.err.count("  - ") == 1 and remedy in said.err, said.err
 
 
@@ -386,6 +396,23 @@ def test_what_an_earlier_attempt_left_running_is_ended(
     assert left.wait(20) == -signal.SIGKILL
     left.communicate()
     assert Fence(tmp_path, 0).passed() and not Fence(tmp_path, 1).passed()
+
+
+def test_a_requeued_job_waits_for_the_lock_of_a_node_that_lost_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multi_gpu_training.checkpoint.run_lock.GRACE_S", 0.0)
+    with (tmp_path / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="in use"):
+            RunLock(tmp_path)
+        monkeypatch.setenv("MGT_REQUEUES", "1")
+        later = threading.Timer(0.3, lambda: fcntl.flock(held, fcntl.LOCK_UN))
+        later.start()
+        lock = RunLock(tmp_path)
+        assert lock.held
+        lock.release()
+        later.join()
 
 
 def test_a_requeued_job_is_the_same_run_at_a_later_attempt() -> None:

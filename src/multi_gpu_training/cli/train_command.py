@@ -219,6 +219,13 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> Non
     from multi_gpu_training.launch.engine import Hosts
     from multi_gpu_training.launch.launcher import available_gpus, ranks_for
 
+    if flags.hosts.get("engine") == "slurm":  # what this machine has does not matter
+        if fields.get("device_ids") is not None:
+            raise ConfigError(
+                "--gpu-ids (device_ids) with --engine slurm: Slurm chooses the GPUs; use "
+                "--gpus-per-node N"
+            )
+        return
     device = str(fields.get("device", "auto"))
     gpus = available_gpus() if device != "cpu" else 0
     ids = fields.get("device_ids")

@@ -254,7 +254,10 @@ class LogFollower:
             code, how = status.exit_code, f"ended as {status.state} with code {status.exit_code}"
         if code == 0:
             return RunOutcome()
-        error = RankFailure(f"job {self._job} {how}; its log is {self._log}")
+        where = f"its log is {self._log}"
+        if not self._log.exists():
+            where = f"it wrote no log: do the nodes see {self._log.parent}?"
+        error = RankFailure(f"job {self._job} {how}; {where}")
         error.exit_code = code
         return RunOutcome(error=error)
 
