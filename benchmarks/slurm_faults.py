@@ -23,6 +23,7 @@ import argparse
 import json
 import platform
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -65,6 +66,9 @@ def play(run: SlurmRun, kind: str, chance: random.Random) -> dict[str, Any]:
     return here
 
 
+references: dict[int, SlurmRun] = {}  # undisturbed runs, by their length
+
+
 def train(
     slurm: SlurmCluster, folder: Path, kinds: list[str], chance: random.Random, flags: list[str]
 ) -> dict[str, Any]:
@@ -73,7 +77,9 @@ def train(
         run.submit("--time", "2:00" if "time-limit" in kinds else "1:00:00", *flags)
         played = [play(run, kind, chance) for kind in kinds]
         code = run.finish()
-        reference = local_run(folder / "reference", epochs)
+        if epochs not in references:
+            references[epochs] = local_run(folder.parent / f"reference-{epochs}", epochs)
+        reference = references[epochs]
         difference = worst(run.weights(), reference.weights())
         fixed = "1:2" not in flags
         return {
@@ -115,21 +121,20 @@ def main() -> None:
             plans.append(([kind], ["--nodes", "1:2" if kind == "shrink" else "2"]))
         for number, (some, more) in enumerate(plans):
             print(f"run {number + 1} of {len(plans)}: {', '.join(some)}", flush=True)
+            slurm.mend()
             if some == ["shrink"]:
                 slurm.run("scontrol", "update", "nodename=n3", "state=drain", "reason=no spare")
             try:
                 results.append(train(slurm, Path(place) / str(number), some, chance, more))
-            except (AssertionError, RuntimeError) as error:
+            except (AssertionError, RuntimeError, subprocess.TimeoutExpired) as error:
                 results.append({"faults": [{"fault": k} for k in some], "ok": False})
                 print(f"  failed: {error}", flush=True)
-            if some == ["shrink"]:
-                slurm.run("scontrol", "update", "nodename=n3", "state=resume")
             shown = {k: v for k, v in results[-1].items() if k != "faults"}
             print(f"  {shown}", flush=True)
+            if flags.out is not None:  # what is known so far
+                found = {"machine": platform.platform(), "seed": flags.seed, "runs": results}
+                flags.out.write_text(json.dumps(found, indent=1) + "\n")
     show(results)
-    if flags.out is not None:
-        found = {"machine": platform.platform(), "seed": flags.seed, "runs": results}
-        flags.out.write_text(json.dumps(found, indent=1) + "\n")
     sys.exit(not all(result["ok"] for result in results))
 
 

@@ -236,6 +236,15 @@ class SlurmCluster:
         self._start_node(name)
         self.when(lambda: name in self.idle(), 90, f"{name} idle")
 
+    def mend(self) -> None:
+        """Every node is there and has nothing to do."""
+        for node in range(1, len(self.names) + 1):
+            self.revive(node)
+        for name in self.names:
+            if "DRAIN" in self.run("scontrol", "-o", "show", "node", name):
+                self.run("scontrol", "update", f"nodename={name}", "state=resume")
+        self.when(lambda: self.idle() == set(self.names), 120, "idle nodes")
+
     def when(self, happened: Callable[[], Any], within_s: float, what: str) -> Any:
         deadline = time.monotonic() + within_s
         while True:

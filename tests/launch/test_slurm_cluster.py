@@ -28,6 +28,11 @@ def slurm() -> Iterator[SlurmCluster]:
         yield cluster
 
 
+@pytest.fixture(autouse=True)
+def whole(slurm: SlurmCluster) -> None:
+    slurm.mend()
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> SlurmRun:
     """Four ranks on this machine, without Slurm."""
@@ -60,7 +65,6 @@ def test_a_run_survives_requeue_signal_and_a_lost_node_bit_for_bit(
         run.after(3)
         assert lost not in run.allocated()  # the spare has taken its place
         assert run.finish() == 0, run.said()
-        slurm.revive(lost)
         assert worst(run.weights(), reference.weights()) == 0.0
         assert same_order(run, reference)
 
@@ -69,19 +73,16 @@ def test_without_a_spare_one_node_goes_on_with_the_same_samples(
     slurm: SlurmCluster, reference: SlurmRun, tmp_path: Path
 ) -> None:
     slurm.run("scontrol", "update", "nodename=n3", "state=drain", "reason=test")
-    try:
-        with SlurmRun(slurm, tmp_path, EPOCHS, PAUSE_S) as run:
-            run.submit("--nodes", "1:2")
-            run.after(0, 10)
-            slurm.kill_node(2)
-            run.after(1)
-            assert run.finish() == 0, run.said()
-            slurm.revive(2)
-            assert {line["world"] for line in run.lines() if line["attempt"] >= 1000} == {2}
-            assert worst(run.weights(), reference.weights()) < 1e-12
-            assert same_order(run, reference)
-    finally:
-        slurm.run("scontrol", "update", "nodename=n3", "state=resume")
+    with SlurmRun(slurm, tmp_path, EPOCHS, PAUSE_S) as run:
+        run.submit("--nodes", "1:2")
+        run.after(0, 10)
+        assert run.allocated() == [1, 2]
+        slurm.kill_node(2)
+        run.after(1)
+        assert run.finish() == 0, run.said()
+        assert {line["world"] for line in run.lines() if line["attempt"] >= 1000} == {2}
+        assert worst(run.weights(), reference.weights()) < 1e-12
+        assert same_order(run, reference)
 
 
 def test_ranks_that_slurm_lost_sight_of_stop_before_the_new_attempt_trains(
@@ -97,7 +98,6 @@ def test_ranks_that_slurm_lost_sight_of_stop_before_the_new_attempt_trains(
         assert not late and run.newest() > 10
         assert run.allocated() != [lost]
         assert run.finish() == 0, run.said()
-        slurm.revive(lost)
 
 
 def test_a_node_on_which_nothing_starts_is_left_out_of_the_next_attempt(
