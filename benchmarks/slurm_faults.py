@@ -72,9 +72,9 @@ references: dict[int, SlurmRun] = {}  # undisturbed runs, by their length
 def train(
     slurm: SlurmCluster, folder: Path, kinds: list[str], chance: random.Random, flags: list[str]
 ) -> dict[str, Any]:
-    epochs = 60 * len(kinds)
+    epochs = 60 * len(kinds) + (300 if kinds == ["time-limit"] else 0)
     with SlurmRun(slurm, folder / "run", epochs, PAUSE_S) as run:
-        run.submit("--time", "2:00" if "time-limit" in kinds else "1:00:00", *flags)
+        run.submit("--time", "4:00" if "time-limit" in kinds else "1:00:00", *flags)
         played = [play(run, kind, chance) for kind in kinds]
         code = run.finish()
         if epochs not in references:

@@ -63,7 +63,11 @@ class Component:
         return gpu_count(self.gpus_per_node) // self.gpus_per_task
 
     def lines(self) -> list[str]:
+        _, dash, most = self.nodes.partition("-")
         found = [f"--nodes={self.nodes}", f"--ntasks-per-node={self.tasks_per_node}"]
+        if dash:
+            # Slurm gives no more nodes than tasks, and else wants cores for all tasks on one node.
+            found = [f"--nodes={self.nodes}", f"--ntasks={most}", "--overcommit"]
         if self.gpus_per_task is not None:
             found.append(f"--gpus-per-task={self.gpus_per_task}")
         elif self.gpus_per_node is not None:
@@ -219,6 +223,8 @@ def _gpu_problems(component: Component) -> list[str]:
         return [f"--gpus-per-node {brief(per_node)}: give a number, or TYPE:NUMBER such as a100:4"]
     if per_task is None:
         return []
+    if "-" in component.nodes:
+        return ["--gpus-per-task needs a fixed number of --nodes, not LEAST:MOST"]
     if per_node is None:
         return [f"--gpus-per-task {per_task} needs --gpus-per-node: how many a node has in all"]
     if per_task < 1 or gpu_count(per_node) % per_task:

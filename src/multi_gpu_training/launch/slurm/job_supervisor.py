@@ -111,6 +111,9 @@ class JobSupervisor:
         groups = int(self._env.get("SLURM_HET_SIZE", 1))
         if groups > 1:
             words.append(f"--het-group=0-{groups - 1}")
+        elif flags.most_nodes:  # the job was given tasks for the most nodes, whichever it has
+            nodes = self._env["SLURM_JOB_NUM_NODES"]
+            words += [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
         words += [*self._task(), f"--recovery-timeout={flags.recovery_timeout:g}"]
         words += [f"--most-nodes={flags.most_nodes}"]
         if flags.ranks is not None:

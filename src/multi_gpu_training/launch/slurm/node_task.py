@@ -50,10 +50,9 @@ def main() -> None:
     env = os.environ
     Fence(flags.folder, int(env.get("SLURM_RESTART_COUNT", 0))).watch()
     ranks = flags.ranks or visible_gpus(env) or 1
-    tasks = int(env["SLURM_NTASKS"])
-    if flags.most_nodes:
-        per_node = tasks // int(env["SLURM_JOB_NUM_NODES"])
-        env[FULL_WORLD] = str(flags.most_nodes * per_node * ranks)
+    tasks = int(env["SLURM_STEP_NUM_TASKS"])
+    if flags.most_nodes:  # with one task each
+        env[FULL_WORLD] = str(flags.most_nodes * ranks)
     address, _, port = env[MASTER].rpartition(":")
     hosts = Hosts(tasks, int(env["SLURM_PROCID"]), address, int(port) if tasks > 1 else None)
     plan = LaunchPlan(ranks, hosts, flags.max_restarts, flags.recovery_timeout)
