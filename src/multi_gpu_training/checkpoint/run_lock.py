@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from multi_gpu_training.distributed.identity import REQUEUES
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact_command
 from multi_gpu_training.safe_files import Count, open_regular, parse_json
@@ -28,6 +29,8 @@ from multi_gpu_training.safe_output import printable
 NAME = ".lock"
 # A killed process keeps its files open until the kernel has cleaned up, which a GPU makes slow.
 GRACE_S = 3.0
+# A node that lost power holds its locks on a network disk until the server's lease on it ends.
+GRACE_AFTER_REQUEUE_S = 120.0
 
 _held: dict[str, tuple[int, int]] = {}  # folder -> (open file, how often it is held)
 
@@ -38,7 +41,10 @@ class RunLock:
     A process does not lock itself out: a second run of it in the same folder shares the lock.
     """
 
-    def __init__(self, folder: Path, grace_s: float = GRACE_S) -> None:
+    def __init__(self, folder: Path, grace_s: float | None = None) -> None:
+        if grace_s is None:
+            requeued = os.environ.get(REQUEUES, "0") != "0"
+            grace_s = GRACE_AFTER_REQUEUE_S if requeued else GRACE_S
         self._key: str | None = str(folder.resolve())
         if self._key in _held:
             descriptor, count = _held[self._key]

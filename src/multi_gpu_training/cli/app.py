@@ -13,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 from multi_gpu_training.cli.recipe_help import RecipeCommand, complete_recipe, complete_target
+from multi_gpu_training.cli.slurm_options import SLURM, with_slurm_options
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 NAMES = {"token_normalize_func": lambda name: name.replace("_", "-")}
@@ -73,6 +74,9 @@ Target = Annotated[str, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
 Warmup = Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")]
 AsJson = Annotated[bool, Option("--json", help="for programs")]
+Nodes = Annotated[
+    str | None, Machines("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")
+]
 NodeRank = Annotated[int | None, Machines()]
 MasterAddr = Annotated[str | None, Machines()]
 ClusterToken = Annotated[
@@ -81,15 +85,21 @@ ClusterToken = Annotated[
 InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
 ]
-EngineName = Annotated[str | None, Machines(help="who starts the ranks: local, torchrun, elastic")]
+EngineName = Annotated[
+    str | None, Machines(help="who starts the ranks: local, torchrun, elastic or slurm")
+]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
-OF_ENGINES: tuple[str, ...] = ()  # flags that belong to one engine
+OF_ENGINES: tuple[str, ...] = (*SLURM,)  # flags that belong to one engine
 
 
 def machines(ctx: typer.Context) -> dict[str, Any]:
     """What the flags say about several machines, under the names that `Hosts` has for it."""
     found = {name: ctx.params[name] for name in MACHINES if name in ctx.params}
-    options = {name: ctx.params[name] for name in OF_ENGINES if ctx.params.get(name)}
+    options = {
+        name: ctx.params[name]
+        for name in OF_ENGINES
+        if ctx.params.get(name) not in (None, False, [], ())
+    }
     return {"nodes": found.pop("nnodes"), **found, "engine_options": options}
 
 
@@ -100,6 +110,7 @@ def others(ctx: typer.Context, *named: str) -> dict[str, Any]:
 
 
 @app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
+@with_slurm_options
 def train(
     ctx: typer.Context,
     target: Annotated[
@@ -131,7 +142,7 @@ def train(
     seed: Annotated[int | None, Training(help="of weights, order and noise")] = None,
     deterministic: Annotated[bool | None, Training(help="the same bits in each run")] = None,
     engine: EngineName = None,
-    nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
+    nnodes: Nodes = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
@@ -154,6 +165,7 @@ def train(
 
 
 @app.command(context_settings={**EXTRA, **NAMES})
+@with_slurm_options
 def resume(
     ctx: typer.Context,
     run: Annotated[str, Argument(metavar="RUN", help="its folder or URL", callback=no_flag)],
@@ -168,7 +180,7 @@ def resume(
         bool | None, Training("--resume-anyway", help="although seed or data changed")
     ] = None,
     engine: EngineName = None,
-    nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
+    nnodes: Nodes = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
@@ -190,6 +202,7 @@ def resume(
 
 
 @app.command(context_settings={**EXTRA, **NAMES, "allow_interspersed_args": False})
+@with_slurm_options
 def run(
     ctx: typer.Context,
     script: Annotated[
@@ -206,9 +219,11 @@ def run(
         Option(min=1.0, help="seconds the machines have to find each other, also after a failure"),
     ] = 300.0,
     engine: Annotated[
-        str | None, Option(help="who starts the ranks: local, torchrun, elastic")
+        str | None, Option(help="who starts the ranks: local, torchrun, elastic or slurm")
     ] = None,
-    nnodes: Annotated[str, Option(help="machines: 2, or LEAST:MOST like 1:2")] = "1",
+    nnodes: Annotated[
+        str, Option("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")
+    ] = "1",
     node_rank: int = 0,
     master_addr: str | None = None,
     master_port: int | None = None,
@@ -257,6 +272,7 @@ def verify(
 
 
 @app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
+@with_slurm_options
 def check(
     ctx: typer.Context,
     target: Annotated[str | None, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = None,
@@ -268,7 +284,13 @@ def check(
     save_curve: Annotated[
         str | None, Option(help="all-reduce times as CSV, for `mgt estimate --curve`")
     ] = None,
-    nnodes: Annotated[str | None, Machines(help="machines: 2, or of LEAST:MOST the most")] = None,
+    engine: Annotated[
+        str | None, Machines(help="slurm: check the cluster, then its nodes in a short job")
+    ] = None,
+    nnodes: Annotated[
+        str | None,
+        Machines("--nnodes", "--nodes", help="machines: 2, or of LEAST:MOST the most"),
+    ] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines()] = None,
@@ -278,7 +300,8 @@ def check(
     """Check this machine before training: software, GPUs, links, disk, network, real ranks.
 
     With a recipe, config or script also its memory, largest batch, time, and a ready command.
-    Ends with 1 if anything fails. On several machines start it on each, or with torchrun.
+    Ends with 1 if anything fails. On several machines start it on each, or with torchrun;
+    --engine slurm checks the queue, then the nodes in a short job.
     """
     from multi_gpu_training.cli.check_command import CheckFlags, check
     from multi_gpu_training.distributed.cluster_token import remember
@@ -649,6 +672,27 @@ def serve(
 
     flags = {name: value for name, value in ctx.params.items() if name != "run"}
     raise typer.Exit(serve(run, {**flags, "allow_host": allow_host or []}))
+
+
+@app.command()
+def jobs(
+    folder: Annotated[str, Argument(help="where jobs were submitted from", callback=a_path)] = ".",
+    as_json: AsJson = False,
+) -> None:
+    """List the Slurm jobs that were submitted from this folder, and how they stand."""
+    from multi_gpu_training.cli.jobs_command import show_jobs
+
+    raise typer.Exit(show_jobs(folder, as_json))
+
+
+@app.command()
+def cancel(
+    job: Annotated[list[str], Argument(metavar="JOB...", help="numbers that `mgt jobs` lists")],
+) -> None:
+    """End Slurm jobs. A job that runs saves first, and can be resumed."""
+    from multi_gpu_training.cli.cancel_command import cancel_jobs
+
+    raise typer.Exit(cancel_jobs(job))
 
 
 cluster = typer.Typer(no_args_is_help=True, help="Several machines: the token that they share.")
