@@ -105,7 +105,8 @@ def machines(ctx: typer.Context) -> dict[str, Any]:
 
 def others(ctx: typer.Context, *named: str) -> dict[str, Any]:
     """The flags that are neither `named` nor about several machines."""
-    elsewhere = {*named, *MACHINES, *OF_ENGINES}
+    engines = OF_ENGINES if "engine" in ctx.params else ()  # others have flags of these names
+    elsewhere = {*named, *MACHINES, *engines}
     return {name: value for name, value in ctx.params.items() if name not in elsewhere}
 
 
