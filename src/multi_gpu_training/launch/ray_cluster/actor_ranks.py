@@ -75,7 +75,7 @@ class ActorRanks(RankProcesses):
         places = ", ".join(dict.fromkeys(self.host(rank) for rank in ranks))
         node = all(self.lost.values())
         what = (
-            "its Ray node was lost (the machine, its network or its raylet)"
+            "the Ray node was lost (the machine, its network or its raylet)"
             if node
             else "the Ray actor was killed (ray.kill, out of memory, or a signal)"
         )

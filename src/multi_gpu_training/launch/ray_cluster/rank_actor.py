@@ -130,12 +130,15 @@ class RankActor:
         for number, path in zip((1, 2), self._outputs, strict=True):
             with path.open("wb") as file:
                 os.dup2(file.fileno(), number)
-        # Ray blocks SIGINT in its workers, and a process inherits that.
+        # Ray blocks SIGINT in its workers, and a script that starts Ray in the background ignores
+        # it; a process inherits both.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             self._ranks = RankProcesses(job, {rank: environment}, self._scratch.path)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            signal.signal(signal.SIGINT, handler)
         self._heard = time.monotonic()
 
     def look(self, patience_s: float = LOOK_S) -> RankLook:

@@ -32,7 +32,9 @@ from multi_gpu_training.launch.restart_policy import Fault, RestartVerdict
 from multi_gpu_training.launch.signals import LauncherSignals
 from multi_gpu_training.portability import LOOPBACK_INTERFACE
 
-ALL_NODES_S = 10.0  # how long a run of LEAST:MOST nodes waits for the most
+# How long a run of LEAST:MOST nodes waits for the most: when it starts, after one was lost, and
+# after Ray had room for another, which it has again when the ranks are gone.
+AT_START_S, AFTER_LOSS_S, WHEN_GROWING_S = 10.0, 2.0, 60.0
 _ROOM_EVERY_S = 5.0
 _ACTOR_S = 120.0  # a node may have to unpack the code first
 _FORWARDED = ("MGT_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUBLAS_")
@@ -55,6 +57,7 @@ class RayEngine(LocalEngine):
         self._connected = False
         self._group: Any = None
         self._nodes = 0
+        self._patience_s = AT_START_S
         self._spare: Any = None  # a bundle that waits for room for another node
         self._next_look = 0.0
 
@@ -132,10 +135,10 @@ class RayEngine(LocalEngine):
         """Wait for room, for as many nodes as the run may have, else for as many as it needs."""
         hosts = self.plan.hosts
         for nodes in range(hosts.nodes, hosts.least - 1, -1):
-            until = deadline if nodes == hosts.least else time.monotonic() + ALL_NODES_S
+            until = deadline if nodes == hosts.least else time.monotonic() + self._patience_s
             self._group = self._placement_group(nodes)
             if self._wait_for_room(self._group, min(until, deadline)):
-                self._nodes = nodes
+                self._nodes, self._patience_s = nodes, AFTER_LOSS_S
                 return
             self._release()
         import ray
@@ -309,6 +312,7 @@ class RayEngine(LocalEngine):
         elif self._spare.wait(0):
             say("Ray has room for another node: the ranks save and start again with it")
             ranks.ask(signal.SIGTERM, lambda: self._signals.interrupts)
+            self._patience_s = WHEN_GROWING_S
             self._start_attempt()
 
 
