@@ -1,12 +1,12 @@
-"""Kill raylets, actors and drivers of one run on a Ray cluster: what happens, and how long it takes.
+"""Kill raylets, actors and drivers of a run on a Ray cluster: what follows, and how soon it trains.
 
     python benchmarks/ray_faults.py --kills 20 --out ray_faults.json
 
-needs the extra `ray`. Two raylets on this machine with two CPU ranks each train a small model in
+needs the extra `ray`. Two raylets on this machine with a CPU rank each train a small model in
 float64, `mgt run --engine ray --nnodes 1:2`, with a checkpoint every five steps. After each kill
 is measured how long it takes until a step further than any before is done, and after that of a
 driver also whether any process of it is left. In the end the weights and the samples of every step
-are compared with those of an undisturbed run of four ranks with the engine for one machine.
+are compared with those of an undisturbed run of two ranks with the engine for one machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from ray_nodes import RayRun, add_node, quick_nodes, ray_nodes
 
 PATIENCE_S = 400.0
-FLAGS = ("--nnodes", "1:2", "--num-gpus", 2, "--max-restarts", 100)
+RANKS = 1  # on each node
+FLAGS = ("--nnodes", "1:2", "--num-gpus", RANKS, "--max-restarts", 100)
 
 
 class Killing:
@@ -48,29 +49,32 @@ class Killing:
     def furthest(self) -> int:
         return max((line["step"] for line in self.run.steps), default=-1)
 
-    def wait_for(self, step: int, world: int | None = None, after: int = 0) -> None:
-        """Until a line after the first `after` has `step` or more, on `world` ranks."""
+    def wait_for(
+        self, step: int, world: int | None = None, pids: frozenset[int] = frozenset()
+    ) -> None:
+        """Until `step` or a later one is done, on `world` ranks, by other processes than `pids`."""
         self.driver.when(
             lambda: any(
-                line["step"] >= step and world in (None, line["world"])
-                for line in self.run.steps[after:]
+                line["step"] >= step and world in (None, line["world"]) and line["pid"] not in pids
+                for line in self.run.steps
             ),
             PATIENCE_S,
         )
 
     def kill(self, what: str) -> dict[str, Any]:
         time.sleep(self.chance.uniform(0.0, 3.0))
-        before, lines = self.furthest(), len(self.run.steps)
+        before, old = self.furthest(), frozenset(line["pid"] for line in self.run.steps)
         began = time.monotonic()
         left = getattr(self, f"_kill_{what}")()
-        self.wait_for(before + 1, after=lines)
+        self.wait_for(before + 1, pids=old)
         took = time.monotonic() - began
-        steps = [line["step"] for line in self.run.steps[lines:]]
+        again = min(line["step"] for line in self.run.steps if line["pid"] not in old)
         found = {"killed": what, "at step": before, "training again after s": round(took, 1)}
-        found |= {"steps repeated": max(0, before - min(steps) + 1), "left behind": left}
+        found |= {"steps repeated": max(0, before - again + 1), "left behind": left}
         if what == "raylet":
-            add_node(self.cluster, 2)
-            self.wait_for(self.furthest() + 1, world=4, after=len(self.run.steps))
+            add_node(self.cluster, RANKS)
+            old = frozenset(line["pid"] for line in self.run.steps)
+            self.wait_for(self.furthest() + 1, world=2 * RANKS, pids=old)
             found["on both nodes again after s"] = round(time.monotonic() - began, 1)
         print(json.dumps(found), flush=True)
         return found
@@ -124,11 +128,11 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="mgt-ray-faults-"))
     (folder / "hurry").touch()
     reference = RayRun(folder, "local", asked.epochs)
-    with reference.start("--num-gpus", 4) as program:
+    with reference.start("--num-gpus", 2 * RANKS) as program:
         assert program.end_of_run(PATIENCE_S) == 0, program
     (folder / "hurry").unlink()
     rows = []
-    with ray_nodes(2, 2) as cluster:
+    with ray_nodes(2, RANKS) as cluster:
         run = RayRun(folder, "ray", asked.epochs, pause=0.7)
         killing = Killing(cluster, run, chance)
         killing.wait_for(6)

@@ -81,13 +81,13 @@ def _address_problem(address: str) -> str | None:
 
 def connect(options: RayOptions) -> bool:
     """Connect this process to the cluster. False: it was connected already."""
+    if options.address != "auto":
+        _knock(options.address)
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "--engine ray needs Ray; install it with `pip install 'multi-gpu-training[ray]'`, "
             "here and on the nodes of the cluster"
         )
-    if options.address != "auto":
-        _knock(options.address)
     # Ray reads these when it is imported.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
