@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from ray_nodes import RayRun, add_node, quick_nodes, ray_nodes
 
-PATIENCE_S = 400.0
+PATIENCE_S = 900.0
 RANKS = 1  # on each node
 FLAGS = ("--nnodes", "1:2", "--num-gpus", RANKS, "--max-restarts", 100)
 

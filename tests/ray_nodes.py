@@ -9,17 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 from processes import Program
 
 SOURCE = str(Path(__file__).parent.parent / "src")
 SMALL = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-# Ray notices a dead node in two seconds rather than fifteen.
+# Ray notices a dead node in five seconds rather than fifteen, and may take its time to start.
 QUICK = {
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_period_ms": "1000",
     "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_timeout_ms": "3000",
+    "RAY_raylet_start_wait_time_s": "300",
     "RAY_worker_niceness": "0",  # 15 by default: on a busy machine ranks would stand still
 }
 
@@ -134,15 +132,6 @@ class RayRun:
             step: [sample for rank in sorted(by_rank) for sample in by_rank[rank]]
             for step, by_rank in sorted(found.items())
         }
-
-
-def rank_processes(program: Program) -> list[psutil.Process]:
-    """The processes that a program has on Ray's nodes, wherever they hang in the tree."""
-    return [process for process in program.alive() if process.pid != program.pid]
-
-
-def gone(program: Program, within_s: float = 10.0) -> bool:
-    return program.nothing_left(within_s)
 
 
 def quick_nodes() -> None:
