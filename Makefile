@@ -30,7 +30,7 @@ lint: $(VENV)/installed
 LINT_LOG := $(VENV)/lint.txt
 # Three files of tests at once: two cores are busy while some of the tests wait for processes. A
 # file stays with one worker, whose warm ranks it shares; the folders' order ends with quick files.
-TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder
+TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5
 
 test: $(VENV)/installed
 	@$(MAKE) --no-print-directory lint > $(LINT_LOG) 2>&1 & lint=$$!; \

@@ -219,17 +219,18 @@ class Campaign:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(self.original.parent, copy, symlinks=True)
         run = copy / "runs" / "custom" / "it"
-        how = self._damage(run, file)
+        how, damaged = self._damage(run, file)
         # Drawing the picture takes longer than all the rest.
         full = number % 20 == 0 or file.name in ("report.html", "metrics.png")
-        verdict, why = self._judge(run, file, full)
+        verdict, why = self._judge(run, damaged, full)
         {"found": self.found, "harmless": self.harmless}.get(verdict, Counter())[kind] += 1
         self.by_damage[how, verdict == "found"] += 1
         if verdict == "bad":
             self.bad.append(f"trial {number}: {file}, {how}: {why}")
             print(self.bad[-1], file=sys.stderr, flush=True)
 
-    def _damage(self, run: Path, file: Path) -> str:
+    def _damage(self, run: Path, file: Path) -> tuple[str, list[Path]]:
+        """Damage the file; returns how, and which files are damaged then: of a swap, two."""
         how = self.chance.choice([*DAMAGES, *OTHERS])
         target = run / file
         before = target.read_bytes()
@@ -238,14 +239,14 @@ class Campaign:
             if after == before:
                 after, how = flip(before, self.chance), "one bit"
             target.write_bytes(after)
-            return how
+            return how, [file]
         others = [p for p in run.rglob(f"*{file.suffix}") if p.is_file() and p != target]
         others = [p for p in others if not p.is_symlink() and p.read_bytes() != before]
         if how == "swapped with another" and others:
             other = self.chance.choice(others)
             target.write_bytes(other.read_bytes())
             other.write_bytes(before)
-            return how
+            return how, [file, other.relative_to(run)]
         target.unlink()
         if how == "a folder":
             target.mkdir()
@@ -255,9 +256,9 @@ class Campaign:
             target.symlink_to(run.parent / "nowhere")
         else:
             how = "deleted"
-        return how
+        return how, [file]
 
-    def _judge(self, run: Path, file: Path, full: bool) -> tuple[str, str]:
+    def _judge(self, run: Path, damaged: list[Path], full: bool) -> tuple[str, str]:
         said: list[str] = []
         shown: Any = None
         weights: list[torch.Tensor] | None = None
@@ -280,8 +281,9 @@ class Campaign:
         except BaseException:
             return "bad", traceback.format_exc()
         text = "\n".join(said)
-        names = {file.name, *(part for part in file.parts if part.startswith("step-"))}
-        if file.name.startswith("rank-"):
+        names = {file.name for file in damaged}
+        names |= {part for file in damaged for part in file.parts if part.startswith("step-")}
+        if any(file.name.startswith("rank-") for file in damaged):
             names |= {"rank 0: a damaged line", "rank 0: the last line", "damaged lines"}
             names |= {"no event in them", "events/rank-*.jsonl"}
         # Of a checkpoint, the line that says so; its name alone is in every listing.

@@ -132,6 +132,20 @@ def test_a_config_that_is_no_text_is_as_good_as_none(tmp_path: Path) -> None:
         assert any("config.yaml" in problem for problem in run.problems)
 
 
+def test_a_file_in_the_place_of_another_is_named(tmp_path: Path) -> None:
+    run = whole_run(tmp_path / "run").path
+    (run / "forecast.json").write_text('{"gpus": {"1": {"samples_per_s": 100.0}}}')
+    assert not read_run(run).problems
+    forecast, machine = run / "forecast.json", run / "environment.json"
+    texts = forecast.read_text(), machine.read_text()
+    machine.write_text(texts[0])
+    forecast.write_text(texts[1])
+    assert read_run(run).problems == [
+        "environment.json is not a description of the machine: it has no `host`",
+        "forecast.json is not a forecast: it has no `gpus`",
+    ]
+
+
 def test_steps_that_were_computed_again_count_once(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "run", 2)
     folder.start()

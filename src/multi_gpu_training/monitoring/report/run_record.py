@@ -15,6 +15,7 @@ from multi_gpu_training.checkpoint.run_lock import owner
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.event_segments import segments
 from multi_gpu_training.monitoring.phase_names import PHASES
+from multi_gpu_training.monitoring.profiling.trace_view import ShownProfile, profiles_of
 from multi_gpu_training.monitoring.report.event_schema import is_number
 from multi_gpu_training.monitoring.report.history import (
     Event,
@@ -76,6 +77,7 @@ class RunRecord:
     notable: list[Event] = field(default_factory=list)
     ends: list[Event] = field(default_factory=list)  # of the latest start
     problems: list[str] = field(default_factory=list)
+    profiles: list[ShownProfile] = field(default_factory=list)
     state: str = "unknown"
     began: float = 0.0
     trained_s: float = 0.0  # without the pauses between a stop and the next start
@@ -147,6 +149,7 @@ def read_run(folder: Path | str) -> RunRecord:
             readings = thinned(found.frequent["device"], MOST_READINGS)
             run.devices[rank] = list(found.events(readings))
     _judge(run, lines, cuts)
+    run.profiles = profiles_of(path, problems)
     run.problems += problems
     return run
 
@@ -305,6 +308,16 @@ def _world_of(lines: dict[int, EventLines], newest: Event) -> int:
     return max(sizes[0] if sizes else max(lines) + 1, least)
 
 
+def _other_file(name: str, facts: dict[str, Any]) -> str | None:
+    """What shows that this is another JSON file in the place of `name`; None if nothing does."""
+    if name == "environment.json" and not isinstance(facts.get("host"), str):
+        return f"{name} is not a description of the machine: it has no `host`"
+    bare = all(key.isdecimal() for key in facts)  # forecasts once were the table by GPUs alone
+    if name == "forecast.json" and not (isinstance(facts.get("gpus"), dict) or bare):
+        return f"{name} is not a forecast: it has no `gpus`"
+    return None
+
+
 def _read_facts(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     """The files that describe a run, and what is wrong with them."""
     readers: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -317,7 +330,11 @@ def _read_facts(path: Path, problems: list[str]) -> dict[str, dict[str, Any]]:
     for name, read in readers.items():
         try:
             found[name] = read(path / name)
-            if name == "environment.json":
+            problem = _other_file(name, found[name])
+            if problem is not None:
+                found[name] = {}
+                problems.append(problem)
+            elif name == "environment.json":
                 if "sha256" in found[name] and found[name].pop("sha256") != digest(found[name]):
                     problems.append(f"{name} was changed after the run wrote it")
                 else:
