@@ -117,6 +117,7 @@ def _actors() -> list[psutil.Process]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--within-s", type=float, default=float("inf"), help="then no more kills")
     parser.add_argument("--epochs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path)
@@ -125,6 +126,7 @@ def main() -> None:
     whom = [("raylet", "actor", "driver")[i % 3] for i in range(asked.kills)]
     chance.shuffle(whom)
     quick_nodes()
+    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="mgt-ray-faults-"))
     (folder / "hurry").touch()
     reference = RayRun(folder, "local", asked.epochs)
@@ -137,6 +139,8 @@ def main() -> None:
         killing = Killing(cluster, run, chance)
         killing.wait_for(6)
         for what in whom:
+            if time.monotonic() - began > asked.within_s:
+                break
             rows.append(killing.kill(what))
         (folder / "hurry").touch()
         code = killing.driver.end_of_run(PATIENCE_S)

@@ -155,7 +155,7 @@ class ActorRanks(RankProcesses):
     # Ending
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        self._answer(self._actors[rank].send.remote(int(number)))
+        self._actors[rank].send.remote(int(number))  # before the look that follows
 
     def end(self, number: signal.Signals) -> None:
         """End every rank, and return only when none can run any more."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import multi_gpu_training
 from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.safe_output import brief
 
 # Ray leaves out what .gitignore names; these are large and never code.
 NOT_SHIPPED = ["/runs/", ".git/", ".venv/", "venv/", "__pycache__/", "*.pt", "*.pth", "*.ckpt"]
 NOT_SHIPPED += ["*.safetensors", "*.npy", "*.npz", "*.parquet", "*.tar", "*.zip", "*.mp4", "*.wav"]
+PACKAGE = Path(__file__).parents[2]
 _CONNECT_S = 5.0
 
 
@@ -132,7 +132,7 @@ def _knock(address: str) -> None:
 
 def _shipped(options: RayOptions) -> dict[str, Any]:
     """The runtime environment of the actors: this package, and the user's folder."""
-    asked: dict[str, Any] = {"py_modules": [str(Path(multi_gpu_training.__file__).parent)]}
+    asked: dict[str, Any] = {"py_modules": [str(PACKAGE)]}
     if options.working_dir is not None:
         asked |= {"working_dir": str(Path(options.working_dir).resolve()), "excludes": NOT_SHIPPED}
     # In a Ray job its submitter has said some of this, and Ray refuses to hear it twice.

@@ -38,7 +38,7 @@ AT_START_S, AFTER_LOSS_S, WHEN_GROWING_S = 10.0, 2.0, 60.0
 _ROOM_EVERY_S = 5.0
 _ACTOR_S = 120.0  # a node may have to unpack the code first
 _FORWARDED = ("MGT_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "CUBLAS_")
-_NOT_FORWARDED = (TOKEN, TOKEN_FILE, "TORCHELASTIC_ERROR_FILE")
+_NOT_FORWARDED = (TOKEN, TOKEN_FILE)
 
 
 class RayEngine(LocalEngine):
@@ -97,10 +97,11 @@ class RayEngine(LocalEngine):
         try:
             super().close()
         finally:
+            if self._group is not None:
+                self._release()
             if self._connected:
                 import ray
 
-                self._release()
                 ray.shutdown()
 
     # One attempt
@@ -221,7 +222,14 @@ class RayEngine(LocalEngine):
             found: list[Any] = ray.get(calls)
         except ray.exceptions.RuntimeEnvSetupError as error:
             raise LaunchError(f"--engine ray: a node cannot unpack the code: {error}") from None
+        except ray.exceptions.RayTaskError as error:
+            raise LaunchError(
+                f"--engine ray: a node cannot start its rank: {error.cause}"
+            ) from None
         except ray.exceptions.RayActorError as error:
+            if "creation task" in str(error):  # an exception, which would come again
+                last = str(error).strip().splitlines()[-1]
+                raise LaunchError(f"--engine ray: a node cannot start an actor: {last}") from None
             raise _NodeGone(f"an actor ended before its rank was started: {error}") from None
         return found
 
