@@ -137,11 +137,9 @@ def _shipped(options: RayOptions) -> dict[str, Any]:
         asked |= {"working_dir": str(Path(options.working_dir).resolve()), "excludes": NOT_SHIPPED}
     # In a Ray job its submitter has said some of this, and Ray refuses to hear it twice.
     try:
-        job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-        said = job.get("runtime_env") or {}
-    except ValueError:
+        said = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["runtime_env"] or {}
+    except (KeyError, ValueError, TypeError):
         said = {}
-    if said.get("working_dir"):
-        asked.pop("working_dir", None)
-        asked.pop("excludes", None)
-    return {name: value for name, value in asked.items() if not said.get(name)}
+    if "working_dir" in said:
+        said = {**said, "excludes": None}
+    return {name: value for name, value in asked.items() if name not in said}
