@@ -32,7 +32,7 @@ from ray_nodes import RayRun, add_node, quick_nodes, ray_nodes
 
 PATIENCE_S = 900.0
 RANKS = 1  # on each node
-FLAGS = ("--nnodes", "1:2", "--num-gpus", RANKS, "--max-restarts", 100)
+FLAGS = ("--nnodes", "1:2", "--num-gpus", RANKS, "--max-restarts", 100, "--recovery-timeout", 900)
 
 
 class Killing:

@@ -86,7 +86,7 @@ EngineName = Annotated[
 ]
 RayAddress = Annotated[str | None, Machines(help="of --engine ray: auto, or HOST:PORT")]
 RayOptions = Annotated[
-    str | None, Machines(help="cpus_per_rank=N,gpus_per_rank=N,working_dir=FOLDER")
+    str | None, Machines(help="cpus_per_rank=N,gpus_per_rank=0|1,working_dir=FOLDER")
 ]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
 OF_ENGINES: tuple[str, ...] = ("ray_address", "ray_options")  # flags that belong to one engine

@@ -136,7 +136,9 @@ class ActorRanks(RankProcesses):
 
         node = self._sites[rank].node
         dead = isinstance(error, ray.exceptions.ActorDiedError)
-        node_well = any(found["NodeID"] == node and found["Alive"] for found in ray.nodes())
+        node_well = False
+        with suppress(Exception):  # Ray's head is gone, too
+            node_well = any(found["NodeID"] == node and found["Alive"] for found in ray.nodes())
         if not (dead and node_well) and time.monotonic() - self._heard[rank] < LEASE_S:
             time.sleep(0.1)
             self._ask_again(rank)

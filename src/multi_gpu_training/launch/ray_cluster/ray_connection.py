@@ -31,7 +31,7 @@ class RayOptions:
 
     address: str = "auto"
     cpus_per_rank: float = 1.0
-    gpus_per_rank: float | None = None
+    gpus_per_rank: int | None = None
     working_dir: str | None = "."
 
     @classmethod
@@ -45,13 +45,15 @@ class RayOptions:
         found: dict[str, Any] = {}
         for part in filter(None, str(given.get("ray_options") or "").split(",")):
             name, _, value = (word.strip() for word in part.partition("="))
-            if name in ("cpus_per_rank", "gpus_per_rank") and _is_amount(value):
+            if name == "cpus_per_rank" and _is_amount(value):
                 found[name] = float(value)
+            elif name == "gpus_per_rank" and value in ("0", "1"):
+                found[name] = int(value)
             elif name == "working_dir" and (value == "none" or Path(value).is_dir()):
                 found[name] = None if value == "none" else value
             else:
                 problems.append(
-                    f"--ray-options {brief(part)}: use cpus_per_rank=N, gpus_per_rank=N or "
+                    f"--ray-options {brief(part)}: use cpus_per_rank=N, gpus_per_rank=0 or 1, "
                     "working_dir=FOLDER (none: send nothing), with commas between them"
                 )
         if problems:

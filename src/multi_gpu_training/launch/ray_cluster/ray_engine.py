@@ -26,7 +26,7 @@ from multi_gpu_training.errors import ConfigError, LaunchError, RankFailure
 from multi_gpu_training.launch.engine import Hosts, LaunchPlan, RankJob, RunOutcome
 from multi_gpu_training.launch.local import LocalEngine, Meeting, rank_variables
 from multi_gpu_training.launch.ray_cluster.actor_ranks import ActorRanks
-from multi_gpu_training.launch.ray_cluster.rank_actor import RankActor, Site
+from multi_gpu_training.launch.ray_cluster.rank_actor import LEASE_S, RankActor, Site
 from multi_gpu_training.launch.ray_cluster.ray_connection import RayOptions, connect
 from multi_gpu_training.launch.restart_policy import Fault, RestartVerdict
 from multi_gpu_training.launch.signals import LauncherSignals
@@ -123,14 +123,16 @@ class RayEngine(LocalEngine):
             self._reserve(deadline)
             try:
                 actors, sites = self._place()
-                break
+                self._check(sites)
+                self._start_actors(meeting, actors, sites)
+                return ActorRanks(actors, sites, folder)
             except _NodeGone as error:
                 # Ray takes seconds to notice that a node it has chosen is dead.
                 self._release()
                 if time.monotonic() > deadline:
                     raise LaunchError(f"--engine ray: {error}") from None
-        self._check(sites)
-        return self._start_actors(meeting, folder, actors, sites)
+                self._signals.pause(LEASE_S)  # ranks that nobody hears of have ended then
+                meeting = self._meet()
 
     def _reserve(self, deadline: float) -> None:
         """Wait for room, for as many nodes as the run may have, else for as many as it needs."""
@@ -242,9 +244,7 @@ class RayEngine(LocalEngine):
                 f"--engine ray: the nodes need the same Python and torch, and have: {shown}"
             )
 
-    def _start_actors(
-        self, meeting: Meeting, folder: Path, actors: list[Any], sites: list[Site]
-    ) -> ActorRanks:
+    def _start_actors(self, meeting: Meeting, actors: list[Any], sites: list[Site]) -> None:
         nodes = list(dict.fromkeys(site.node for site in sites))
         store = meeting.address, meeting.port
         calls = []
@@ -277,7 +277,6 @@ class RayEngine(LocalEngine):
                     )
                 )
         self._call(calls)
-        return ActorRanks(actors, sites, folder)
 
     def _release(self) -> None:
         from ray.util import remove_placement_group
