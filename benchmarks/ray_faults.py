@@ -128,11 +128,6 @@ def main() -> None:
     quick_nodes()
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="mgt-ray-faults-"))
-    (folder / "hurry").touch()
-    reference = RayRun(folder, "local", asked.epochs)
-    with reference.start("--num-gpus", 2 * RANKS) as program:
-        assert program.end_of_run(PATIENCE_S) == 0, program
-    (folder / "hurry").unlink()
     rows = []
     with ray_nodes(2, RANKS) as cluster:
         run = RayRun(folder, "ray", asked.epochs, pause=0.7)
@@ -145,6 +140,9 @@ def main() -> None:
         (folder / "hurry").touch()
         code = killing.driver.end_of_run(PATIENCE_S)
         nothing_left = killing.driver.nothing_left(10)
+    reference = RayRun(folder, "local", asked.epochs)
+    with reference.start("--num-gpus", 2 * RANKS) as program:
+        assert program.end_of_run(PATIENCE_S) == 0, program
     samples, expected = run.samples(), reference.samples()
     result = {
         "kills": rows,
