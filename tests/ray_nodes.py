@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 from processes import Program
 
 SOURCE = str(Path(__file__).parent.parent / "src")
-SMALL = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+HELPERS = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+HELPERS += ("metrics_export_port",)
 # Ray notices a dead node in five seconds rather than fifteen, and may take its time to start.
 QUICK = {
     "RAY_health_check_period_ms": "1000",
@@ -76,7 +78,7 @@ def ray_nodes(count: int, cpus: int) -> Iterator[Any]:
 
     cluster = Cluster()
     try:
-        _persist(lambda: cluster.add_node(num_cpus=0, **SMALL))
+        add_node(cluster, 0)
         for _ in range(count):
             add_node(cluster, cpus)
         yield cluster
@@ -84,20 +86,17 @@ def ray_nodes(count: int, cpus: int) -> Iterator[Any]:
         cluster.shutdown()
 
 
-def _persist(start: Callable[[], Any], times: int = 5) -> Any:
-    """A raylet gives up where its helpers do not start within seconds, as on a busy machine."""
-    for left in reversed(range(times)):
-        try:
-            return start()
-        except Exception:
-            if not left:
-                raise
-    return None
-
-
 def add_node(cluster: Any, cpus: int) -> Any:
-    memory = SMALL["object_store_memory"]
-    return _persist(lambda: cluster.add_node(num_cpus=cpus, object_store_memory=memory))
+    # With ports of their own a raylet does not wait for its helpers, which a busy machine delays.
+    ports = {name: _free_port() for name in HELPERS}
+    return cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20, **ports)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 class RayRun:

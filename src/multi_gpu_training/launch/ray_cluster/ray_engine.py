@@ -159,8 +159,8 @@ class RayEngine(LocalEngine):
 
         gpus = self._asked.gpus_per_rank
         if gpus is None:
-            gpus = 1.0 if ray.cluster_resources().get("GPU", 0) >= 1 else 0.0
-        each = {"CPU": self._asked.cpus_per_rank, "GPU": gpus}
+            gpus = int(ray.cluster_resources().get("GPU", 0) >= 1)
+        each: dict[str, float] = {"CPU": self._asked.cpus_per_rank, "GPU": gpus}
         return {name: n * self.plan.ranks_here for name, n in each.items() if n}
 
     def _placement_group(self, nodes: int) -> Any:
