@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 from processes import Program
 
 SOURCE = str(Path(__file__).parent.parent / "src")
-HELPERS = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
-HELPERS += ("metrics_export_port",)
 # Ray notices a dead node in five seconds rather than fifteen, and may take its time to start.
 QUICK = {
     "RAY_health_check_period_ms": "1000",
@@ -87,16 +84,8 @@ def ray_nodes(count: int, cpus: int) -> Iterator[Any]:
 
 
 def add_node(cluster: Any, cpus: int) -> Any:
-    # With ports of their own a raylet does not wait for its helpers, which a busy machine delays.
-    ports = {name: _free_port() for name in HELPERS}
-    return cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20, **ports)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port: int = found.getsockname()[1]
-        return port
+    head = {} if cpus else {"include_dashboard": False}
+    return cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20, **head)
 
 
 class RayRun:
