@@ -86,10 +86,14 @@ InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
 ]
 EngineName = Annotated[
-    str | None, Machines(help="who starts the ranks: local, torchrun, elastic or slurm")
+    str | None, Machines(help="who starts the ranks: local, torchrun, elastic, slurm, ray")
+]
+RayAddress = Annotated[str | None, Machines(help="of --engine ray: auto, or HOST:PORT")]
+RayOptions = Annotated[
+    str | None, Machines(help="cpus_per_rank=N,gpus_per_rank=0|1,working_dir=FOLDER")
 ]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
-OF_ENGINES: tuple[str, ...] = (*SLURM,)  # flags that belong to one engine
+OF_ENGINES: tuple[str, ...] = (*SLURM, "ray_address", "ray_options")  # flags of one engine
 
 
 def machines(ctx: typer.Context) -> dict[str, Any]:
@@ -143,6 +147,8 @@ def train(
     seed: Annotated[int | None, Training(help="of weights, order and noise")] = None,
     deterministic: Annotated[bool | None, Training(help="the same bits in each run")] = None,
     engine: EngineName = None,
+    ray_address: RayAddress = None,
+    ray_options: RayOptions = None,
     nnodes: Nodes = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
@@ -181,6 +187,8 @@ def resume(
         bool | None, Training("--resume-anyway", help="although seed or data changed")
     ] = None,
     engine: EngineName = None,
+    ray_address: RayAddress = None,
+    ray_options: RayOptions = None,
     nnodes: Nodes = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
@@ -220,8 +228,10 @@ def run(
         Option(min=1.0, help="seconds the machines have to find each other, also after a failure"),
     ] = 300.0,
     engine: Annotated[
-        str | None, Option(help="who starts the ranks: local, torchrun, elastic or slurm")
+        str | None, Option(help="who starts the ranks: local, torchrun, elastic, slurm, ray")
     ] = None,
+    ray_address: RayAddress = None,
+    ray_options: RayOptions = None,
     nnodes: Annotated[
         str, Option("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")
     ] = "1",

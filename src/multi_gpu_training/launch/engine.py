@@ -26,6 +26,7 @@ ENGINES = {
     "elastic": "multi_gpu_training.launch.elastic.elastic_engine:ElasticEngine",
     "local": "multi_gpu_training.launch.local:LocalEngine",
     "slurm": "multi_gpu_training.launch.slurm.slurm_engine:SlurmEngine",
+    "ray": "multi_gpu_training.launch.ray_cluster.ray_engine:RayEngine",
 }
 FINDS_NODES = ("ray", "slurm", "kubernetes")  # a scheduler says where node 0 is
 LOOK_EVERY_S = 0.1

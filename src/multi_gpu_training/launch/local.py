@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.cleanup import Scratch
 from multi_gpu_training.distributed.identity import Identity, from_environment
 from multi_gpu_training.distributed.sockets import LOOPBACK
-from multi_gpu_training.distributed.stacks import collect
 from multi_gpu_training.distributed.stall import Hang, ProgressWatch, diagnose
 from multi_gpu_training.distributed.store_relay import HostedStore
 from multi_gpu_training.errors import RankFailure
 from multi_gpu_training.launch.engine import Engine, Hosts, LaunchPlan, RankJob, RunOutcome
-from multi_gpu_training.launch.rank_errors import first_failure
 from multi_gpu_training.launch.rank_processes import STOPPED, RankProcesses
 from multi_gpu_training.launch.restart_policy import (
     Fault,
@@ -30,7 +27,7 @@ from multi_gpu_training.launch.restart_policy import (
     RestartVerdict,
 )
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
-from multi_gpu_training.portability import LOOPBACK_INTERFACE, process_state, usable_cores
+from multi_gpu_training.portability import LOOPBACK_INTERFACE, usable_cores
 
 
 @dataclass(frozen=True)
@@ -135,17 +132,21 @@ class LocalEngine(Engine):
         )
 
     def _start_attempt(self) -> None:
-        assert self._scratch is not None
         self._ranks = None
         meeting = self._meet()
+        assert self._scratch is not None
+        folder = self._scratch.path / f"attempt-{meeting.attempt}"
+        self._ranks = self._start_ranks(meeting, folder)
+        self._stalls = _StallWatch(self._ranks, all_here=meeting.nodes == 1)
+
+    def _start_ranks(self, meeting: Meeting, folder: Path) -> RankProcesses:
+        """Start the ranks of an attempt; `folder` is for their error reports."""
         here, first = self.plan.ranks_here, meeting.first_rank
         same = {**meeting.variables, "TORCHELASTIC_MAX_RESTARTS": str(self.plan.max_restarts or 0)}
         environments = {
             first + local: {**rank_variables(meeting, local, here), **same} for local in range(here)
         }
-        folder = self._scratch.path / f"attempt-{meeting.attempt}"
-        self._ranks = RankProcesses(self._job, environments, folder)
-        self._stalls = _StallWatch(self._ranks, all_here=meeting.nodes == 1)
+        return RankProcesses(self._job, environments, folder)
 
     def _after_success(self) -> RunOutcome | None:
         ranks = self._running
@@ -167,9 +168,7 @@ class LocalEngine(Engine):
             # `mgt run` has not seen the config; its ranks have.
             if self._policy.limits is None and found.max_restarts is not None:
                 self._policy.limits = Limits(found.max_restarts, found.restart_window_s)
-        fault, error = self._stalls.verdict() or first_failure(
-            codes, ranks.error_files, ranks.bystanders, self._begun
-        )
+        fault, error = self._stalls.verdict() or ranks.first_failure(codes, self._begun)
         self._begun |= any(found.begun for found in ranks.progress.values())
         verdict = self._decide(fault, error)
         if not verdict.restart:
@@ -237,20 +236,18 @@ class _StallWatch:
             return
         self._next = now + self.EVERY_S
         ranks = self._ranks
-        states = {rank: process_state(pid) for rank, pid in ranks.pids.items()}
+        states = ranks.states()
         stopped = {rank for rank, state in states.items() if state in ("T", "t")}
         stall = self._progress.look(ranks.progress, now, stopped)
         if stall is None:
             return
-        answering = {rank: pid for rank, pid in ranks.alive.items() if rank not in stopped}
-        stacks = collect(answering, ranks.error_files)
+        stacks = ranks.stacks(ranks.alive.keys() - stopped)
         hang = diagnose(stall, ranks.progress, stacks, states, self._all_here)
         if not hang.ours and stall.for_s < 2 * stall.limit_s:
             return  # the launcher beside the rank to blame is about to act
         self._found = hang
         print(hang.report, file=sys.stderr, flush=True)
-        with suppress(ProcessLookupError):
-            os.kill(ranks.pids[hang.rank], signal.SIGKILL)
+        ranks.send(hang.rank, signal.SIGKILL)
 
     def verdict(self) -> tuple[Fault, RankFailure] | None:
         """What ended the attempt, where it was a stall."""
@@ -258,5 +255,5 @@ class _StallWatch:
             return None
         found = self._found
         fault = Fault(found.rank, found.kind, found.step, found.begun)
-        text = f"rank {fault.rank} on {socket.gethostname()}, {fault.place}: {fault.kind}"
+        text = f"rank {fault.rank} on {self._ranks.host(fault.rank)}, {fault.place}: {fault.kind}"
         return fault, RankFailure(f"[rank{fault.rank}]: {text}")

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -133,19 +133,20 @@ def first_failure(
     error_files: Mapping[int, str],
     bystanders: Collection[int],
     begun_before: bool = False,
+    host: Callable[[int], str] = lambda rank: socket.gethostname(),
 ) -> tuple[Fault, RankFailure]:
     """The fault of the rank that failed first, and its error for people to read.
 
     The other ranks failed because of it. `codes` are exit codes by rank, negative for signals; 0
     for ranks that ended by themselves.
-    begun_before: an earlier attempt reached its first step.
+    begun_before: an earlier attempt reached its first step. `host` names the machine of a rank.
     """
     reports = []
     for file in error_files.values():
         with suppress(OSError, ValueError, KeyError, TypeError):
             reports.append(json.loads(Path(file).read_text())["mgt"])
     failed = {rank: code for rank, code in codes.items() if code}
-    left = _left_early(codes, error_files, reports)
+    left = _left_early(codes, error_files, reports, host)
     reports = [report for report in reports if codes.get(report["rank"]) != 0]
     lost_contact = all(report["restart"] == "always" for report in reports)
     silent = [
@@ -161,12 +162,16 @@ def first_failure(
     killed = [rank for rank in silent if codes[rank] != -signal.SIGABRT]
     if killed or not reports:
         rank = min(killed or silent or failed)
-        return _silent_failure(rank, codes[rank], error_files.get(rank, ""), begun_before)
+        file = error_files.get(rank, "")
+        return _silent_failure(rank, codes[rank], file, begun_before, host(rank))
     return _reported_failure(min(reports, key=lambda report: report["time"]), begun_before)
 
 
 def _left_early(
-    codes: Mapping[int, int], error_files: Mapping[int, str], reports: Sequence[Mapping[str, Any]]
+    codes: Mapping[int, int],
+    error_files: Mapping[int, str],
+    reports: Sequence[Mapping[str, Any]],
+    host: Callable[[int], str],
 ) -> dict[int, tuple[Fault, RankFailure]]:
     """Ranks that exited with code 0 in the middle of training, by sys.exit or without a word."""
     found = {}
@@ -175,7 +180,7 @@ def _left_early(
         place = progress_slot.of_rank(error_files.get(rank, ""))
         if rank in told or (place.begun and place.phase is not Phase.ENDING):
             step = "" if place.step is None else f", step {place.step}"
-            text = f"rank {rank} on {socket.gethostname()}{step}: exited with code 0 {_LEFT}"
+            text = f"rank {rank} on {host(rank)}{step}: exited with code 0 {_LEFT}"
             fault = Fault(rank, f"exit code 0 {_LEFT}", place.step, place.begun)
             found[rank] = fault, RankFailure(f"[rank{rank}]: {text}")
     return found
@@ -201,7 +206,7 @@ def _reported_failure(report: Mapping[str, Any], begun_before: bool) -> tuple[Fa
 
 
 def _silent_failure(
-    rank: int, code: int, error_file: str, begun_before: bool
+    rank: int, code: int, error_file: str, begun_before: bool, host: str
 ) -> tuple[Fault, RankFailure]:
     """The fault of a rank that wrote no report, from its exit code and its progress."""
     signalled = code < 0
@@ -209,7 +214,7 @@ def _silent_failure(
     how = f"was ended by {kind}" if signalled else f"exited with code {code}"
     found = progress_slot.of_rank(error_file)
     where = "" if found.step is None else f", step {found.step}"
-    error = RankFailure(f"[rank{rank}]: rank {rank} on {socket.gethostname()}{where} {how}")
+    error = RankFailure(f"[rank{rank}]: rank {rank} on {host}{where} {how}")
     error.exit_code = 1 if signalled else code
     asked_to_end = code in (130, 143)
     begun = found.begun or begun_before

@@ -5,18 +5,23 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.distributed import progress_slot
+from multi_gpu_training.distributed.stacks import Stack, collect
+from multi_gpu_training.errors import RankFailure
 from multi_gpu_training.launch.engine import RankJob
-from multi_gpu_training.portability import exit_code
+from multi_gpu_training.launch.rank_errors import first_failure
+from multi_gpu_training.launch.restart_policy import Fault
+from multi_gpu_training.portability import exit_code, process_state
 from multi_gpu_training.python_internals import interpreter_flags
 
 # Ranks get this long to end by themselves before they are killed; Ctrl-C must end within 5 s.
@@ -119,6 +124,22 @@ class RankProcesses:
         """How long the ranks have said that they need to save."""
         return max((found.grace_s for found in self.progress.values()), default=0.0)
 
+    def host(self, rank: int) -> str:
+        """The machine that a rank runs on."""
+        return socket.gethostname()
+
+    def states(self) -> dict[int, str]:
+        """The kernel's letter for each process."""
+        return {rank: process_state(pid) for rank, pid in self.pids.items()}
+
+    def stacks(self, ranks: Iterable[int]) -> dict[int, Stack]:
+        """The stacks of those of `ranks` that answer."""
+        return collect({rank: self.pids[rank] for rank in ranks}, self.error_files)
+
+    def first_failure(self, codes: Mapping[int, int], begun: bool) -> tuple[Fault, RankFailure]:
+        """Who failed first, once all have ended; `codes` are those from before that."""
+        return first_failure(codes, self.error_files, self.bystanders, begun, self.host)
+
     # Ending
 
     def ask(self, number: signal.Signals, interrupts: Callable[[], int]) -> None:
@@ -127,19 +148,23 @@ class RankProcesses:
         A second Ctrl-C ends the waiting, and so does a rank that fails meanwhile.
         """
         deadline = time.monotonic() + GRACE_S + self.grace_s
-        for pid in self.alive.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)  # not to its children: it needs them to save
+        for rank in self.alive:
+            self.send(rank, number)
         while time.monotonic() < deadline and interrupts() < 2:
             if self._wait_for_stopped(time.monotonic() + 0.5):
                 self.end(number)
                 return
         self.end(signal.SIGKILL)
 
+    def send(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to a rank, but not to its children: it needs them to save."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pids[rank], number)
+
     def end_after_failure(self) -> None:
         """End the other ranks soon after one has failed."""
         grace_s = self.grace_s
-        if any(exit_code(pid) in STOPPED for pid in self.pids.values()):
+        if any(code in STOPPED for code in self.codes().values()):
             # It ended because it was asked to: let the others do the same.
             self._wait_for_stopped(time.monotonic() + grace_s)
         self.bystanders = frozenset(self.alive)
@@ -179,7 +204,7 @@ class RankProcesses:
     def _wait_for_stopped(self, deadline: float) -> bool:
         """Whether all ranks ended, or one of them otherwise than asked to, before the deadline."""
         while True:
-            codes = [exit_code(pid) for pid in self.pids.values()]
+            codes = self.codes().values()
             ended = {code for code in codes if code is not None}
             if None not in codes or not ended <= STOPPED.keys() | {0}:
                 return True

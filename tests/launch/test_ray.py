@@ -1,0 +1,165 @@
+"""The engine for Ray: what it says before anything runs, and runs on a cluster of raylets."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from processes import Said, mgt_here
+from ray_nodes import RayRun, add_node, quick_nodes, ray_nodes
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is not installed: pip install -c constraints.txt -e '.[ray]'",
+)
+PATIENCE_S = 300
+
+
+@pytest.fixture
+def mgt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Iterator[Any]:
+    """`mgt run ... train.py`, in this process, without Ray."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    Path("train.py").touch()
+
+    def call(*words: object) -> Said:
+        return mgt_here(monkeypatch, capsys, "run", *words, "train.py")
+
+    return call
+
+
+def test_a_run_on_ray_without_the_extra_names_it(mgt: Any) -> None:
+    said = mgt("--engine", "ray", "--nnodes", 2)
+    assert said.code == 2
+    assert "pip install 'multi-gpu-training[ray]'" in said.err
+
+
+def test_a_wrong_address_is_told_at_once_with_the_right_form(mgt: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for address, remedy in {
+        "10.0.0.1": "use auto, or HOST:PORT such as 10.0.0.1:6379",
+        "head:70000": "use auto, or HOST:PORT such as 10.0.0.1:6379",
+        "ray://head:10001": "ray job submit",
+        f"127.0.0.1:{port}": "nothing answers there (",
+    }.items():
+        said = mgt("--engine", "ray", "--ray-address", address)
+        assert said.code in (1, 2) and "--ray-address" in said.err and address in said.err, said
+        assert remedy in said.err and "Traceback" not in said.err, said
+
+
+def test_options_of_ray_are_checked_together_and_refused_by_other_engines(mgt: Any) -> None:
+    said = mgt("--engine", "ray", "--ray-options", "cpus_per_rank=two,working_dir=none,shm=1")
+    assert said.code == 2
+    assert "'cpus_per_rank=two': use" in said.err and "'shm=1': use" in said.err
+    assert "working_dir=none'" not in said.err
+    said = mgt("--ray-address", "auto")
+    assert said.code == 2 and "--ray-address does not belong to the engine" in said.err
+
+
+# On a real cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two raylets with room for two ranks each."""
+    quick_nodes()
+    with ray_nodes(2, 2) as found:
+        yield found
+
+
+def apart(found: Any, expected: Any) -> float:
+    if isinstance(expected, list):
+        return max(apart(a, b) for a, b in zip(found, expected, strict=True))
+    return abs(float(found) - float(expected))
+
+
+@pytest.mark.engines
+@needs_ray
+@pytest.mark.timeout(1800)
+def test_ranks_on_ray_compute_what_local_ones_do_and_survive_a_lost_node_and_a_killed_actor(
+    cluster: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "hurry").touch()
+    local = RayRun(tmp_path, "local", 80)
+    with local.start("--num-gpus", 4) as program:
+        assert program.end_of_run(PATIENCE_S) == 0, program
+    (tmp_path / "hurry").unlink()
+    run = RayRun(tmp_path, "ray", 80, pause=0.5)
+    flags = ("--engine", "ray", "--ray-address", cluster.address, "--num-gpus", 2)
+    flags += ("--nnodes", "1:2", "--max-restarts", 9)
+    with run.start(*flags) as program:
+        # Half of the ranks die with their node; the rest go on with the same batches.
+        program.when(lambda: run.reached(6), PATIENCE_S)
+        assert {line["world"] for line in run.steps} == {4}
+        node = min(cluster.worker_nodes, key=lambda n: n.unique_id)
+        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        ours = program.alive()
+        mine = [p for p in raylet.children(recursive=True) if p in ours]
+        cluster.worker_nodes.discard(node)
+        raylet.kill()
+        assert mine and not psutil.wait_procs(mine, timeout=10)[1], "ranks outlive their raylet"
+        program.when(lambda: run.reached(8, attempt=1), PATIENCE_S)
+        assert run.steps[-1]["world"] == 2
+        assert "the Ray node was lost" in program.err
+        # A node that comes back takes part again.
+        add_node(cluster, 2)
+        program.when(lambda: run.reached(9, attempt=2), PATIENCE_S)
+        assert run.steps[-1]["world"] == 4
+        # An actor that is killed takes its rank with it; all start again.
+        rank = psutil.Process(run.steps[-1]["pid"])
+        rank.parent().kill()
+        program.when(lambda: run.reached(10, attempt=3), PATIENCE_S)
+        assert "the Ray actor was killed" in program.err
+        (tmp_path / "hurry").touch()
+        assert program.end_of_run(PATIENCE_S) == 0, program
+        assert "trained to the end" in program.out
+        assert program.nothing_left(10)
+    assert run.samples() == local.samples()
+    assert max(apart(run.weights[k], v) for k, v in local.weights.items()) < 1e-12
+    assert not list(tmp_path.glob(".mgt-ray-*"))  # by which the driver tells who shares its disk
+
+
+@pytest.mark.engines
+@needs_ray
+@pytest.mark.timeout(1200)
+def test_a_signal_saves_a_killed_driver_leaves_nothing_and_an_error_has_its_exit_code(
+    cluster: Any, tmp_path: Path
+) -> None:
+    flags = ("--engine", "ray", "--ray-address", cluster.address, "--num-gpus", 2)
+    run = RayRun(tmp_path, "ray", 100, pause=0.3)
+    with run.start(*flags) as program:
+        program.when(lambda: run.reached(2), PATIENCE_S)
+        rank = next(p for p in program.alive() if p.pid == run.steps[-1]["pid"])
+        shown = " ".join(word for p in program.alive() for word in p.cmdline())
+        assert rank.environ()["MGT_CLUSTER_TOKEN"] not in shown
+        program.send(signal.SIGTERM)
+        assert program.end_of_run(PATIENCE_S) == 143, program
+        assert "saved step" in program.out + program.err
+        assert program.nothing_left(10)
+    before = max(line["step"] for line in run.steps)
+    with run.start(*flags) as program:
+        program.when(lambda: run.reached(before + 2), PATIENCE_S)
+        os.kill(program.pid, signal.SIGKILL)
+        assert program.nothing_left(30)
+    steps = [line["step"] for line in run.steps if line["rank"] == 0]
+    assert steps == sorted(set(steps)), "it resumed where it had saved"
+    broken = RayRun(tmp_path, "broken", 1)
+    (tmp_path / "train.py").write_text("import sys; print('so far'); sys.exit(7)")
+    with broken.start(*flags) as program:
+        assert program.end_of_run(PATIENCE_S) == 7, program
+        assert "so far" in program.out and "exited with 7" in program.err
+        assert program.nothing_left(10)
