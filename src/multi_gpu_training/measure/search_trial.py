@@ -55,6 +55,13 @@ class SearchTrial(Measurement):
                     f"--param {name}: the script makes its own batches and does not read {name}; "
                     "give the dataset to the manager, or drop the parameter"
                 )
+        size = settings.get("batch_size")
+        whole = run.trainer.config.global_batch_size
+        if size is not None and not own and whole is None and run.sizes.per_rank != size:
+            problems.append(
+                f"--param batch_size={size}: the script's DataLoader takes {run.sizes.per_rank} "
+                "samples instead; give the manager the dataset, or leave out its batch_size"
+            )
         if problems:
             raise ConfigError(problems)
         return []

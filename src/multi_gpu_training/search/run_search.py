@@ -1,11 +1,11 @@
 """From the settings of a search to its trials: the folder, the slots, the files that remain.
 
-    STUDY/search.yaml         what was asked for
-    STUDY/study.db            Optuna's storage, unless --storage names another
-    STUDY/trials/trial-0007   the config and the output of a trial
-    STUDY/runs/RECIPE/...     the run of each trial: events, checkpoints, report
-    STUDY/best.yaml           the best trial, for `mgt train`
-    STUDY/report.html
+STUDY/search.yaml         what was asked for
+STUDY/study.db            Optuna's storage, unless --storage names another
+STUDY/trials/trial-0007   the config and the output of a trial
+STUDY/runs/RECIPE/...     the run of each trial: events, checkpoints, report
+STUDY/best.yaml           the best trial, for `mgt train`
+STUDY/report.html
 """
 
 from __future__ import annotations

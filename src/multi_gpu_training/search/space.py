@@ -1,9 +1,9 @@
 """What a search may vary: parameters as the command line and a YAML file write them.
 
-    1e-5..1e-1:log     a float on a logarithmic scale
-    16..256            a whole number, because both ends are
-    0.0..0.5:step=0.1  every tenth
-    adamw,sgd          one of these
+1e-5..1e-1:log     a float on a logarithmic scale
+16..256            a whole number, because both ends are
+0.0..0.5:step=0.1  every tenth
+adamw,sgd          one of these
 """
 
 from __future__ import annotations
@@ -73,6 +73,13 @@ class Parameter:
         if self.choices:
             return list(self.choices)
         return [int(self.low), int(self.high)] if self.whole else [self.low, self.high]
+
+    def middle(self) -> Any:
+        """A typical value."""
+        if self.choices:
+            return self.choices[0]
+        found = math.sqrt(self.low * self.high) if self.log else (self.low + self.high) / 2
+        return round(found) if self.whole else found
 
     @property
     def words(self) -> str:
