@@ -17,9 +17,9 @@ PARAMS = {"rate": "1e-4..1e-1:log", "width": "4..64", "kind": ["a", "b", "c"]}
 
 
 def curve(params: dict[str, Any]) -> Iterator[float]:
-    """A deterministic training of nine validations."""
+    """A deterministic training of six validations."""
     best = (params["rate"] * 30 - 1) ** 2 + abs(params["width"] - 20) / 50
-    for epoch in range(1, 10):
+    for epoch in range(1, 7):
         yield best + "abc".index(params["kind"]) * 0.1 + 1.0 / epoch
 
 
@@ -60,13 +60,13 @@ def test_a_search_suggests_and_prunes_exactly_as_plain_optuna_does(
         PARAMS,
         folder=tmp_path / "study",
         metric="loss",
-        trials=25,
+        trials=14,
         sampler=sampler,
         pruner=pruner,
         seed=3,
-        storage="sqlite://",
+        storage="memory",
     )
-    plain = by_plain_optuna("study", sampler, pruner, 25)
+    plain = by_plain_optuna("study", sampler, pruner, 14)
     assert [dict(one.params) for one in found.trials] == [one.params for one in plain]
     assert [one.state for one in found.trials] == [one.state.name.lower() for one in plain]
     assert [list(one.values) for one in found.trials] == [one.values for one in plain]
@@ -85,10 +85,25 @@ def test_nsga2_finds_the_front_of_a_grid_that_brute_force_gives(tmp_path: Path) 
         return loss, float(width * width * depth)
 
     names = ["loss", "parameters"]
-    every = search(both, grid, folder=tmp_path / "all", metric=names, sampler="grid", trials=100)
+    every = search(
+        both,
+        grid,
+        folder=tmp_path / "all",
+        metric=names,
+        sampler="grid",
+        trials=100,
+        storage="memory",
+    )
     assert len(every.trials) == 25
     front = {one.values for one in every.front}
     found = search(
-        both, grid, folder=tmp_path / "some", metric=names, sampler="nsga2", trials=100, seed=1
+        both,
+        grid,
+        folder=tmp_path / "some",
+        metric=names,
+        sampler="nsga2",
+        trials=100,
+        seed=1,
+        storage="memory",
     )
     assert {one.values for one in found.front} == front

@@ -19,7 +19,7 @@ from multi_gpu_training.safe_files import read_yaml, write_atomically
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.search.objectives import SearchObjective, read_objective
 from multi_gpu_training.search.space import Parameter, read_space
-from multi_gpu_training.search.study import study_problems
+from multi_gpu_training.search.study import MEMORY, study_problems
 
 FILE = "search.yaml"
 MOST_TRIALS = 10**6
@@ -84,6 +84,11 @@ class SearchSettings(BaseModel):
             )
         if self.repeat_best and len(self.metric) > 1:
             problems.append("--repeat-best needs one --metric, by which trials are best")
+        if self.target and self.storage == MEMORY:
+            problems.append(
+                "--storage memory would lose the search with this process; leave it out, or give "
+                "a URL such as sqlite:///study.db"
+            )
         if not problems and self.target:
             problems += self.target_problems(space)
         if problems:

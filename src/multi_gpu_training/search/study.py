@@ -8,7 +8,8 @@ killed at any instant finds there what to do next, and nothing else can disagree
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 SAMPLERS = ("tpe", "random", "grid", "cmaes", "nsga2")
 PRUNERS = ("none", "median", "hyperband", "asha")
 RUN, REASON, ENDING = "mgt:run", "mgt:reason", "mgt:ending"
+MEMORY = "memory"  # a storage that ends with the process, for functions
 ONE_OBJECTIVE = ("cmaes",)
 
 
@@ -77,7 +79,7 @@ class Study:
         self.objectives = list(objectives)
         self._distributions = {one.name: one.distribution() for one in space}
         try:
-            self._storage = optuna.storages.get_storage(storage)
+            self._storage = optuna.storages.get_storage(None if storage == MEMORY else storage)
             self._study = optuna.create_study(
                 storage=self._storage,
                 study_name=name,
@@ -328,13 +330,12 @@ def _record(frozen: optuna.trial.FrozenTrial) -> TrialRecord:
     )
 
 
-class _quiet(warnings.catch_warnings):  # noqa: N801
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Without Optuna's warnings on features that it calls experimental."""
-
-    def __enter__(self) -> Any:
-        found = super().__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return found
+        yield
 
 
 class SearchError(MultiGPUError):
