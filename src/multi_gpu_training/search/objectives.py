@@ -83,8 +83,8 @@ class RunReadings:
     history: list[Validated] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     facts: dict[str, float] = field(default_factory=dict)
+    last_step: int = -1
     finished: bool = False
-    error: str | None = None
 
     def missing(self, objectives: Sequence[SearchObjective]) -> list[str]:
         known = {**self.metrics, **self.facts}
@@ -99,6 +99,7 @@ def read_events(run: Path, objectives: Sequence[SearchObjective]) -> RunReadings
     rates: list[float] = []
     logged = [one.metric for one in objectives if one.metric not in FACTS]
     for step, metrics, _ in logged_metrics(current, 2**62, math.inf):
+        found.last_step = step
         found.metrics.update(metrics)
         if "train/samples_per_s" in metrics:
             rates.append(metrics["train/samples_per_s"])
@@ -136,12 +137,11 @@ def _read_rare(current: Path, found: RunReadings) -> None:
     peaks = [0.0]
     for event in _events(current, b'"event": "r', b'"event": "device"'):
         if event["event"] == "rank":
-            found.finished, found.error = False, None
+            found.finished = False
             if isinstance(event.get("parameters"), int):
                 found.facts["parameters"] = float(event["parameters"])
         elif event["event"] == "run_end":
             found.finished = "error" not in event and "stopped" not in event
-            found.error = event.get("error")
         elif event["event"] == "device":
             peaks.append(float(event.get("peak_bytes") or 0.0))
     if max(peaks) > 0:

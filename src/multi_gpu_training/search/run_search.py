@@ -20,6 +20,7 @@ import yaml
 
 from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.config_file import storable
+from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.launch.signals import LauncherSignals
@@ -141,7 +142,9 @@ class StudyFolder:
             command = [settings.target, *settings.words]
             return RunPlace(run, files.with_suffix(".log"), command, slots.variables(slot), given)
         config = files.with_suffix(".yaml")
-        write_config(config, as_yaml({**self.config_of(values), **own, **device}))
+        # A search of many trials would fill the disk with checkpoints that nobody goes back to.
+        few = {"keep_last": 1}
+        write_config(config, as_yaml({**few, **self.config_of(values), **own, **device}))
         command = ["-m", "multi_gpu_training", "train", str(config)]
         command += ["--num-gpus", str(slots.ranks)]
         return RunPlace(run, files.with_suffix(".log"), command, slots.variables(slot))
@@ -185,6 +188,8 @@ def run_search(
     """Run a search to its end, or go on with one. AskedToEnd where a signal came."""
     require_optuna(settings.sampler)
     settings.check()
+    if function is None and from_environment() is not None:
+        raise ConfigError("mgt search starts ranks itself; start it without torchrun or srun")
     slots = find_slots(settings) if function is None else Slots(1, 1)
     folder = StudyFolder(path, settings, resume)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
@@ -18,16 +18,16 @@ FAILURES_AT_FIRST = 3  # if so many trials fail before any works, the others wou
 
 @dataclass
 class ActiveTrial:
-    """A trial that runs in slot `slot`. `reported` validations are in the storage, the last one
-    of them at step `step` of the training."""
+    """A trial that runs in slot `slot`. `reported` validations are in the storage; `seen` ones
+    were read here, the last of them at step `step` of the training."""
 
     record: TrialRecord
     slot: int
     running: RunningTrial
     reported: int = 0
+    seen: int = 0
     step: int = -1
     latest: tuple[float, ...] = ()
-    known: bool = field(default=False)
 
 
 Start = Callable[[TrialRecord, int], RunningTrial]
@@ -121,19 +121,17 @@ class Searcher:
     def _look(self, active: ActiveTrial) -> bool:
         """Read a trial once; True where something has changed."""
         history, end = active.running.look()
-        if not active.known:
-            # Of a trial that is continued, these were reported before.
-            active.known = True
-            if active.reported:
-                active.step = history[min(active.reported, len(history)) - 1].step if history else 0
         moved = False
         for found in history:
             if found.step <= active.step:
                 continue
             moved, active.step, active.latest = True, found.step, found.values
-            if len(found.values) > 1:
-                continue  # Optuna takes reports of one objective only
-            active.reported += 1
+            active.seen += 1
+            # Optuna takes reports of one objective only. Of a trial that is continued, the last
+            # value that the storage has is judged again: the search may have died in between.
+            if len(found.values) > 1 or active.seen < active.reported:
+                continue
+            active.reported = active.seen
             value = found.values[0]
             if self.study.report(active.record.number, active.reported, value) and self.pruning:
                 reason = f"pruned after validation {active.reported} at {value:.6g}"

@@ -107,6 +107,7 @@ class TrialRun:
         self._next_read = 0.0
         self._begun = self._alive_at = time.monotonic()
         self._sign: tuple[int, ...] = ()
+        self._log_start = 0  # of this process, in the log of all that the trial had
         if not self._readings.finished:  # finished, and killed before anybody was told
             self._start()
 
@@ -140,6 +141,7 @@ class TrialRun:
             out = place.log.with_suffix("")
             request = MeasureRequest("search_trial", str(out), 1, 1, settings=dict(place.settings))
             variables[VARIABLE] = request.save()
+        self._log_start = max(0, _size(place.log))
         with place.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "multi_gpu_training.launch.rank_main", *self._words()],
@@ -160,16 +162,11 @@ class TrialRun:
         self._readings = read_events(self._place.folder, self._objectives)
         took = time.monotonic() - begun
         self._next_read = begun + max(READ_EVERY_S, took / READING_SHARE)
-        sign = tuple(self._sizes())
+        # Not the size of the event files: a hung process still records its device there.
+        readings = self._readings
+        sign = (_size(self._place.log), readings.last_step, len(readings.history))
         if sign != self._sign:
             self._sign, self._alive_at = sign, time.monotonic()
-
-    def _sizes(self) -> Iterator[int]:
-        for file in (self._place.log, *sorted(self._place.folder.glob("events/*.jsonl"))):
-            try:
-                yield file.stat().st_size
-            except FileNotFoundError:
-                yield -1
 
     def _too_long(self) -> TrialEnd | None:
         now, limits = time.monotonic(), self._limits
@@ -186,13 +183,12 @@ class TrialRun:
         """What the end of the process means; None where it was started again."""
         if code == 0:
             return self._finished()
-        text = _tail(self._place.log)
-        if MEMORY_IS_SHORT.search(text):
-            return TrialEnd(Ending.PRUNED, reason=f"out of memory: {complaint(text, code)[:300]}")
-        stopped = code < 0 or code in (130, 137, 143)
-        if not stopped:
-            wrong = code == CONFIG_ERROR
-            return TrialEnd(Ending.FAILED, reason=complaint(text, code)[:500], fatal=wrong)
+        if code > 0 and code not in (130, 137, 143):  # not ended by a signal
+            text = _tail(self._place.log, self._log_start)
+            reason = complaint(text, code)[:500]
+            if MEMORY_IS_SHORT.search(text):
+                return TrialEnd(Ending.PRUNED, reason=f"out of memory: {reason}")
+            return TrialEnd(Ending.FAILED, reason=reason, fatal=code == CONFIG_ERROR)
         count = len(self._readings.history)
         if count > self._seen_at_restart:
             self._seen_at_restart, self._restarts = count, 0
@@ -226,10 +222,18 @@ def write_config(path: Path, text: str) -> None:
     write_atomically(path, text)
 
 
-def _tail(log: Path) -> str:
+def _size(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _tail(log: Path, start: int) -> str:
+    """The end of what was written since `start`."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            file.seek(max(start, _size(log) - TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
