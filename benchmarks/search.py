@@ -82,12 +82,12 @@ def compare_ranks(args: argparse.Namespace, folder: Path) -> int:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     space = ("--param", "learning_rate=1e-3..1e-1:log", "--param", "weight_decay=0.0..0.1")
-    # Pruners wait for five complete trials by default; fewer would show nothing pruned.
+    # ASHA prunes from the second trial on; the median pruner waits for five complete ones.
     how = (
         "--trials",
         str(args.trials),
         "--pruner",
-        "median",
+        "asha",
         "--seed",
         "0",
         "--metric",
@@ -113,14 +113,16 @@ def kill_campaign(args: argparse.Namespace, folder: Path) -> int:
     """kill -9 of anything while a grid is searched; then against the undisturbed study."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    grid = ("--param", "learning_rate=0.001,0.01,0.1", "--param", "weight_decay=0.0,0.1")
-    words = (*grid, "--sampler", "grid", "--trials", "6", "--metric", "val/loss")
-    subprocess.run(command(script, "quiet", folder, *words, "--parallel", "2"), check=True)
+    grid = ("--param", "learning_rate=0.01,0.1", "--param", "weight_decay=0.0,0.1")
+    words = (*grid, "--sampler", "grid", "--trials", "4", "--metric", "val/loss")
+    subprocess.run(
+        command(script, "quiet", folder, *words, "--parallel", str(args.parallel)), check=True
+    )
     quiet = trials_of(folder / "quiet")
 
     chance = random.Random(args.seed)
     study, kills, starts = folder / "killed", [], 0
-    words = (*words, "--parallel", "2", "--gpus-per-trial", str(args.ranks))
+    words = (*words, "--parallel", str(args.parallel), "--gpus-per-trial", str(args.ranks))
     process = subprocess.Popen(command(script, "killed", folder, *words))
     while True:
         deadline = time.monotonic() + chance.uniform(args.least_s, args.most_s)
@@ -201,7 +203,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--studies", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--least-s", type=float, default=1.0)

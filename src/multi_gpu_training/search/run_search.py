@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,14 @@ Infeasible = Callable[[Mapping[str, Any]], str | None]
 
 @dataclass
 class SearchResult:
-    """What a search found. `front`: best first, or the Pareto front of several objectives."""
+    """What a search found. `front`: best first, or the Pareto front of several objectives.
+    `importances` is asked for when it is shown: it trains a forest."""
 
     folder: Path
     objectives: Sequence[SearchObjective]
     trials: list[TrialRecord]
     front: list[TrialRecord]
-    importances: Mapping[str, float] = field(default_factory=dict)
+    importances: Callable[[], Mapping[str, float]] = dict
 
     @property
     def best(self) -> TrialRecord | None:
@@ -230,7 +231,7 @@ def run_search(
                 searcher.run(signals)
         finally:
             result = SearchResult(
-                path, study.objectives, study.records(), study.best(), study.importances()
+                path, study.objectives, study.records(), study.best(), study.importances
             )
             folder.write_best(result.best)
         return result

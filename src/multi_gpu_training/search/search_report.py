@@ -114,8 +114,9 @@ def _body(
             yield "<h2>Pareto front</h2>" + front_plot(done, result)
         else:
             yield "<h2>Progress</h2>" + history_plot(done, result.objectives[0])
-    if result.importances:
-        yield "<h2>Importance</h2>" + importance_bars(result.importances)
+    importances = result.importances()
+    if importances:
+        yield "<h2>Importance</h2>" + importance_bars(importances)
         yield (
             '<p class="soft">How much of the variance of the first metric each parameter explains '
             "in these trials. It says nothing about values that were not tried.</p>"
