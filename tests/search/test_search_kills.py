@@ -63,14 +63,14 @@ def test_a_killed_search_goes_on_with_its_running_trial(tmp_path: Path) -> None:
 def test_a_decision_to_prune_survives_a_kill_before_the_trial_has_ended(tmp_path: Path) -> None:
     from multi_gpu_training.search.run_search import Study, sqlite_url
     from multi_gpu_training.search.settings import SearchSettings
-    from multi_gpu_training.search.trial_run import Ending
+    from multi_gpu_training.search.trial_run import TrialEnding
 
     folder = tmp_path / "study"
     search(lambda params: params["x"], {"x": "0..9"}, folder=folder, metric="loss", trials=2)
     settings = SearchSettings.load(folder)
     study = Study("study", sqlite_url(folder), settings.space(), settings.objectives(), resume=True)
     number = study.ask().number
-    study.note_ending(number, Ending.PRUNED, "pruned after validation 1 at 3")
+    study.note_ending(number, TrialEnding.PRUNED, "pruned after validation 1 at 3")
     seen: list[Any] = []
     found = search(
         lambda params: seen.append(params) or params["x"],

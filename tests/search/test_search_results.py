@@ -18,7 +18,7 @@ from multi_gpu_training.monitoring.loggers.jsonl_logger import JsonlLogger
 from multi_gpu_training.search import search
 from multi_gpu_training.search.objectives import final_values, read_events, read_objective
 from multi_gpu_training.search.planning_ahead import BatchLimit, per_rank_batch
-from multi_gpu_training.search.repeats import Repeated
+from multi_gpu_training.search.repeats import RepeatedTrial
 from multi_gpu_training.search.run_search import Slots, StudyFolder
 from multi_gpu_training.search.search_report import page
 from multi_gpu_training.search.settings import SearchSettings, read_settings
@@ -99,7 +99,7 @@ def test_the_report_escapes_everything_and_needs_no_network(tmp_path: Path) -> N
         objective, params, folder=tmp_path / "s", metric=metrics, trials=12, storage="memory"
     )
     settings = read_settings({"params": params, "metric": metrics})
-    shown = page(found, settings, [Repeated(1, EVIL, 0.5, (0.4, 0.6))])
+    shown = page(found, settings, [RepeatedTrial(1, EVIL, 0.5, (0.4, 0.6))])
     assert "<script" not in shown and "&lt;script&gt;" in shown
     assert "http" not in shown and "src=" not in shown
     for part in ("All parameters at once", "Pareto front", "Repeated with other seeds", "polyline"):
@@ -116,9 +116,9 @@ def test_batches_that_do_not_fit_are_refused_before_they_run() -> None:
 
 
 def test_repeats_show_mean_and_spread_and_what_failed() -> None:
-    found = Repeated(7, "val/loss", 0.1, (0.2, 0.4), failed=1)
+    found = RepeatedTrial(7, "val/loss", 0.1, (0.2, 0.4), failed=1)
     assert found.words() == (
         "trial 7: val/loss 0.1 in the search; with 2 seeds 0.3 +- 0.14 (standard deviation), "
         "1 failed"
     )
-    assert "no repeat was complete" in Repeated(7, "val/loss", 0.1, (), 2).words()
+    assert "no repeat was complete" in RepeatedTrial(7, "val/loss", 0.1, (), 2).words()

@@ -15,13 +15,13 @@ from multi_gpu_training.search.run_search import (
     trial_name,
 )
 from multi_gpu_training.search.settings import SearchSettings
-from multi_gpu_training.search.trial_run import Ending, TrialEnd, TrialLimits, TrialRun
+from multi_gpu_training.search.trial_run import TrialEnding, TrialEnd, TrialLimits, TrialRun
 
 FIRST_SEED = 1000  # not those that people choose
 
 
 @dataclass(frozen=True)
-class Repeated:
+class RepeatedTrial:
     """One of the best trials, trained with several seeds; `values` of those that worked."""
 
     number: int
@@ -54,7 +54,7 @@ def repeat_best(
     slots: Slots,
     result: SearchResult,
     say: Callable[[str], None] = lambda text: None,
-) -> list[Repeated]:
+) -> list[RepeatedTrial]:
     """Train the best trials again. A repeat that is done already is read, not trained."""
     chosen = result.front[: settings.repeat_best]
     if not chosen or not settings.target:
@@ -78,9 +78,11 @@ def repeat_best(
     found = []
     for best in chosen:
         own = [ends[best.number, seed] for seed in range(settings.seeds)]
-        values = tuple(end.values[0] for end in own if end.ending is Ending.COMPLETE)
+        values = tuple(end.values[0] for end in own if end.ending is TrialEnding.COMPLETE)
         metric = result.objectives[0].metric
-        found.append(Repeated(best.number, metric, best.values[0], values, len(own) - len(values)))
+        found.append(
+            RepeatedTrial(best.number, metric, best.values[0], values, len(own) - len(values))
+        )
     return found
 
 

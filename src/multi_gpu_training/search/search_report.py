@@ -11,13 +11,13 @@ from typing import Any
 from multi_gpu_training.monitoring.report.page import STYLE
 from multi_gpu_training.safe_files import write_atomically
 from multi_gpu_training.search.objectives import SearchObjective
-from multi_gpu_training.search.repeats import Repeated
+from multi_gpu_training.search.repeats import RepeatedTrial
 from multi_gpu_training.search.run_search import SearchResult
 from multi_gpu_training.search.searcher import elapsed
 from multi_gpu_training.search.settings import SearchSettings
 from multi_gpu_training.search.space import Parameter
 from multi_gpu_training.search.study import TrialRecord
-from multi_gpu_training.search.trial_run import Ending
+from multi_gpu_training.search.trial_run import TrialEnding
 
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40
@@ -67,7 +67,7 @@ class Axis:
 
 
 def write_report(
-    result: SearchResult, settings: SearchSettings, repeats: Sequence[Repeated] = ()
+    result: SearchResult, settings: SearchSettings, repeats: Sequence[RepeatedTrial] = ()
 ) -> Path:
     """Write STUDY/report.html and return its path."""
     path = result.folder / "report.html"
@@ -75,7 +75,9 @@ def write_report(
     return path
 
 
-def page(result: SearchResult, settings: SearchSettings, repeats: Sequence[Repeated] = ()) -> str:
+def page(
+    result: SearchResult, settings: SearchSettings, repeats: Sequence[RepeatedTrial] = ()
+) -> str:
     title = f"Search {result.folder.name}"
     body = "".join(_body(result, settings, repeats))
     return (
@@ -87,7 +89,7 @@ def page(result: SearchResult, settings: SearchSettings, repeats: Sequence[Repea
 
 
 def _body(
-    result: SearchResult, settings: SearchSettings, repeats: Sequence[Repeated]
+    result: SearchResult, settings: SearchSettings, repeats: Sequence[RepeatedTrial]
 ) -> Iterator[str]:
     states = [one.state for one in result.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
@@ -99,7 +101,7 @@ def _body(
         f"{escape(counts)}</div>"
     )
     yield _verdict(result)
-    done = [one for one in result.trials if one.state == Ending.COMPLETE and one.values]
+    done = [one for one in result.trials if one.state == TrialEnding.COMPLETE and one.values]
     space = settings.space()
     if done:
         yield "<h2>All parameters at once</h2>" + parallel_coordinates(
@@ -252,7 +254,7 @@ def _label(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> st
     )
 
 
-def _repeats(repeats: Sequence[Repeated]) -> str:
+def _repeats(repeats: Sequence[RepeatedTrial]) -> str:
     rows = [
         [
             str(one.number),

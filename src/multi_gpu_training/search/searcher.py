@@ -10,7 +10,7 @@ from typing import Any
 
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
 from multi_gpu_training.search.study import SearchError, Study, TrialRecord
-from multi_gpu_training.search.trial_run import Ending, RunningTrial, TrialEnd
+from multi_gpu_training.search.trial_run import TrialEnding, RunningTrial, TrialEnd
 
 LOOK_EVERY_S = 0.2
 FAILURES_AT_FIRST = 3  # if so many trials fail before any works, the others would too
@@ -84,7 +84,7 @@ class Searcher:
         """Find what an earlier search left: trials to finish, and trials to continue."""
         known = self.study.records()
         self._made = len(known)
-        self._worked = any(one.state == Ending.COMPLETE for one in known)
+        self._worked = any(one.state == TrialEnding.COMPLETE for one in known)
         for record in known:
             if record.finished:
                 continue
@@ -115,7 +115,7 @@ class Searcher:
             reason = self.infeasible(record.params)
             if reason is None:
                 return record
-            self._tell(record, TrialEnd(Ending.PRUNED, reason=reason))
+            self._tell(record, TrialEnd(TrialEnding.PRUNED, reason=reason))
         return None
 
     def _look(self, active: ActiveTrial) -> bool:
@@ -135,7 +135,7 @@ class Searcher:
             value = found.values[0]
             if self.study.report(active.record.number, active.reported, value) and self.pruning:
                 reason = f"pruned after validation {active.reported} at {value:.6g}"
-                self._end(active, TrialEnd(Ending.PRUNED, reason=reason))
+                self._end(active, TrialEnd(TrialEnding.PRUNED, reason=reason))
                 return True
         if end is not None:
             self._end(active, end)
@@ -147,7 +147,7 @@ class Searcher:
             self.study.note_ending(number, end.ending, end.reason)
         active.running.stop(save=False)
         del self._active[number]
-        if end.ending is Ending.COMPLETE:
+        if end.ending is TrialEnding.COMPLETE:
             end = checked(end, [one.metric for one in self.study.objectives])
         self._tell(active.record, end)
         self._judge(end)
@@ -158,8 +158,8 @@ class Searcher:
 
     def _judge(self, end: TrialEnd) -> None:
         """Give up where every trial would fail like the first ones."""
-        self._worked = self._worked or end.ending is not Ending.FAILED
-        if self._worked or end.ending is not Ending.FAILED:
+        self._worked = self._worked or end.ending is not TrialEnding.FAILED
+        if self._worked or end.ending is not TrialEnding.FAILED:
             return
         self._failed.append(end)
         if end.fatal or len(self._failed) >= min(FAILURES_AT_FIRST, self.trials):
@@ -174,10 +174,10 @@ def checked(end: TrialEnd, names: Sequence[str]) -> TrialEnd:
     """A result that Optuna can take; NaN is a failure with its reason."""
     if len(end.values) != len(names):
         reason = f"it gave {len(end.values)} values for {len(names)} metrics ({', '.join(names)})"
-        return TrialEnd(Ending.FAILED, reason=reason, fatal=True)
+        return TrialEnd(TrialEnding.FAILED, reason=reason, fatal=True)
     wrong = [name for name, value in zip(names, end.values, strict=True) if math.isnan(value)]
     if wrong:
-        return TrialEnd(Ending.FAILED, reason=f"{', '.join(wrong)} is NaN at the end")
+        return TrialEnd(TrialEnding.FAILED, reason=f"{', '.join(wrong)} is NaN at the end")
     return end
 
 

@@ -20,7 +20,7 @@ from multi_gpu_training.redaction import redact
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.search.objectives import SearchObjective
 from multi_gpu_training.search.space import Parameter
-from multi_gpu_training.search.trial_run import Ending, TrialEnd
+from multi_gpu_training.search.trial_run import TrialEnding, TrialEnd
 
 if TYPE_CHECKING:
     import optuna
@@ -48,7 +48,7 @@ class TrialRecord:
 
     @property
     def finished(self) -> bool:
-        return self.state in (Ending.COMPLETE, Ending.PRUNED, Ending.FAILED)
+        return self.state in (TrialEnding.COMPLETE, TrialEnding.PRUNED, TrialEnding.FAILED)
 
 
 def require_optuna(sampler: str = "tpe") -> None:
@@ -146,7 +146,7 @@ class Study:
         with _quiet():
             return trial.should_prune()
 
-    def note_ending(self, number: int, ending: Ending, reason: str) -> None:
+    def note_ending(self, number: int, ending: TrialEnding, reason: str) -> None:
         """Write down how a trial is about to end, before its processes are."""
         # The decision comes last: it counts only together with its reason.
         self._storage.set_trial_user_attr(self._trial_id(number), REASON, reason)
@@ -157,7 +157,7 @@ class Study:
         attributes = self._frozen(number).user_attrs
         if ENDING not in attributes:
             return None
-        return TrialEnd(Ending(attributes[ENDING]), reason=str(attributes.get(REASON, "")))
+        return TrialEnd(TrialEnding(attributes[ENDING]), reason=str(attributes.get(REASON, "")))
 
     def tell(self, number: int, end: TrialEnd) -> None:
         """Finish a trial. A second time does nothing."""
@@ -166,10 +166,10 @@ class Study:
         if end.reason:
             self.note_ending(number, end.ending, end.reason)
         values: list[float] | None = None
-        if end.ending is Ending.COMPLETE:
+        if end.ending is TrialEnding.COMPLETE:
             state, values = TrialState.COMPLETE, list(end.values)
         else:
-            state = TrialState.PRUNED if end.ending is Ending.PRUNED else TrialState.FAIL
+            state = TrialState.PRUNED if end.ending is TrialEnding.PRUNED else TrialState.FAIL
         try:
             with _quiet():
                 self._study.tell(number, values, state=state, skip_if_finished=True)
@@ -189,7 +189,7 @@ class Study:
 
     def best(self) -> list[TrialRecord]:
         """The complete trials: best first, or those of the Pareto front."""
-        done = [one for one in self.records() if one.state == Ending.COMPLETE]
+        done = [one for one in self.records() if one.state == TrialEnding.COMPLETE]
         if len(self.objectives) > 1:
             return pareto_front(done, self.objectives)
         sign = 1 if self.objectives[0].direction == "min" else -1

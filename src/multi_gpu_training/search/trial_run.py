@@ -37,7 +37,7 @@ CONFIG_ERROR = 2
 TAIL_BYTES = 2**16
 
 
-class Ending(StrEnum):
+class TrialEnding(StrEnum):
     """How a trial ended; the values are those of Optuna's states."""
 
     COMPLETE = "complete"
@@ -49,7 +49,7 @@ class Ending(StrEnum):
 class TrialEnd:
     """The result of a trial, or why it has none. `fatal`: every other trial would end like it."""
 
-    ending: Ending
+    ending: TrialEnding
     values: tuple[float, ...] = ()
     reason: str = ""
     fatal: bool = False
@@ -177,7 +177,7 @@ class TrialRun:
         else:
             return None
         self.stop(save=False)
-        return TrialEnd(Ending.FAILED, reason=reason)
+        return TrialEnd(TrialEnding.FAILED, reason=reason)
 
     def _after(self, code: int) -> TrialEnd | None:
         """What the end of the process means; None where it was started again."""
@@ -187,8 +187,8 @@ class TrialRun:
             text = _tail(self._place.log, self._log_start)
             reason = complaint(text, code)[:500]
             if MEMORY_IS_SHORT.search(text):
-                return TrialEnd(Ending.PRUNED, reason=f"out of memory: {reason}")
-            return TrialEnd(Ending.FAILED, reason=reason, fatal=code == CONFIG_ERROR)
+                return TrialEnd(TrialEnding.PRUNED, reason=f"out of memory: {reason}")
+            return TrialEnd(TrialEnding.FAILED, reason=reason, fatal=code == CONFIG_ERROR)
         count = len(self._readings.history)
         if count > self._seen_at_restart:
             self._seen_at_restart, self._restarts = count, 0
@@ -196,7 +196,7 @@ class TrialRun:
         if self._restarts > MOST_RESTARTS:
             name = f"signal {-code}" if code < 0 else f"exit code {code}"
             return TrialEnd(
-                Ending.FAILED,
+                TrialEnding.FAILED,
                 reason=f"ended {self._restarts} times by {name} without a validation in between",
             )
         self._start()
@@ -205,9 +205,11 @@ class TrialRun:
     def _finished(self) -> TrialEnd:
         missing = self._readings.missing(self._objectives)
         if missing:
-            return TrialEnd(Ending.FAILED, reason=not_logged(missing, self._readings), fatal=True)
+            return TrialEnd(
+                TrialEnding.FAILED, reason=not_logged(missing, self._readings), fatal=True
+            )
         values = final_values(self._readings, self._objectives, self._value)
-        return TrialEnd(Ending.COMPLETE, tuple(values))
+        return TrialEnd(TrialEnding.COMPLETE, tuple(values))
 
 
 def not_logged(missing: Sequence[str], readings: RunReadings) -> str:
@@ -253,25 +255,29 @@ class FunctionTrial:
         try:
             self._found = function(dict(params))
         except MemoryError as error:
-            self._end = TrialEnd(Ending.PRUNED, reason=f"out of memory: {error}")
+            self._end = TrialEnd(TrialEnding.PRUNED, reason=f"out of memory: {error}")
         except Exception as error:
-            self._end = TrialEnd(Ending.FAILED, reason=f"{type(error).__name__}: {error}"[:500])
+            self._end = TrialEnd(
+                TrialEnding.FAILED, reason=f"{type(error).__name__}: {error}"[:500]
+            )
 
     def look(self) -> tuple[Sequence[Validated], TrialEnd | None]:
         if self._end is not None:
             return self._history, self._end
         if not isinstance(self._found, Iterator):
-            self._end = TrialEnd(Ending.COMPLETE, _row(self._found))
+            self._end = TrialEnd(TrialEnding.COMPLETE, _row(self._found))
             return self._history, self._end
         try:
             self._history.append(Validated(len(self._history) + 1, _row(next(self._found))))
         except StopIteration:
             last = self._history[-1].values if self._history else ()
-            self._end = TrialEnd(Ending.COMPLETE, last)
+            self._end = TrialEnd(TrialEnding.COMPLETE, last)
         except MemoryError as error:
-            self._end = TrialEnd(Ending.PRUNED, reason=f"out of memory: {error}")
+            self._end = TrialEnd(TrialEnding.PRUNED, reason=f"out of memory: {error}")
         except Exception as error:
-            self._end = TrialEnd(Ending.FAILED, reason=f"{type(error).__name__}: {error}"[:500])
+            self._end = TrialEnd(
+                TrialEnding.FAILED, reason=f"{type(error).__name__}: {error}"[:500]
+            )
         return self._history, self._end
 
     def stop(self, save: bool) -> None:
