@@ -15,7 +15,7 @@ from multi_gpu_training.search.run_search import (
     trial_name,
 )
 from multi_gpu_training.search.settings import SearchSettings
-from multi_gpu_training.search.trial_run import TrialEnding, TrialEnd, TrialLimits, TrialRun
+from multi_gpu_training.search.trial_run import TrialEnd, TrialEnding, TrialLimits, TrialRun
 
 FIRST_SEED = 1000  # not those that people choose
 

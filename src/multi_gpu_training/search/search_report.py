@@ -19,13 +19,13 @@ from multi_gpu_training.search.space import Parameter
 from multi_gpu_training.search.study import TrialRecord
 from multi_gpu_training.search.trial_run import TrialEnding
 
-WIDTH, HEIGHT = 460, 240
+WIDTH, HEIGHT, FULL_WIDTH = 460, 240, 1010
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 40
 MOST_ROWS = 2000
+LEAST_FOR_IMPORTANCE = 10  # complete trials; with fewer it is noise
 OWN_STYLE = """
 .point { fill: var(--c0); opacity: .75; } .point.front { fill: var(--bad); }
 .thread { fill: none; stroke-width: 1.3; opacity: .7; } .bar { fill: var(--c0); }
-.wide { max-width: 1010px; }
 """
 
 
@@ -116,7 +116,7 @@ def _body(
             yield "<h2>Pareto front</h2>" + front_plot(done, result)
         else:
             yield "<h2>Progress</h2>" + history_plot(done, result.objectives[0])
-    importances = result.importances()
+    importances = result.importances() if len(done) >= LEAST_FOR_IMPORTANCE else {}
     if importances:
         yield "<h2>Importance</h2>" + importance_bars(importances)
         yield (
@@ -146,7 +146,7 @@ def parallel_coordinates(
     trials: Sequence[TrialRecord], space: Sequence[Parameter], objective: SearchObjective
 ) -> str:
     """One line per trial through all parameters to the metric; red is better."""
-    width = max(WIDTH, 140 * (len(space) + 1))
+    width = max(FULL_WIDTH, 140 * (len(space) + 1))
     pixels = (HEIGHT - BOTTOM, TOP + 14.0)
     axes = [Axis([], pixels, one) for one in space]
     last = Axis([one.values[0] for one in trials], pixels)

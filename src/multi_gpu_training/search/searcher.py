@@ -10,7 +10,7 @@ from typing import Any
 
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
 from multi_gpu_training.search.study import SearchError, Study, TrialRecord
-from multi_gpu_training.search.trial_run import TrialEnding, RunningTrial, TrialEnd
+from multi_gpu_training.search.trial_run import RunningTrial, TrialEnd, TrialEnding
 
 LOOK_EVERY_S = 0.2
 FAILURES_AT_FIRST = 3  # if so many trials fail before any works, the others would too

@@ -20,7 +20,7 @@ from multi_gpu_training.redaction import redact
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.search.objectives import SearchObjective
 from multi_gpu_training.search.space import Parameter
-from multi_gpu_training.search.trial_run import TrialEnding, TrialEnd
+from multi_gpu_training.search.trial_run import TrialEnd, TrialEnding
 
 if TYPE_CHECKING:
     import optuna
