@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("optuna", reason="optuna is not installed (extra: search)")
 
+from multi_gpu_training.cli.search_command import SearchFlags, resolve
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.search import search
 
@@ -56,6 +57,11 @@ def test_a_killed_search_goes_on_with_its_running_trial(tmp_path: Path) -> None:
     assert len(again.trials) == 6 and len(seen) == 8
     more = search(objective, PARAMS, folder=folder, resume=True, **{**common, "trials": 7})
     assert len(more.trials) == 7
+    # As the command line says it: flags that were not given change nothing.
+    unsaid = {"metric": (), "sampler": None, "trials": 9}
+    flags = SearchFlags(str(folder), [], [], unsaid, None, "runs", True, False)
+    settings, path = resolve(flags)
+    assert path == folder and settings.metric == ["loss"] and settings.trials == 9
     with pytest.raises(ConfigError, match="another search"):
         search(objective, {"x": "0.0..2.0"}, folder=folder, resume=True, **common)
 

@@ -94,7 +94,12 @@ def resolve(flags: SearchFlags) -> tuple[SearchSettings, Path]:
     from multi_gpu_training.search.settings import FILE, SearchSettings, read_settings
     from multi_gpu_training.search.space import read_words
 
-    given = {name: value for name, value in flags.given.items() if value not in (None, [])}
+    # A flag that may be repeated comes as a tuple, empty where it was not given.
+    given = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in flags.given.items()
+        if value is not None and value != ()
+    }
     if flags.params:
         given["params"] = read_words(flags.params)
     target, base = flags.target, Path(flags.save_dir).expanduser()
