@@ -115,9 +115,9 @@ def kill_campaign(args: argparse.Namespace, folder: Path) -> int:
     script.write_text(SCRIPT)
     grid = ("--param", "learning_rate=0.01,0.1", "--param", "weight_decay=0.0,0.1")
     words = (*grid, "--sampler", "grid", "--trials", "4", "--metric", "val/loss")
-    subprocess.run(
-        command(script, "quiet", folder, *words, "--parallel", str(args.parallel)), check=True
-    )
+    if not (folder / "quiet" / "report.html").exists():  # of an earlier campaign in --folder
+        line = command(script, "quiet", folder, *words, "--parallel", str(args.parallel))
+        subprocess.run(line, check=True)
     quiet = trials_of(folder / "quiet")
 
     chance = random.Random(args.seed)
