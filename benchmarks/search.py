@@ -140,7 +140,10 @@ def kill_campaign(args: argparse.Namespace, folder: Path) -> int:
             continue
         if len(kills) >= args.kills:
             continue
-        parts = [process.pid, *(one.pid for one in children(process.pid))]
+        below = children(process.pid)
+        if not below:  # it still starts: nothing could be lost yet
+            continue
+        parts = [process.pid, *(one.pid for one in below)]
         victim = process.pid if chance.random() < 0.4 else chance.choice(parts)
         kind = "search" if victim == process.pid else "trial or rank"
         try:
