@@ -144,7 +144,7 @@ class Study:
         if index not in self._frozen(number).intermediate_values:
             trial.report(value, index)
         with _quiet():
-            return trial.should_prune()
+            return bool(trial.should_prune())
 
     def note_ending(self, number: int, ending: TrialEnding, reason: str) -> None:
         """Write down how a trial is about to end, before its processes are."""
@@ -213,7 +213,7 @@ class Study:
         return self._storage.get_trial(self._trial_id(number))
 
     def _trial_id(self, number: int) -> int:
-        return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+        return int(self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
 
     def _trial(self, number: int) -> optuna.trial.Trial:
         import optuna
