@@ -36,7 +36,7 @@ class SearchObjective:
     direction: Literal["min", "max"]
 
     @property
-    def optuna_direction(self) -> str:
+    def optuna_direction(self) -> Literal["minimize", "maximize"]:
         return "minimize" if self.direction == "min" else "maximize"
 
     def better(self, one: float, other: float) -> bool:
