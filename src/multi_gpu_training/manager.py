@@ -239,7 +239,7 @@ class MultiGPUTrainingManager:
         Modules move to the device where they are. With a `dataset`, `train_loader` gives its
         batches; `loss_fn` and `eval_fn` are for the validation. The rest as in `setup_training`.
         """
-        if self._measurement is not None:
+        if self._measurement is not None and self._measurement.looks_into_steps:
             raise ConfigError(
                 "mgt verify, bench, check and estimate measure fit, train_epoch and train_step; "
                 "they cannot look into a loop with its own backward (manager.prepare)"

@@ -417,6 +417,52 @@ def estimate(
     raise typer.Exit(estimate(EstimateFlags([target, *ctx.args], **others(ctx, "target"))))
 
 
+@app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
+def search(
+    ctx: typer.Context,
+    target: Annotated[str, AnyTarget(metavar="RECIPE|CONFIG|SCRIPT.py|STUDY")],
+    param: Annotated[
+        list[str] | None, Option(help="NAME=LOW..HIGH[:log] or NAME=A,B,C; once for each")
+    ] = None,
+    metric: Annotated[
+        list[str] | None, Option(help="as the run logs it; default val/loss; :min or :max")
+    ] = None,
+    trials: Annotated[int | None, Option(help="in all; default 20")] = None,
+    sampler: Annotated[str | None, Option(help="tpe, random, grid, cmaes or nsga2")] = None,
+    pruner: Annotated[str | None, Option(help="none, median, hyperband or asha")] = None,
+    seed: Annotated[int | None, Option(help="of the suggestions")] = None,
+    value: Annotated[str | None, Option(help="last or best validation of a trial")] = None,
+    parallel: Annotated[int | None, Place(help="trials at a time; default: by the GPUs")] = None,
+    gpus_per_trial: Annotated[int | None, Place(help="without GPUs, CPU ranks")] = None,
+    device: Annotated[str | None, Place(help="auto, cpu or cuda")] = None,
+    study: Annotated[str | None, Option(help="its name; default RECIPE-TIME")] = None,
+    save_dir: Annotated[str, Option(help="where searches are kept", callback=a_path)] = (
+        "runs/search"
+    ),
+    storage: Annotated[str | None, Option(help="Optuna's URL; default SQLite beside it")] = None,
+    resume: Annotated[bool, Option("--resume", help="go on with the search STUDY")] = False,
+    trial_timeout: Annotated[float | None, Option(help="seconds a trial may take")] = None,
+    hang_timeout: Annotated[
+        float | None, Option(help="seconds without a sign of life; default 1800")
+    ] = None,
+    repeat_best: Annotated[int | None, Option(help="train the K best again ...")] = None,
+    seeds: Annotated[int | None, Option(help="... with so many seeds each")] = None,
+    forecast: Annotated[
+        bool, Option("--forecast", help="measure one trial, say time and cost, and end")
+    ] = False,
+    price: Annotated[float | None, Prices(help="of a GPU and hour")] = None,
+) -> None:
+    """Search hyperparameters: every trial is an ordinary run, and nothing is lost by a kill.
+
+    Other flags and words are the recipe's or the script's, as for `mgt train`.
+    """
+    from multi_gpu_training.cli.search_command import OWN, SearchFlags, search
+
+    given = others(ctx, "target", "param", *OWN)
+    own = {name: ctx.params[name] for name in OWN}
+    raise typer.Exit(search(SearchFlags(target, list(ctx.args), param or [], given, **own)))
+
+
 @app.command()
 def checkpoints(
     words: Annotated[

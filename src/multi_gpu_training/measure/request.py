@@ -103,6 +103,7 @@ class MeasuredRun(Run, Protocol):
 class Measurement:
     """What a request does to a run. Each kind overrides what it needs."""
 
+    looks_into_steps = True  # so a loop with its own backward is refused
     reproducible = False  # whether arithmetic must repeat itself bit for bit
     drops: tuple[str, ...] = ()  # settings of the user that are left out
 

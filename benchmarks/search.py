@@ -1,0 +1,226 @@
+"""Show what a search promises, on this machine's CPUs.
+
+    python benchmarks/search.py ranks            the same study on 1 and 2 ranks
+    python benchmarks/search.py kills --kills 8  kill -9 of the search, a trial's launcher, a rank
+    python benchmarks/search.py digits           TPE against random search, study by study
+
+Each prints a table and exits with 1 where a promise is broken. `tests/search` holds the
+suggestions against plain Optuna, and NSGA-II against brute force.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
+
+config = MultiGPUConfig(
+    global_batch_size=16, epochs=4, device="cpu", monitor=False, tensorboard=False,
+    progress="off", checkpoint_frequency=2, report=False,
+)
+manager = MultiGPUTrainingManager(config)
+random = torch.Generator().manual_seed(0)
+x = torch.randn(64, 8, generator=random, dtype=torch.float64)
+y = x @ torch.randn(8, 1, generator=random, dtype=torch.float64)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+manager.fit(
+    model,
+    TensorDataset(x, y),
+    TensorDataset(x[:32], y[:32]),
+    loss_fn=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+)
+"""
+
+
+def command(script: Path, study: str, folder: Path, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "multi_gpu_training", "search", str(script)),
+        *("--save-dir", str(folder), "--study", study, "--device", "cpu", *more),
+    ]
+
+
+def trials_of(study: Path) -> list[dict[str, Any]]:
+    """Every trial of a finished study, by its number, from Optuna's own storage."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    found = optuna.load_study(study_name=study.name, storage=f"sqlite:///{study / 'study.db'}")
+    return [
+        {
+            "number": one.number,
+            "state": one.state.name,
+            "params": one.params,
+            "values": one.values,
+            "reported": one.intermediate_values,
+            "run": one.user_attrs.get("mgt:run"),
+        }
+        for one in found.get_trials(deepcopy=False)
+    ]
+
+
+def compare_ranks(args: argparse.Namespace, folder: Path) -> int:
+    """The same study, sequential, with one rank per trial and with two."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    space = ("--param", "learning_rate=1e-3..1e-1:log", "--param", "weight_decay=0.0..0.1")
+    # ASHA prunes from the second trial on; the median pruner waits for five complete ones.
+    how = (
+        "--trials",
+        str(args.trials),
+        "--pruner",
+        "asha",
+        "--seed",
+        "0",
+        "--metric",
+        "val/loss",
+    )
+    found = {}
+    for ranks in (1, 2):
+        words = (*space, *how, "--gpus-per-trial", str(ranks), "--parallel", "1")
+        subprocess.run(command(script, f"ranks-{ranks}", folder, *words), check=True)
+        found[ranks] = trials_of(folder / f"ranks-{ranks}")
+    one, two = found[1], found[2]
+    same = [a["params"] for a in one] == [b["params"] for b in two]
+    states = [a["state"] for a in one] == [b["state"] for b in two]
+    pruned = [a["number"] for a in one if a["state"] == "PRUNED"]
+    pairs = [(a["values"][0], b["values"][0]) for a, b in zip(one, two, strict=True)]
+    worst = max(abs(a - b) for a, b in pairs)
+    print(f"trials {len(one)} and {len(two)}; same suggestions: {same}; same states: {states}")
+    print(f"pruned: {pruned}; largest difference of a value: {worst:.1e}")
+    return 0 if same and states and worst <= 1e-6 else 1
+
+
+def kill_campaign(args: argparse.Namespace, folder: Path) -> int:
+    """kill -9 of anything while a grid is searched; then against the undisturbed study."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    grid = ("--param", "learning_rate=0.01,0.1", "--param", "weight_decay=0.0,0.1")
+    words = (*grid, "--sampler", "grid", "--trials", "4", "--metric", "val/loss")
+    if not (folder / "quiet" / "report.html").exists():  # of an earlier campaign in --folder
+        line = command(script, "quiet", folder, *words, "--parallel", str(args.parallel))
+        subprocess.run(line, check=True)
+    quiet = trials_of(folder / "quiet")
+
+    chance = random.Random(args.seed)
+    study, kills, starts = folder / "killed", [], 0
+    words = (*words, "--parallel", str(args.parallel), "--gpus-per-trial", str(args.ranks))
+    process = subprocess.Popen(command(script, "killed", folder, *words))
+    while True:
+        deadline = time.monotonic() + chance.uniform(args.least_s, args.most_s)
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if process.poll() is not None:
+            if process.returncode == 0:
+                break
+            if not (study / "search.yaml").exists():  # killed before it had begun
+                process = subprocess.Popen(command(script, "killed", folder, *words))
+                continue
+            starts += 1
+            again = [sys.executable, "-m", "multi_gpu_training", "search", str(study), "--resume"]
+            process = subprocess.Popen(again)
+            continue
+        if len(kills) >= args.kills:
+            continue
+        below = children(process.pid)
+        if not below:  # it still starts: nothing could be lost yet
+            continue
+        parts = [process.pid, *(one.pid for one in below)]
+        victim = process.pid if chance.random() < 0.4 else chance.choice(parts)
+        kind = "search" if victim == process.pid else "trial or rank"
+        try:
+            os.kill(victim, signal.SIGKILL)
+            kills.append(kind)
+            print(f"kill {len(kills)}: {kind}", flush=True)
+        except ProcessLookupError:
+            pass
+    found = trials_of(study)
+    lost = [one["number"] for one in found if one["state"] != "COMPLETE"]
+    twice = len({json.dumps(one["params"], sort_keys=True) for one in found}) != len(found)
+    same = [(a["params"], a["values"]) for a in quiet] == [
+        (b["params"], b["values"]) for b in found
+    ]
+    print(
+        f"{len(kills)} kills ({kills.count('search')} of the search), {starts} resumes; "
+        f"{len(found)} trials of {len(quiet)}, not complete: {lost}, repeated: {twice}, "
+        f"same values bit for bit: {same}"
+    )
+    return 0 if not lost and not twice and same and len(found) == len(quiet) else 1
+
+
+def children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def digits(args: argparse.Namespace, folder: Path) -> int:
+    """TPE and random search on scikit-learn's digits; every study is shown."""
+    best: dict[str, list[float]] = {"tpe": [], "random": []}
+    for seed in range(args.studies):
+        for sampler, found in best.items():
+            study = f"{sampler}-{seed}"
+            words = (
+                *("--epochs", "1", f"max_steps={args.steps}", "report=false", "tensorboard=false"),
+                *(
+                    "--param",
+                    "learning_rate=1e-5..1e-1:log",
+                    "--param",
+                    "weight_decay=1e-4..1.0:log",
+                ),
+                *("--trials", str(args.trials), "--sampler", sampler, "--seed", str(seed)),
+                *("--metric", "val/loss", "--parallel", str(args.parallel)),
+            )
+            line = command(Path("image"), study, folder, *words)
+            subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+            values = [t["values"][0] for t in trials_of(folder / study) if t["state"] == "COMPLETE"]
+            found.append(min(values))
+            print(f"seed {seed}, {sampler}: best val/loss {found[-1]:.4f}", flush=True)
+    for sampler, values in best.items():
+        print(f"{sampler}: mean best {fmean(values):.4f} of {len(values)} studies")
+    return 0 if fmean(best["tpe"]) < fmean(best["random"]) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("ranks", "kills", "digits"))
+    parser.add_argument("--trials", type=int, default=30)
+    parser.add_argument("--studies", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--least-s", type=float, default=1.0)
+    parser.add_argument("--most-s", type=float, default=12.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="keep the studies there")
+    args = parser.parse_args()
+    run = {"ranks": compare_ranks, "kills": kill_campaign, "digits": digits}[args.what]
+    if args.folder is not None:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        return run(args, args.folder)
+    with tempfile.TemporaryDirectory(prefix="mgt-search-") as scratch:
+        return run(args, Path(scratch))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Search hyperparameters: one process suggests and decides, every trial is an ordinary run.
+
+space        what may vary, as the command line and a YAML file write it
+objectives   what is optimized, read from the events of a run
+study        Optuna's storage, the one place that knows which trials there are
+trial_run    a trial: a training in its own process and folder, or a Python function
+searcher     the loop: ask, start, read, prune, tell; and going on after a kill
+run_search   the folder of a search, its slots, the files that remain
+settings     everything that was asked for, kept for --resume
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multi_gpu_training.search.run_search import SearchResult
+
+
+def search(
+    target: str | Callable[[dict[str, Any]], Any],
+    params: Mapping[str, Any],
+    *,
+    folder: str | Path,
+    metric: str | Sequence[str] = "val/loss",
+    resume: bool = False,
+    **settings: Any,
+) -> SearchResult:
+    """Search the best values of `params` and return what was found.
+
+    target: a recipe's name, a script, or a function that takes a dict of values and returns one
+        value, or one for each metric. A function that yields values can be pruned between them.
+    params: by name, `"1e-5..1e-1:log"`, `"16..256"`, or a list of choices.
+    folder: where the search is kept; with `resume=True` it goes on there.
+    settings: trials, sampler, pruner, seed, storage, parallel, gpus_per_trial, value, settings
+        (what every trial of a recipe is set to) and the others of `mgt search`.
+    """
+    from multi_gpu_training.search.run_search import run_search
+    from multi_gpu_training.search.settings import SearchSettings, read_settings
+
+    metrics = [metric] if isinstance(metric, str) else list(metric)
+    function = None if isinstance(target, str) else target
+    given = {
+        **settings,
+        "target": target if isinstance(target, str) else "",
+        "params": dict(params),
+        "metric": metrics,
+    }
+    path = Path(folder)
+    found = SearchSettings.load(path, **given) if resume else read_settings(given)
+    return run_search(found, path, resume, function)

@@ -1,0 +1,239 @@
+"""From the settings of a search to its trials: the folder, the slots, the files that remain.
+
+STUDY/search.yaml         what was asked for
+STUDY/study.db            Optuna's storage, unless --storage names another
+STUDY/trials/trial-0007   the config and the output of a trial
+STUDY/runs/RECIPE/...     the run of each trial: events, checkpoints, report
+STUDY/best.yaml           the best trial, for `mgt train`
+STUDY/report.html
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.config_file import storable
+from multi_gpu_training.distributed.identity import from_environment
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.launch.launcher import available_gpus
+from multi_gpu_training.launch.signals import LauncherSignals
+from multi_gpu_training.portability import usable_cores
+from multi_gpu_training.redaction import HIDDEN
+from multi_gpu_training.safe_files import make_private, write_atomically
+from multi_gpu_training.search.objectives import SearchObjective
+from multi_gpu_training.search.searcher import Searcher, Shown
+from multi_gpu_training.search.settings import FILE, SearchSettings
+from multi_gpu_training.search.study import Study, TrialRecord, require_optuna, sqlite_url
+from multi_gpu_training.search.trial_run import (
+    FunctionTrial,
+    RunningTrial,
+    RunPlace,
+    TrialLimits,
+    TrialRun,
+    write_config,
+)
+
+SCRIPT_RECIPE = "custom"  # the folder of runs that a script makes
+Infeasible = Callable[[Mapping[str, Any]], str | None]
+
+
+@dataclass
+class SearchResult:
+    """What a search found. `front`: best first, or the Pareto front of several objectives.
+    `importances` is asked for when it is shown: it trains a forest."""
+
+    folder: Path
+    objectives: Sequence[SearchObjective]
+    trials: list[TrialRecord]
+    front: list[TrialRecord]
+    importances: Callable[[], Mapping[str, float]] = dict
+
+    @property
+    def best(self) -> TrialRecord | None:
+        return self.front[0] if self.front else None
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How many trials run at a time, and on which GPUs each; none on CPUs."""
+
+    count: int
+    ranks: int
+    gpus: tuple[tuple[str, ...], ...] = ()
+
+    def variables(self, slot: int) -> dict[str, str]:
+        if self.gpus:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[slot])}
+        cores = max(1, len(usable_cores()) // (self.count * self.ranks))
+        return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(cores)}
+
+
+def find_slots(settings: SearchSettings) -> Slots:
+    """As many trials at a time as the GPUs allow, or as were asked for."""
+    gpus = 0 if settings.device == "cpu" else available_gpus()
+    ranks = settings.gpus_per_trial
+    if settings.device == "cuda" and not gpus:
+        raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why")
+    if not gpus:
+        return Slots(settings.parallel or 1, ranks)
+    if ranks > gpus:
+        raise ConfigError(
+            f"--gpus-per-trial {ranks} asked for, but {gpus} GPUs are there; use at most {gpus}"
+        )
+    most = gpus // ranks
+    count = settings.parallel or most
+    if count > most:
+        raise ConfigError(
+            f"--parallel {count} trials with --gpus-per-trial {ranks} need {count * ranks} GPUs, "
+            f"and {gpus} are there; use --parallel {most}"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(number) for number in range(gpus)]
+    shares = tuple(tuple(names[slot * ranks : (slot + 1) * ranks]) for slot in range(count))
+    return Slots(count, ranks, shares)
+
+
+class StudyFolder:
+    """The folder of one search; this process has it alone until `close`."""
+
+    def __init__(self, path: Path, settings: SearchSettings, resume: bool) -> None:
+        self.path = path
+        self.settings = settings
+        exists = (path / FILE).exists()
+        if exists and not resume:
+            raise ConfigError(
+                f"{path} holds a search already; continue it with `mgt search {path} --resume`, or "
+                "choose another --study"
+            )
+        make_private(path)
+        self._lock = RunLock(path)
+        settings.save(path)
+
+    def close(self) -> None:
+        self._lock.release()
+
+    @property
+    def recipe(self) -> str:
+        return SCRIPT_RECIPE if self.settings.is_script else self.settings.target
+
+    def run_of(self, number: int) -> str:
+        """The run of a trial, relative to this folder."""
+        return f"runs/{self.recipe}/{trial_name(number)}"
+
+    def config_of(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What `mgt train` needs for a trial."""
+        return {"recipe": self.recipe, **self.settings.settings, **values}
+
+    def place(self, name: str, values: Mapping[str, Any], slots: Slots, slot: int) -> RunPlace:
+        """Where the run `name` with these values goes."""
+        settings = self.settings
+        own = {"save_dir": str(self.path / "runs"), "run_name": name, "resume": "auto"}
+        device = {} if settings.device == "auto" else {"device": settings.device}
+        run = self.path / "runs" / self.recipe / name
+        files = self.path / "trials" / name
+        if settings.is_script:
+            given = {**values, **own, **device, "recipe": self.recipe, "world_size": slots.ranks}
+            command = [settings.target, *settings.words]
+            return RunPlace(run, files.with_suffix(".log"), command, slots.variables(slot), given)
+        config = files.with_suffix(".yaml")
+        # A search of many trials would fill the disk with checkpoints that nobody goes back to.
+        few = {"keep_last": 1}
+        write_config(config, as_yaml({**few, **self.config_of(values), **own, **device}))
+        command = ["-m", "multi_gpu_training", "train", str(config)]
+        command += ["--num-gpus", str(slots.ranks)]
+        return RunPlace(run, files.with_suffix(".log"), command, slots.variables(slot))
+
+    def write_best(self, best: TrialRecord | None) -> Path | None:
+        """The best trial as a config file. Of a script: the fields of its MultiGPUConfig."""
+        if best is None:
+            return None
+        values: dict[str, Any] = dict(best.params)
+        if not self.settings.is_script and self.settings.target:
+            values = self.config_of(values)
+        path = self.path / "best.yaml"
+        write_atomically(path, as_yaml(values))
+        return path
+
+
+def trial_name(number: int) -> str:
+    return f"trial-{number:04d}"
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """A config file; what looks like a secret is refused rather than lost."""
+    kept = storable(values)
+    hidden = [name for name, value in kept.items() if HIDDEN in str(value)]
+    if hidden:
+        raise ConfigError(
+            f"{hidden[0]} looks like a secret, which a search does not write to its files; set it "
+            f"as {hidden[0]}='${{oc.env:NAME}}' and export NAME"
+        )
+    return yaml.safe_dump(kept, sort_keys=False)
+
+
+def run_search(
+    settings: SearchSettings,
+    path: Path,
+    resume: bool = False,
+    function: Callable[..., Any] | None = None,
+    shown: Shown = lambda active, ended: None,
+    infeasible: Infeasible = lambda params: None,
+) -> SearchResult:
+    """Run a search to its end, or go on with one. AskedToEnd where a signal came."""
+    require_optuna(settings.sampler)
+    settings.check()
+    if function is None and from_environment() is not None:
+        raise ConfigError("mgt search starts ranks itself; start it without torchrun or srun")
+    slots = find_slots(settings) if function is None else Slots(1, 1)
+    folder = StudyFolder(path, settings, resume)
+    try:
+        study = Study(
+            path.name,
+            settings.storage or sqlite_url(path),
+            settings.space(),
+            settings.objectives(),
+            settings.sampler,
+            settings.pruner,
+            settings.seed,
+            resume,
+        )
+        limits = TrialLimits(settings.trial_timeout, settings.hang_timeout)
+
+        def start(record: TrialRecord, slot: int) -> RunningTrial:
+            if function is not None:
+                return FunctionTrial(function, record.params)
+            place = folder.place(trial_name(record.number), record.params, slots, slot)
+            return TrialRun(place, study.objectives, settings.value, limits)
+
+        trials = settings.trials
+        if settings.sampler == "grid":
+            trials = min(trials, settings.grid_size())
+        searcher = Searcher(
+            study,
+            trials,
+            start,
+            slots.count,
+            None if function is not None else folder.run_of,
+            infeasible,
+            shown,
+            pruning=settings.pruner != "none",
+        )
+        try:
+            with LauncherSignals() as signals:
+                signals.listen()
+                searcher.run(signals)
+        finally:
+            result = SearchResult(
+                path, study.objectives, study.records(), study.best(), study.importances
+            )
+            folder.write_best(result.best)
+        return result
+    finally:
+        folder.close()
