@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.launch.elastic.leader import (
+from multi_gpu_training.launch.elastic.membership import (
     LAST_CALL_S,
     LOST_S,
     Membership,

@@ -367,6 +367,7 @@ class ChannelServer:
         self._ready.set()
         await self._stopping.wait()
         server.close()
+        await asyncio.sleep(0)  # one that was accepted just now has its task, and can be closed
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()

@@ -1,0 +1,110 @@
+"""Who leads after a leader was lost: terms, votes, and the word a node has given.
+
+A node that confirms a leader keeps to it for PROMISE_S. After that it may vote for another, once
+per term. Whoever has the votes of a quorum (quorum.py) leads. A refused connection does not shorten
+a promise: a firewall's REJECT looks the same. A leader that leaves in an orderly way says so, and
+frees the others at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+
+from pydantic import TypeAdapter
+
+from multi_gpu_training.distributed.round_lease import now
+from multi_gpu_training.launch.elastic.leader import ask_all
+from multi_gpu_training.launch.elastic.membership import (
+    Address,
+    Count,
+    Node,
+    Port,
+    VoteRequest,
+)
+from multi_gpu_training.launch.elastic.messages import Message, ask
+from multi_gpu_training.launch.elastic.quorum import PROMISE_S
+
+VOTE_S = 3.0  # a candidate that has not won by then may be forgotten
+RETRY_S = 1.0
+_REQUEST = TypeAdapter(VoteRequest)
+
+
+@dataclass(frozen=True)
+class Vote:
+    """The answer to a request. `leader`: where a leader is that the voter keeps to."""
+
+    granted: bool
+    term: Count
+    leader: tuple[Address, Port] | None = None
+
+
+_VOTE = TypeAdapter(Vote)
+
+
+@dataclass
+class Ballot:
+    """What this node has promised, and when it may ask for votes itself."""
+
+    term: int = 0
+    kept: str = ""  # the name of the leader that this node keeps to
+    until: float = 0.0
+    left: set[str] = field(default_factory=set)  # names of nodes that left in an orderly way
+    started: float = field(default_factory=now)
+    ask_at: float | None = None  # when to ask for votes; None: the leader is there
+
+    @property
+    def fresh(self) -> bool:
+        """Whether an earlier start of this node may still be bound by its word."""
+        return now() - self.started < PROMISE_S
+
+    def all_met(self) -> None:
+        """Every node of the run, as it is now, follows one leader: no older word binds anybody."""
+        self.started = now() - PROMISE_S
+
+    def free_for(self, name: str) -> bool:
+        """Whether this node may keep to the leader `name` now."""
+        return self.kept in (name, "") or self.kept in self.left or now() >= self.until
+
+    def keep_to(self, name: str, seconds: float = PROMISE_S) -> None:
+        self.kept, self.until, self.ask_at = name, now() + seconds, None
+
+    def grant(self, request: VoteRequest) -> bool:
+        """Vote for a candidate, if this node's word and an earlier vote allow it."""
+        if self.fresh or request.term <= self.term or not self.free_for(request.node.name):
+            return False
+        self.term = request.term
+        self.keep_to(request.node.name, VOTE_S)
+        return True
+
+    def due(self, place: int) -> bool:
+        """Whether to ask for votes now, as the node at `place` in the roster: one after another."""
+        if self.ask_at is None:
+            self.ask_at = now() + min(place, 5) * RETRY_S
+        return now() >= self.ask_at
+
+    def again(self) -> None:
+        """The votes were not enough: ask later. At random, so that two do not stay in step."""
+        self.ask_at = now() + RETRY_S * (0.5 + random.random())
+
+
+def parse_request(message: Message) -> VoteRequest:
+    """Check what a candidate says. ValueError: it is wrong."""
+    return _REQUEST.validate_python({k: v for k, v in message.items() if k != "op"})
+
+
+def collect_votes(
+    request: VoteRequest, voters: Collection[Node], key: bytes
+) -> list[tuple[Node, Vote]]:
+    """Ask all voters; those that do not answer are left out."""
+    message = {"op": "vote", **asdict(request)}
+
+    def answer(node: Node) -> Vote | None:
+        try:
+            return _VOTE.validate_python(ask(node.address, node.port, message, key, 1.0))
+        except (OSError, ValueError):
+            return None
+
+    asked = ask_all(list(voters), answer, at_once=64)
+    return [(node, vote) for node, vote in asked if vote is not None]
