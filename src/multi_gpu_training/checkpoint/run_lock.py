@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from multi_gpu_training.distributed import round_lease
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact_command
 from multi_gpu_training.safe_files import Count, open_regular, parse_json
@@ -28,6 +29,8 @@ from multi_gpu_training.safe_output import printable
 NAME = ".lock"
 # A killed process keeps its files open until the kernel has cleaned up, which a GPU makes slow.
 GRACE_S = 3.0
+# A node that was cut off ends its ranks when it has lost the others, and they end in their time.
+OTHER_NODE_S = 20.0
 
 _held: dict[str, tuple[int, int]] = {}  # folder -> (open file, how often it is held)
 
@@ -38,7 +41,9 @@ class RunLock:
     A process does not lock itself out: a second run of it in the same folder shares the lock.
     """
 
-    def __init__(self, folder: Path, grace_s: float = GRACE_S) -> None:
+    def __init__(self, folder: Path, grace_s: float | None = None) -> None:
+        if grace_s is None:
+            grace_s = OTHER_NODE_S if round_lease.bound() else GRACE_S
         self._key: str | None = str(folder.resolve())
         if self._key in _held:
             descriptor, count = _held[self._key]

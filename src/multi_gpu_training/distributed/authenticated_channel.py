@@ -367,11 +367,13 @@ class ChannelServer:
         self._ready.set()
         await self._stopping.wait()
         server.close()
-        await asyncio.sleep(0)  # one that was accepted just now has its task, and can be closed
+        for _ in range(5):  # until one that was accepted just now has its task, which closes it
+            await asyncio.sleep(0)
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # transports that were closed just now let go of their sockets
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

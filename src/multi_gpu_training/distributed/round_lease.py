@@ -61,6 +61,11 @@ def keep(folder: Path) -> None:
         _deadline = _map(folder / _NAME)
 
 
+def bound() -> bool:
+    """Whether a deadline binds this rank: other machines may continue its run, or have done so."""
+    return _deadline is not None
+
+
 def holds() -> bool:
     """Whether this rank may train and publish now."""
     found = _deadline

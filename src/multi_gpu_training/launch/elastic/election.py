@@ -21,6 +21,7 @@ from multi_gpu_training.launch.elastic.membership import (
     Count,
     Node,
     Port,
+    View,
     VoteRequest,
 )
 from multi_gpu_training.launch.elastic.messages import Message, ask
@@ -67,7 +68,8 @@ class Ballot:
         """Whether this node may keep to the leader `name` now."""
         return self.kept in (name, "") or self.kept in self.left or now() >= self.until
 
-    def keep_to(self, name: str, seconds: float = PROMISE_S) -> None:
+    def keep_to(self, name: str, seconds: float | None = None) -> None:
+        seconds = PROMISE_S if seconds is None else seconds
         self.kept, self.until, self.ask_at = name, now() + seconds, None
 
     def grant(self, request: VoteRequest) -> bool:
@@ -94,10 +96,38 @@ def parse_request(message: Message) -> VoteRequest:
     return _REQUEST.validate_python({k: v for k, v in message.items() if k != "op"})
 
 
-def collect_votes(
-    request: VoteRequest, voters: Collection[Node], key: bytes
-) -> list[tuple[Node, Vote]]:
-    """Ask all voters; those that do not answer are left out."""
+@dataclass(frozen=True)
+class Outcome:
+    """The answers to a request for votes."""
+
+    votes: list[tuple[Node, Vote]]
+
+    @property
+    def granted(self) -> set[int]:
+        """The node ranks that voted for the candidate."""
+        return {node.node_rank for node, vote in self.votes if vote.granted}
+
+    @property
+    def term(self) -> int:
+        """The highest term that anybody knows."""
+        return max((vote.term for _, vote in self.votes), default=0)
+
+    def leader(self, not_at: Collection[tuple[str, int]]) -> tuple[str, int] | None:
+        """Where somebody leads already, unless it is at one of these places."""
+        places = [vote.leader for _, vote in self.votes if vote.leader is not None]
+        return next((place for place in places if place not in not_at), None)
+
+
+def voters(view: View, me: Node, left: Collection[str], master: tuple[str, int]) -> list[Node]:
+    """Whom to ask: the nodes of the round, and node 0, which may have been started again."""
+    found = [n for n in view.roster if n.name != me.name and n.name not in left]
+    if master not in {(n.address, n.port) for n in (*found, me)}:
+        found.append(Node("0-anew", 0, *master, me.ranks))
+    return found
+
+
+def collect_votes(request: VoteRequest, asked: list[Node], key: bytes) -> Outcome:
+    """Ask these nodes; those that do not answer are left out."""
     message = {"op": "vote", **asdict(request)}
 
     def answer(node: Node) -> Vote | None:
@@ -106,5 +136,5 @@ def collect_votes(
         except (OSError, ValueError):
             return None
 
-    asked = ask_all(list(voters), answer, at_once=64)
-    return [(node, vote) for node, vote in asked if vote is not None]
+    answers = ask_all(asked, answer, at_once=64)
+    return Outcome([(node, vote) for node, vote in answers if vote is not None])

@@ -165,7 +165,7 @@ class Leader:
         # A leader that has just been started does not count nodes of a run that goes on.
         if members.number or not node.round:
             news = members.hear(node, at)
-            if beat.echo is not None and beat.echo <= at:
+            if beat.leader == me.name and beat.echo is not None and beat.echo <= at:
                 members.confirm(node.name, beat.echo, beat.fresh)
         if news or self._view is None or at - self._refreshed > REFRESH_S:
             self.view(me)
@@ -173,9 +173,9 @@ class Leader:
         if self._view.ended is not None or self._view.finished:
             self._told.add(node.name)
         answer = f'"stamp": {at!r}, "serial": {self._serial}'
-        if beat.known[0] == self._serial:
+        if beat.leader == me.name and beat.known[0] == self._serial:
             return f"{{{answer}}}".encode()
-        has_roster = beat.known[1] == self._view.number and beat.known[0] > 0
+        has_roster = beat.leader == me.name and beat.known[1] == self._view.number
         return f'{{{answer}, "view": {self._texts[has_roster]}}}'.encode()
 
     def _other_flags(self, beat: Beat, me: Node) -> str | None:

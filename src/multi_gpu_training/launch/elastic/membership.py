@@ -123,7 +123,8 @@ class Beat:
     witness: Title | None = None
     allow_minority: Annotated[bool, Field(strict=True)] = False
     term: Count = 0
-    echo: Seconds | None = None  # the leader's own clock, from its last answer
+    leader: Annotated[str, Field(strict=True, max_length=200)] = ""  # that it keeps to
+    echo: Seconds | None = None  # that leader's own clock, from its last answer
     fresh: Annotated[bool, Field(strict=True)] = True  # see quorum.py
     known: tuple[Count, Count] = (0, 0)
 

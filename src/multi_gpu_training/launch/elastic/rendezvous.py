@@ -23,7 +23,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -35,20 +34,18 @@ from multi_gpu_training.launch.elastic.election import (
     Vote,
     collect_votes,
     parse_request,
+    voters,
 )
 from multi_gpu_training.launch.elastic.leader import Leader, announce, ask_all, gone
+from multi_gpu_training.launch.elastic.leader_contact import LeaderContact
 from multi_gpu_training.launch.elastic.membership import (
     LOST_S,
-    Address,
     Count,
     Node,
     NodePhase,
-    Port,
-    Seconds,
     View,
     VoteRequest,
     parse_node,
-    parse_view,
 )
 from multi_gpu_training.launch.elastic.messages import Gone, Message, MessageServer, ask
 from multi_gpu_training.launch.elastic.quorum import LEASE_S, Quorum
@@ -61,8 +58,6 @@ _BEATS_PER_S = 400  # that a leader gets at most; with many nodes each of them s
 _QUIET_BEATS = 3  # after that a node is asked whether it is there
 _REFUSALS = 2
 _COUNT: TypeAdapter[int] = TypeAdapter(Count)
-_SECONDS: TypeAdapter[float] = TypeAdapter(Seconds)
-_WHERE: TypeAdapter[tuple[str, int]] = TypeAdapter(tuple[Address, Port])
 _VERDICT = TypeAdapter(RestartVerdict)
 
 
@@ -101,18 +96,11 @@ class Rendezvous:
         self._witness_silent = False
         self._release_witness = False
         self._master = master
-        self._where = master  # the leader listens there, as far as this node knows
-        self._heard = now()  # when the leader answered last
-        self._confirmed = 0.0  # when this node asked for that answer
-        self._echo: float | None = None  # the leader's clock, as it said then
-        self._serial = 0  # of the view that it sent
-        self._refusals = 0
         self._ballot = Ballot()
+        self._contact = LeaderContact(master, self._ballot)
         self._lease: RoundLease | None = None
         self._view: View | None = None
         self._leader: Leader | None = None  # on the node that leads
-        self._problem: str | None = None
-        self._refused: str | None = None  # why the leader and this node do not talk
         self._failed_beats: set[str] = set()
         self._closing = False
         self._wake = threading.Event()  # something is to be told now
@@ -299,7 +287,7 @@ class Rendezvous:
             elif operation == "left":
                 self._hear_left(parse_node(message["node"]))
             elif operation != "ping" and self._leader is None:
-                return {"ask": list(self._where)}
+                return {"ask": list(self._contact.where)}
             elif operation == "beat" and self._leader is not None:
                 return self._leader.hear_beat(message, self.me)
             elif operation == "fault" and self._leader is not None:
@@ -340,7 +328,7 @@ class Rendezvous:
             return Vote(False, ballot.term, (self.me.address, self.me.port))
         if request.number < number or not ballot.grant(request):
             bound = self._leader is None and not ballot.free_for(candidate.name)
-            return Vote(False, ballot.term, self._where if bound else None)
+            return Vote(False, ballot.term, self._contact.where if bound else None)
         self._follow((candidate.address, candidate.port))
         return Vote(True, ballot.term)
 
@@ -358,8 +346,7 @@ class Rendezvous:
             if not self.me.round:
                 self._view = None
         self._leader = None
-        self._where, self._refusals, self._heard = where, 0, now()
-        self._echo, self._serial = None, 0
+        self._contact.follow(where)
 
     def _tell(self, message: Message) -> Message | None:
         """The answer of the leader, which may be this node."""
@@ -370,7 +357,7 @@ class Rendezvous:
                 assert isinstance(answer, dict)
                 return answer
         with suppress(OSError):
-            answer = ask(*self._where, message, self._key)
+            answer = ask(*self._contact.where, message, self._key)
             return None if "ask" in answer else answer
         return None
 
@@ -434,12 +421,13 @@ class Rendezvous:
         """On the leading node: refresh its own view."""
         if self._leader is not None:
             self._leader.members.mark(self.me.name, self._ballot.fresh)
-            self._view, self._heard = self._leader.view(self.me), now()
+            self._view, self._contact.heard = self._leader.view(self.me), now()
 
     def _lease_until(self) -> float:
         """Until when the round of this node is confirmed."""
-        leader = self._leader
-        return self._confirmed + LEASE_S if leader is None else leader.members.lease_until(now())
+        if self._leader is not None:
+            return self._leader.members.lease_until(now())
+        return self._contact.confirmed + LEASE_S
 
     def _extend_lease(self) -> None:
         with self._lock:
@@ -451,74 +439,24 @@ class Rendezvous:
                 self._lease.extend(self._lease_until())
 
     def _tell_leader(self) -> None:
-        where, began, view = self._where, now(), self._view
-        message = {
-            "op": "beat",
-            "node": asdict(self.me),
-            "nodes": [self.least, self.most],
-            "witness": self.quorum.witness,
-            "allow_minority": self.quorum.allow_minority,
-            "term": self._ballot.term,
-            "echo": self._echo,
-            "fresh": self._ballot.fresh,
-            "known": [self._serial, view.number if view is not None else 0],
-        }
+        contact, began = self._contact, now()
+        where = contact.where
+        message = contact.beat(self.me, self.least, self.quorum, self._view)
         try:
             answer = ask(*where, message, self._key)
         except Refused as error:
-            if self._refused is None:
+            if contact.refused is None:
                 say(f"the launcher at {where[0]}:{where[1]}: {error}")
-            self._refused = str(error)
+            contact.refused = str(error)
             return
         except Gone:
-            self._refusals += 1
+            contact.refusals += 1
             return
         except OSError:
             return
         with self._lock:
-            if self._leader is None and self._where == where:
-                self._refused = None
-                self._take(answer, began)
-
-    def _take(self, answer: Message, began: float) -> None:
-        """Note what the leader says; with that this node keeps to it."""
-        if "problem" in answer:
-            self._problem = printable(str(answer["problem"]))
-            return
-        try:
-            if "ask" in answer:
-                where = _WHERE.validate_python(answer["ask"])
-                if where not in (self._where, (self.me.address, self.me.port)):
-                    self._where, self._echo, self._serial = where, None, 0
-                else:
-                    self._refusals += 1  # it does not lead, and knows of nobody else
-                return
-            serial, stamp = _COUNT.validate_python(answer["serial"]), answer["stamp"]
-            stamp, view = _SECONDS.validate_python(stamp), self._seen(answer, serial)
-        except (KeyError, TypeError, ValueError):
-            return
-        if view.number < self.me.round and view.leader.name != self.round.leader.name:
-            self._refusals += 1  # it was started again and knows nothing of the run
-            return
-        if not self._ballot.free_for(view.leader.name):
-            return
-        self._ballot.keep_to(view.leader.name)
-        self._ballot.term = max(self._ballot.term, view.term)
-        self._refusals, self._view, self._serial, self._echo = 0, view, serial, stamp
-        self._heard, self._confirmed = now(), began
-
-    def _seen(self, answer: dict[str, Any], serial: int) -> View:
-        """The leader's view; it sends only what is new."""
-        if "view" not in answer:
-            if self._view is None or serial != self._serial:
-                raise ValueError("an older view is not here")
-            return self._view
-        values = dict(answer["view"])
-        if values["roster"] is None:
-            if values["number"] != self.round.number:
-                raise ValueError("an older roster is not here")
-            values["roster"] = [asdict(node) for node in self.round.roster]
-        return parse_view(values)
+            if self._leader is None and contact.where == where:
+                self._view = contact.take(answer, began, self.me, self._view) or self._view
 
     # After a leader was lost
 
@@ -532,9 +470,9 @@ class Rendezvous:
         if self._leader is not None:
             lost = now() - self._lease_until() > LOST_S - LEASE_S
         else:
-            refused = self._refusals >= _REFUSALS and ballot.free_for(self.me.name)
+            refused = self._contact.refusals >= _REFUSALS and ballot.free_for(self.me.name)
             left = view.leader.name in ballot.left and ballot.kept in (view.leader.name, "")
-            lost = left or refused or now() - self._heard > LOST_S
+            lost = left or refused or now() - self._contact.heard > LOST_S
         if not lost:
             ballot.ask_at = None
             return False
@@ -550,38 +488,29 @@ class Rendezvous:
             term = ballot.term
             number = max(view.number, self.me.round)
             request = VoteRequest(self.me, term, number, sorted(ballot.left))
-        voters = [n for n in view.roster if n.name != self.me.name and n.name not in ballot.left]
-        if self._master not in {(n.address, n.port) for n in (*voters, self.me)}:
-            # Node 0 may have been started again since.
-            address, port = self._master
-            voters.append(Node("0-anew", 0, address, port, self.me.ranks))
-        votes = collect_votes(request, voters, self._key)
+        asked = voters(view, self.me, ballot.left, self._master)
+        outcome = collect_votes(request, asked, self._key)
         left = [node for node in view.roster if node.name in ballot.left]
-        elsewhere = [
-            vote.leader
-            for _, vote in votes
-            if vote.leader not in (None, (self.me.address, self.me.port))
-            and vote.leader not in {(node.address, node.port) for node in left}
-        ]
-        if elsewhere:
+        elsewhere = outcome.leader({(node.address, node.port) for node in (*left, self.me)})
+        if elsewhere is not None:
             with self._lock:
-                if ballot.term == term and not self._leads and elsewhere[0] != self._where:
-                    self._follow(elsewhere[0])
+                if ballot.term == term and not self._leads and elsewhere != self._contact.where:
+                    self._follow(elsewhere)
                 ballot.again()
             return
-        here = {self.me.node_rank} | {node.node_rank for node, vote in votes if vote.granted}
         began, held = now(), False
         if self._witness is not None and self._leader is None:
             with suppress(OSError):
                 held = self._witness.hold(self.me.name, False)
         with self._lock:
-            won = self.quorum.enough(here, {n.node_rank for n in left}, held)
-            if ballot.term != term or not won:
-                ballot.term = max(ballot.term, *(vote.term for _, vote in votes), 0)
-                ballot.again()
-                self._release_witness |= held and ballot.term != term
+            here = {self.me.node_rank, *outcome.granted}
+            won = self.quorum.enough(here, {node.node_rank for node in left}, held)
+            if ballot.term == term and won:
+                self._lead(view, term, left, began if held else None)
                 return
-            self._lead(view, term, left, began if held else None)
+            self._release_witness |= held
+            ballot.term = max(ballot.term, outcome.term)
+            ballot.again()
 
     def _lead(self, view: View, term: int, left: list[Node], witness_at: float | None) -> None:
         """This node has won: continue the run of `view`."""
@@ -593,7 +522,7 @@ class Rendezvous:
             view, self.least, self.quorum, self.me, self.timeout_s, self._key, term, left
         )
         self._leader.members.witness_at = witness_at
-        self._where = (self.me.address, self.me.port)
+        self._contact.follow((self.me.address, self.me.port))
         self._release_witness = False
         self._look()
         how = "has left" if view.leader.name in self._ballot.left else "is gone"
@@ -603,9 +532,9 @@ class Rendezvous:
 
     def _cut_off(self) -> str | None:
         """Why this node is cut off from the run: the leader is silent."""
-        if self._leader is not None or now() - self._heard <= LOST_S:
+        if self._leader is not None or now() - self._contact.heard <= LOST_S:
             return None
-        return f"the leader at {self._where[0]}:{self._where[1]} was silent for {LOST_S:g} s"
+        return f"{self._contact.title} was silent for {LOST_S:g} s"
 
     def _joined(self, before: int) -> tuple[int, int] | None:
         view = self._view
@@ -623,8 +552,8 @@ class Rendezvous:
         return names.index(self.me.name), len(names)
 
     def _raise_if_ended(self) -> None:
-        if self._problem is not None:
-            raise ConfigError(self._problem)
+        if self._contact.problem is not None:
+            raise ConfigError(self._contact.problem)
         view = self._view
         if view is None:
             return
@@ -645,13 +574,11 @@ class Rendezvous:
             if len(waiting) < self.least:
                 return f"{len(waiting)} of at least {self.least} nodes came"
             return self.quorum.words(len(waiting))
-        if self._refused is not None:
-            return self._refused
+        if self._contact.refused is not None:
+            return self._contact.refused
         silent = self._cut_off()
-        if self.me.round and (silent is not None or self._refusals):
-            silent = (
-                silent or f"the leader at {self._where[0]}:{self._where[1]} refuses connections"
-            )
+        if self.me.round and (silent is not None or self._contact.refusals):
+            silent = silent or f"{self._contact.title} refuses connections"
             return f"{silent}; {self.quorum.words(1)}"
         if silent is not None or self._view is None:
             return "the leader did not answer"
