@@ -366,9 +366,12 @@ class ChannelServer:
         server = await asyncio.start_server(self._connected, sock=self._listening)
         self._ready.set()
         await self._stopping.wait()
-        server.close()
-        for _ in range(5):  # until one that was accepted just now has its task, which closes it
+        # asyncio loses a connection that it accepted right before the end: accept no more, and
+        # wait until the last one has its task.
+        self._loop.remove_reader(self._listening)
+        for _ in range(5):
             await asyncio.sleep(0)
+        server.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
