@@ -105,6 +105,11 @@ class Machine:
         """Exit code of what was started last; None while it runs."""
         return self.processes[-1].poll()
 
+    @property
+    def launcher(self) -> int:
+        """The process that was started last, without what set its network and disk up."""
+        return next(p for p in self.pids() if b"-m\0multi_gpu_training\0" in _command(p))
+
     def pids(self) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.name).split()]
 
@@ -204,6 +209,13 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _ip(*words: str) -> str:

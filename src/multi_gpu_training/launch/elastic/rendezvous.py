@@ -540,8 +540,6 @@ class Rendezvous:
         view = self._view
         if view is None or view.number <= before or self._cut_off() is not None:
             return None
-        if self._leader is not None and not self._leads:
-            return None
         names = [node.name for node in view.roster]
         if self.me.name not in names or view.broken is not None:
             return None
