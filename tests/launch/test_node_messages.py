@@ -17,6 +17,7 @@ from multi_gpu_training.distributed.store_relay import HostedStore
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.elastic import (
     election,
+    leader,
     membership,
     messages,
     rendezvous,
@@ -187,7 +188,11 @@ def test_one_of_two_nodes_does_not_replace_a_leader_it_cannot_reach(
 
 
 @pytest.mark.usefixtures("soon")
-def test_two_of_three_nodes_replace_a_leader_that_then_joins_them() -> None:
+@pytest.mark.parametrize("successors", [16, 2], ids=["all-know-all", "two-know-all"])
+def test_two_of_three_nodes_replace_a_leader_that_then_joins_them(
+    successors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "SUCCESSORS", successors)
     port = free_port()
     with node(0, port, 1, 3) as first, node(1, port, 1, 3) as second, node(2, port, 1, 3) as third:
         nodes = (first, second, third)
@@ -206,6 +211,8 @@ def test_two_of_three_nodes_replace_a_leader_that_then_joins_them() -> None:
         assert together(second.next_round, third.next_round) == [(0, 3), (2, 3)]
         joining.join(LONGEST_S)
         assert [one.round.number for one in nodes] == [3, 3, 3]
+        assert [one.first_rank for one in nodes] == [1, 0, 2]
+        assert {one.world for one in nodes} == {3}
 
 
 @pytest.mark.usefixtures("soon")

@@ -33,6 +33,8 @@ from multi_gpu_training.launch.restart_policy import Limits, RestartPolicy, Rest
 
 # With many nodes looking at all of them for each message would cost n * n.
 REFRESH_S = 0.2
+# Nodes that know the whole roster, and can lead when the leader is lost.
+SUCCESSORS = 16
 _AT_ONCE = 16  # threads that ask other nodes
 _ENDING, _REPORT, _BEAT = TypeAdapter(Ending), TypeAdapter(FaultReport), TypeAdapter(Beat)
 _Answer = TypeVar("_Answer")
@@ -64,10 +66,10 @@ class Leader:
         # Its round, and whether it was about a lost contact alone.
         self._verdict: tuple[int, bool, RestartVerdict] | None = None
         self._ended: Ending | None = None
-        self._told: set[str] = set()  # nodes that know how the run ended
+        self._heard_end: set[str] = set()  # nodes that know how the run ended
         self._view: View | None = None
         self._serial = 0  # of the view
-        self._texts = ("", "")  # the view as JSON, with its roster and without
+        self._text = self._roster = ""  # the view as JSON
         self._refreshed = 0.0
 
     @classmethod
@@ -108,6 +110,8 @@ class Leader:
             self.term,
             members.number,
             members.roster,
+            len(members.roster),
+            sum(node.ranks for node in members.roster),
             0 if self._store is None else self._store.port,
             self._full_world,
             broken,
@@ -117,13 +121,29 @@ class Leader:
             members.finished(),
             self._ended,
         )
-        if found != self._view:
-            self._view = found
+        before, self._view = self._view, found
+        if found != before:
             self._serial += 1
-            values = asdict(found)
-            whole = json.dumps(values)
-            self._texts = whole, json.dumps({**values, "roster": None})
+            values = asdict(replace(found, roster=[]))
+            for own in ("roster", "place", "first_rank"):
+                del values[own]
+            self._text = json.dumps(values)[:-1]
+            if before is None or found.roster != before.roster:
+                self._roster = json.dumps([asdict(node) for node in found.roster])
         return found
+
+    def _told(self, name: str, has_roster: bool) -> str:
+        """The view as JSON, for the node `name`. All rosters for all nodes would be n * n."""
+        assert self._view is not None
+        place, first_rank = self.members.places.get(name, (0, 0))
+        roster = self._view.roster
+        if has_roster:
+            text = "null"
+        elif len(roster) <= SUCCESSORS or 0 < place < SUCCESSORS:
+            text = self._roster
+        else:
+            text = json.dumps([asdict(node) for node in (roster[0], *roster[place : place + 1])])
+        return f'{self._text}, "roster": {text}, "place": {place}, "first_rank": {first_rank}}}'
 
     def gather(self) -> None:
         """The leading node itself waits for the next round."""
@@ -171,12 +191,12 @@ class Leader:
             self.view(me)
         assert self._view is not None
         if self._view.ended is not None or self._view.finished:
-            self._told.add(node.name)
+            self._heard_end.add(node.name)
         answer = f'"stamp": {at!r}, "serial": {self._serial}'
         if beat.leader == me.name and beat.known[0] == self._serial:
             return f"{{{answer}}}".encode()
         has_roster = beat.leader == me.name and beat.known[1] == self._view.number
-        return f'{{{answer}, "view": {self._texts[has_roster]}}}'.encode()
+        return f'{{{answer}, "view": {self._told(node.name, has_roster)}}}'.encode()
 
     def _other_flags(self, beat: Beat, me: Node) -> str | None:
         """What is wrong where a node was started with other flags than this one."""
@@ -211,7 +231,7 @@ class Leader:
         ending = _ENDING.validate_python(values)
         if self._ended is None:
             self._ended = ending
-        self._told.add(ending.name)
+        self._heard_end.add(ending.name)
 
     def hear_left(self, node: Node) -> None:
         """A node has ended its ranks and leaves."""
@@ -223,7 +243,7 @@ class Leader:
         view = self.view(me)
         if not (view.finished or view.ended):
             return False
-        return bool(self.members.nodes.keys() - self._told - {me.name})
+        return bool(self.members.nodes.keys() - self._heard_end - {me.name})
 
 
 def _without_op(message: Message) -> Message:

@@ -7,6 +7,7 @@ Membership makes pure decisions; `now` is any monotonic clock in seconds.
 from __future__ import annotations
 
 import ipaddress
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -100,7 +101,10 @@ class View:
     leader: Node
     term: Count  # which election made it the leader
     number: Count
+    # Who is in it, the leader first; of a large round most nodes are told themselves alone.
     roster: list[Node]
+    size: Count  # nodes in the round
+    world: Count  # ranks in the round
     store_port: Port
     full_world: Count  # ranks of the run when all its nodes are there
     broken: Text | None
@@ -109,6 +113,8 @@ class View:
     cause: Text | None  # the first fault of the round that no other one caused
     finished: bool
     ended: Ending | None  # by a node that gave the run up
+    place: Count = 0  # of the node that is told this, in the whole roster
+    first_rank: Count = 0  # of that node
 
 
 @dataclass(frozen=True)
@@ -166,6 +172,7 @@ class Membership:
         self.left: set[int] = set()  # node ranks whose launchers ended in an orderly way
         self.witness_at: float | None = None  # when the witness last confirmed this leader
         self.fresh: set[str] = set()
+        self.places: dict[str, tuple[int, int]] = {}  # in the roster: index, and first rank
         self._names: set[str] = set()  # of the roster
         self._by_rank: dict[int, str] = {}
         self._seen: dict[str, float] = {}
@@ -303,4 +310,6 @@ class Membership:
         """Stand in a round, with nobody lost."""
         self.number, self.roster = number, list(roster)
         self._names = {node.name for node in roster}
+        first = list(itertools.accumulate((node.ranks for node in roster), initial=0))
+        self.places = {node.name: (i, first[i]) for i, node in enumerate(roster)}
         self._lost.clear()

@@ -208,12 +208,11 @@ class Rendezvous:
     @property
     def first_rank(self) -> int:
         """The number of this node's first rank."""
-        names = [node.name for node in self.round.roster]
-        return sum(node.ranks for node in self.round.roster[: names.index(self.me.name)])
+        return self.round.first_rank
 
     @property
     def world(self) -> int:
-        return sum(node.ranks for node in self.round.roster)
+        return self.round.world
 
     def phase(self, phase: NodePhase) -> None:
         with self._lock:
@@ -366,7 +365,7 @@ class Rendezvous:
     def _beat(self) -> None:
         while not self._closing:
             pace_s = BEAT_S if self.me.phase == "training" else _HASTY_BEAT_S
-            many = len(self._view.roster) if self._view is not None else 0
+            many = self._view.size if self._view is not None else 0
             self._wake.wait(max(pace_s, many / _BEATS_PER_S))
             self._wake.clear()
             try:
@@ -465,7 +464,7 @@ class Rendezvous:
         view, ballot = self._view, self._ballot
         if self._closing or view is None or not self.me.round:
             return False
-        if view.finished or view.ended is not None:
+        if view.finished or view.ended is not None or len(view.roster) < view.size:
             return False
         if self._leader is not None:
             lost = now() - self._lease_until() > LOST_S - LEASE_S
@@ -540,14 +539,13 @@ class Rendezvous:
         view = self._view
         if view is None or view.number <= before or self._cut_off() is not None:
             return None
-        names = [node.name for node in view.roster]
-        if self.me.name not in names or view.broken is not None:
+        if self.me.name not in {n.name for n in view.roster} or view.broken is not None:
             return None
         self.me = replace(self.me, phase="training", round=view.number)
-        if len(names) == self.most:
+        if view.size == self.most:
             self._ballot.all_met()
         self._look()
-        return names.index(self.me.name), len(names)
+        return view.place, view.size
 
     def _raise_if_ended(self) -> None:
         if self._contact.problem is not None:
