@@ -144,6 +144,8 @@ SHOWN_IN = {
         "upload_wait_s": "test_upload_wait_s_bounds_the_end_of_a_run",
     },
     "test_fields_watching": {
+        "profile_steps": "test_profile_steps_are_traced_on_the_ranks_named",
+        "profile_ranks": "test_profile_steps_are_traced_on_the_ranks_named",
         "loggers": "test_loggers_write_where_they_are_asked_to",
         "logger_options": "test_logger_options_reach_the_logger_and_secrets_do_not",
         "validate_every": "test_validate_every_validates_inside_an_epoch",

@@ -157,3 +157,18 @@ def test_logger_options_reach_the_logger_and_secrets_do_not(
     assert (asked["project"], asked["group"], asked["finished"]) == ("mine", "first", True)
     assert asked["config"]["hub_token"] == "***" and asked["config"]["log_every"] == 1
     assert [step for step, _ in logged] == [1]
+
+
+def test_profile_steps_are_traced_on_the_ranks_named(tmp_path: Path) -> None:
+    settings = {"training_mode": "single", "batch_size": 4, "epochs": 1}  # four steps
+
+    def traces(steps: str, ranks: str) -> list[str]:
+        asked = {"profile_steps": steps, "profile_ranks": ranks}
+        manager = manager_for(tmp_path / steps / ranks, **settings, **asked)
+        manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
+        return sorted(path.name for path in (manager.folder / "profile").glob("*.gz"))
+
+    assert traces("2-3", "0") == ["rank-0.steps-2-3.json.gz"]
+    assert traces("2-3", "1") == [], "there is no such rank"
+    assert traces("3-9", "all") == ["rank-0.steps-3-4.json.gz"], "training ended before"
+    assert traces("5-9", "all") == []

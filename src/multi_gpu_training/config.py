@@ -26,6 +26,7 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.schedules import SCHEDULES
+from multi_gpu_training.step_ranges import chosen_ranks, step_spans
 
 # Beyond these a number is a slip of the finger, and something overflows hours later.
 PositiveInt = Annotated[int, Field(gt=0, le=2**53)]
@@ -359,6 +360,10 @@ class MultiGPUConfig(BaseModel):
     report: bool = Field(
         True, description="write report.html and metrics.png after 10 s of training and more"
     )
+    profile_steps: str | None = Field(
+        None, description="steps to trace with torch.profiler, such as 20-24 or 20-24,200-202"
+    )
+    profile_ranks: str = Field("0", description="ranks that are traced: 0 or 0,3, or all")
 
     @field_validator("schedule")
     @classmethod
@@ -366,6 +371,19 @@ class MultiGPUConfig(BaseModel):
         if value not in SCHEDULES:
             raise ValueError(f"use one of {', '.join(SCHEDULES)}")
         return value
+
+    @field_validator("profile_steps")
+    @classmethod
+    def _are_steps(cls, value: str | None) -> str | None:
+        if value is not None:
+            step_spans(value)
+        return value
+
+    @field_validator("profile_ranks", mode="before")
+    @classmethod
+    def _are_ranks(cls, value: Any) -> Any:
+        chosen_ranks(str(value))
+        return str(value)
 
     @field_validator("progress", mode="before")
     @classmethod

@@ -44,6 +44,7 @@ from multi_gpu_training.monitoring.announce import summary
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.loggers import Logger, check_loggers
+from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.run_records import Records
 from multi_gpu_training.safe_output import protect_output
@@ -126,6 +127,9 @@ class MultiGPUTrainingManager:
         self._measurement = requested()  # where mgt verify, bench, check or estimate started this
         if self._measurement is not None:
             self.config = self._measurement.adapt(self.config)
+        traced = ProfileRequest.of(self.config)
+        if traced is not None:
+            self.config = traced.adapt(self.config)
         start_ranks_if_needed(self.config)
         end_on_signals(*SILENT_ENDS)
         keep_compile_cache()

@@ -54,6 +54,7 @@ from multi_gpu_training.monitoring.loggers import (
     chosen_loggers,
     open_loggers,
 )
+from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest, StepTracer
 from multi_gpu_training.monitoring.progress_bar import NodeLines, ProgressBar, ProgressLines
 from multi_gpu_training.monitoring.run_events import RunEvents
 from multi_gpu_training.monitoring.sampling import StepSampler
@@ -532,6 +533,9 @@ class Training:
             step_s = lambda: log.step_s  # noqa: E731
             add(StepSampler(state, trainer.execution, logger.record, wait, step_s))
         add(log)
+        traced = ProfileRequest.of(config)
+        if traced is not None and traced.includes(self.placement.identity.rank):
+            add(StepTracer(traced, self.callbacks, logger))
         return log
 
 

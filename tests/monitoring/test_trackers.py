@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,13 @@ from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training import Callback, ConfigError
 from multi_gpu_training.monitoring.loggers import LoggedRun
-from multi_gpu_training.monitoring.loggers.tracker import TrackedMetrics, TrackerLogger
+from multi_gpu_training.monitoring.loggers.tracker import (
+    TrackedMetrics,
+    TrackerLogger,
+    remember,
+    remembered,
+)
+from multi_gpu_training.monitoring.loggers.trackio_logger import TrackioOptions, TrackioTracker
 
 SCRIPT = Path(__file__).parent / "tracked_run.py"
 Points = Counter[tuple[str, int]]
@@ -408,3 +415,19 @@ def test_wrong_credentials_are_one_sentence_before_training(
     server.server_close()
     assert ended.returncode != 0, ended.stderr
     assert re.search(said, ended.stderr), ended.stderr[-3000:]
+
+
+def test_a_run_killed_before_trackio_wrote_its_project_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Nothing:
+        def runs(self, project: str) -> Any:
+            raise ValueError(f"Project {project!r} does not exist")
+
+    stand_in = ModuleType("trackio")
+    begun = SimpleNamespace(id="new")
+    stand_in.Api, stand_in.init = Nothing, lambda **given: begun  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", stand_in)
+    remember(tmp_path, "trackio", run_id="old")
+    TrackioTracker(TrackioOptions(), tmp_path, {}).open()
+    assert remembered(tmp_path, "trackio")["run_id"] == "new"

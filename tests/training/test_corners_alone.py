@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -426,6 +427,28 @@ def test_training_accuracy_leaves_out_ignored_labels(tmp_path: Path) -> None:
     data = TensorDataset(inputs, labels)
     found = manager.fit(model, data, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd)
     assert found.metrics["accuracy"] == 1.0
+
+
+def test_a_loss_function_of_torch_trains_as_its_module_does(tmp_path: Path) -> None:
+    inputs, targets = points().tensors
+    data = TensorDataset(inputs, targets)
+    smooth = functools.partial(F.huber_loss, delta=0.3)
+
+    def weights(loss_fn: Any, name: str) -> Tensor:
+        manager = manager_for(tmp_path / name, batch_size=4, training_mode="single")
+        manager.fit(line(), data, loss_fn=loss_fn, optimizer=sgd)
+        return flat(manager.model)
+
+    assert torch.equal(weights(F.mse_loss, "a"), weights(nn.MSELoss(), "b"))
+    assert torch.equal(weights(smooth, "c"), weights(nn.HuberLoss(delta=0.3), "d"))
+
+    def absolute(y_hat: Tensor, y_true: Tensor) -> Tensor:
+        return (y_hat - y_true).abs().mean()
+
+    with pytest.raises(
+        ModelError, match=r"absolute takes \(y_hat, y_true\), but .*\(model, batch\)"
+    ):
+        weights(absolute, "e")
 
 
 @pytest.mark.parametrize("kind", [nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss])

@@ -458,6 +458,26 @@ def report(
     raise typer.Exit(report(runs, out, as_json, html))
 
 
+@app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
+def profile(
+    ctx: typer.Context,
+    target: Annotated[str, AnyTarget(metavar="RUN|RECIPE|CONFIG|SCRIPT.py")],
+    steps: Annotated[
+        str | None, Option(help="like 20-24 or 20-24,200-202; default 60-64, on CPUs 6-8")
+    ] = None,
+    ranks: Annotated[str, Option(help="like 0 or 0,3, or all")] = "0",
+    num_gpus: Annotated[int, Place(help="-1: all; without GPUs, CPU ranks")] = -1,
+    device: Device = "auto",
+) -> None:
+    """Trace a few steps of a training: kernels, exposed exchange, gaps, and what would gain most.
+
+    Of a run folder, show what its traces found. The traces open in Perfetto.
+    """
+    from multi_gpu_training.cli.profile_command import profile
+
+    raise typer.Exit(profile([target, *ctx.args], steps, ranks, num_gpus, device))
+
+
 @app.command()
 def recipes() -> None:
     """List the recipes."""

@@ -11,6 +11,7 @@ A loss function is `loss_fn(model, batch)` and returns one of
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -89,7 +90,47 @@ def choose_loss(given: Any) -> LossFn:
         return SupervisedLoss(given)
     if not callable(given):
         raise ModelError(f"loss_fn={given!r} is not callable; give loss_fn(model, batch) -> loss")
+    function, keywords = _unwrapped(given)
+    if function in CRITERIA:
+        return choose_loss(CRITERIA[function](**keywords))
+    _refuse_criterion(function)
     return given  # type: ignore[no-any-return]
+
+
+# Functions of torch that people give as loss_fn, and the modules that compute the same.
+CRITERIA: dict[Any, type[nn.Module]] = {
+    F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+    F.mse_loss: nn.MSELoss,
+    F.l1_loss: nn.L1Loss,
+    F.smooth_l1_loss: nn.SmoothL1Loss,
+    F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy: nn.BCELoss,
+    F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+}
+OUTPUTS = ("input", "output", "outputs", "pred", "preds", "prediction", "logits", "y_pred", "y_hat")
+TARGETS = ("target", "targets", "label", "labels", "y", "y_true")
+
+
+def _unwrapped(given: Any) -> tuple[Any, dict[str, Any]]:
+    """The function of a `functools.partial` and what it sets by name; else the function itself."""
+    if isinstance(given, functools.partial) and not given.args:
+        return given.func, given.keywords
+    return given, {}
+
+
+def _refuse_criterion(given: Any) -> None:
+    """A function of output and target would be called with a model, and fail at the first step."""
+    try:
+        names = list(inspect.signature(given).parameters)[:2]
+    except (TypeError, ValueError):
+        return
+    if len(names) == 2 and names[0] in OUTPUTS and names[1] in TARGETS:
+        name = getattr(given, "__name__", "criterion")
+        raise ModelError(
+            f"loss_fn={name} takes ({names[0]}, {names[1]}), but it is called as loss_fn(model, "
+            f"batch); give `lambda model, batch: {name}(model(batch[0]), batch[1])`"
+        )
 
 
 def _takes_the_model(module: nn.Module) -> bool:

@@ -66,9 +66,12 @@ class TrackioTracker:
         known = remembered(self._folder, "trackio")
         # Trackio cannot drop the steps that are trained again: the run is written anew, with what
         # the events hold up to the resumed step.
-        for old in trackio.Api().runs(options.project) if known else ():
-            if old.id == known["run_id"]:
-                old.delete()
+        try:
+            for old in trackio.Api().runs(options.project) if known else ():
+                if old.id == known["run_id"]:
+                    old.delete()
+        except ValueError:  # killed before Trackio had written the project: nothing to delete
+            pass
         self._run = trackio.init(
             project=options.project,
             name=options.name or self._folder.name,

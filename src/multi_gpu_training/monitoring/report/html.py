@@ -9,6 +9,7 @@ from html import escape
 import numpy as np
 
 from multi_gpu_training.monitoring.phase_names import PHASES
+from multi_gpu_training.monitoring.profiling.trace_view import profile_html
 from multi_gpu_training.monitoring.report import charts, comparison, curves, wording
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.figures import Figures, figures
@@ -71,6 +72,7 @@ def _run(run: RunRecord, single: bool) -> Iterator[str]:
     steps = side_by_side(run)
     if steps is not None:
         yield "".join(_phases(run, steps))
+    yield from profile_html(run.profiles)
     if single:
         yield "<h2>Curves</h2>" + _charts(curves.training_curves([run], ["training"]))
     devices = {f"{t} ({u})": s for (t, u), s in curves.device_curves(run).items()}

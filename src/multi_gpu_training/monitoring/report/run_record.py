@@ -15,6 +15,7 @@ from multi_gpu_training.checkpoint.run_lock import owner
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.event_segments import segments
 from multi_gpu_training.monitoring.phase_names import PHASES
+from multi_gpu_training.monitoring.profiling.trace_view import ShownProfile, profiles_of
 from multi_gpu_training.monitoring.report.event_schema import is_number
 from multi_gpu_training.monitoring.report.history import (
     Event,
@@ -76,6 +77,7 @@ class RunRecord:
     notable: list[Event] = field(default_factory=list)
     ends: list[Event] = field(default_factory=list)  # of the latest start
     problems: list[str] = field(default_factory=list)
+    profiles: list[ShownProfile] = field(default_factory=list)
     state: str = "unknown"
     began: float = 0.0
     trained_s: float = 0.0  # without the pauses between a stop and the next start
@@ -147,6 +149,7 @@ def read_run(folder: Path | str) -> RunRecord:
             readings = thinned(found.frequent["device"], MOST_READINGS)
             run.devices[rank] = list(found.events(readings))
     _judge(run, lines, cuts)
+    run.profiles = profiles_of(path, problems)
     run.problems += problems
     return run
 

@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from multi_gpu_training.monitoring.phase_names import PHASES
+from multi_gpu_training.monitoring.profiling.trace_view import show_profiles
 from multi_gpu_training.monitoring.report import comparison, wording
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
 from multi_gpu_training.monitoring.report.figures import figures
@@ -60,6 +61,7 @@ def _show_run(run: RunRecord, console: Console) -> None:
         console.print(_phase_table(steps, found.step_s or steps.loaded_step))
         for line in _heat_lines(steps):
             console.print(_data(line), highlight=False)
+    show_profiles(run.profiles, console)
     rows = wording.event_rows(run)
     if rows:
         console.print(_table(["after", "what", ""], rows[-MOST_EVENTS:], "Events"))

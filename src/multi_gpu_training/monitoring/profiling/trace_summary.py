@@ -1,0 +1,283 @@
+"""What a trace of torch.profiler says: where the time of a step goes, and what would gain most.
+
+On a GPU, time is counted by its kernels and copies; on CPU ranks by torch's operators. Exchange is
+exposed while nothing else is computed; idle is when neither runs.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from multi_gpu_training.monitoring.profiling.trace_intervals import (
+    Interval,
+    length,
+    merged,
+    within,
+    without,
+)
+from multi_gpu_training.safe_files import write_atomically
+
+STEP = "ProfilerStep#"  # the name by which other viewers know steps, too
+MOST_BYTES = 2**28  # of a trace, unpacked
+MOST_ROWS = 12
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+NEGLIGIBLE = 0.01  # shares of a step that are not worth a line
+US = 1e-6
+KINDS = {
+    "matrix products and convolutions": re.compile(
+        r"gemm|cutlass|cublas|conv|wgrad|dgrad|xmma|::(add|bad)?d?b?mm|nvjet|aten::linear", re.I
+    ),
+    "attention": re.compile(r"flash|fmha|attention", re.I),
+    "optimizer": re.compile(r"multi_tensor|adam|sgd", re.I),
+}
+
+Event = dict[str, Any]
+
+
+def write_summary(trace: Path) -> Path:
+    """Summarise a trace into a small file beside it."""
+    path = trace.with_name(trace.name.removesuffix(".json.gz") + ".summary.json")
+    write_atomically(path, json.dumps(summarise(read_trace(trace)), indent=1))
+    return path
+
+
+def read_trace(path: Path) -> list[Event]:
+    with gzip.open(path) as file:
+        text = file.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{path.name} is larger than {MOST_BYTES >> 20} MiB unpacked")
+    found = json.loads(text)
+    events = found.get("traceEvents") if isinstance(found, dict) else None
+    if not isinstance(events, list):
+        raise ValueError(f"{path.name} is not a trace")
+    return [event for event in events if isinstance(event, dict) and _is_whole(event)]
+
+
+def _is_whole(event: Event) -> bool:
+    timed = ("ts", "dur") if event.get("ph") == "X" else ("ts",)
+    numbers = all(isinstance(event.get(key), int | float) for key in timed)
+    return (
+        numbers and isinstance(event.get("name"), str) and isinstance(event.get("args", {}), dict)
+    )
+
+
+def summarise(events: list[Event]) -> dict[str, Any]:
+    """The figures of a trace, per step. Raises ValueError where no step is in it."""
+    spans = [event for event in events if event.get("ph") == "X"]
+    marks = [e for e in spans if e["name"].startswith(STEP) and e.get("cat") == "user_annotation"]
+    if not marks:
+        raise ValueError("no step is in the trace")
+    steps = sorted(int(mark["name"].removeprefix(STEP)) for mark in marks)
+    main = marks[0]["tid"]
+    kernels = [event for event in spans if event.get("cat") in ON_GPU]
+    window = (
+        min(mark["ts"] for mark in marks),
+        max(event["ts"] + event["dur"] for event in [*marks, *kernels]),
+    )
+    host = [e for e in spans if e["tid"] == main and not e["name"].startswith(STEP)]
+    host = [e for e in host if e.get("cat") in ("cpu_op", "user_annotation", "cuda_runtime")]
+    if kernels:
+        work = [event for event in kernels if not _is_exchange(event)]
+        exchange = [event for event in kernels if _is_exchange(event)]
+        rows = _by_name(work, {k: op for k, op in _launching_ops(spans)})
+    else:
+        work = [event for event in spans if event["name"].startswith("aten::")]
+        exchange = [event for event in spans if event["name"].startswith("gloo:")]
+        rows = _by_name(_without_children(work), {})
+    wall = window[1] - window[0]
+    busy, talking = _times(work, window), _times(exchange, window)
+    idle = without([window], merged([*busy, *talking]))
+    each = US / len(steps)
+    copies = [
+        event for event in kernels if event["cat"] == "gpu_memcpy" and "HtoD" in event["name"]
+    ]
+    computing = _times([event for event in work if event.get("cat") != "gpu_memcpy"], window)
+    found: dict[str, Any] = {
+        "first": steps[0],
+        "last": steps[-1],
+        "on": "gpu" if kernels else "cpu",
+        "step_s": wall * each,
+        "busy_s": length(busy) * each,
+        "exchange_s": length(talking) * each,
+        "exposed_s": length(without(talking, busy)) * each,
+        "copy_s": length(without(_times(copies, window), computing)) * each,
+        "idle_s": length(idle) * each,
+        "optimizer_s": length(_times([e for e in host if _is_optimizer(e)], window)) * each,
+    }
+    for row in rows:
+        row["seconds"] *= each
+        row["calls"] /= len(steps)
+    found["kinds"] = _kinds(rows)
+    found["top"] = rows[:MOST_ROWS]
+    found["gaps"] = [
+        {"during": name, "seconds": seconds * each}
+        for name, seconds in _during(idle, host)[:MOST_ROWS]
+    ]
+    found["memory"] = _memory(events, host)
+    found["gains"] = gains(found)
+    return found
+
+
+def _is_exchange(event: Event) -> bool:
+    return "nccl" in event["name"].lower()
+
+
+def _is_optimizer(event: Event) -> bool:
+    return bool(event["name"].startswith("Optimizer.step"))
+
+
+def _times(events: Iterable[Event], window: Interval) -> list[Interval]:
+    return merged(within(((e["ts"], e["ts"] + e["dur"]) for e in events), window))
+
+
+def _launching_ops(spans: list[Event]) -> Iterable[tuple[Any, str]]:
+    """By external id, the operator that launches a kernel; none for those of a CUDA graph."""
+    for event in spans:
+        if event.get("cat") == "cpu_op" and "External id" in event.get("args", {}):
+            yield event["args"]["External id"], event["name"]
+
+
+def _by_name(events: Iterable[Event], ops: dict[Any, str]) -> list[dict[str, Any]]:
+    """Time and calls of each kernel or operator, longest first."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    calls: defaultdict[str, int] = defaultdict(int)
+    launched: dict[str, str] = {}
+    for event in events:
+        name = event["name"]
+        seconds[name] += event["dur"]
+        calls[name] += 1
+        op = ops.get(event.get("args", {}).get("External id"))
+        if op is not None:
+            launched[name] = op
+    order = sorted(seconds, key=lambda name: -seconds[name])
+    return [
+        {"name": name, "op": launched.get(name), "seconds": seconds[name], "calls": calls[name]}
+        for name in order
+    ]
+
+
+def _without_children(events: list[Event]) -> Iterable[Event]:
+    """Each operator with the time that it did not spend in others."""
+    by_thread: defaultdict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        by_thread[event["tid"]].append(event)
+    for thread in by_thread.values():
+        open_: list[Event] = []
+        for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
+            own = dict(event)
+            while open_ and open_[-1]["ts"] + open_[-1]["whole"] <= event["ts"]:
+                yield open_.pop()
+            own["whole"] = event["dur"]
+            if open_:
+                open_[-1]["dur"] -= event["dur"]
+            open_.append(own)
+        yield from open_
+
+
+def _kinds(rows: list[dict[str, Any]]) -> dict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    for row in rows:
+        text = f"{row['name']} {row['op'] or ''}"
+        kind = next((kind for kind, words in KINDS.items() if words.search(text)), "other kernels")
+        found[kind] += row["seconds"]
+    return dict(found)
+
+
+def _during(idle: list[Interval], host: list[Event]) -> list[tuple[str, float]]:
+    """What the main thread did while nothing was computed, longest first."""
+    found: defaultdict[str, float] = defaultdict(float)
+    coming = sorted(host, key=lambda e: (e["ts"], -e["dur"]))
+    open_: list[Event] = []
+    place = 0
+    for start, end in idle:
+        middle = (start + end) / 2
+        while place < len(coming) and coming[place]["ts"] <= middle:
+            open_.append(coming[place])
+            place += 1
+        open_ = [event for event in open_ if event["ts"] + event["dur"] > middle]
+        found[_plain(open_[-1]["name"]) if open_ else "Python, between operators"] += end - start
+    return sorted(found.items(), key=lambda item: -item[1])
+
+
+def _plain(name: str) -> str:
+    if "DataLoader" in name and name.startswith("enumerate"):
+        return "waiting for a batch"
+    return name.partition("#")[0]
+
+
+def _memory(events: list[Event], host: list[Event]) -> dict[str, Any] | None:
+    """The largest memory of the GPU that tensors had, and what ran then."""
+    told = [e for e in events if e.get("name") == "[memory]" and e["args"].get("Device Type") == 1]
+    if not told:
+        return None
+    peak = max(told, key=lambda event: event["args"]["Total Allocated"])
+    at = peak["ts"]
+    around = [e for e in host if e["ts"] <= at <= e["ts"] + e["dur"]]
+    inner = min(around, key=lambda event: event["dur"], default=None)
+    return {
+        "peak_bytes": int(peak["args"]["Total Allocated"]),
+        "during": _plain(inner["name"]) if inner else None,
+    }
+
+
+def gains(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The three largest shares of a step that something can be done about, and what."""
+    step = found["step_s"]
+    gpu = found["on"] == "gpu"
+    waits = sum(gap["seconds"] for gap in found["gaps"] if gap["during"] == "waiting for a batch")
+    top = found["top"][0] if found["top"] else None
+    kinds = found["kinds"]
+    claims = [
+        (
+            found["exposed_s"],
+            "exchange of gradients that no computation hides",
+            "exchange less often (gradient_accumulation_steps, larger batches), or let "
+            "`mgt bench --tune` search bucket sizes",
+        ),
+        (
+            waits,
+            "waiting for a batch",
+            "raise num_workers, or keep the data on the GPU (data_on_gpu)",
+        ),
+        (
+            found["idle_s"] - waits,
+            "the GPU waits for Python" if gpu else "time outside torch's operators",
+            "use step_execution=auto, which records steps; the report says where it cannot"
+            if gpu
+            else "use larger batches: every operator has a fixed cost",
+        ),
+        (found["copy_s"], "copies to the GPU that no computation hides", "pin_memory=true"),
+    ]
+    if gpu and kinds.get("other kernels", 0.0) > 0:
+        claims.append(
+            (
+                kinds["other kernels"] / 2,
+                "element-wise and other small kernels, of which fusing saves about half",
+                "step_execution=auto compiles them where that is faster",
+            )
+        )
+    if not gpu:
+        claims.append(
+            (found["optimizer_s"], "the optimizer", "set fused_optimizer, or a larger batch")
+        )
+    if top is not None:
+        who = f"{top['name']}" + (f" (of {top['op']})" if top["op"] else "")
+        kind = "kernel" if gpu else "operator"
+        claims.append((top["seconds"], f"the longest {kind}: {who}", _advice(top["name"], gpu)))
+    worth = [claim for claim in claims if claim[0] / step >= NEGLIGIBLE]
+    worth.sort(key=lambda claim: -claim[0])
+    return [{"share": s / step, "what": what, "do": do} for s, what, do in worth[:3]]
+
+
+def _advice(name: str, gpu: bool) -> str:
+    if not KINDS["matrix products and convolutions"].search(name):
+        return "see in the trace what launches it"
+    if gpu and re.search(r"sgemm|f32f32_f32f32|_s1688_(?!tf32)", name) and "tf32" not in name:
+        return "it computes in float32: use_mixed_precision or allow_tf32"
+    return "this is the work itself: lower precision or another GPU"

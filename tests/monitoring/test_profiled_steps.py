@@ -1,0 +1,153 @@
+"""Traces of chosen steps: what is recorded, and what is read from it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import mgt_here
+from tiny import line, manager_for, points, sgd, squares
+
+from multi_gpu_training import Callback, ConfigError, MultiGPUConfig
+from multi_gpu_training.monitoring.profiling.trace_intervals import length, merged, without
+from multi_gpu_training.monitoring.profiling.trace_summary import read_trace, summarise
+from multi_gpu_training.monitoring.report.html import page
+from multi_gpu_training.monitoring.report.run_record import read_run
+
+
+def test_times_without_others_are_what_is_left_of_them() -> None:
+    busy = merged([(5, 7), (0, 2), (1, 3), (7, 8)])
+    assert busy == [(0, 3), (5, 8)]
+    assert without(busy, [(1, 2), (2.5, 6), (9, 10)]) == [(0, 1), (2, 2.5), (6, 8)]
+    assert length(without(busy, busy)) == 0
+
+
+def event(name: str, cat: str, start: float, end: float, tid: int = 1, **args: Any) -> Any:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": cat,
+        "ts": start,
+        "dur": end - start,
+        "tid": tid,
+        "args": args,
+    }
+
+
+def test_kernels_exchange_and_gaps_of_a_gpu_are_told_apart() -> None:
+    """Two steps of 500 us. A kernel hides half of the exchange; the GPU waits for the loader."""
+    events = [
+        event("ProfilerStep#20", "user_annotation", 0, 500),
+        event("ProfilerStep#21", "user_annotation", 500, 1000),
+        event("enumerate(DataLoader)#it.__next__", "user_annotation", 700, 1000),
+        event("aten::mm", "cpu_op", 0, 20, **{"External id": 7}),
+        event("ampere_sgemm_128x64", "kernel", 100, 400, tid=7, **{"External id": 7}),
+        event("elementwise", "kernel", 400, 450, tid=7),
+        event("ncclDevKernel_AllReduce", "kernel", 350, 550, tid=8),
+        event("elementwise", "kernel", 550, 700, tid=7),
+        {
+            "ph": "i",
+            "name": "[memory]",
+            "ts": 10,
+            "args": {"Device Type": 1, "Total Allocated": 2**30},
+        },
+    ]
+    found = summarise(events)
+    assert (found["first"], found["last"], found["on"]) == (20, 21, "gpu")
+    per_step = {key: found[f"{key}_s"] * 1e6 for key in ("step", "busy", "exchange", "exposed")}
+    assert per_step == pytest.approx({"step": 500, "busy": 250, "exchange": 100, "exposed": 50})
+    assert found["idle_s"] * 1e6 == pytest.approx(200)  # 100 us of Python, 300 of the loader
+    top = found["top"][0]
+    assert (top["name"], top["op"], top["calls"]) == ("ampere_sgemm_128x64", "aten::mm", 0.5)
+    assert found["gaps"][0]["during"] == "waiting for a batch"
+    assert found["memory"] == {"peak_bytes": 2**30, "during": "aten::mm"}
+    gains = [(round(gain["share"], 2), gain["what"]) for gain in found["gains"]]
+    assert set(gains) >= {
+        (0.3, "the longest kernel: ampere_sgemm_128x64 (of aten::mm)"),
+        (0.3, "waiting for a batch"),
+    }
+    assert any("use_mixed_precision" in gain["do"] for gain in found["gains"])
+
+
+def test_operators_of_cpu_ranks_count_without_those_they_call() -> None:
+    events = [
+        event("ProfilerStep#1", "user_annotation", 0, 100),
+        event("aten::linear", "cpu_op", 10, 60),
+        event("aten::addmm", "cpu_op", 15, 55),
+        event("gloo:all_reduce", "user_annotation", 50, 90, tid=2),
+        # Waiting for the exchange is no computation, though an operator of autograd does it.
+        event("autograd::engine::evaluate_function: AccumulateGrad", "cpu_op", 60, 95),
+    ]
+    found = summarise(events)
+    assert [(row["name"], round(row["seconds"] * 1e6)) for row in found["top"]] == [
+        ("aten::addmm", 40),
+        ("aten::linear", 10),
+    ]
+    assert found["exposed_s"] * 1e6 == pytest.approx(30)
+    assert found["idle_s"] * 1e6 == pytest.approx(20)
+
+
+class Present(Callback):
+    """How many listen to the end of each step."""
+
+    def __init__(self) -> None:
+        self.count: list[int] = []
+
+    def on_step_end(self, run: Any, result: Any) -> None:
+        self.count.append(len(run.callbacks.on_step_end))
+
+
+def test_chosen_steps_are_traced_and_the_report_says_what_they_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    present = Present()
+    settings: dict[str, Any] = {"training_mode": "single", "batch_size": 2, "epochs": 2}
+    manager = manager_for(tmp_path, profile_steps="2-3,5", **settings)
+    manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, callbacks=[present])
+    plain = manager_for(tmp_path / "plain", **settings)
+    plain.fit(line(), points(), loss_fn=squares, optimizer=sgd)
+    assert all(map(torch.equal, manager.model.parameters(), plain.model.parameters()))
+    assert present.count[-1] == present.count[0] - 1, "nobody listens after the last traced step"
+    folder = manager.folder / "profile"
+    names = ["rank-0.steps-2-3", "rank-0.steps-5-5"]
+    assert sorted(path.name for path in folder.glob("*.gz")) == [f"{n}.json.gz" for n in names]
+    steps = [e for e in read_trace(folder / f"{names[0]}.json.gz") if "ProfilerStep" in e["name"]]
+    assert sorted(e["name"] for e in steps) == ["ProfilerStep#2", "ProfilerStep#3"]
+    run = read_run(manager.folder)
+    assert [shown.name for shown in run.profiles] == [
+        "rank 0, steps 2 to 3",
+        "rank 0, steps 5 to 5",
+    ]
+    text = page([run])
+    assert "Profiled steps" in text and "aten::" in text and "What would gain most" in text
+    # Killed before its traces were read: the command reads them.
+    (folder / f"{names[0]}.summary.json").unlink()
+    shown = mgt_here(monkeypatch, capsys, "profile", str(manager.folder))
+    assert shown.code == 0 and "rank 0, steps 2 to 3" in shown.out, shown
+    # What somebody else wrote there is named, and the rest is shown.
+    (folder / f"{names[1]}.summary.json").write_text(json.dumps({"step_s": "<script>"}))
+    with gzip.open(folder / "rank-1.steps-1-1.json.gz", "wt") as file:
+        file.write("[]")
+    shown = mgt_here(monkeypatch, capsys, "profile", str(manager.folder))
+    assert shown.code == 0 and "rank-0.steps-5-5.summary.json cannot be read" in shown.out, shown
+    assert "rank-1.steps-1-1.json.gz cannot be read" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"profile_steps": "0-3"}, "profile_steps"),
+        ({"profile_steps": "5-3"}, "steps count from 1"),
+        ({"profile_steps": "1-5,3-9"}, "overlap"),
+        ({"profile_steps": "1-100000"}, "at most 50"),
+        ({"profile_steps": "some"}, "give steps like 20-24"),
+        ({"profile_ranks": "first"}, "give ranks like 0"),
+    ],
+)
+def test_steps_that_cannot_be_traced_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        MultiGPUConfig(**settings)
