@@ -97,7 +97,7 @@ def parse_request(message: Message) -> VoteRequest:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Votes:
     """The answers to a request for votes."""
 
     votes: list[tuple[Node, Vote]]
@@ -126,7 +126,7 @@ def voters(view: View, me: Node, left: Collection[str], master: tuple[str, int])
     return found
 
 
-def collect_votes(request: VoteRequest, asked: list[Node], key: bytes) -> Outcome:
+def collect_votes(request: VoteRequest, asked: list[Node], key: bytes) -> Votes:
     """Ask these nodes; those that do not answer are left out."""
     message = {"op": "vote", **asdict(request)}
 
@@ -137,4 +137,4 @@ def collect_votes(request: VoteRequest, asked: list[Node], key: bytes) -> Outcom
             return None
 
     answers = ask_all(asked, answer, at_once=64)
-    return Outcome([(node, vote) for node, vote in answers if vote is not None])
+    return Votes([(node, vote) for node, vote in answers if vote is not None])
