@@ -102,6 +102,7 @@ def test_the_others_go_on_when_a_node_ends(pair: tuple[Rendezvous, Rendezvous]) 
     assert first.attempt == 1
 
 
+@pytest.mark.usefixtures("soon")
 def test_when_the_leader_ends_the_next_node_leads_and_takes_it_back() -> None:
     port = free_port()
     with ExitStack() as closing_all:
@@ -122,6 +123,8 @@ def test_when_the_leader_ends_the_next_node_leads_and_takes_it_back() -> None:
         thread.join(LONGEST_S)
         assert meeting == [(1, 2)] and returned.round.run == run
         assert returned.attempt == second.attempt == 2
+        time.sleep(rendezvous.LOST_S + 0.5)
+        assert second.why_again() is None, "the node that is back confirms its leader"
 
 
 def test_the_leader_decides_for_all_whether_a_fault_is_followed_by_a_restart(

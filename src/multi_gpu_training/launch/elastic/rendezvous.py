@@ -339,6 +339,9 @@ class Rendezvous:
 
     def _follow(self, where: tuple[str, int]) -> None:
         """Tell the node at `where` about this one from now on; this node does not lead."""
+        if self._leader is None and where == self._contact.where:
+            self._contact.refusals = 0
+            return  # what was heard from there stays: a leader announces itself again and again
         if self._leader is not None:
             self._leader.close()
             self._release_witness = True
