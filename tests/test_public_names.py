@@ -25,6 +25,7 @@ PUBLIC = {
     "FaultToleranceManager",
     "FitResult",
     "FullyShardedTrainer",
+    "LoadedModel",
     "Callback",
     "Hook",
     "MetricsCollector",
@@ -40,6 +41,7 @@ PUBLIC = {
     "estimate_training_speedup",
     "get_gpu_info",
     "launch_distributed_training",
+    "load",
     "print_gpu_info",
     "print_training_speedup_estimates",
 }

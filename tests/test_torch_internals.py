@@ -35,6 +35,13 @@ FUSED: dict[str, Any] = {
 }
 
 
+def test_programs_are_compiled_into_packages_under_the_name_that_is_used() -> None:
+    """tests/delivery/test_exports.py compiles and runs one, which takes a minute."""
+    found = inspect.signature(torch._inductor.aoti_compile_and_package).parameters
+    assert next(iter(found)) == "exported_program" and "package_path" in found
+    assert callable(torch._inductor.aoti_load_package)  # in the run.py of exports
+
+
 def line_with_gradient() -> nn.Linear:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from multi_gpu_training.config import MultiGPUConfig, TrainingMode
     from multi_gpu_training.data.sharded_stream import ShardedStream
+    from multi_gpu_training.delivery.loaded_model import LoadedModel, load
     from multi_gpu_training.errors import ConfigError, MultiGPUError
     from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
     from multi_gpu_training.gpus import get_gpu_info, print_gpu_info
@@ -58,6 +59,8 @@ _HOMES = {
     "ShardedStream": "data.sharded_stream",
     "SingleDeviceTrainer": "training.trainer",
     "StepResult": "training.step",
+    "LoadedModel": "delivery.loaded_model",
+    "load": "delivery.loaded_model",
 }
 
 __version__ = "0.1.0"
@@ -70,6 +73,7 @@ __all__ = [
     "FitResult",
     "FullyShardedTrainer",
     "Hook",
+    "LoadedModel",
     "MetricsCollector",
     "MultiGPUConfig",
     "MultiGPUError",
@@ -84,6 +88,7 @@ __all__ = [
     "estimate_training_speedup",
     "get_gpu_info",
     "launch_distributed_training",
+    "load",
     "notebook_launch",
     "print_gpu_info",
     "print_training_speedup_estimates",

@@ -94,6 +94,7 @@ class SetupArguments(TypedDict, total=False):
     states: dict[str, Any] | None
     hooks: Sequence[Hook]
     batch_size_fn: BatchSizeFn | None
+    description: Mapping[str, Any] | None
 
 
 class MultiGPUTrainingManager:
@@ -182,6 +183,7 @@ class MultiGPUTrainingManager:
         states: dict[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
         batch_size_fn: BatchSizeFn | None = None,
+        description: Mapping[str, Any] | None = None,
     ) -> tuple[nn.Module, Loader, ValLoaders | None]:
         """Place the model, share out the data, and continue from a checkpoint where asked to.
 
@@ -195,7 +197,9 @@ class MultiGPUTrainingManager:
         torchmetrics objects. `states` are further objects with `state_dict`, saved and restored
         with the run; (object, "per_rank") for one that differs between ranks.
         `batch_size_fn(batch)` counts the samples of batches that you make yourself, where their
-        shapes do not say it. `hooks` is the old name of `callbacks`.
+        shapes do not say it. `description` stands in every checkpoint and tells `load` how to
+        rebuild the model: {"model": "package.module:Net", "arguments": {...}, "labels": [...]}.
+        `hooks` is the old name of `callbacks`.
         """
         self._set_up(
             Given(
@@ -211,6 +215,7 @@ class MultiGPUTrainingManager:
                 loggers=loggers,
                 states=states or {},
                 batch_size_fn=batch_size_fn,
+                description=description,
             )
         )
         return self.model, self.train_loader, self.val_loader

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
+from multi_gpu_training.checkpoint.model_description import model_description
 from multi_gpu_training.checkpoint.write_queue import Save
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import storable
@@ -103,6 +104,7 @@ class Given:
     loggers: Sequence[Logger]
     states: Mapping[str, Any]
     batch_size_fn: BatchSizeFn | None = None
+    description: Mapping[str, Any] | None = None
     optimizers: Sequence[Optimizer] = ()  # where the user's loop calls backward
     schedulers: Sequence[LRScheduler] = ()  # which that loop advances
 
@@ -328,6 +330,8 @@ class Training:
         model = build_model(given.model, config, trainer.strategy.builds_in_parts)
         if self.measurement is not None:
             self.measurement.prepare(model)
+        described = model_description(given.model, given.description)
+        self.fault_tolerance.run_state.model_description = described
         self.model = trainer.build(model, self.loss_fn, self.control, bool(given.optimizers))
         if given.optimizers:
             self._take_optimizers(given)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -343,3 +344,9 @@ def forget_sharded_step(module: Any) -> None:
                 parameter._unsharded_param.grad = None
     if state._is_root:
         module.reset_iter_state()
+
+
+def compile_package(program: Any, path: Path) -> None:
+    """Compile an ExportedProgram into one file that runs without its Python code. AOTInductor has
+    no public name yet."""
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))

@@ -37,6 +37,8 @@ from multi_gpu_training.safe_files import (
 FORMATS = (1, 2, 3)
 FORMAT, SHARDED = FORMATS[1:]
 MANIFEST = "manifest.json"
+DESCRIPTION = "model.json"  # beside those of FILES, where the run describes its model
+MOST_DESCRIPTION = 2**27
 FILES = ("model.safetensors", "optimizer.safetensors", "state.safetensors", "state.json")
 CHUNK_BYTES = 16 * 2**20
 MOST_CHUNKS = 2**18  # of one file: 4 TiB

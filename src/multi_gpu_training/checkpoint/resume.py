@@ -111,6 +111,8 @@ class RunState:
         self.hosts = hosts
         self.settings = settings
         self.description: RunDescription | None = None  # once there is an optimizer
+        # How the model is rebuilt and fed, as plain data; equal on all ranks.
+        self.model_description: dict[str, Any] = {}
         # Which tensors are saved as the model: its own, or an average of them.
         self.model_to_save: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
         self._live = LiveTensors()
@@ -189,6 +191,7 @@ class RunState:
                 **self._made_with(),
             },
             facts={"world_size": self.placement.dp_size, **facts},
+            description=self.model_description,
         )
 
     def _made_with(self) -> dict[str, Any]:

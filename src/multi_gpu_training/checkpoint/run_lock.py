@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from multi_gpu_training.distributed import round_lease
+from multi_gpu_training.distributed.identity import REQUEUES
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact_command
 from multi_gpu_training.safe_files import Count, open_regular, parse_json
@@ -31,6 +32,8 @@ NAME = ".lock"
 GRACE_S = 3.0
 # A node that was cut off ends its ranks when it has lost the others, and they end in their time.
 OTHER_NODE_S = 20.0
+# A node that lost power holds its locks on a network disk until the server's lease on it ends.
+GRACE_AFTER_REQUEUE_S = 120.0
 
 _held: dict[str, tuple[int, int]] = {}  # folder -> (open file, how often it is held)
 
@@ -43,7 +46,9 @@ class RunLock:
 
     def __init__(self, folder: Path, grace_s: float | None = None) -> None:
         if grace_s is None:
+            requeued = os.environ.get(REQUEUES, "0") != "0"
             grace_s = OTHER_NODE_S if round_lease.bound() else GRACE_S
+            grace_s = GRACE_AFTER_REQUEUE_S if requeued else grace_s
         self._key: str | None = str(folder.resolve())
         if self._key in _held:
             descriptor, count = _held[self._key]

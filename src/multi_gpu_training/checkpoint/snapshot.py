@@ -39,6 +39,7 @@ class Snapshot:
     optimizer: Any
     state: Any
     facts: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(default_factory=dict)  # how to rebuild and feed the model
 
     @property
     def split(self) -> bool:
@@ -86,6 +87,7 @@ class Capture:
     plain: dict[str, Any]
     copy: HostCopy
     shard: ShardWriting | None = None  # where the state is split over the ranks
+    description: dict[str, Any] = field(default_factory=dict)
 
 
 def capture(
@@ -117,7 +119,8 @@ def capture(
             files[f"{kind}.safetensors"] = _without(files[f"{kind}.safetensors"], split[kind])
         manifest |= {"format": SHARDED, "shards": shard.ranks, "split": split}
         files = {**files, shard.name: mine} if writes else {shard.name: mine}
-    return Capture(snapshot.step, manifest, plain, buffer.copy(files), shard)
+    copy = buffer.copy(files)
+    return Capture(snapshot.step, manifest, plain, copy, shard, snapshot.description)
 
 
 def _without(tensors: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@
         optimizer.safetensors
         state.safetensors
         state.json
+        model.json             how the model is rebuilt and fed, where the run said it
         manifest.json          sizes and hashes of the others, and of itself; written last
       best -> step-00000100
       lineage.json             which attempt started from which step, and lineage.copy.json
@@ -20,12 +21,14 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from multi_gpu_training.checkpoint import durable, integrity, retention
 from multi_gpu_training.checkpoint.integrity import trusted_manifest
@@ -135,6 +138,8 @@ class CheckpointStore:
             **captured.copy.files,
             "state.json": [text],
         }
+        if captured.description:
+            contents[integrity.DESCRIPTION] = [json_text(captured.description).encode()]
         opened: list[int] = []
         hashes: dict[str, integrity.FileHash] = {}
         try:
@@ -405,6 +410,51 @@ def read_verified(path: Path, in_parts: bool = True) -> Snapshot:
         optimizer=_read(path / "state.json", lambda _: unpack(plain["optimizer"], optimizer)),
         state=_read(path / "state.json", lambda _: unpack(plain["state"], state)),
         facts=manifest,
+    )
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """The model of a checkpoint without the rest of the run, and what describes it.
+
+    description: empty where the run said nothing, as up to version 0.1. config: of the run.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    extra: dict[str, Any]
+    description: dict[str, Any]
+    config: dict[str, Any]
+    facts: dict[str, Any]
+
+
+def load_model(path: Path) -> StoredModel:
+    """Read the model of a checkpoint after checking every byte of it. Split tensors come whole;
+    the optimizer's are not read."""
+    problem = integrity.damage(path)
+    if problem is not None:
+        raise CheckpointError(f"{path} is damaged: {problem}")
+    manifest = _read(path, integrity.read_manifest)
+    plain = _read(path / "state.json", lambda file: read_json(file, dict[str, Any], _MOST_STATE))
+    tensors, held = (_read(path / f"{name}.safetensors", load_file) for name in ("model", "state"))
+    parts = _read(path, partial(stored_rows, manifest=manifest, kind="model"))
+    tensors |= {name: part.whole() for name, part in parts.items()}
+    state = _read(path / "state.json", lambda _: unpack(plain["state"], held))
+    description = {}
+    if integrity.DESCRIPTION in manifest["files"]:
+        description = _read(
+            path / integrity.DESCRIPTION,
+            lambda file: read_json(file, dict[str, Any], integrity.MOST_DESCRIPTION),
+        )
+    return StoredModel(
+        manifest["step"],
+        tensors,
+        manifest["aliases"],
+        state["extra"],
+        description,
+        dict(state.get("config") or {}),
+        manifest,
     )
 
 

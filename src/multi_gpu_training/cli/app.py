@@ -13,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 from multi_gpu_training.cli.recipe_help import RecipeCommand, complete_recipe, complete_target
+from multi_gpu_training.cli.slurm_options import SLURM, with_slurm_options
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 NAMES = {"token_normalize_func": lambda name: name.replace("_", "-")}
@@ -73,6 +74,9 @@ Target = Annotated[str, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
 Warmup = Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")]
 AsJson = Annotated[bool, Option("--json", help="for programs")]
+Nodes = Annotated[
+    str | None, Machines("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")
+]
 NodeRank = Annotated[int | None, Machines()]
 MasterAddr = Annotated[str | None, Machines()]
 ClusterToken = Annotated[
@@ -81,9 +85,15 @@ ClusterToken = Annotated[
 InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
 ]
-EngineName = Annotated[str | None, Machines(help="who starts the ranks: local, torchrun, elastic")]
+EngineName = Annotated[
+    str | None, Machines(help="who starts the ranks: local, torchrun, elastic or slurm")
+]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
-OF_ENGINES: tuple[str, ...] = ("witness", "allow_minority")  # flags that belong to one engine
+OF_ENGINES: tuple[str, ...] = (
+    "witness",
+    "allow_minority",
+    *SLURM,
+)  # flags that belong to one engine
 _WITNESS = (
     "HOST:PORT of `mgt cluster witness`, or a file that all machines share: decides who goes on"
 )
@@ -95,7 +105,11 @@ AllowMinority = Annotated[bool, Machines("--allow-minority", help=_MINORITY)]
 def machines(ctx: typer.Context) -> dict[str, Any]:
     """What the flags say about several machines, under the names that `Hosts` has for it."""
     found = {name: ctx.params[name] for name in MACHINES if name in ctx.params}
-    options = {name: ctx.params[name] for name in OF_ENGINES if ctx.params.get(name)}
+    options = {
+        name: ctx.params[name]
+        for name in OF_ENGINES
+        if ctx.params.get(name) not in (None, False, [], ())
+    }
     return {"nodes": found.pop("nnodes"), **found, "engine_options": options}
 
 
@@ -106,6 +120,7 @@ def others(ctx: typer.Context, *named: str) -> dict[str, Any]:
 
 
 @app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
+@with_slurm_options
 def train(
     ctx: typer.Context,
     target: Annotated[
@@ -137,7 +152,7 @@ def train(
     seed: Annotated[int | None, Training(help="of weights, order and noise")] = None,
     deterministic: Annotated[bool | None, Training(help="the same bits in each run")] = None,
     engine: EngineName = None,
-    nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
+    nnodes: Nodes = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
@@ -162,6 +177,7 @@ def train(
 
 
 @app.command(context_settings={**EXTRA, **NAMES})
+@with_slurm_options
 def resume(
     ctx: typer.Context,
     run: Annotated[str, Argument(metavar="RUN", help="its folder or URL", callback=no_flag)],
@@ -176,7 +192,7 @@ def resume(
         bool | None, Training("--resume-anyway", help="although seed or data changed")
     ] = None,
     engine: EngineName = None,
-    nnodes: Annotated[str | None, Machines(help="machines: 2, or LEAST:MOST like 1:2")] = None,
+    nnodes: Nodes = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
@@ -200,6 +216,7 @@ def resume(
 
 
 @app.command(context_settings={**EXTRA, **NAMES, "allow_interspersed_args": False})
+@with_slurm_options
 def run(
     ctx: typer.Context,
     script: Annotated[
@@ -216,9 +233,11 @@ def run(
         Option(min=1.0, help="seconds the machines have to find each other, also after a failure"),
     ] = 300.0,
     engine: Annotated[
-        str | None, Option(help="who starts the ranks: local, torchrun, elastic")
+        str | None, Option(help="who starts the ranks: local, torchrun, elastic or slurm")
     ] = None,
-    nnodes: Annotated[str, Option(help="machines: 2, or LEAST:MOST like 1:2")] = "1",
+    nnodes: Annotated[
+        str, Option("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")
+    ] = "1",
     node_rank: int = 0,
     master_addr: str | None = None,
     master_port: int | None = None,
@@ -269,6 +288,7 @@ def verify(
 
 
 @app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
+@with_slurm_options
 def check(
     ctx: typer.Context,
     target: Annotated[str | None, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = None,
@@ -280,7 +300,13 @@ def check(
     save_curve: Annotated[
         str | None, Option(help="all-reduce times as CSV, for `mgt estimate --curve`")
     ] = None,
-    nnodes: Annotated[str | None, Machines(help="machines: 2, or of LEAST:MOST the most")] = None,
+    engine: Annotated[
+        str | None, Machines(help="slurm: check the cluster, then its nodes in a short job")
+    ] = None,
+    nnodes: Annotated[
+        str | None,
+        Machines("--nnodes", "--nodes", help="machines: 2, or of LEAST:MOST the most"),
+    ] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
     master_port: Annotated[int | None, Machines()] = None,
@@ -290,7 +316,8 @@ def check(
     """Check this machine before training: software, GPUs, links, disk, network, real ranks.
 
     With a recipe, config or script also its memory, largest batch, time, and a ready command.
-    Ends with 1 if anything fails. On several machines start it on each, or with torchrun.
+    Ends with 1 if anything fails. On several machines start it on each, or with torchrun;
+    --engine slurm checks the queue, then the nodes in a short job.
     """
     from multi_gpu_training.cli.check_command import CheckFlags, check
     from multi_gpu_training.distributed.cluster_token import remember
@@ -438,6 +465,110 @@ def checkpoints(
     raise typer.Exit(show_checkpoints(words[0], as_json, verify_key))
 
 
+TrainedRun = Annotated[
+    str, Argument(metavar="RUN", help="a run folder, a checkpoint, or its URL", callback=a_path)
+]
+Checkpoint = Annotated[
+    str | None, Option(help="best, or step-N; default the best, else the newest")
+]
+Trust = Annotated[bool, Option("--trust", help="import the code that the checkpoint names")]
+Ranks = Annotated[int, Option(help="-1: all; without GPUs, CPU ranks")]
+
+
+@app.command()
+def evaluate(
+    run: TrainedRun,
+    data: Annotated[
+        str | None, Option(help="other data, as --data-dir of mgt train", callback=a_path)
+    ] = None,
+    part: Annotated[
+        str | None, Option(help="val or all; default val, and all of other data")
+    ] = None,
+    checkpoint: Checkpoint = None,
+    num_gpus: Ranks = -1,
+    batch_size: Annotated[int | None, Option(min=1)] = None,
+    device: Device = "auto",
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate a trained model on its validation data, or on others, on all GPUs."""
+    from multi_gpu_training.cli.evaluate_command import EvaluateFlags, evaluate
+
+    flags = EvaluateFlags(run, data, part, checkpoint, num_gpus, batch_size, device, trust, as_json)
+    raise typer.Exit(evaluate(flags))
+
+
+@app.command()
+def predict(
+    run: TrainedRun,
+    inputs: Annotated[
+        list[str] | None,
+        Argument(metavar="INPUT...", help="files, folders, texts; of ppo a number of episodes"),
+    ] = None,
+    task: Annotated[str | None, Option(help="generate or score (texts), play or act (ppo)")] = None,
+    out: Annotated[str | None, Option(help="FILE.jsonl or FILE.csv", callback=a_path)] = None,
+    form: Annotated[str | None, Option("--format", help="table, jsonl or csv")] = None,
+    timeline: Annotated[
+        str | None, Option(help="of videos: FILE.csv or FILE.svg", callback=a_path)
+    ] = None,
+    every: Annotated[int | None, Option(help="of videos: frames between two clips")] = None,
+    new_tokens: Annotated[int | None, Option(help="generate: at most so many; 64")] = None,
+    temperature: Annotated[float | None, Option(help="generate: 0 takes the likeliest")] = None,
+    seed: Annotated[int | None, Option(help="generate: of the draws")] = None,
+    record: Annotated[
+        str | None, Option(help="play: a folder for a GIF per episode", callback=a_path)
+    ] = None,
+    checkpoint: Checkpoint = None,
+    num_gpus: Ranks = -1,
+    batch_size: Annotated[int | None, Option(min=1)] = None,
+    device: Device = "auto",
+    trust: Trust = False,
+) -> None:
+    """Predict with a trained model: one result per input, in their order, on all GPUs.
+
+    Ends with 1 if an input could not be used.
+    """
+    from multi_gpu_training.cli.predict_command import PredictFlags, predict
+
+    given = {
+        "every": every,
+        "new_tokens": new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "record": record,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    place = checkpoint, num_gpus, batch_size, device, trust
+    flags = PredictFlags(run, list(inputs or ()), task, out, form, timeline, *place, options)
+    raise typer.Exit(predict(flags))
+
+
+@app.command()
+def export(
+    run: TrainedRun,
+    to: Annotated[str, Option(help="onnx, torch-export, aoti, executorch, safetensors or hf")],
+    out: Annotated[
+        str | None, Option(help="the new folder; default exports/RECIPE-NAME-TO", callback=a_path)
+    ] = None,
+    checkpoint: Checkpoint = None,
+    max_batch: Annotated[int, Option(min=2, help="largest batch of the exported program")] = 1024,
+    length: Annotated[
+        int | None, Option(min=2, help="longest input: samples of sound, tokens of a text")
+    ] = None,
+    license_name: Annotated[
+        str, Option("--license", help="of the weights, for the model card")
+    ] = "unknown",
+    trust: Trust = False,
+    as_json: AsJson = False,
+) -> None:
+    """Export a trained model, and check the result against PyTorch on real samples."""
+    from multi_gpu_training.cli.export_command import export_run
+
+    raise typer.Exit(
+        export_run(run, to, out, checkpoint, max_batch, length, license_name, trust, as_json)
+    )
+
+
 @app.command()
 def report(
     runs: Annotated[
@@ -508,6 +639,76 @@ def config_schema() -> None:
     from multi_gpu_training.recipes.option_schemas import config_file_schema
 
     print(json.dumps(config_file_schema(), indent=2))
+
+
+@app.command(context_settings=NAMES)
+def compress(
+    run: Annotated[str, Argument(help="run folder or checkpoint", callback=a_path)],
+    method: Annotated[
+        list[str],
+        Option(
+            help="quantize[:int8|int8-dynamic|int4|onnx-int8], prune[:2:4|SHARE], "
+            "distil[:SHARE|NAME=VALUE]; joined by + they combine; repeat to compare"
+        ),
+    ],
+    max_drop: Annotated[str | None, Option(help="keep only what loses at most this: 1%")] = None,
+    out: Annotated[str | None, Option(help="default: RUN-compressed", callback=a_path)] = None,
+    device: Device = "auto",
+    epochs: Annotated[int | None, Option(help="of fine-tuning or distillation")] = None,
+    lr: Annotated[float | None, Option(help="learning rate of that training")] = None,
+    trust: Annotated[bool, Option(help="import the code that the checkpoint names")] = False,
+) -> None:
+    """Make a trained model smaller, and show size, speed and accuracy before and after."""
+    from multi_gpu_training.cli.compress_command import compress
+
+    raise typer.Exit(compress(run, method, out, max_drop, device, epochs, lr, trust))
+
+
+@app.command(context_settings=NAMES)
+def serve(
+    ctx: typer.Context,
+    run: Annotated[str, Argument(help="run folder or checkpoint", callback=a_path)],
+    host: Annotated[str, Option(help="address; by default only this machine")] = "127.0.0.1",
+    port: Annotated[int, Option(help="0: a free one")] = 8000,
+    device: Device = "auto",
+    checkpoint: Annotated[str | None, Option(help="best or step-N")] = None,
+    task: Annotated[str | None, Option(help="generate, score, ... where there are several")] = None,
+    max_batch: Annotated[int, Option(help="inputs that are computed at once")] = 32,
+    max_delay_ms: Annotated[float, Option(help="that an input waits for others")] = 5.0,
+    max_waiting: Annotated[int, Option(help="inputs that may wait; beyond, 503")] = 1024,
+    max_body_mib: Annotated[float, Option(help="size of a request; beyond, 413")] = 10.0,
+    rate: Annotated[float, Option(help="requests per second and client, 0: any")] = 1000.0,
+    allow_host: Annotated[
+        list[str] | None, Option(help="name of this server, besides HOST")
+    ] = None,
+    trust: Annotated[bool, Option(help="import the code that the checkpoint names")] = False,
+) -> None:
+    """Serve a trained model: /predict, /health, /metrics, and a page to try it by hand."""
+    from multi_gpu_training.cli.serve_command import serve
+
+    flags = {name: value for name, value in ctx.params.items() if name != "run"}
+    raise typer.Exit(serve(run, {**flags, "allow_host": allow_host or []}))
+
+
+@app.command()
+def jobs(
+    folder: Annotated[str, Argument(help="where jobs were submitted from", callback=a_path)] = ".",
+    as_json: AsJson = False,
+) -> None:
+    """List the Slurm jobs that were submitted from this folder, and how they stand."""
+    from multi_gpu_training.cli.jobs_command import show_jobs
+
+    raise typer.Exit(show_jobs(folder, as_json))
+
+
+@app.command()
+def cancel(
+    job: Annotated[list[str], Argument(metavar="JOB...", help="numbers that `mgt jobs` lists")],
+) -> None:
+    """End Slurm jobs. A job that runs saves first, and can be resumed."""
+    from multi_gpu_training.cli.cancel_command import cancel_jobs
+
+    raise typer.Exit(cancel_jobs(job))
 
 
 cluster = typer.Typer(no_args_is_help=True, help="Several machines: what they share.")

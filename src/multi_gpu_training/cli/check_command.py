@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from multi_gpu_training.planning.check.checkup import Checkup
 
 
+CHECK_JOB = "15:00"  # minutes that the job of `mgt check --engine slurm` may take
+
+
 @dataclass(frozen=True)
 class CheckFlags:
     """What the command line said; `command` is a recipe, config or script with its words."""
@@ -42,6 +45,13 @@ class CheckFlags:
 def check(flags: CheckFlags) -> int:
     """0 if nothing fails, else 1."""
     _validate(flags)
+    if flags.hosts.get("engine") == "slurm":
+        return _check_slurm(flags)
+    if flags.hosts.get("engine") is not None:
+        raise ConfigError(
+            f"mgt check --engine {flags.hosts['engine']}: only slurm can be checked from "
+            "elsewhere; start `mgt check` on each machine, or with torchrun"
+        )
     from multi_gpu_training.planning.check.check_report import CheckReport, Printer
     from multi_gpu_training.planning.check.checkup import Checkup
     from multi_gpu_training.planning.check.registry import CheckOptions
@@ -68,6 +78,30 @@ def check(flags: CheckFlags) -> int:
     except BaseException:  # Ctrl-C too: no rank is left waiting for this one
         checkup.abort()
         raise
+
+
+def _check_slurm(flags: CheckFlags) -> int:
+    """Check the queue from here, then every node in a short job, which runs `mgt check` there."""
+    from multi_gpu_training.cli.slurm_options import rank_command
+    from multi_gpu_training.launch.engine import Hosts, LaunchPlan, RankJob
+    from multi_gpu_training.launch.launcher import supervise
+    from multi_gpu_training.launch.slurm.slurm_engine import batch_job
+    from multi_gpu_training.planning.check.check_report import CheckReport, Printer
+    from multi_gpu_training.planning.check.slurm_queue import check_queue
+
+    hosts = Hosts.from_environment(**flags.hosts)
+    plan = LaunchPlan(max(0, flags.num_gpus), hosts, max_restarts=0)
+    job = RankJob(tuple(rank_command()))
+    printer, report = Printer(Console(highlight=False)), CheckReport()
+    if not flags.as_json:
+        report.heard = printer.show
+    report.add(check_queue(batch_job(plan, job)))
+    if flags.as_json or report.exit_code or hosts.engine_options.get("dry_run"):
+        _show(flags, report, printer)
+        return report.exit_code
+    printer.note("Slurm", "now a job looks at the nodes")
+    short = {**hosts.engine_options, "time": CHECK_JOB, "max_requeues": 0}
+    return supervise(job.command, replace(plan, hosts=replace(hosts, engine_options=short)))
 
 
 def _fit(flags: CheckFlags, checkup: Checkup, printer: Printer) -> Callable[[], None] | None:

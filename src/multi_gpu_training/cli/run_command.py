@@ -25,5 +25,8 @@ def run_script(
         raise ConfigError(f"mgt run {script}: no such file; give the path of a Python script")
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
-    plan = LaunchPlan(ranks_for(num_gpus, share_gpu), Hosts.from_environment(**hosts), **again)
+    found = Hosts.from_environment(**hosts)
+    # Slurm's nodes have other GPUs than this one.
+    here = max(0, num_gpus) if found.engine == "slurm" else ranks_for(num_gpus, share_gpu)
+    plan = LaunchPlan(here, found, **again)
     return supervise([script, *arguments], plan)

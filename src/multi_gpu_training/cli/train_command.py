@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from multi_gpu_training.cli.resumed_run import (
     resume_line,
@@ -42,6 +43,8 @@ class TrainFlags:
 
 def train(flags: TrainFlags) -> None:
     recipe, config, options = resolve(flags)
+    if flags.hosts.get("engine") == "slurm":
+        _submit(config, flags)
     # These import torch: what is wrong with the flags was said a second before.
     from multi_gpu_training.launch.engine import Hosts
     from multi_gpu_training.launch.launcher import start_ranks_if_needed
@@ -53,6 +56,24 @@ def train(flags: TrainFlags) -> None:
         start_ranks_if_needed(config, hosts)
         _choose_threads(config)
     recipe.train(config, options)
+
+
+def _submit(config: MultiGPUConfig, flags: TrainFlags) -> NoReturn:
+    """Hand the training to Slurm, and exit with its code."""
+    from multi_gpu_training.cli.slurm_options import rank_command
+    from multi_gpu_training.launch.engine import Hosts, LaunchPlan
+    from multi_gpu_training.launch.launcher import supervise
+
+    hosts, ranks = Hosts.from_environment(**flags.hosts), max(0, flags.num_gpus or 0)
+    if not config.training_mode.has_ranks:
+        if hosts.nodes > 1:
+            raise ConfigError(
+                f"--multi-gpu {config.training_mode} trains on one node, and --nodes "
+                f"{hosts.nodes} was asked for; use ddp or fsdp"
+            )
+        ranks = 1
+    again = (config.allowed_restarts, config.recovery_timeout, config.restart_window_s)
+    sys.exit(supervise(rank_command(), LaunchPlan(ranks, hosts, *again)))
 
 
 def _choose_threads(config: MultiGPUConfig) -> None:
@@ -198,6 +219,13 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> Non
     from multi_gpu_training.launch.engine import Hosts
     from multi_gpu_training.launch.launcher import available_gpus, ranks_for
 
+    if flags.hosts.get("engine") == "slurm":  # what this machine has does not matter
+        if fields.get("device_ids") is not None:
+            raise ConfigError(
+                "--gpu-ids (device_ids) with --engine slurm: Slurm chooses the GPUs; use "
+                "--gpus-per-node N"
+            )
+        return
     device = str(fields.get("device", "auto"))
     gpus = available_gpus() if device != "cpu" else 0
     ids = fields.get("device_ids")

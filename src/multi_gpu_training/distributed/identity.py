@@ -11,6 +11,9 @@ from pathlib import Path
 from multi_gpu_training.errors import ConfigError
 
 FULL_WORLD = "MGT_FULL_WORLD_SIZE"
+# A job that its scheduler starts again and again: one name for all its launches, and their count.
+RUN_KEY, REQUEUES = "MGT_RUN_KEY", "MGT_REQUEUES"
+_RESTARTS_PER_REQUEUE = 1000  # attempts of a later launch count higher than any of an earlier one
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,9 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
             world_size=world_size,
             local_world_size=_integer(env, "LOCAL_WORLD_SIZE", world_size),
             launched=True,
-            attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-            run_id=_launch_of_torchrun(env),
+            attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
+            + _RESTARTS_PER_REQUEUE * _integer(env, REQUEUES, 0),
+            run_id=env.get(RUN_KEY) or _launch_of_torchrun(env),
             full_world_size=_integer(env, FULL_WORLD, 0),
         )
     if _integer(env, "SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env and "MASTER_ADDR" in env:
@@ -70,9 +74,17 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
             local_world_size=_integer(env, "SLURM_NTASKS_PER_NODE", 1),
             launched=True,
             attempt=_integer(env, "SLURM_RESTART_COUNT", 0),
-            run_id=f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}",
+            run_id=f"{slurm_key(env)}.{env.get('SLURM_STEP_ID', '')}",
         )
     return None
+
+
+def slurm_key(env: Mapping[str, str]) -> str:
+    """What names this job in Slurm, also after it was requeued."""
+    # A task of an array may have another job id then.
+    if "SLURM_ARRAY_JOB_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env.get('SLURM_ARRAY_TASK_ID', '')}"
+    return env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID", "")
 
 
 def _launch_of_torchrun(env: Mapping[str, str]) -> str:

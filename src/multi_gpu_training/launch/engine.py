@@ -25,6 +25,7 @@ ENGINES = {
     "torchrun": "multi_gpu_training.launch.torchrun:TorchrunEngine",
     "elastic": "multi_gpu_training.launch.elastic.elastic_engine:ElasticEngine",
     "local": "multi_gpu_training.launch.local:LocalEngine",
+    "slurm": "multi_gpu_training.launch.slurm.slurm_engine:SlurmEngine",
 }
 FINDS_NODES = ("ray", "slurm", "kubernetes")  # a scheduler says where node 0 is
 LOOK_EVERY_S = 0.1

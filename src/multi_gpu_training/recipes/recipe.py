@@ -48,7 +48,10 @@ class Options(BaseModel):
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe's model, data, loss and metrics: the arguments of `MultiGPUTrainingManager.fit`."""
+    """A recipe's model, data, loss and metrics: the arguments of `MultiGPUTrainingManager.fit`.
+
+    description: what the recipe's `Pipeline` rebuilds and feeds the model from.
+    """
 
     model: nn.Module
     dataset: Any
@@ -60,6 +63,7 @@ class Job:
     augment: Any = None
     callbacks: Sequence[Callback] = ()
     states: Mapping[str, Any] = field(default_factory=dict)
+    description: Mapping[str, Any] | None = None
 
 
 class Announce(Callback):

@@ -141,7 +141,8 @@ def _address(meeting: MeetingPoint) -> Iterator[Finding]:
             f"{text}, which is not this machine, where rank 0 runs",
             "set MASTER_ADDR to this machine's address, or start rank 0 there",
         )
-    elif meeting.several and _only_here(found):
+    # A launcher of ours answers on each machine's loopback, and the ranks' trial shows whether.
+    elif meeting.several and _only_here(found) and not meeting.held:
         yield topic.warn(
             f"{text}, which every machine takes for itself",
             "set MASTER_ADDR to an address that the other machines reach",

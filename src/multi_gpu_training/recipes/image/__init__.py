@@ -46,6 +46,7 @@ from multi_gpu_training.recipes.image.image_model import (
     NormaliseChannels,
     build_model,
 )
+from multi_gpu_training.recipes.image.image_pipeline import describe_files, describe_grey
 from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
 from multi_gpu_training.recipes.user_data import shortened
 
@@ -136,6 +137,7 @@ def build(config: MultiGPUConfig, options: ImageOptions) -> Job:
         val_dataset=data.test.as_dataset(),
         augment=Moved(SHIFT, flip) if options.augment else None,
         callbacks=[Announce(data.describe(options.augment, flip))],
+        description=describe_grey(model, options.mode, asked, data),
     )
 
 
@@ -219,6 +221,7 @@ def _from_files(config: MultiGPUConfig, options: ImageOptions, asked: Asked | No
         augment=Moved(shift, flip) if options.augment else None,
         callbacks=[image_run.ImageRunFiles(lines, facts, skipped, to)],
         states={"images": facts},
+        description=describe_files(model, _mode(options), asked, classes, to),
     )
 
 

@@ -101,11 +101,16 @@ def decode(ref: ImageRef, to: Preprocessing) -> Tensor:
             # A JPEG can be decoded at half its size and less, which saves most of the time. Twice
             # the size is left for a careful reduction.
             image.draft(None, (2 * to.resize, 2 * to.resize))
-            check_size(image, to)
-            pixels = fitted(upright(image, to.channels), to)
+            return prepared(image, to)
     # Pillow's formats fail in every way there is: OSError, SyntaxError, struct.error, ...
     except Exception as error:
         raise InvalidImage(f"cannot be decoded ({type(error).__name__}: {error})") from None
+
+
+def prepared(image: Any, to: Preprocessing) -> Tensor:
+    """An image of Pillow as uint8 of (channels, height, width)."""
+    check_size(image, to)
+    pixels = fitted(upright(image, to.channels), to)
     array = np.array(pixels, dtype=np.uint8).reshape(to.height, to.width, to.channels)
     return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1)))
 

@@ -13,16 +13,24 @@ import torch
 from torch import Tensor, nn
 
 Mode = Literal["flatten", "cnn"]
+WIDTHS: dict[Mode, int] = {"flatten": 512, "cnn": 32}
 
 
 def build_model(
-    mode: Mode, size: tuple[int, int], classes: int, normalise: nn.Module, channels: int = 1
+    mode: Mode,
+    size: tuple[int, int],
+    classes: int,
+    normalise: nn.Module,
+    channels: int = 1,
+    width: int | None = None,
 ) -> nn.Module:
-    """The model for images of `size` (height, width), with one output per class."""
+    """The model for images of `size` (height, width), with one output per class; `width` outputs
+    in its first layer, or as many as WIDTHS says."""
+    width = width or WIDTHS[mode]
     if mode == "flatten":
-        body = mlp(channels * size[0] * size[1], classes)
+        body = mlp(channels * size[0] * size[1], classes, width)
     else:
-        body = cnn(size, classes, channels)
+        body = cnn(size, classes, channels, width)
     return nn.Sequential(normalise, *body)
 
 
@@ -61,17 +69,18 @@ class NormaliseChannels(nn.Module):
         return (images.to(self.mean.dtype) - self.mean) / self.std
 
 
-def mlp(pixels: int, classes: int) -> nn.Sequential:
+def mlp(pixels: int, classes: int, width: int = 512) -> nn.Sequential:
     """Three linear layers on the flattened image."""
+    half = max(1, width // 2)
     return nn.Sequential(
         nn.Flatten(),
-        nn.Linear(pixels, 512),
-        nn.LayerNorm(512),
+        nn.Linear(pixels, width),
+        nn.LayerNorm(width),
         nn.ReLU(),
-        nn.Linear(512, 256),
-        nn.LayerNorm(256),
+        nn.Linear(width, half),
+        nn.LayerNorm(half),
         nn.ReLU(),
-        nn.Linear(256, classes),
+        nn.Linear(half, classes),
     )
 
 

@@ -36,6 +36,7 @@ class GymnasiumEnvironments:
         hide: Sequence[int] = (),
         device: torch.device | str = "cpu",
         processes: bool = False,
+        render: bool = False,
     ) -> None:
         self.name = name
         self.numbers = numbers
@@ -50,7 +51,7 @@ class GymnasiumEnvironments:
         self._space = probe.action_space
         self.actions = _actions(name, probe.action_space)
         probe.close()
-        self.vector = _vector(name, len(numbers), processes) if numbers else None
+        self.vector = _vector(name, len(numbers), processes, render) if numbers else None
         self.episode = [0] * len(numbers)
         self.taken: list[list[Any]] = [[] for _ in numbers]
 
@@ -103,6 +104,11 @@ class GymnasiumEnvironments:
         observed, _ = self.vector.reset(seed=self._seeds(), options={"replay": self.taken})
         return self._tensor(self._rows(observed))
 
+    def picture(self) -> Any:
+        """The first environment as an array of (height, width, 3); None where it shows nothing."""
+        found = self.vector.render() if self.vector is not None else None
+        return None if not found else found[0]
+
     def close(self) -> None:
         if self.vector is not None:
             self.vector.close()
@@ -147,25 +153,26 @@ class GymnasiumEnvironments:
         return torch.from_numpy(kept).to(self.device)
 
 
-def _vector(name: str, count: int, processes: bool) -> Any:
+def _vector(name: str, count: int, processes: bool, render: bool = False) -> Any:
     from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-    makers = [partial(_member, name, index) for index in range(count)]
+    makers = [partial(_member, name, index, render) for index in range(count)]
     kind = AsyncVectorEnv if processes else SyncVectorEnv
     return kind(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
-def _member(name: str, index: int) -> Any:
+def _member(name: str, index: int, render: bool = False) -> Any:
     from multi_gpu_training.recipes.ppo.episode_replay import EpisodeReplay
 
-    return EpisodeReplay(make(name), index)
+    return EpisodeReplay(make(name, render), index)
 
 
-def make(name: str) -> Any:
+def make(name: str, render: bool = False) -> Any:
     """The environment of that id, or an error that says what is there."""
     gymnasium = library("gymnasium", f"env={name} needs Gymnasium", "ppo", ", or use env=trading")
     try:
-        return gymnasium.make(name, disable_env_checker=True)  # it would check every step
+        how = {"render_mode": "rgb_array"} if render else {}
+        return gymnasium.make(name, disable_env_checker=True, **how)  # it would check every step
     except gymnasium.error.DependencyNotInstalled as error:
         raise ConfigError(f"env={name} cannot be made: {error}") from None
     except (gymnasium.error.Error, ModuleNotFoundError) as error:

@@ -33,6 +33,7 @@ from multi_gpu_training.recipes.ppo.environment_shares import EnvironmentShares
 from multi_gpu_training.recipes.ppo.options import CONFIG_DEFAULTS, PPOOptions
 from multi_gpu_training.recipes.ppo.policy import CLSTMPolicy
 from multi_gpu_training.recipes.ppo.policy_evaluation import evaluate
+from multi_gpu_training.recipes.ppo.ppo_pipeline import describe_policy
 from multi_gpu_training.recipes.ppo.ppo_progress import Decay, PPOProgress
 from multi_gpu_training.recipes.ppo.rollout import Collector, Finished, Rollout
 from multi_gpu_training.recipes.ppo.update import PPOLoss, Update
@@ -130,6 +131,7 @@ class DistributedCLSTMPPOTrainer:
             scheduler=lambda optimizer: Decay(optimizer, self._decay),
             callbacks=self.callbacks,
             states={"ppo": self.progress},
+            description=describe_policy(policy, options),
         )
         assert isinstance(model, CLSTMPolicy)
         self.policy = model

@@ -21,6 +21,7 @@ from multi_gpu_training.recipes.speech.dataset import Buckets, Speech, longest
 from multi_gpu_training.recipes.speech.objective import Objective, evaluate
 from multi_gpu_training.recipes.speech.speech_data import SpeechData, Timing, built_in, from_folder
 from multi_gpu_training.recipes.speech.speech_model import SIZES, NormName, Recogniser, SizeName
+from multi_gpu_training.recipes.speech.speech_pipeline import describe_speech
 from multi_gpu_training.recipes.speech.voice import RATE
 
 
@@ -66,6 +67,15 @@ def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
             evaluate, alphabet=data.alphabet, decoder=options.decoder, width=options.beam_width
         ),
         callbacks=[Announce(*lines)],
+        description=describe_speech(
+            model,
+            data.alphabet,
+            data.rate,
+            options.norm,
+            options.streaming,
+            options.decoder,
+            options.beam_width,
+        ),
     )
 
 

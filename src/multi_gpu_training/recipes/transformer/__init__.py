@@ -9,6 +9,7 @@ mgt train transformer --task classification --data-dir reviews
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -34,6 +35,7 @@ from multi_gpu_training.recipes.transformer.losses import (
 from multi_gpu_training.recipes.transformer.sequences import Sequences
 from multi_gpu_training.recipes.transformer.tokens import Tokens
 from multi_gpu_training.recipes.transformer.transformer_model import Task
+from multi_gpu_training.recipes.transformer.transformer_pipeline import describe_text
 from multi_gpu_training.training.callbacks import Callback
 
 SMALL = "small"
@@ -71,16 +73,25 @@ def build(config: MultiGPUConfig, options: TransformerOptions) -> Job:
     words = tokens.load_tokens(
         options.tokenizer or own, options.pad_token, options.trust_remote_code
     )
-    if options.task == "classification":
-        return _classification(options, words, config)
-    return _language_model(options, words, config)
+    return job_around(options, words, config)
 
 
-def _language_model(options: TransformerOptions, words: Tokens, config: MultiGPUConfig) -> Job:
+def job_around(
+    options: TransformerOptions, words: Tokens, config: MultiGPUConfig, model: Any = None
+) -> Job:
+    """The job for a model that is there already, or for the one that the options name."""
+    how = _classification if options.task == "classification" else _language_model
+    found = how(options, words, config, model)
+    return replace(found, description=describe_text(found.model, words, options))
+
+
+def _language_model(
+    options: TransformerOptions, words: Tokens, config: MultiGPUConfig, model: Any = None
+) -> Job:
     padded, masked = options.layout == "padded", options.task == "masked"
     tokens.require(words, pad=padded, mask=masked)
     corpus = text.read_corpus(options.data_dir)
-    model = _model(options, words, None, config)
+    model = _model(options, words, None, config) if model is None else model
     cut = sequences.pad_lines if padded else sequences.pack
     train = cut(corpus.train, words, options.sequence_length)
     if corpus.val is None:
@@ -111,10 +122,12 @@ def _language_model(options: TransformerOptions, words: Tokens, config: MultiGPU
     )
 
 
-def _classification(options: TransformerOptions, words: Tokens, config: MultiGPUConfig) -> Job:
+def _classification(
+    options: TransformerOptions, words: Tokens, config: MultiGPUConfig, model: Any = None
+) -> Job:
     tokens.require(words, pad=True, mask=False)
     texts = text.read_labelled(options.data_dir)
-    model = _model(options, words, texts.labels(), config)
+    model = _model(options, words, texts.labels(), config) if model is None else model
     train, val = _classified(texts, options, words, models.label_numbers(model.config), config.seed)
     loss = ClassificationLoss()
     return Job(

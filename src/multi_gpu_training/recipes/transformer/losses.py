@@ -38,11 +38,12 @@ class CausalLoss:
         labels = next_tokens(given["input_ids"], given.get("attention_mask"))
         if not self.masked:
             given.pop("attention_mask", None)
-        if not self.direct:
+        head = model.get_output_embeddings()
+        # Quantised weights only know the product of their own layer.
+        if not self.direct or hasattr(head.weight, "qdata"):
             return token_cross_entropy(exact(model(**given, use_cache=False).logits), labels)
         # Past the model's own head, whose scores would be the largest tensor of the step.
         hidden = model.base_model(**given, use_cache=False).last_hidden_state
-        head = model.get_output_embeddings()
         return linear_cross_entropy(hidden, head.weight, head.bias, labels, self.budget_bytes)
 
 

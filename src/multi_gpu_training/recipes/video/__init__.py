@@ -34,6 +34,7 @@ from multi_gpu_training.recipes.video.folder import Labelling, Unlabelled, load_
 from multi_gpu_training.recipes.video.rendering import NAMES, render
 from multi_gpu_training.recipes.video.report import ClassReport, distribution
 from multi_gpu_training.recipes.video.video_model import WIDTH, Architecture, build_model
+from multi_gpu_training.recipes.video.video_pipeline import describe_video
 
 RENDERED_SIZE, REAL_SIZE = 32, 256
 RENDERED_WIDTH = 16
@@ -103,14 +104,9 @@ def build(config: MultiGPUConfig, options: VideoOptions) -> Job:
         had = resumed_options(config)
         options.scaling = "letterbox" if had is None else had.get("scaling") or "stretch"
     data = load(options, size, config.num_workers)
-    model = build_model(
-        options.architecture,
-        options.frames,
-        size,
-        len(data.classes),
-        options.dropout,
-        options.width or (WIDTH if options.data_dir else RENDERED_WIDTH),
-    )
+    width = options.width or (WIDTH if options.data_dir else RENDERED_WIDTH)
+    architecture, frames, dropout = options.architecture, options.frames, options.dropout
+    model = build_model(architecture, frames, size, len(data.classes), dropout, width)
     parts = split_by_video(data, options.val_share, config.seed)
     counts = class_counts(parts.train, len(data.classes))
     weights = class_weights(counts, data.classes, options.weight_cap)
@@ -126,6 +122,9 @@ def build(config: MultiGPUConfig, options: VideoOptions) -> Job:
         loss_fn=nn.CrossEntropyLoss(weight=weights),
         augment=augmentation(options),
         callbacks=[ClassReport(data.classes, lines)],
+        description=describe_video(
+            architecture, frames, size, dropout, width, data.classes, options.scaling
+        ),
     )
 
 

@@ -1,0 +1,148 @@
+"""Do evaluate, predict, load and the exports of the five recipes agree?
+
+python benchmarks/after_training.py --out benchmarks/after_training.md
+python benchmarks/after_training.py --recipes image,ppo --formats onnx,torch-export
+
+Trains a small run of each recipe on the CPU, and then compares, on samples of the validation data:
+the metrics of `evaluate` with those of the training, `predict` with the outputs of the loaded
+model, and every export, run in a fresh process, with PyTorch in batches of 1 and 7. Last, 10,000
+items are predicted by `mgt predict` on one rank and on two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import multi_gpu_training as mgt
+from multi_gpu_training.delivery.exports import WRITERS, export
+
+SMALL = {
+    "image": ["mode=cnn", "max_steps=60"],
+    "video": ["max_steps=3", "batch_size=16", "videos=10", "width=8", "num_workers=0"],
+    "speech": ["max_steps=3", "batch_size=4"],
+    "transformer": ["max_steps=20", "width=64"],
+    "ppo": [
+        *("env=CartPole-v1", "num_envs=4", "rollout_steps=16", "total_steps=128"),
+        *("hidden=32", "features=16", "eval_episodes=2"),
+    ],
+}
+QUIET = ["--multi-gpu", "single", "device=cpu", "progress=off", "tensorboard=false"]
+ITEMS = 10_000
+
+
+def mgt_command(*words: str) -> float:
+    """Run `mgt`; the seconds it took."""
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "multi_gpu_training", *words], check=True)
+    return time.perf_counter() - started
+
+
+def agreement(run: Path) -> dict[str, Any]:
+    """Largest differences of metrics and predictions."""
+    loaded = mgt.load(run, device="cpu")
+    metrics = loaded.evaluate()
+    apart = [
+        abs(metrics[n] - v) / max(1, abs(v)) for n, v in loaded.metrics.items() if n in metrics
+    ]
+    raws = loaded.example_inputs(7)
+    task = "score" if "score" in loaded.tasks else None
+    results = loaded.predict(raws, task=task)
+    read = loaded.read(loaded.outputs(loaded.preprocess(raws)), raws)
+    return {
+        "evaluate": max(apart) if apart else None,
+        "predict": max(_apart(one, other) for one, other in zip(results, read, strict=True)),
+    }
+
+
+def _apart(one: Any, other: Any) -> float:
+    """The largest difference of two results; infinite where they are not of one form."""
+    if isinstance(one, dict) and one.keys() == getattr(other, "keys", set)():
+        return max((_apart(one[name], other[name]) for name in one), default=0.0)
+    if isinstance(one, list) and len(one) == len(other):
+        return max((_apart(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    if isinstance(one, float):
+        return abs(one - other)
+    return 0.0 if one == other else float("inf")
+
+
+def many_items(run: Path, folder: Path) -> dict[str, Any]:
+    """10,000 images on one rank and on two: order, outputs, duplicates."""
+    from PIL import Image
+
+    noise = np.random.default_rng(0)
+    images = folder / "images"
+    images.mkdir()
+    for number in range(ITEMS):
+        pixels = noise.integers(0, 256, (8, 8), dtype=np.uint8)
+        Image.fromarray(pixels).save(images / f"{number:05d}.png")
+    found = {}
+    for ranks in (1, 2):
+        out = folder / f"found-{ranks}.jsonl"
+        seconds = mgt_command(
+            "predict", str(run), str(images), "--out", str(out), "--num-gpus", str(ranks),
+            "--device", "cpu",
+        )  # fmt: skip
+        found[ranks] = (out.read_text(), seconds)
+    names = [json.loads(line)["input"] for line in found[1][0].splitlines()]
+    return {
+        "items": len(names),
+        "in order": names == sorted(str(path) for path in images.iterdir()),
+        "duplicates": len(names) - len(set(names)),
+        "equal to the last bit": found[1][0] == found[2][0],
+        "seconds": {ranks: round(seconds, 1) for ranks, (_, seconds) in found.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipes", default=",".join(SMALL))
+    parser.add_argument("--formats", default="safetensors,torch-export,onnx,aoti,hf")
+    parser.add_argument("--items", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--runs", help="folder with runs RECIPE/small that are there already")
+    parser.add_argument("--out")
+    given = parser.parse_args()
+    unknown = set(given.formats.split(",")) - set(WRITERS)
+    assert not unknown, unknown
+    lines = ["| recipe | evaluate | predict | " + " | ".join(given.formats.split(",")) + " |"]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    with tempfile.TemporaryDirectory() as place:
+        base = Path(given.runs or place)
+        for name in given.recipes.split(","):
+            run = base / name / "small"
+            if not run.exists():
+                words = ["--run-name", "small", "--save-dir", str(base), *QUIET, *SMALL[name]]
+                mgt_command("train", name, *words)
+            agreed = agreement(run)
+            cells = [_figure(agreed["evaluate"]), _figure(agreed["predict"])]
+            for to in given.formats.split(","):
+                loaded = mgt.load(run, device="cpu")
+                try:
+                    done = export(loaded, to, Path(place) / f"{name}-{to}")
+                    cells.append(", ".join(_figure(check.difference) for check in done.checks))
+                except mgt.MultiGPUError as error:
+                    cells.append(str(error).splitlines()[-1].strip(" -")[:120])
+                print(name, to, cells[-1], flush=True)
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        if given.items and "image" in given.recipes:
+            lines += ["", f"mgt predict, image: {many_items(base / 'image/small', Path(place))}"]
+    text = "\n".join(lines)
+    print(text)
+    if given.out:
+        Path(given.out).write_text(text + "\n")
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
+
+
+if __name__ == "__main__":
+    main()

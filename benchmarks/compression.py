@@ -1,0 +1,203 @@
+"""Compress trained runs and hold the results to limits: points lost, size, perplexity.
+
+    python benchmarks/compression.py --image runs/image/fashion --text runs/transformer/gpt2
+    python benchmarks/compression.py --executorch runs/image/fashion runs/speech/digits
+
+--image: int8, 2:4 with fine-tuning and a student of a tenth lose at most 0.5, 1.0 and 1.5 points;
+size and CPU latency stand beside each other. 2:4 saves time on GPUs only.
+--text: int4 weights in groups of 32 and int8 embeddings; perplexity at most 1.05 of float32, the
+file at most 0.35.
+--executorch: int8 programs for XNNPACK, one thread, against float32 ones: output error, size,
+latency, points lost, and the operators that XNNPACK does not take. Needs executorch 1.5 in an
+environment of its own: `pip install executorch==1.5.0`.
+
+The runs come from `mgt train image --mode cnn --data-dir fashion-mnist` and
+`mgt train transformer`, whose vocabulary of bytes is small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import multi_gpu_training as mgt
+from multi_gpu_training.delivery.compress_run import HowToTrain, compress_run
+from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
+from multi_gpu_training.delivery.compression_report import show_table
+
+IMAGE = {
+    "quantize:int8": 0.005,
+    "quantize:onnx-int8": 0.005,
+    "prune:2:4": 0.01,
+    "distil:0.1": 0.015,
+}
+TEXT = {"quantize:int4": 0.05}
+MOST_TEXT_BYTES = 0.35
+
+
+def compress(run: str, limits: dict[str, float], epochs: int | None, out: Path) -> dict[str, Any]:
+    from rich.console import Console
+
+    loaded = mgt.load(run, device="cpu")
+    settings = read_settings(list(limits))
+    found = compress_run(loaded, settings, out, MaxDrop(), HowToTrain(epochs))
+    show_table(found, Console(width=200))
+    first, *rest = found.rows
+    return {
+        row.name: {
+            "metric": found.metric,
+            "before": first.metrics.get(found.metric),
+            "after": row.metrics.get(found.metric),
+            "lost": row.drop,
+            "limit": limits[row.name],
+            "size": row.bytes / first.bytes,
+            "latency": row.speed.latency_s / first.speed.latency_s if row.bytes else None,
+            "problem": row.problem,
+            "holds": row.drop is not None and row.drop <= limits[row.name],
+        }
+        for row in rest
+    }
+
+
+# ExecuTorch
+
+
+def executorch(run: str, samples: int) -> dict[str, Any]:
+    """One run as float32 and int8 programs, and what became of it."""
+    loaded = mgt.load(run, device="cpu")
+    program, batch = loaded.program.eval(), loaded.example_batch(64)
+    one = tuple(part[:1] for part in batch)
+    shown: dict[str, Any] = {"run": run, "metrics": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        wanted = [program(*(part[i : i + 1] for part in batch)) for i in range(8)]
+        for name in ("float32", "int8"):
+            exported = torch.export.export(program, one, strict=False)
+            if name == "int8":
+                exported = quantized(exported.module(), one, batch, strict=False)
+            path = Path(scratch) / f"{name}.pte"
+            not_lowered = lower(exported, path)
+            call = runner(path)
+            shown[name] = {
+                "bytes": path.stat().st_size,
+                "latency_ms": latency_ms(lambda call=call: call(one)),
+                "error": error(call, batch, wanted),
+                "not_lowered": not_lowered,
+                "score": score(loaded, call, samples),
+            }
+    return shown
+
+
+def quantized(module: nn.Module, one: tuple[Tensor, ...], batch: Any, strict: bool) -> Any:
+    from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
+        XNNPACKQuantizer,
+        get_symmetric_quantization_config,
+    )
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    quantizer = XNNPACKQuantizer()
+    quantizer.set_global(get_symmetric_quantization_config(is_per_channel=True))
+    prepared = prepare_pt2e(module, quantizer)
+    for row in range(len(batch[0])):  # the ranges of activations
+        prepared(*(part[row : row + 1] for part in batch))
+    return torch.export.export(convert_pt2e(prepared), one, strict=strict)
+
+
+def lower(exported: Any, path: Path) -> dict[str, int]:
+    """Write the program; returns the operators that stay outside XNNPACK, and how often."""
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import to_edge_transform_and_lower
+
+    edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+    counts: dict[str, int] = {}
+    for node in edge.exported_program().graph.nodes:
+        name = str(getattr(node.target, "name", lambda node=node: str(node.target))())
+        if node.op == "call_function" and "getitem" not in name and "delegate" not in name:
+            counts[name] = counts.get(name, 0) + 1
+    path.write_bytes(edge.to_executorch().buffer)
+    return counts
+
+
+def runner(path: Path) -> Callable[[tuple[Tensor, ...]], list[Tensor]]:
+    from executorch.runtime import Runtime
+
+    method = Runtime.get().load_program(path).load_method("forward")
+    return lambda tensors: method.execute(list(tensors))
+
+
+def latency_ms(call: Callable[[], Any], rounds: int = 30) -> float:
+    call()
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return 1000 * statistics.median(seconds)
+
+
+def error(call: Any, batch: Any, wanted: list[Any]) -> float:
+    """Largest distance of outputs from PyTorch's, relative to their norm."""
+    worst = 0.0
+    for row, outputs in enumerate(wanted):
+        first = outputs[0] if isinstance(outputs, tuple) else outputs
+        found = call(tuple(part[row : row + 1] for part in batch))[0]
+        worst = max(worst, ((found - first).norm() / first.norm()).item())
+    return worst
+
+
+def score(loaded: Any, call: Any, samples: int) -> float | None:
+    """Share of validation samples with the right label, as far as there are labels."""
+    if not loaded.labels:
+        return None
+    dataset: Any = loaded.pipeline.dataset(loaded.job(), "val")
+    count = min(samples, len(dataset))
+    hits = 0
+    for index in range(count):
+        image, label = dataset[index]
+        hits += int(call((image[None],))[0].argmax() == label)
+    return hits / count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--image")
+    parser.add_argument("--text")
+    parser.add_argument("--executorch", nargs="*", default=[])
+    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--work", type=Path, default=Path("compressed"))
+    parser.add_argument("--out", type=Path)
+    asked = parser.parse_args()
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    found: dict[str, Any] = {"machine": machine, "torch": torch.__version__}
+    well = True
+    if asked.image:
+        found["image"] = compress(asked.image, IMAGE, asked.epochs, asked.work / "image")
+        well = all(row["holds"] for row in found["image"].values())
+    if asked.text:
+        found["text"] = compress(asked.text, TEXT, asked.epochs, asked.work / "text")
+        rows = found["text"].values()
+        well = well and all(row["holds"] and row["size"] <= MOST_TEXT_BYTES for row in rows)
+    torch.set_num_threads(1)
+    if asked.executorch:
+        found["executorch"] = [executorch(run, asked.samples) for run in asked.executorch]
+    print(json.dumps(found, indent=1))
+    if asked.out:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    print("passed" if well else "FAILED", file=sys.stderr)
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

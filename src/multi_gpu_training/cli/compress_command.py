@@ -1,0 +1,63 @@
+"""`mgt compress`: make a trained model smaller, and say what that costs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from multi_gpu_training.config import is_url
+from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
+from multi_gpu_training.errors import ConfigError
+
+
+def compress(
+    run: str,
+    methods: list[str],
+    out: str | None,
+    max_drop: str | None,
+    device: str,
+    epochs: int | None,
+    lr: float | None,
+    trust: bool,
+) -> int:
+    """Show the table. Returns 1 if no compressed model holds."""
+    settings, tolerance = read_settings(methods), MaxDrop.read(max_drop)
+    if epochs is not None and epochs < 1:
+        raise ConfigError(f"--epochs {epochs}: use at least 1")
+    if out is None and is_url(run):
+        raise ConfigError(f"{run[:80]} is not on this machine; name a folder with --out")
+    # These import torch: what is wrong with the flags was said a second before.
+    from rich.console import Console
+
+    from multi_gpu_training.delivery.compress_run import HowToTrain, compress_run
+    from multi_gpu_training.delivery.compression_report import PICTURE, draw, show_table
+    from multi_gpu_training.delivery.loaded_model import load
+
+    loaded = load(run, device=device, trust=trust)
+    folder = Path(out) if out is not None else _beside(Path(run).expanduser())
+    taken = [setting.folder for setting in settings if (folder / setting.folder).exists()]
+    if taken:
+        raise ConfigError(
+            f"{folder} has {', '.join(taken)} already; remove it, or choose another --out"
+        )
+    found = compress_run(loaded, settings, folder, tolerance, HowToTrain(epochs, lr))
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # into a file or a pipe nothing need be cut
+    show_table(found, console)
+    if len(found.rows) > 2 and draw(found, folder / PICTURE):
+        print(f"picture: {folder / PICTURE}")
+    kept = [row for row in found.rows[1:] if row.holds and row.folder]
+    for row in kept:
+        print(f"{row.name}: {row.folder}")
+    if not kept:
+        print(f"no compressed model loses at most {max_drop or 'anything'}", file=sys.stderr)
+    return 0 if kept else 1
+
+
+def _beside(run: Path) -> Path:
+    """RUN-compressed, also where RUN is one of its checkpoints."""
+    folder = run.resolve()
+    if folder.parent.name == "checkpoints":
+        folder = folder.parent.parent
+    return folder.with_name(f"{folder.name}-compressed")

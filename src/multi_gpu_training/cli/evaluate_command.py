@@ -1,0 +1,53 @@
+"""`mgt evaluate`: how good a trained model is, on all ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from multi_gpu_training.delivery.checkpoint_source import find_checkpoint
+from multi_gpu_training.delivery.loaded_model import load
+from multi_gpu_training.delivery.model_folder import is_model_folder
+from multi_gpu_training.delivery.rank_predictions import ranks
+
+
+@dataclass(frozen=True)
+class EvaluateFlags:
+    run: str
+    data: str | None
+    part: str | None
+    checkpoint: str | None
+    num_gpus: int
+    batch_size: int | None
+    device: str
+    trust: bool
+    as_json: bool
+
+
+def evaluate(flags: EvaluateFlags) -> int:
+    where = checked_source(flags.run, flags.checkpoint)
+    with ranks(flags.num_gpus, flags.device) as placement:
+        loaded = load(where, device=placement.device, trust=flags.trust)
+        metrics = loaded.evaluate(flags.data, flags.part, flags.batch_size, placement)
+        if not placement.is_main:
+            return 0
+    if flags.as_json:
+        facts = {"checkpoint": where, "step": loaded.step, "metrics": metrics}
+        print(json.dumps(facts | {"in_training": loaded.metrics}, indent=1))
+        return 0
+    table = Table("metric", "now", "in training", title=f"{where}, step {loaded.step}")
+    for name, value in metrics.items():
+        before = loaded.metrics.get(name) if flags.data is None else None
+        table.add_row(name, f"{value:.6g}", "" if before is None else f"{before:.6g}")
+    Console(highlight=False).print(table)
+    return 0
+
+
+def checked_source(run: str, checkpoint: str | None) -> str:
+    """The checkpoint that is meant: what is wrong with it is said before any rank is started."""
+    from pathlib import Path
+
+    return run if is_model_folder(Path(run)) else str(find_checkpoint(run, checkpoint))

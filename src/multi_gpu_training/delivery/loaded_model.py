@@ -1,0 +1,455 @@
+"""`load`: a trained model with its weights, preprocessing and labels, in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from multi_gpu_training.accelerator import choose
+from multi_gpu_training.checkpoint.store import StoredModel, load_model
+from multi_gpu_training.compress.compressed_model import restore
+from multi_gpu_training.config import is_url
+from multi_gpu_training.delivery.checkpoint_source import find_checkpoint, other_checkpoints
+from multi_gpu_training.delivery.model_folder import (
+    finish,
+    is_model_folder,
+    new_folder,
+    read_model_folder,
+    write_weights,
+)
+from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    MultiGPUError,
+)
+from multi_gpu_training.recipes import RECIPES
+from multi_gpu_training.recipes.pipeline import (
+    Pipeline,
+    Result,
+    TensorSpec,
+    device_of,
+    find_pipeline,
+    imported,
+    run_program,
+)
+from multi_gpu_training.recipes.recipe import Job
+from multi_gpu_training.safe_files import read_yaml
+from multi_gpu_training.safe_output import brief
+from multi_gpu_training.state_dicts import load_model_state
+
+
+@dataclass
+class LoadedModel:
+    """A trained model and what surrounds it; `multi_gpu_training.delivery` lists what it offers.
+
+    checkpoint: the folder it came from, None for one that was just built.
+    """
+
+    model: nn.Module
+    pipeline: Pipeline
+    checkpoint: Path | None = None
+    step: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> str:
+        return self.pipeline.recipe
+
+    @property
+    def labels(self) -> list[str] | None:
+        return self.pipeline.labels
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return self.pipeline.description
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return self.pipeline.tasks
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.model)
+
+    @property
+    def program(self) -> nn.Module:
+        return self.pipeline.program(self.model)
+
+    @property
+    def inputs(self) -> list[TensorSpec]:
+        return self.pipeline.inputs()
+
+    @property
+    def output_specs(self) -> list[TensorSpec]:
+        return self.pipeline.outputs()
+
+    def predict(
+        self,
+        raws: Sequence[Any],
+        task: str | None = None,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """One result per raw input, in their order."""
+        if isinstance(raws, (str, bytes, Path)):
+            raise DataError("predict takes a list of inputs; put the one you have into a list")
+        chosen = self.task(task)
+        size = batch_size or self.pipeline.batch_size
+        return list(self.pipeline.perform(chosen, self.model, raws, size, **options))
+
+    def task(self, asked: str | None) -> str:
+        """The task that is asked for, or the usual one."""
+        if asked is not None and asked not in self.tasks:
+            raise ConfigError(
+                f"task={brief(asked)}: this {self.recipe} model can {' and '.join(self.tasks)}"
+            )
+        return asked or self.tasks[0]
+
+    def preprocess(self, raws: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The arguments of `program`; a recording that is cut up gives several rows."""
+        return self.pipeline.collate([s for raw in raws for s in self.pipeline.samples(raw)])
+
+    def outputs(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What the program gives, on the host."""
+        return run_program(self.program, tensors, self.device)
+
+    def read(self, outputs: Sequence[Tensor], raws: Sequence[Any]) -> list[Result]:
+        """Results from outputs for the rows of `preprocess(raws)`."""
+        per_raw = [self.pipeline.samples(raw) for raw in raws]
+        rows = self.pipeline.read(tuple(outputs), [s for samples in per_raw for s in samples])
+        found = []
+        for raw, samples in zip(raws, per_raw, strict=True):
+            mine, rows = rows[: len(samples)], rows[len(samples) :]
+            found.append(self.pipeline.join(raw, mine))
+        return found
+
+    def example_inputs(self, count: int = 2) -> list[Any]:
+        """Raw inputs from the run's validation data."""
+        return self.pipeline.examples(count)
+
+    def example_batch(self, count: int = 2) -> tuple[Tensor, ...]:
+        """Real samples as tensors; made-up ones where the run's data are gone."""
+        return self.pipeline.collate(self.example_samples(count)[0])
+
+    def example_samples(self, count: int = 2) -> tuple[list[Any], bool]:
+        """The same one by one, and whether they are real."""
+        try:
+            raws = self.pipeline.examples(count)
+            samples = [sample for raw in raws for sample in self.pipeline.samples(raw)][:count]
+            if len(samples) == count:
+                return samples, True
+        except (DataError, ConfigError, OSError):
+            pass
+        return self.pipeline.synthetic(count), False
+
+    def evaluate(
+        self,
+        data: str | Path | None = None,
+        part: str | None = None,
+        batch_size: int | None = None,
+        placement: Placement | None = None,
+    ) -> dict[str, float]:
+        """Metrics as a validation gives them, over all ranks of `placement`. Collective."""
+        data_dir = None if data is None else str(data)
+        return self.pipeline.evaluate(self.model, data_dir, part, batch_size, placement)
+
+    def job(self, data: str | Path | None = None) -> Job:
+        """What trains this very model further: arguments of `MultiGPUTrainingManager.fit`."""
+        found = self.pipeline.job(None if data is None else str(data))
+        return replace(found, model=self.model, description=self.description)
+
+    def rebuild(self, **changes: Any) -> LoadedModel:
+        """A model of the same recipe with fresh weights and other arguments."""
+        pipeline = self.pipeline.changed(**changes)
+        model = pipeline.build_model().to(self.device).eval()
+        return LoadedModel(model, pipeline)
+
+    def with_model(self, model: nn.Module) -> LoadedModel:
+        """The same surroundings with another module that takes and gives the same."""
+        return replace(self, model=model.eval())
+
+    def facts(self) -> dict[str, Any]:
+        """What an export records about where the model comes from."""
+        return {
+            "recipe": self.recipe,
+            "step": self.step,
+            "metrics": self.metrics,
+            "options": self.pipeline.options,
+            "seed": self.pipeline.seed,
+        }
+
+    def save(self, folder: str | Path, **facts: Any) -> Path:
+        """Write weights and description as a new folder that `load` reads; `facts` are recorded
+        beside the others in its export.json."""
+        path = Path(folder)
+        with new_folder(path) as draft:
+            write_weights(self.model, draft, self.pipeline.compression)
+            finish(draft, {**self.facts(), "to": "safetensors", **facts}, self.description)
+        return path
+
+
+class OwnPipeline(Pipeline):
+    """A script's model: raw input are the tensors it takes, one sample each."""
+
+    recipe = "custom"
+
+    def __init__(self, *given: Any, build: Callable[[], nn.Module], **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._build = build
+
+    def build_model(self) -> nn.Module:
+        return self._build()
+
+    def changed(self, **changes: Any) -> Pipeline:
+        raise ConfigError("a script's model is rebuilt by the script; use with_model(...)")
+
+    def inputs(self) -> list[TensorSpec]:
+        return _specs(self.description.get("inputs"))
+
+    def outputs(self) -> list[TensorSpec]:
+        return _specs(self.description.get("outputs"))
+
+    def sample(self, raw: Any) -> Any:
+        parts = raw if isinstance(raw, tuple) else (raw,)
+        try:
+            return tuple(torch.as_tensor(part) for part in parts)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"a script's model takes arrays or tensors, one sample each, and got "
+                f"{type(raw).__name__} ({error!s:.100})"
+            ) from None
+
+    def find(self, word: str, task: str) -> list[tuple[str, Any]]:
+        """Rows of an array in a .npy file."""
+        try:
+            rows = np.load(word, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{brief(word)} cannot be read ({error!s:.200}); a script's model takes .npy files "
+                "with one sample per row"
+            ) from None
+        return [(f"{word}:{number}", row) for number, row in enumerate(rows)]
+
+    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, ...]:
+        return tuple(torch.stack(list(column)) for column in zip(*samples, strict=True))
+
+    def read(self, outputs: tuple[Tensor, ...], samples: Sequence[Any]) -> list[Result]:
+        from multi_gpu_training.recipes.pipeline import likeliest
+
+        first = outputs[0]
+        if self.labels and first.ndim == 2 and first.shape[1] == len(self.labels):
+            return [likeliest(row, self.labels) for row in first]
+        rows = zip(*(part.tolist() for part in outputs), strict=True)
+        return [{"output": row[0] if len(row) == 1 else list(row)} for row in rows]
+
+    def synthetic(self, count: int) -> list[Any]:
+        specs = self.inputs()
+        if not specs:
+            raise DataError(
+                "nothing says what this model takes; give inputs to the description, as in "
+                '{"inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 8]}]}'
+            )
+        noise = torch.Generator().manual_seed(0)
+        found = []
+        for _ in range(count):
+            sample = []
+            for spec in specs:
+                shape = [side if isinstance(side, int) else 8 for side in spec.shape[1:]]
+                kind = getattr(torch, spec.dtype)
+                value = torch.randn(shape, generator=noise)
+                sample.append(value.to(kind) if kind.is_floating_point else value.abs().to(kind))
+            found.append(tuple(sample))
+        return found
+
+    def job(self, data_dir: str | None = None) -> Job:
+        raise ConfigError(
+            "the data of a script are its own; call manager.evaluate or manager.predict in it, or "
+            "loaded.predict with samples"
+        )
+
+    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        self.job()
+        return {}
+
+    def examples(self, count: int) -> list[Any]:
+        self.job()
+        return []
+
+
+def _specs(facts: Any) -> list[TensorSpec]:
+    return [
+        TensorSpec(
+            str(one.get("name", f"input{number}")),
+            str(one.get("dtype", "float32")),
+            tuple(one["shape"]),
+            str(one.get("meaning", "")),
+        )
+        for number, one in enumerate(facts or ())
+    ]
+
+
+def load(
+    where: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    checkpoint: str | None = None,
+    model: nn.Module | Callable[..., nn.Module] | None = None,
+    trust: bool = False,
+) -> LoadedModel:
+    """The trained model in a run folder, a checkpoint folder or at their URL.
+
+    device: auto, cpu, cuda, ... checkpoint: best or step-N; by default the best one, where a run
+    has one, else the newest. model: of a run that a script made, the model or what builds it.
+    trust: import the code that the checkpoint names, if it names any.
+    """
+    try:
+        return _load(where, device, checkpoint, model, trust)
+    except ConfigError as error:
+        error.args = (error.under(f"{where} cannot be loaded:"),)  # no run was to start
+        raise
+
+
+def _load(
+    where: str | Path, device: str | torch.device, checkpoint: str | None, model: Any, trust: bool
+) -> LoadedModel:
+    folder = None if is_url(str(where)) else Path(where).expanduser()
+    saved = folder is not None and is_model_folder(folder)
+    path = folder if folder is not None and saved else find_checkpoint(where, checkpoint)
+    try:
+        stored = read_model_folder(path) if saved else load_model(path)
+    except CheckpointError as error:
+        if saved or "is damaged" not in str(error):
+            raise
+        others = other_checkpoints(path)
+        hint = f"load {others[0]}, which is intact" if others else "give another run"
+        raise CheckpointError(f"{error}; {hint}") from None
+    pipeline = _pipeline(stored, path, model, trust)
+    built = _built(pipeline, path)
+    if pipeline.compression:
+        restore(built, pipeline.compression, stored.tensors)
+    else:
+        _match_type(built, stored)
+        load_model_state(built, stored.tensors, stored.aliases, stored.extra, str(path))
+    place = torch.device(choose(device)) if isinstance(device, str) else device
+    metrics = dict(stored.facts.get("metrics") or {})
+    return LoadedModel(built.to(place).eval(), pipeline, path, stored.step, metrics)
+
+
+def _built(pipeline: Pipeline, path: Path) -> nn.Module:
+    try:
+        with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be replaced
+            return pipeline.build_model()
+    except MultiGPUError:
+        raise
+    except Exception as error:  # a description of nonsense fails in every way there is
+        raise CheckpointError(
+            f"the model that {path} describes cannot be built ({type(error).__name__}: "
+            f"{error!s:.300}); load it with the version that wrote it"
+        ) from error
+
+
+def _pipeline(stored: StoredModel, path: Path, model: Any, trust: bool) -> Pipeline:
+    """How to rebuild and feed the model of a checkpoint."""
+    options, config = _settings(stored, path)
+    seed = int(config.get("seed", 0) or 0)
+    recipe = stored.description.get("recipe") or config.get("recipe")
+    if model is not None or recipe not in RECIPES:
+        build = _own_builder(stored.description, path, model, trust)
+        return OwnPipeline(stored.description, options, seed, trust, build=build)
+    kind = find_pipeline(str(recipe))
+    description = stored.description
+    if not isinstance(description.get("model"), dict):
+        try:
+            description = kind.recovered(options, stored.tensors, seed, trust)
+        except (DataError, ConfigError) as error:
+            raise ModelError(
+                f"{path} was written by a version that did not describe models, and what its "
+                f"run was trained on is needed to rebuild it: {'; '.join(error.problems)}"
+            ) from None
+    try:
+        return kind(description, options, seed, trust)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path / 'model.json'} does not describe a {recipe} model ({type(error).__name__}: "
+            f"{error!s:.200}); load it with the version that wrote it"
+        ) from None
+
+
+def _settings(stored: StoredModel, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the recipe and config of the run; up to version 0.1 those of config.yaml."""
+    options, config = dict(stored.facts.get("options") or {}), dict(stored.config)
+    if not options or not config:
+        try:
+            written = read_yaml(path.parent.parent / "config.yaml")
+        except (OSError, ValueError):
+            written = {}
+        config = config or written
+        options = options or written
+    return options, config
+
+
+def _own_builder(
+    description: Mapping[str, Any], path: Path, model: Any, trust: bool
+) -> Callable[[], nn.Module]:
+    """What builds the model of a script."""
+    arguments = description.get("arguments")
+    named = description.get("model")
+    if isinstance(model, nn.Module):
+        return lambda: copy.deepcopy(model)
+    if model is None:
+        if not isinstance(named, str) or named.startswith("__main__:") or "<" in named:
+            what = f", a {named.partition(':')[2]}" if isinstance(named, str) else ""
+            raise ModelError(
+                f"a script made {path}{what}: the checkpoint holds its weights, not its code; "
+                "pass the model, as in load(run, model=Net())"
+            )
+        model = imported(named, trust)
+        if arguments is None and _needs_arguments(model):
+            raise ModelError(
+                f"{named} built the model of {path}, but with which arguments is not recorded; "
+                "pass the model, as in load(run, model=Net(...)), or give setup_training "
+                'description={"model": ..., "arguments": {...}}'
+            )
+    given = dict(arguments or {})
+
+    def build() -> nn.Module:
+        try:
+            found = model(**given)
+        except TypeError as error:
+            raise ModelError(
+                f"the model of {path} cannot be built with its recorded arguments {given} "
+                f"({error}); pass the built model: load(run, model=Net(...))"
+            ) from None
+        if not isinstance(found, nn.Module):
+            raise ModelError(f"{named or model} built a {type(found).__name__}, not a module")
+        return found
+
+    return build
+
+
+def _needs_arguments(maker: Any) -> bool:
+    try:
+        parameters = inspect.signature(maker).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in kinds for p in parameters)
+
+
+def _match_type(model: nn.Module, stored: StoredModel) -> None:
+    """Give the model the type of the weights, where all of them have one: float64, bf16."""
+    kinds = {t.dtype for t in stored.tensors.values() if t.is_floating_point()}
+    own = {t.dtype for t in model.state_dict().values() if t.is_floating_point()}
+    if len(kinds) == 1 and len(own) == 1 and kinds != own:
+        model.to(kinds.pop())

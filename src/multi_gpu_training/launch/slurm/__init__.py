@@ -1,0 +1,1 @@
+"""Slurm: write a job, submit it, follow it; and what runs inside the job."""

@@ -1,0 +1,210 @@
+"""Recognisers after training: from a sound file to text, with how sure the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec
+from multi_gpu_training.recipes.recipe import Job, Options
+from multi_gpu_training.recipes.speech.alphabet import Alphabet
+from multi_gpu_training.recipes.speech.audio import (
+    read_header,
+    read_sound,
+    resample,
+    resampling_problem,
+)
+from multi_gpu_training.recipes.speech.convolution_program import without_fourier
+from multi_gpu_training.recipes.speech.ctc import BLANK
+from multi_gpu_training.recipes.speech.objective import beam
+from multi_gpu_training.recipes.speech.speech_model import Recogniser, Size
+
+EXPORTED_S = 10  # of sound that an exported recogniser takes, where the user sets no length
+SOUND_ENDINGS = (".wav", ".flac", ".ogg", ".mp3", ".aiff", ".aif", ".opus")
+
+
+def describe_speech(
+    model: Recogniser,
+    alphabet: Alphabet,
+    rate: int,
+    norm: str,
+    streaming: bool,
+    decoder: str,
+    beam_width: int,
+) -> dict[str, Any]:
+    return {
+        "recipe": "speech",
+        "alphabet": alphabet.characters,
+        "model": {**asdict(model.size), "norm": norm, "streaming": streaming},
+        "preprocessing": {"sample_rate": rate, "channels": 1, "dtype": "int16"},
+        "decoder": decoder,
+        "beam_width": beam_width,
+    }
+
+
+class SpeechPipeline(Pipeline):
+    """Raw input: a sound file, samples at the model's rate (int16, or real numbers from -1 to 1),
+    or samples of another rate as (array, rate)."""
+
+    recipe = "speech"
+    batch_size = 16
+
+    @property
+    def alphabet(self) -> Alphabet:
+        return Alphabet(self.description["alphabet"])
+
+    @property
+    def rate(self) -> int:
+        return int(self.preprocessing["sample_rate"])
+
+    def build_model(self) -> Recogniser:
+        given = self.arguments
+        size = Size(**{field.name: given[field.name] for field in fields(Size)})
+        return Recogniser(
+            size, self.alphabet.classes, self.rate, given["norm"], bool(given["streaming"])
+        )
+
+    def export_program(
+        self, model: nn.Module, length: int | None
+    ) -> tuple[nn.Module, tuple[int, int] | None]:
+        assert isinstance(model, Recogniser)
+        samples, shortest = length or EXPORTED_S * self.rate, 2 * model.features.hop
+        if samples <= shortest:
+            raise ConfigError(f"--length {samples}: use more than {shortest} samples")
+        return without_fourier(model, samples), (shortest, samples)
+
+    def inputs(self) -> list[TensorSpec]:
+        return [
+            TensorSpec("sound", "int16", ("batch", "samples"), f"mono at {self.rate} Hz, padded"),
+            TensorSpec("samples", "int64", ("batch",), "how many samples of each row count"),
+        ]
+
+    def outputs(self) -> list[TensorSpec]:
+        shape = ("batch", "frames", self.alphabet.classes)
+        return [
+            TensorSpec("scores", "float32", shape, "CTC, before softmax; class 0 is the blank"),
+            TensorSpec("lengths", "int64", ("batch",), "how many frames of each row count"),
+        ]
+
+    def sample(self, raw: Any) -> Tensor:
+        if isinstance(raw, (str, Path)):
+            path = Path(raw)
+            problem = resampling_problem(read_header(path).rate, self.rate)
+            if problem is not None:
+                raise DataError(f"{path}: {problem}")
+            return self._not_empty(read_sound(path, self.rate), path)
+        found = self.rate
+        if isinstance(raw, tuple) and len(raw) == 2:
+            raw, found = raw[0], int(raw[1])
+        if not isinstance(raw, (Tensor, np.ndarray)) or raw.ndim != 1:
+            raise DataError("that is not sound; give a file, or the samples of one channel")
+        sound = torch.as_tensor(raw)
+        if sound.is_floating_point():
+            sound = (sound * 32767).round().clamp(-32768, 32767)
+        elif sound.dtype != torch.int16:
+            raise DataError(f"samples are {sound.dtype}; give int16, or real numbers in -1 to 1")
+        if found != self.rate:
+            problem = resampling_problem(found, self.rate)
+            if problem is not None:
+                raise DataError(problem)
+            sound = resample(sound.float(), found, self.rate).round().clamp(-32768, 32767)
+        return self._not_empty(sound.to(torch.int16), "the sound")
+
+    def _not_empty(self, sound: Tensor, named: Any) -> Tensor:
+        if not len(sound):
+            raise DataError(f"{named} holds no sample; give a recording")
+        return sound
+
+    def shorten(self, sample: Any, longest: int) -> Any:
+        return sample[:longest]
+
+    def takes(self, path: Path) -> bool:
+        return path.suffix.lower() in SOUND_ENDINGS
+
+    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, ...]:
+        lengths = torch.tensor([len(sound) for sound in samples])
+        padded = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
+        return padded, lengths
+
+    def read(self, outputs: tuple[Tensor, ...], samples: Sequence[Any]) -> list[Result]:
+        scores, lengths = outputs
+        chances = scores.double().log_softmax(2)
+        found = [
+            self._text(row[:length].exp()) for row, length in zip(chances, lengths, strict=True)
+        ]
+        if self.description.get("decoder") == "beam":
+            texts = beam(chances, lengths, int(self.description["beam_width"]))
+            for result, text in zip(found, texts, strict=True):
+                result["text"] = self.alphabet.decode(text)
+        for result, sound in zip(found, samples, strict=True):
+            result["seconds"] = len(sound) / self.rate
+        return found
+
+    def _text(self, chances: Tensor) -> Result:
+        """The likeliest class of each frame, read as text. A character is as sure as its surest
+        frame, a word and the text as the mean of their characters."""
+        characters = self.alphabet.characters
+        spelled: list[list[Any]] = []
+        best = chances.max(1)
+        before = BLANK
+        for number, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+            if number != BLANK and number == before:
+                spelled[-1][1] = max(spelled[-1][1], chance)
+            elif number != BLANK:
+                spelled.append([characters[number - 1], chance])
+            before = number
+        words: list[tuple[str, list[float]]] = []
+        fresh = True
+        for character, chance in spelled:
+            if character == " ":
+                fresh = True
+                continue
+            if fresh:
+                words.append(("", []))
+            word, sure = words[-1]
+            words[-1] = word + character, [*sure, chance]
+            fresh = False
+        sure = [chance for _, chances_of in words for chance in chances_of]
+        return {
+            "text": " ".join(word for word, _ in words),
+            "confidence": sum(sure) / len(sure) if sure else 0.0,
+            "words": [{"word": word, "confidence": sum(each) / len(each)} for word, each in words],
+        }
+
+    def synthetic(self, count: int) -> list[Any]:
+        noise = torch.Generator().manual_seed(0)
+        lengths = [self.rate // 2 + 317 * number for number in range(count)]
+        return [
+            torch.randint(-3000, 3000, (length,), dtype=torch.int16, generator=noise)
+            for length in lengths
+        ]
+
+    # Data of the run
+
+    def run_options(self, data_dir: str | None = None) -> Options:
+        """Other sound is resampled to the rate that the model knows."""
+        found = super().run_options(data_dir)
+        if data_dir is None:
+            return found
+        return found.model_copy(update={"sample_rate": self.rate})
+
+    def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
+        if (job.description or {}).get("alphabet") != self.description["alphabet"]:
+            raise DataError(
+                "the data are spelled with other characters than the model knows "
+                f"({self.description['alphabet']!r:.80}); give data of the same alphabet"
+            )
+        found = super().parts(job, part)
+        # Training data are varied in speed; here they are as they were spoken.
+        return found if part == "val" else [replace(job.dataset, varied=False), job.val_dataset]
+
+
+PIPELINE = SpeechPipeline

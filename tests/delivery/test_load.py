@@ -1,0 +1,222 @@
+"""`load`: a trained model in plain PyTorch, from what its checkpoint says about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from image_folders import COLOURS, picture, write_images
+from ranks import run_ranks
+from tiny import line, points, quiet, sgd, squares
+from torch import nn
+from trained_runs import SMALL, run_of, train
+
+import multi_gpu_training as mgt
+from multi_gpu_training.delivery.rank_predictions import predict_on_ranks, ranks
+
+
+def close(ours: dict[str, float], theirs: dict[str, float]) -> None:
+    """Sums in other orders differ in the last digits of a float32."""
+    assert theirs and ours == {name: pytest.approx(theirs[name], rel=1e-5) for name in ours}
+
+
+# Recipes
+
+
+def test_a_checkpoint_alone_is_enough_to_rebuild_and_feed_its_model(tmp_path: Path) -> None:
+    run = run_of("image")
+    shutil.copytree(run / "checkpoints" / "best", tmp_path / "step-00000012")
+    loaded = mgt.load(tmp_path / "step-00000012", device="cpu")
+    assert not loaded.model.training and loaded.labels == [str(n) for n in range(10)]
+    assert "model.json" in json.loads((loaded.checkpoint / "manifest.json").read_text())["files"]
+    raws = mgt.load(run, device="cpu").example_inputs(40)
+    results = loaded.predict(raws, batch_size=16)
+    scores = loaded.outputs(loaded.preprocess(raws))[0]
+    assert [r["label"] for r in results] == [str(n) for n in scores.argmax(1).tolist()]
+    assert loaded.read([scores], raws)[3]["score"] == pytest.approx(results[3]["score"], rel=1e-5)
+
+
+def test_evaluate_gives_what_the_validation_of_the_training_gave() -> None:
+    loaded = mgt.load(run_of("image"), device="cpu")
+    close(loaded.evaluate(), loaded.metrics)
+    close(loaded.evaluate(batch_size=7), loaded.metrics)
+
+
+def test_a_smaller_model_is_rebuilt_saved_and_loaded_again(tmp_path: Path) -> None:
+    loaded = mgt.load(run_of("image"), device="cpu")
+    small = loaded.rebuild(width=4)
+    raws = loaded.example_inputs(3)
+    again = mgt.load(small.save(tmp_path / "small"), device="cpu")
+    assert again.description["model"]["width"] == 4
+    assert again.predict(raws) == small.predict(raws) != loaded.predict(raws)
+    with pytest.raises(mgt.ConfigError, match="depth: a image model has no such argument"):
+        loaded.rebuild(depth=3)
+    (tmp_path / "small" / "model.json").write_text("{}")
+    with pytest.raises(mgt.MultiGPUError, match=r"model\.json was changed; export it again"):
+        mgt.load(tmp_path / "small")
+
+
+def test_classes_of_other_data_are_found_by_their_names(tmp_path: Path) -> None:
+    """Data without the first class number the others differently."""
+    data = write_images(tmp_path / "photos")
+    settings = {"max_steps": 20, "num_workers": 0, "learning_rate": 0.01}
+    run = train("image", tmp_path, settings, {"data_dir": str(data), "image_size": 16})
+    loaded = mgt.load(run, device="cpu")
+    assert loaded.labels == sorted(COLOURS)
+    close(loaded.evaluate(), loaded.metrics)
+    others = tmp_path / "others"
+    for label in ("green", "red"):
+        (others / label).mkdir(parents=True)
+        for number in range(20, 26):
+            picture(label, number).save(others / label / f"{number}.png")
+    files = sorted(others.rglob("*.png"))
+    right = [r["label"] == f.parent.name for r, f in zip(loaded.predict(files), files, strict=True)]
+    assert loaded.evaluate(others)["accuracy"] == pytest.approx(sum(right) / len(right))
+    assert loaded.predict([picture("red", 1)])[0]["label"] in loaded.labels
+    with pytest.raises(
+        mgt.ConfigError, match=r"not prepared as the model was trained.*colour: 'rgb'"
+    ):
+        mgt.load(run_of("image"), device="cpu").evaluate(others)
+    (others / "green").rename(others / "yellow")
+    with pytest.raises(mgt.ConfigError, match="'yellow', which the model does not know"):
+        loaded.evaluate(others)
+
+
+def test_a_policy_acts_and_plays_the_same_episodes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it
+    pytest.importorskip("gymnasium")
+    loaded = mgt.load(run_of("ppo"), device="cpu")
+    first, second = loaded.predict(loaded.example_inputs(2))
+    assert first["action"] in (0, 1) and len(first["state"]) == 4
+    # A step goes on from the state of the one before.
+    seen = loaded.example_inputs(2)
+    after = loaded.predict([{"observation": seen[1], "state": first["state"]}])[0]
+    assert after["value"] != second["value"]
+    played = loaded.predict(range(3), task="play")
+    assert played[2] == loaded.predict([2], task="play")[0] and played[0]["steps"] > 1
+
+
+def test_a_checkpoint_without_a_description_is_rebuilt_from_the_options_of_its_run(
+    tmp_path: Path,
+) -> None:
+    """As up to version 0.1."""
+
+    def undescribed(recipe: Any) -> Any:
+        def build(config: Any, options: Any) -> Any:
+            return dataclasses.replace(recipe.build(config, options), description=None)
+
+        return dataclasses.replace(recipe, build=build)
+
+    run = train("image", tmp_path, *SMALL["image"], undescribed)
+    assert not (run / "checkpoints" / "best" / "model.json").exists()
+    loaded = mgt.load(run, device="cpu")
+    close(loaded.evaluate(), loaded.metrics)
+    assert loaded.description["model"]["kind"] == "cnn"
+
+
+# Scripts
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(x)
+        return found
+
+
+def fit(folder: Path, model: Any, **more: Any) -> Path:
+    manager = mgt.MultiGPUTrainingManager(
+        quiet(folder, enable_fault_tolerance=True, training_mode="single", run_name="own")
+    )
+    return manager.fit(model, points(), loss_fn=squares, optimizer=sgd, **more).folder
+
+
+def test_a_scripts_model_is_loaded_by_its_class_or_by_its_recorded_path(tmp_path: Path) -> None:
+    run = fit(tmp_path, functools.partial(Net, width=3))
+    samples = list(points()[:5][0])
+    by_class = mgt.load(run, device="cpu", model=Net).predict(samples)
+    assert by_class == mgt.load(run, device="cpu", model=Net(3)).predict(samples)
+    assert by_class == mgt.load(run, device="cpu", trust=True).predict(samples)
+    with pytest.raises(mgt.MultiGPUError, match=r"test_load:Net.*trust=True"):
+        mgt.load(run, device="cpu")
+    with pytest.raises(mgt.MultiGPUError, match="belongs to another model"):
+        mgt.load(run, device="cpu", model=line())
+
+
+def test_what_a_checkpoint_names_is_not_run_without_consent(tmp_path: Path) -> None:
+    mark = tmp_path / "run"
+    hostile = {"model": "os:mkdir", "arguments": {"path": str(mark)}}
+    run = fit(tmp_path, line(), description=hostile)
+    with pytest.raises(mgt.MultiGPUError, match=r"'os:mkdir' builds its model.*--trust"):
+        mgt.load(run, device="cpu")
+    assert not mark.exists()
+    with pytest.raises(mgt.ConfigError, match="description cannot be written as JSON"):
+        fit(tmp_path / "other", line(), description={"model": "a:b", "labels": {1, 2}})
+
+
+def test_a_script_that_says_nothing_is_told_what_to_pass(tmp_path: Path) -> None:
+    run = fit(tmp_path, line())
+    with pytest.raises(mgt.MultiGPUError, match=r"weights, not its code; pass the model, as in"):
+        mgt.load(run)
+
+
+# Several ranks
+
+
+def _predicted(run: str, items: int) -> list[dict[str, Any]]:
+    loaded = mgt.load(run, device="cpu")
+    noise = torch.Generator().manual_seed(3)
+    raws = list(torch.randint(17, (items, 8, 8), dtype=torch.uint8, generator=noise))
+    with ranks(device="cpu") as placement:
+        return predict_on_ranks(loaded, raws, placement, batch_size=64)
+
+
+def test_two_ranks_predict_every_item_once_in_order_and_to_the_last_bit() -> None:
+    run = str(run_of("image"))
+    alone = _predicted(run, 1001)
+    assert len(alone) == 1001
+    for found in run_ranks(2, _predicted, run, 1001):
+        assert found == alone
+
+
+@pytest.mark.engines
+def test_a_run_in_object_storage_is_loaded_by_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/remote"
+    local = {"local_dir": str(tmp_path / "machine")}
+    train("image", url, SMALL["image"][0] | local, SMALL["image"][1])
+    loaded = mgt.load(f"{url}/image/small", device="cpu")
+    close(loaded.evaluate(), loaded.metrics)
+    assert str(loaded.checkpoint).startswith(str(tmp_path / "cache"))
+    with pytest.raises(mgt.ConfigError, match="no such checkpoint; complete ones there: step-"):
+        mgt.load(f"{url}/image/small/checkpoints/step-7")
+
+
+@pytest.mark.engines
+def test_a_vision_transformer_and_a_text_classifier_are_rebuilt_from_their_checkpoints(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("transformers")
+    data = write_images(tmp_path / "photos")
+    model = {"model": "vit", "model_args": {"hidden_size": 24, "num_hidden_layers": 1}}
+    options = {"data_dir": str(data), "image_size": 16, **model}
+    run = train("image", tmp_path, {"max_steps": 2, "num_workers": 0}, options)
+    loaded = mgt.load(run, device="cpu")
+    close(loaded.evaluate(), loaded.metrics)
+    shutil.rmtree(data)
+    assert loaded.predict([picture("red", 1)])[0]["label"] in COLOURS
+    options = {"task": "classification", "width": 16, "sequence_length": 32}
+    loaded = mgt.load(train("transformer", tmp_path, {"max_steps": 2}, options), device="cpu")
+    close(loaded.evaluate(), loaded.metrics)
+    assert loaded.predict(["a list of values"])[0]["label"] in loaded.labels
