@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +168,37 @@ class Run:
             (max(spans[a]) - min(spans[b]) + 1 for a, b in itertools.pairwise(attempts)),
             default=0,
         )
+
+
+def undisturbed(epochs: int, global_batch: int) -> dict[str, Any]:
+    """The same run on one rank: its weights, and the samples of each step."""
+    settings = {"epochs": epochs, "pause": 0.0, "global_batch_size": global_batch, "world_size": 1}
+    source = str(Path(__file__).parent.parent / "src")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "train.py").write_text(TRAIN)
+        command = [sys.executable, "train.py", json.dumps(settings)]
+        env = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, cwd=folder, env=env, check=True)
+        lines = [json.loads(line) for line in (folder / "steps.txt").read_text().splitlines()]
+        orders = {line["step"]: {tuple(sorted(line["samples"]))} for line in lines}
+        return {"weights": json.loads((folder / "weights.json").read_text()), "orders": orders}
+
+
+def compare(row: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Weights to 1e-5, and every step of the same samples as in the undisturbed run."""
+    import torch
+
+    weights, orders = row.pop("weights", None), row.pop("orders", None)
+    if weights is None or orders is None:
+        row["same"] = False
+        return
+    worst = 0.0
+    for name, values in reference["weights"].items():
+        a, b = torch.tensor(values), torch.tensor(weights[name])
+        worst = max(worst, float((a - b).norm() / a.norm()))
+    row["difference"] = worst
+    whole = set(orders) == set(reference["orders"])
+    ordered = all(orders[step] == reference["orders"][step] for step in orders)
+    row["same_samples"] = whole and ordered
+    row["same"] = bool(row["ok"] and worst < 1e-5 and row["same_samples"])

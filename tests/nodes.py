@@ -5,6 +5,8 @@
         first.start("-m", "multi_gpu_training", "run", ..., "train.py")
         network.cut(second)      # packets are dropped without a word
         network.heal(second)
+        network.block(first, second, "reject")     # as a firewall on the second does; one way
+        network.unblock()
         second.kill()            # every process of the node, kill -9
 
 Addresses are 10.77.0.1, 10.77.0.2 and so on. A node sees its own disk at the same path as the
@@ -28,6 +30,11 @@ from processes import quickly
 
 _MOUNT = 'mount --bind "$1" "$2" && cd "$2" && shift 2 && exec "$@"'
 _NOT_INHERITED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
+
+
+def firewall() -> str | None:
+    """The program that blocks single directions of a link: nft, or what MGT_TEST_NFT names."""
+    return os.environ.get("MGT_TEST_NFT") or shutil.which("nft")
 
 
 def why_not() -> str | None:
@@ -98,6 +105,11 @@ class Machine:
         """Exit code of what was started last; None while it runs."""
         return self.processes[-1].poll()
 
+    @property
+    def launcher(self) -> int:
+        """The process that was started last, without what set its network and disk up."""
+        return next(p for p in self.pids() if b"-m\0multi_gpu_training\0" in _command(p))
+
     def pids(self) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.name).split()]
 
@@ -151,6 +163,27 @@ class Network:
     def heal(self, node: Machine) -> None:
         _ip("-n", self.switch, "link", "set", node.port, "master", "br0")
 
+    def block(self, source: Machine, target: Machine, how: str = "drop") -> None:
+        """`target` takes nothing from `source`: packets are dropped, or answered by a reset."""
+        what = "drop" if how == "drop" else "reject with tcp reset"
+        rules = f"""
+            add table ip mgt
+            add chain ip mgt in {{ type filter hook input priority 0; }}
+            add rule ip mgt in ip saddr {source.address} ip protocol tcp {what}
+            add rule ip mgt in ip saddr {source.address} drop
+        """
+        self._nft(target, rules)
+
+    def unblock(self) -> None:
+        for node in self.nodes:
+            self._nft(node, "add table ip mgt\ndelete table ip mgt\n")
+
+    def _nft(self, node: Machine, rules: str) -> None:
+        nft = firewall()
+        assert nft is not None, "nft is not installed"
+        words = ["ip", "netns", "exec", node.name, nft, "-f", "-"]
+        subprocess.run(words, input=rules, check=True, capture_output=True, text=True)
+
     def when(self, happened: Callable[[], Any], within_s: float, what: str) -> Any:
         """What `happened()` gives as soon as it is true."""
         deadline = time.monotonic() + within_s
@@ -176,6 +209,13 @@ class Network:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _ip(*words: str) -> str:

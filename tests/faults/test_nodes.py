@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from node_run import TRAIN, Run
-from nodes import Network, why_not
+from nodes import Network, firewall, why_not
 from ranks import run_ranks
 
 STEPS = 300
@@ -40,7 +42,9 @@ def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 @pytest.mark.timeout(400)
-def test_a_run_outlives_either_of_its_nodes_and_takes_them_back(tmp_path: Path) -> None:
+def test_two_nodes_wait_for_each_other_and_one_goes_on_when_the_other_leaves(
+    tmp_path: Path,
+) -> None:
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -50,16 +54,20 @@ def test_a_run_outlives_either_of_its_nodes_and_takes_them_back(tmp_path: Path) 
         run.start(first)
         run.start(second)
         run.reach(7, world=2)
-        second.kill()
+        first.kill()  # the one that leads; the other cannot know that it is not cut off
+        far = run.newest()
+        shutil.rmtree(first.disk / "runs")
+        run.start(first)
+        run.reach(far + 1, world=2)
+        assert not [line for line in run.lines() if line["world"] == 1], "one of two trained alone"
+        assert "node 0 (10.77.0.1) is gone; node 1 (10.77.0.2) leads" in second.said
+        os.kill(second.launcher, signal.SIGTERM)  # leads now, and hands over
         run.reach(run.newest() + 1, world=1)
-        run.start(second)  # without the checkpoints that were written since
-        run.reach(run.newest() + 1, world=2)
-        first.kill()  # the one that leads
         run.hurry()
-        assert run.end([second]) == [0], network.said()
+        assert run.end() == [0, 143], network.said()
         assert run.newest() == STEPS
-        assert "node 0 (10.77.0.1) ended; node 1 (10.77.0.2) leads" in second.said
-        assert "was sent from rank 0's disk" in (first.disk / EVENTS).read_text()
+        assert "node 1 (10.77.0.2) has left; node 0 (10.77.0.1) leads" in first.said
+        assert "was sent from rank 0's disk" in (second.disk / EVENTS).read_text()
         # A checkpoint every five steps; one may not have been complete.
         assert run.repeated() <= 10
         orders, weights = run.orders(), run.weights()
@@ -68,3 +76,23 @@ def test_a_run_outlives_either_of_its_nodes_and_takes_them_back(tmp_path: Path) 
     assert orders == {line["step"]: {tuple(sorted(line["samples"]))} for line in alone}
     # Another number of ranks adds up in another order.
     assert difference(json.loads((tmp_path / "weights.json").read_text()), weights) < 1e-5
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(900)
+def test_random_cuts_between_three_nodes_never_let_two_parts_train(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = why_not() or (None if firewall() else "nft is not installed")
+    if reason is not None:
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import partitions
+
+    reference = partitions.undisturbed(14, 12)
+    for seed in (1, 3):
+        row = partitions.perform(seed, 14, 0.3, shared=False, witness=False)
+        assert row["ok"] and not row["overlaps"], row
+        if row["trained_to_the_end"]:
+            partitions.compare(row, reference)
+            assert row["same"], row

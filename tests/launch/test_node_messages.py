@@ -15,8 +15,16 @@ import pytest
 from multi_gpu_training.distributed.sockets import listening_socket
 from multi_gpu_training.distributed.store_relay import HostedStore
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.launch.elastic import rendezvous
+from multi_gpu_training.launch.elastic import (
+    election,
+    leader,
+    membership,
+    messages,
+    rendezvous,
+    witness,
+)
 from multi_gpu_training.launch.elastic.messages import Gone, MessageServer, ask
+from multi_gpu_training.launch.elastic.quorum import Quorum
 from multi_gpu_training.launch.elastic.rendezvous import Ended, NotMet, Rendezvous
 from multi_gpu_training.launch.restart_policy import Fault, Limits
 
@@ -32,8 +40,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def node(rank: int, port: int, least: int = 1, most: int = 2) -> Iterator[Rendezvous]:
-    found = Rendezvous(least, most, rank, 1, (HERE, port), HERE, timeout_s=LONGEST_S, key=KEY)
+def node(
+    rank: int, port: int, least: int = 1, most: int = 2, more: tuple[Any, ...] = ()
+) -> Iterator[Rendezvous]:
+    found = Rendezvous(least, most, rank, 1, (HERE, port), HERE, LONGEST_S, KEY, *more)
     try:
         yield found
     finally:
@@ -92,6 +102,7 @@ def test_the_others_go_on_when_a_node_ends(pair: tuple[Rendezvous, Rendezvous]) 
     assert first.attempt == 1
 
 
+@pytest.mark.usefixtures("soon")
 def test_when_the_leader_ends_the_next_node_leads_and_takes_it_back() -> None:
     port = free_port()
     with ExitStack() as closing_all:
@@ -112,6 +123,8 @@ def test_when_the_leader_ends_the_next_node_leads_and_takes_it_back() -> None:
         thread.join(LONGEST_S)
         assert meeting == [(1, 2)] and returned.round.run == run
         assert returned.attempt == second.attempt == 2
+        time.sleep(rendezvous.LOST_S + 0.5)
+        assert second.why_again() is None, "the node that is back confirms its leader"
 
 
 def test_the_leader_decides_for_all_whether_a_fault_is_followed_by_a_restart(
@@ -137,20 +150,143 @@ def test_a_node_that_gives_up_ends_the_run_everywhere(pair: tuple[Rendezvous, Re
     assert caught.value.exit_code == 2
 
 
-def test_a_silent_leader_is_waited_for_and_not_replaced(
-    pair: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes lose patience with each other five times sooner."""
+    for module in (membership, rendezvous, election, witness):
+        for name in ("LOST_S", "LEASE_S", "PROMISE_S", "VOTE_S", "RETRY_S"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, getattr(module, name) / 5)
+
+
+@contextmanager
+def firewall(*blocked: Rendezvous, error: type[OSError]) -> Iterator[None]:
+    """Nobody reaches these launchers: a REJECT says the same as a port where nobody listens."""
+    usual, ports = messages.Channel, {one.me.port for one in blocked}
+
+    def connect(address: str, port: int, *rest: Any) -> Any:
+        if port in ports:
+            raise error("as the firewall says")
+        return usual(address, port, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messages, "Channel", connect)
+        yield
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("error", [ConnectionRefusedError, TimeoutError])
+def test_one_of_two_nodes_does_not_replace_a_leader_it_cannot_reach(
+    pair: tuple[Rendezvous, Rendezvous], error: type[OSError]
 ) -> None:
-    _, second = pair
+    first, second = pair
+    first.timeout_s = second.timeout_s = 2.5
+    with firewall(first, error=error):
+        until(second.why_again)
+        until(first.why_again)
+        met = together(first.next_round, second.next_round)
+    assert [type(found) for found in met] == [NotMet, NotMet], met
+    assert all("1 of 2 nodes are here" in str(found) for found in met)
+    assert second.round.number == 1 and second.round.leader.name == first.me.name
 
-    def silence(*_: Any, **__: Any) -> Any:
-        raise TimeoutError("timed out")
 
-    monkeypatch.setattr(rendezvous, "LOST_S", 0.5)
-    monkeypatch.setattr(rendezvous, "ask", silence)
-    second.timeout_s = 1.0
-    until(second.why_again)
-    with pytest.raises(NotMet, match=r"was silent .* start the run anew .* --resume auto"):
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("successors", [16, 2], ids=["all-know-all", "two-know-all"])
+def test_two_of_three_nodes_replace_a_leader_that_then_joins_them(
+    successors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "SUCCESSORS", successors)
+    port = free_port()
+    with node(0, port, 1, 3) as first, node(1, port, 1, 3) as second, node(2, port, 1, 3) as third:
+        nodes = (first, second, third)
+        assert together(*(one.next_round for one in nodes)) == [(0, 3), (1, 3), (2, 3)]
+        with firewall(first, error=ConnectionRefusedError):
+            until(second.why_again)
+            until(third.why_again)
+            assert together(second.next_round, third.next_round) == [(0, 2), (1, 2)]
+            assert first.round.number == 1  # it leads no further round
+            until(first.why_again)
+        until(lambda: first.round.leader.name == second.me.name)
+        joining = threading.Thread(target=first.next_round)
+        joining.start()
+        until(second.why_again)
+        until(third.why_again)
+        assert together(second.next_round, third.next_round) == [(0, 3), (2, 3)]
+        joining.join(LONGEST_S)
+        assert [one.round.number for one in nodes] == [3, 3, 3]
+        assert [one.first_rank for one in nodes] == [1, 0, 2]
+        assert {one.world for one in nodes} == {3}
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_witness_lets_one_of_two_nodes_go_on_and_not_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = witness.WitnessServer(HERE, 0, KEY)
+    place = f"{HERE}:{server.port}"
+    quorum = Quorum(2, place)
+    port = free_port()
+    more = [(witness.find_witness(place, "this run", KEY), quorum) for _ in range(2)]
+    with node(0, port, more=more[0]) as first, node(1, port, more=more[1]) as second:
+        assert together(first.next_round, second.next_round) == [(0, 2), (1, 2)]
+        first.timeout_s = second.timeout_s = 3.0
+        with firewall(first, error=TimeoutError):
+            until(first.why_again)
+            until(second.why_again)
+            alone, refused = together(first.next_round, second.next_round)
+            assert alone == (0, 1), alone
+            assert isinstance(refused, NotMet) and place in str(refused)
+            server.close()
+            until(first.why_again)  # without its witness it stops, too
+    monkeypatch.setattr(membership, "LAST_CALL_S", 0.5)
+    with node(0, port, more=(None, Quorum(2, allow_minority=True))) as other:
+        assert other.next_round() == (0, 1)
+
+
+def test_nodes_with_another_witness_are_told() -> None:
+    port = free_port()
+    told = pytest.raises(ConfigError, match="--witness None here, but a:1 on node 0")
+    with node(0, port, more=(None, Quorum(2, "a:1"))), node(1, port) as second, told:
         second.next_round()
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("kind", ["server", "file"])
+def test_a_witness_keeps_to_one_leader_until_it_lets_go_or_falls_silent(
+    kind: str, tmp_path: Path
+) -> None:
+    with ExitStack() as closing_all:
+        place = str(tmp_path / "lock")
+        if kind == "server":
+            server = witness.WitnessServer(HERE, 0, KEY)
+            closing_all.callback(server.close)
+            place = f"{HERE}:{server.port}"
+            time.sleep(witness.PROMISE_S)  # what it promised before it was started is over
+        one, other = (witness.find_witness(place, "this run", KEY) for _ in range(2))
+        assert one.hold("0-a", False)
+        assert not other.hold("1-b", False) and one.hold("0-a", True)
+        one.release("0-a")
+        silent_since = time.monotonic()
+        assert other.hold("1-b", False)
+        assert not one.hold("0-a", False)
+        until(lambda: one.hold("0-a", False))
+        assert time.monotonic() - silent_since >= witness.PROMISE_S
+        # It was away, and must not go on as if it held it still.
+        assert not other.hold("1-b", True) and one.hold("0-a", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("10.0.0.1:70000", "70000 is not a valid port"),
+        ("s3://bucket/lock", "give HOST:PORT"),
+        ("host", "give HOST:PORT"),
+        ("/nowhere/lock", "there is no folder /nowhere"),
+    ],
+)
+def test_a_witness_that_cannot_be_is_refused_before_the_start(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        witness.find_witness(text, "this run", KEY)
 
 
 def test_nodes_that_were_started_differently_are_told() -> None:

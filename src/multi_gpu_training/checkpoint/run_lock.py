@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from multi_gpu_training.distributed import round_lease
 from multi_gpu_training.distributed.identity import REQUEUES
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact_command
@@ -29,6 +30,8 @@ from multi_gpu_training.safe_output import printable
 NAME = ".lock"
 # A killed process keeps its files open until the kernel has cleaned up, which a GPU makes slow.
 GRACE_S = 3.0
+# A node that was cut off ends its ranks when it has lost the others, and they end in their time.
+OTHER_NODE_S = 20.0
 # A node that lost power holds its locks on a network disk until the server's lease on it ends.
 GRACE_AFTER_REQUEUE_S = 120.0
 
@@ -44,7 +47,8 @@ class RunLock:
     def __init__(self, folder: Path, grace_s: float | None = None) -> None:
         if grace_s is None:
             requeued = os.environ.get(REQUEUES, "0") != "0"
-            grace_s = GRACE_AFTER_REQUEUE_S if requeued else GRACE_S
+            grace_s = OTHER_NODE_S if round_lease.bound() else GRACE_S
+            grace_s = GRACE_AFTER_REQUEUE_S if requeued else grace_s
         self._key: str | None = str(folder.resolve())
         if self._key in _held:
             descriptor, count = _held[self._key]

@@ -35,6 +35,7 @@ from multi_gpu_training.checkpoint.integrity import trusted_manifest
 from multi_gpu_training.checkpoint.shards import stored_rows
 from multi_gpu_training.checkpoint.signature import ManifestSigner
 from multi_gpu_training.checkpoint.snapshot import Capture, HostBuffer, Snapshot, capture
+from multi_gpu_training.distributed import round_lease
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.safe_files import read_json, signed
 from multi_gpu_training.state_dicts import json_text, unpack
@@ -165,6 +166,7 @@ class CheckpointStore:
         durable.flush(staged)
 
     def _move_into_place(self, staged: Path, final: Path) -> None:
+        round_lease.wait()  # other nodes may continue the run without us, on this very disk
         self.verifier.forget(final)
         if final.exists():
             # The same step again, after going back to an earlier one: a folder cannot be

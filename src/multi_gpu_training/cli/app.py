@@ -93,7 +93,14 @@ RayOptions = Annotated[
     str | None, Machines(help="cpus_per_rank=N,gpus_per_rank=0|1,working_dir=FOLDER")
 ]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
-OF_ENGINES: tuple[str, ...] = (*SLURM, "ray_address", "ray_options")  # flags of one engine
+# Flags that belong to one engine.
+OF_ENGINES: tuple[str, ...] = (*SLURM, "ray_address", "ray_options", "witness", "allow_minority")
+_WITNESS = (
+    "HOST:PORT of `mgt cluster witness`, or a file that all machines share: decides who goes on"
+)
+_MINORITY = "go on with half of the machines or fewer: others may train the same run"
+WitnessPlace = Annotated[str | None, Machines(help=_WITNESS)]
+AllowMinority = Annotated[bool, Machines("--allow-minority", help=_MINORITY)]
 
 
 def machines(ctx: typer.Context) -> dict[str, Any]:
@@ -155,6 +162,8 @@ def train(
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
     cluster_token: ClusterToken = None,
     insecure_network: InsecureNetwork = False,
+    witness: WitnessPlace = None,
+    allow_minority: AllowMinority = False,
     # torch.distributed.launch adds it; the environment says the same.
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
@@ -195,6 +204,8 @@ def resume(
     master_port: Annotated[int | None, Machines(help="default: a free one")] = None,
     cluster_token: ClusterToken = None,
     insecure_network: InsecureNetwork = False,
+    witness: WitnessPlace = None,
+    allow_minority: AllowMinority = False,
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
     """Go on with a run of a recipe, with the settings in its config.yaml.
@@ -245,6 +256,8 @@ def run(
     insecure_network: Annotated[
         bool, Option("--insecure-network", help="no token: trust the network")
     ] = False,
+    witness: Annotated[str | None, Option(help=_WITNESS)] = None,
+    allow_minority: Annotated[bool, Option("--allow-minority", help=_MINORITY)] = False,
 ) -> None:
     """Run a script once per rank. Everything after SCRIPT.py is passed to it."""
     from multi_gpu_training.cli.run_command import run_script
@@ -752,7 +765,7 @@ def cancel(
     raise typer.Exit(cancel_jobs(job))
 
 
-cluster = typer.Typer(no_args_is_help=True, help="Several machines: the token that they share.")
+cluster = typer.Typer(no_args_is_help=True, help="Several machines: what they share.")
 app.add_typer(cluster, name="cluster")
 
 
@@ -764,3 +777,22 @@ def token(
     from multi_gpu_training.cli.cluster_command import new_token
 
     raise typer.Exit(new_token(file))
+
+
+@cluster.command("witness")
+def serve_witness(
+    address: Annotated[
+        str, Argument(metavar="HOST:PORT", help="where to listen, as nodes reach it")
+    ],
+    cluster_token: ClusterToken = None,
+    insecure_network: InsecureNetwork = False,
+) -> None:
+    """Decide which half of a run continues when its machines lose each other. Runs until Ctrl-C.
+
+    Start it on a machine of its own, and give every node --witness HOST:PORT.
+    """
+    from multi_gpu_training.cli.cluster_command import run_witness
+    from multi_gpu_training.distributed.cluster_token import remember
+
+    remember(cluster_token, insecure_network)
+    raise typer.Exit(run_witness(address))

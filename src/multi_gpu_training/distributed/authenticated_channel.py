@@ -366,11 +366,17 @@ class ChannelServer:
         server = await asyncio.start_server(self._connected, sock=self._listening)
         self._ready.set()
         await self._stopping.wait()
+        # asyncio loses a connection that it accepted right before the end: accept no more, and
+        # wait until the last one has its task.
+        self._loop.remove_reader(self._listening)
+        for _ in range(5):
+            await asyncio.sleep(0)
         server.close()
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # transports that were closed just now let go of their sockets
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from multi_gpu_training.distributed import round_lease
+
 
 class Phase(IntEnum):
     """What a rank is doing."""
@@ -117,6 +119,7 @@ def keep(error_file: str | None) -> None:
         with path.open("r+b") as file:
             _slot = _Slot.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(_Slot)))
         _shared = True
+        round_lease.keep(path.parent.parent.parent)  # the launcher's own folder
 
 
 def launcher_reads() -> bool:
@@ -125,10 +128,12 @@ def launcher_reads() -> bool:
 
 
 def note_step(step: int, begun: bool | None = None) -> None:
-    """Note the step; begun=True: this rank is computing it."""
+    """Note the step; begun=True: this rank is computing it, as soon as its machine may train."""
     slot = _slot
     slot.step = step
     if begun is not None:
+        if not round_lease.holds():
+            round_lease.wait()
         slot.begun, slot.phase, slot.count = begun, FORWARD, 0
 
 

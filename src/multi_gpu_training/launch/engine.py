@@ -209,7 +209,8 @@ def choose_engine(hosts: Hosts, config: MultiGPUConfig | None = None) -> type[En
         module, _, attribute = ENGINES[known].partition(":")
         engine: type[Engine] = getattr(importlib.import_module(module), attribute)
         if name is not None or engine.fits(hosts, config):
-            _refuse_options_of_others(known, engine, hosts.engine_options)
+            if name is not None or known != "torchrun":  # a rank's are those of its launcher
+                _refuse_options_of_others(known, engine, hosts.engine_options)
             return engine
     raise ConfigError(f"no engine can start ranks on {hosts.nodes} nodes")
 

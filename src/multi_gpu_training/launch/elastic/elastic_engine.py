@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
+import sys
+from typing import ClassVar
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed import sockets
@@ -13,13 +16,17 @@ from multi_gpu_training.distributed.cluster_token import (
     network_key,
 )
 from multi_gpu_training.distributed.identity import FULL_WORLD
+from multi_gpu_training.distributed.round_lease import RoundLease
 from multi_gpu_training.distributed.store_relay import StoreRelay, remote_upstream
 from multi_gpu_training.errors import LaunchError, RankFailure
+from multi_gpu_training.launch.elastic.quorum import Quorum
 from multi_gpu_training.launch.elastic.rendezvous import NotMet, Rendezvous, say
+from multi_gpu_training.launch.elastic.witness import find_witness
 from multi_gpu_training.launch.engine import Hosts, LaunchPlan, RankJob, RunOutcome
 from multi_gpu_training.launch.local import LocalEngine, Meeting
 from multi_gpu_training.launch.restart_policy import Fault, RestartVerdict
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
+from multi_gpu_training.redaction import redact_command
 
 DEFAULT_PORT = 29500
 
@@ -27,10 +34,13 @@ DEFAULT_PORT = 29500
 class ElasticEngine(LocalEngine):
     """Restarts the ranks here when the set of nodes changes, and ends when all nodes have ended."""
 
+    options: ClassVar[tuple[str, ...]] = ("witness", "allow_minority")
+
     def __init__(self, plan: LaunchPlan) -> None:
         super().__init__(plan)
         self._nodes: Rendezvous | None = None
         self._relay: StoreRelay | None = None
+        self._lease: RoundLease | None = None
         self._key = PUBLIC_KEY
         self._success: RunOutcome | None = None  # of the ranks here, while others still train
 
@@ -57,15 +67,27 @@ class ElasticEngine(LocalEngine):
             self._interfaces[INSECURE] = "1"
         else:
             self._key = network_key(f"--nnodes {hosts.nodes} with --master-addr {master}")
+        port = hosts.master_port or DEFAULT_PORT
+        asked = hosts.engine_options.get("witness")
+        witness = None if asked is None else find_witness(asked, f"{master}:{port}", self._key)
+        quorum = Quorum(hosts.nodes, asked, bool(hosts.engine_options.get("allow_minority")))
+        if quorum.allow_minority:
+            say(
+                "warning: --allow-minority: nodes that lose the others continue alone. If those "
+                "are cut off rather than dead, they train the same run, too: two results, and on "
+                "a shared disk checkpoints that overwrite each other"
+            )
         self._nodes = Rendezvous(
             hosts.least,
             hosts.nodes,
             hosts.node_rank,
             self.plan.ranks_here,
-            (master, hosts.master_port or DEFAULT_PORT),
+            (master, port),
             address,
             patience_s,
             self._key,
+            witness,
+            quorum,
         )
         if not sockets.is_loopback(address):
             ranks_on = self._interfaces.get("GLOO_SOCKET_IFNAME", "every interface")
@@ -110,6 +132,8 @@ class ElasticEngine(LocalEngine):
         try:
             number, nodes = self.nodes.next_round(self._signals.check)
         except NotMet as error:
+            if self.nodes.me.round:
+                raise LaunchError(self._cannot_continue(error)) from None
             raise LaunchError(
                 f"node {hosts.node_rank} of {hosts.nodes} did not meet the others at "
                 f"{hosts.master_addr}:{hosts.master_port or DEFAULT_PORT} within "
@@ -119,6 +143,10 @@ class ElasticEngine(LocalEngine):
         view = self.nodes.round
         if self._relay is not None:
             self._relay.close()
+        if self._lease is None:
+            assert self._scratch is not None
+            self._lease = RoundLease(self._scratch.path)
+            self.nodes.set_lease(self._lease)
         # The ranks here speak to this launcher, and it proves to the leader's who they are.
         upstream = remote_upstream(view.leader.address, view.store_port, self._key)
         self._relay = StoreRelay(sockets.listening_socket(sockets.LOOPBACK, 0), upstream)
@@ -133,6 +161,22 @@ class ElasticEngine(LocalEngine):
             number,
             nodes,
             {**self._interfaces, FULL_WORLD: str(view.full_world)},
+        )
+
+    def _cannot_continue(self, why: NotMet) -> str:
+        """How the run ends here, and how it is taken up again."""
+        command = "the same command"
+        if sys.argv[1:2] == ["train"]:
+            words = redact_command(["mgt", *sys.argv[1:]])
+            resume = [] if "--resume" in words else ["--resume", "auto"]
+            command = f"\n  {shlex.join([*words, *resume])}\n"
+        return (
+            f"node {self.plan.hosts.node_rank} stops at its newest checkpoint: {why}. Waited "
+            f"recovery_timeout={self.plan.recovery_timeout:g} s for the others; whether they train "
+            f"on cannot be known from here. To continue, start {command} again on every node, with "
+            "--resume auto (resume: auto in the config of a script). If the others are gone for "
+            "good, use --nnodes with the nodes that are left, one of them as --node-rank 0. With "
+            "--witness such a run continues by itself"
         )
 
     def _begin_again(self) -> None:

@@ -27,13 +27,13 @@ Message = dict[str, Any]
 
 
 class Gone(ConnectionError):
-    """The machine answers, but nobody listens there: the launcher has ended."""
+    """The machine refuses: the launcher has ended, or a firewall says so (REJECT)."""
 
 
 def ask(
     address: str, port: int, message: Message, key: bytes, timeout_s: float = PATIENCE_S
 ) -> Message:
-    """The answer of the launcher at `address`. Gone: it has ended. OSError: no answer came."""
+    """The answer of the launcher at `address`. Gone: refused. OSError: no answer came."""
     try:
         with Channel(address, port, key, MESSAGES, timeout_s) as channel:
             channel.send(json.dumps(message).encode())
@@ -54,19 +54,24 @@ def _parse(raw: bytes) -> Message:
 class MessageServer:
     """Answers messages at one address, in its own thread, until closed.
 
-    `answer` may raise: what it cannot read is counted and not answered.
+    `answer` may raise: what it cannot read is counted and not answered. Bytes are JSON already.
     """
 
     def __init__(
-        self, address: str, port: int, answer: Callable[[Message], Message], key: bytes
+        self,
+        address: str,
+        port: int,
+        answer: Callable[[Message], Message | bytes],
+        key: bytes,
+        who: str = "this launcher",
     ) -> None:
         async def serve(stream: Stream) -> None:
             reply = answer(_parse(await stream.receive()))
-            await stream.send(json.dumps(reply).encode())
+            await stream.send(reply if isinstance(reply, bytes) else json.dumps(reply).encode())
 
         listening = listening_socket(address, port)
         found = listening.getsockname()[1]
-        self.refusals = Refusals(f"this launcher at {address}:{found}")
+        self.refusals = Refusals(f"{who} at {address}:{found}")
         admit = admission(listening, key, MESSAGES)
         self._server = ChannelServer(listening, admit, serve, self.refusals, PATIENCE_S)
         self.port: int = self._server.port
