@@ -538,6 +538,8 @@ class Training:
             add(StepSampler(state, trainer.execution, logger.record, wait, step_s))
         add(log)
         traced = ProfileRequest.of(config)
+        if traced is not None and self.placement.is_main:
+            traced.tell(self.folder)
         if traced is not None and traced.includes(self.placement.identity.rank):
             add(StepTracer(traced, self.callbacks, logger))
         return log

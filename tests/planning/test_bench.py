@@ -451,6 +451,7 @@ def test_ranks_of_another_launcher_are_refused(mgt: Mgt, monkeypatch: pytest.Mon
     assert said.code == 2 and "start it without torchrun" in said.err
 
 
+@pytest.mark.engines  # long; scripts start ranks of their own in the quick tests
 def test_bench_of_a_recipe_starts_ranks_of_its_own(tmp_path: Path) -> None:
     words = ("bench", "image", "--steps", 5, "--modes", "ddp", "--batch-size", 16)
     with Program("-m", "multi_gpu_training", *words, "--out", "out", cwd=tmp_path) as program:

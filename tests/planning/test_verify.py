@@ -166,6 +166,7 @@ def test_a_seeded_bug_fails_and_its_cause_is_named(verified: Verified, name: str
     assert len(causes) == 1 and expected in causes[0], report.problems
 
 
+@pytest.mark.engines  # long; one correct script is among the quick tests of the command
 def test_correct_scripts_pass(verified: Verified) -> None:
     scripts = {
         "casts, constants and states in float32, a criterion that learns": (

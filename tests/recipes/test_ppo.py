@@ -310,6 +310,7 @@ def test_small_micro_batches_change_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engines  # long; mgt verify of other recipes is among the quick tests
 def test_verify_passes(tmp_path: Path) -> None:
     words = [f"{k}={v}" for k, v in CARTPOLE.items() if k != "hide"]
     asked = ("verify", "ppo", "--ranks", "2", "--device", "cpu", *words, "hide=1,3")

@@ -60,6 +60,11 @@ class ProfileRequest:
         given |= {"max_steps": self.last_step, "resume": None, "run_name": None}
         return MultiGPUConfig(**given)
 
+    def tell(self, run_folder: Path) -> None:
+        """Let `mgt profile` know where the run is."""
+        if self.out is not None:
+            Path(self.out).write_text(str(run_folder))
+
     def save(self, folder: Path) -> str:
         """Write the request into `folder`; the result belongs into MGT_PROFILE."""
         path = folder / "profile.json"
@@ -84,8 +89,6 @@ class StepTracer(Callback):
         self._traces: list[Path] = []
 
     def on_setup(self, run: Run) -> None:
-        if self.request.out is not None and run.placement.is_main:
-            Path(self.request.out).write_text(str(run.folder))
         # A run that resumes behind a span does not go back to it.
         self._spans = [span for span in self._spans if span[1] > run.step]
         self._look(run, run.step)
@@ -106,7 +109,10 @@ class StepTracer(Callback):
                 else:  # training ended before the first of them
                     self._profiler.stop()
         for trace in self._traces:
-            write_summary(trace)
+            try:
+                write_summary(trace)
+            except Exception as error:  # training is over and well, whatever a trace holds
+                self._logger.warning(f"profile/{trace.name} cannot be read: {error}")
         self._traces = []
 
     def _look(self, run: Run, done: int) -> None:
@@ -147,10 +153,10 @@ class StepTracer(Callback):
         profiler.stop()
         self._spans.pop(0)
         folder = run.folder / FOLDER
-        folder.mkdir(mode=0o700, exist_ok=True)
         rank = run.placement.identity.rank
         path = folder / f"rank-{rank}.steps-{self._begun}-{step}.json.gz"
         try:
+            folder.mkdir(mode=0o700, exist_ok=True)
             profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             self._logger.warning(f"the trace of steps {self._begun} to {step} is lost: {error}")
