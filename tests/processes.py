@@ -30,9 +30,15 @@ _NOT_INHERITED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RAN
 _QUICK_START = str(Path(__file__).parent / "quick_start")
 
 
+def variables() -> dict[str, str]:
+    """The environment, name by name: pytest changes it while threads start programs."""
+    found = {name: os.environ.get(name) for name in list(os.environ)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def quickly(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """An environment in which a training starts a third sooner (quick_start/sitecustomize.py)."""
-    found = {"OMP_NUM_THREADS": "1", **(os.environ if env is None else env)}
+    found = {"OMP_NUM_THREADS": "1", **(variables() if env is None else env)}
     if "PYTEST_VERSION" in os.environ:  # benchmarks measure the start that users have
         path = [_QUICK_START, *filter(None, [found.get("PYTHONPATH")])]
         found["PYTHONPATH"] = os.pathsep.join(path)
@@ -49,7 +55,7 @@ class Program:
         self.command = [sys.executable, *map(str, arguments)]
         cwd.mkdir(parents=True, exist_ok=True)
         self._out, self._err = (cwd / f"{name}-{self.mark}.txt" for name in ("out", "err"))
-        inherited = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        inherited = {k: v for k, v in variables().items() if k not in _NOT_INHERITED}
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
                 self.command,
