@@ -449,6 +449,8 @@ def test_a_loss_function_of_torch_trains_as_its_module_does(tmp_path: Path) -> N
         ModelError, match=r"absolute takes \(y_hat, y_true\), but .*\(model, batch\)"
     ):
         weights(absolute, "e")
+    with pytest.raises(ModelError, match="MSELoss cannot stand for mse_loss"):
+        weights(functools.partial(F.mse_loss, weight=torch.ones(1)), "f")
 
 
 @pytest.mark.parametrize("kind", [nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.SoftMarginLoss])

@@ -6,13 +6,18 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from multi_gpu_training.cli.measured_script import command_of
+from multi_gpu_training.cli.measured_script import command_of, place_problems
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError, MultiGPUError
+
+if TYPE_CHECKING:
+    from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest
 
 ON_GPU, ON_CPU = "60-64", "6-8"  # on a GPU, steps are recorded before these
 
@@ -23,23 +28,30 @@ def profile(words: list[str], steps: str | None, ranks: str, num_gpus: int, devi
     if folder.is_dir() and len(words) == 1:
         return show(folder)
     command_of(words, "profile")  # refuses a script that is not there
+    problems = place_problems(device, 1.0)
+    if problems:
+        raise ConfigError(problems)
+    from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest
+
     if steps is None:
         from multi_gpu_training.accelerator import choose
 
         steps = ON_GPU if choose(device) == "cuda" else ON_CPU
     MultiGPUConfig(profile_steps=steps, profile_ranks=ranks)  # says what is wrong with them
-    return show(_traced(words, steps, ranks, num_gpus))
+    return show(_traced(words, ProfileRequest(steps, ranks, device=device), num_gpus))
 
 
-def _traced(command: list[str], steps: str, ranks: str, num_gpus: int) -> Path:
+def _traced(command: list[str], asked: ProfileRequest, num_gpus: int) -> Path:
     """Train until the steps are traced; returns the folder of that run."""
-    from multi_gpu_training.monitoring.profiling.step_tracer import VARIABLE, ProfileRequest
+    from multi_gpu_training.monitoring.profiling.step_tracer import VARIABLE
 
     with tempfile.TemporaryDirectory(prefix="mgt-profile-") as scratch:
         told = Path(scratch) / "folder"
-        request = ProfileRequest(steps, ranks, str(told))
+        request = replace(asked, out=str(told))
         environment = {**os.environ, VARIABLE: request.save(Path(scratch))}
-        done = subprocess.run(_started(command, num_gpus), env=environment, check=False)
+        done = subprocess.run(
+            _started(command, asked.device, num_gpus), env=environment, check=False
+        )
         if done.returncode:
             raise SystemExit(done.returncode)
         if not told.is_file():
@@ -50,12 +62,12 @@ def _traced(command: list[str], steps: str, ranks: str, num_gpus: int) -> Path:
         return Path(told.read_text())
 
 
-def _started(command: list[str], num_gpus: int) -> list[str]:
+def _started(command: list[str], device: str, num_gpus: int) -> list[str]:
     mgt = [sys.executable, "-m", "multi_gpu_training"]
     count = ["--num-gpus", str(num_gpus)]
     if command[0].endswith(".py"):
         return [*mgt, "run", *count, *command]
-    return [*mgt, "train", command[0], *count, *command[1:]]
+    return [*mgt, "train", command[0], *count, f"device={device}", *command[1:]]
 
 
 def show(folder: Path) -> int:

@@ -220,7 +220,8 @@ def _refuse_options_of_others(name: str, engine: type[Engine], given: Mapping[st
     if foreign:
         flag = "--" + foreign[0].replace("_", "-")
         raise ConfigError(
-            f"{flag} does not belong to the engine {name!r}; drop it, or say --engine"
+            f"{flag} does not belong to the engine {name!r}; drop it, or name its own "
+            "engine with --engine"
         )
 
 

@@ -92,7 +92,14 @@ def choose_loss(given: Any) -> LossFn:
         raise ModelError(f"loss_fn={given!r} is not callable; give loss_fn(model, batch) -> loss")
     function, keywords = _unwrapped(given)
     if function in CRITERIA:
-        return choose_loss(CRITERIA[function](**keywords))
+        module = CRITERIA[function]
+        try:
+            return choose_loss(module(**keywords))
+        except TypeError as error:  # an argument that only the function has
+            raise ModelError(
+                f"loss_fn: {module.__name__} cannot stand for {function.__name__} ({error}); give "
+                "loss_fn(model, batch) -> loss"
+            ) from None
     _refuse_criterion(function)
     return given  # type: ignore[no-any-return]
 

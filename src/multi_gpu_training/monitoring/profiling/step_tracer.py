@@ -26,13 +26,14 @@ FOLDER = "profile"
 class ProfileRequest:
     """Steps and ranks to trace, as the settings write them.
 
-    `out` is a file to which rank 0 writes where its run folder is; such a run ends after the last
-    step that is traced.
+    With `out`, `mgt profile` started the run: it trains on `device`, ends after the last traced
+    step, and rank 0 writes the path of its run folder to the file `out`.
     """
 
     steps: str
     ranks: str = "0"
     out: str | None = None
+    device: str = "auto"
 
     @classmethod
     def of(cls, config: MultiGPUConfig) -> ProfileRequest | None:
@@ -58,6 +59,8 @@ class ProfileRequest:
             return config
         given = {name: getattr(config, name) for name in config.model_fields_set}
         given |= {"max_steps": self.last_step, "resume": None, "run_name": None}
+        if self.device != "auto":
+            given["device"] = self.device
         return MultiGPUConfig(**given)
 
     def tell(self, run_folder: Path) -> None:

@@ -104,7 +104,10 @@ def decode(ref: ImageRef, to: Preprocessing) -> Tensor:
             return prepared(image, to)
     # Pillow's formats fail in every way there is: OSError, SyntaxError, struct.error, ...
     except Exception as error:
-        raise InvalidImage(f"cannot be decoded ({type(error).__name__}: {error})") from None
+        kind = type(error).__name__
+        # What Pillow says of a file that is no image at all names only the buffer in memory.
+        why = kind if kind == "UnidentifiedImageError" else f"{kind}: {error}"
+        raise InvalidImage(f"cannot be decoded ({why})") from None
 
 
 def prepared(image: Any, to: Preprocessing) -> Tensor:
