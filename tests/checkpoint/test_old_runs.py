@@ -24,6 +24,8 @@ from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 
 ARCHIVE = Path(__file__).parent / "data" / "v0.1-runs.tar.xz"
 WORLDS = {"single": 1, "two_ranks": 2}
+# BatchNorm takes the bias before it away: its gradient is rounding alone, which AdamW magnifies.
+DRIFTING = ("0.bias", "1.running_mean")
 
 
 class Loaded(Callback):
@@ -111,7 +113,8 @@ def test_a_run_of_version_0_1_is_loaded_bit_for_bit_and_continues(
         assert steps == 15  # sixteen, and one batch is left out
         # Another processor may add in another order: the last bits are not promised.
         for key, value in expected.items():
-            torch.testing.assert_close(end[key], value, rtol=1e-9, atol=1e-12)
+            atol = 1e-8 if key in DRIFTING else 1e-12
+            torch.testing.assert_close(end[key], value, rtol=1e-9, atol=atol)
     random.seed(0)
     assert drawn[0][1] == random.getstate()  # as every rank of the old run had seeded it
     assert len({str(torch_state) for torch_state, _, _ in drawn}) == len(drawn)
