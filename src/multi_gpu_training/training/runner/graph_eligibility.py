@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from typing import Any
 
@@ -75,10 +76,23 @@ class StepWatch:
                 self.finding = self.finding or wait
             elif "Synchronization debug mode" not in text:
                 warnings.warn_explicit(
-                    warning.message, warning.category, warning.filename, warning.lineno
+                    warning.message,
+                    warning.category,
+                    warning.filename,
+                    warning.lineno,
+                    _module_of(warning.filename),
                 )
         if self._before != (random.getstate(), _numpy_state()):
             self.finding = "it draws random numbers on the CPU"
+
+
+def _module_of(filename: str) -> str | None:
+    """The name of the module in this file: filters such as `ignore::DeprecationWarning:torch` ask
+    for it, and a recorded warning does not know it."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__file__", None) == filename:
+            return name
+    return None
 
 
 def _numpy_state() -> tuple[Any, ...]:
