@@ -6,8 +6,10 @@ Nothing that is loaded can run code.
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import random
+import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,6 +42,13 @@ class Later:
 
 
 @dataclass(frozen=True)
+class WrittenList:
+    """A list whose items are JSON already. What makes a `Later` may return it."""
+
+    items: list[str]
+
+
+@dataclass(frozen=True)
 class Packed:
     """What `pack` made of a state: its JSON, and its tensors by name. Not to be changed."""
 
@@ -56,7 +65,19 @@ def packed(value: Any) -> Packed:
 
 def json_text(plain: Any) -> str:
     """The text of what `pack` returned."""
-    return json.dumps(plain, default=_made)
+    written: dict[str, str] = {}
+
+    def made(value: Any) -> Any:
+        if not isinstance(value, WrittenList):
+            return _made(value)
+        mark = secrets.token_hex(16)  # in no text of the user's
+        written[f'"{mark}"'] = f"[{', '.join(value.items)}]"
+        return mark
+
+    text = json.dumps(plain, default=made)
+    for mark, items in written.items():
+        text = text.replace(mark, items, 1)
+    return text
 
 
 def _made(value: Any) -> Any:
@@ -74,7 +95,7 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str = "") -> Any:
     that went in. `Later` stays as it is: see `json_text`.
     """
     kind = type(value)
-    if kind in _PLAIN or kind is Later or isinstance(value, str):
+    if kind in _PLAIN or kind in (Later, WrittenList) or isinstance(value, str):
         return value
     if kind is dict:  # before all checks that a dict would go through
         return _pack_mapping(value, tensors, path)
@@ -130,6 +151,20 @@ def _pack_mapping(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: st
         for i, (key, item) in enumerate(value.items())
     ]
     return {_TAG: kind, "pairs": pairs}
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of a state. Lists of plain numbers, which states have many of, are copied at
+    once: training stands still meanwhile."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if kind is list:
+        plain = _PLAIN.issuperset(map(type, value))
+        return list(value) if plain else [copied(item) for item in value]
+    return copy.deepcopy(value)
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:

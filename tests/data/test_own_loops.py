@@ -258,7 +258,7 @@ def test_a_rollback_takes_up_an_own_loader_where_it_can_and_says_where_it_cannot
     assert train_own_loader(tmp_path, "wrapped", 3)[0] == steps
     assert torch.equal(train_own_loader(tmp_path, "wrapped", 3 + 1000)[1], by_steps)
     assert train_own_loader(tmp_path, "own", 1000)[0] == 16
-    with pytest.raises(CheckpointError, match="step 9 lies inside an epoch"):
+    with pytest.raises(CheckpointError, match="step 9 was saved in the middle of an epoch"):
         train_own_loader(tmp_path, "own", 3)
     with pytest.raises(CheckpointError, match="was given an iterator"):
         train_own_loader(tmp_path, "iterator", 1000)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -420,12 +421,30 @@ def test_a_state_too_large_to_compare_is_compiled_where_the_run_is_long(
     same(*ends)
 
 
+def test_filters_for_a_module_hold_for_warnings_in_watched_steps(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    def warning_loss(model: nn.Module, batch: Any) -> Tensor:
+        warnings.warn_explicit("old", DeprecationWarning, str(torch.__file__), 1, "torch")
+        warnings.warn("mine", RuntimeWarning, stacklevel=1)
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torch")
+    warnings.filterwarnings("always", category=RuntimeWarning, module=__name__)
+    manager = MultiGPUTrainingManager(quiet(tmp_path, step_execution="graph", batch_size=8))
+    with recording():
+        manager.fit(Net(), data(), loss_fn=warning_loss, optimizer=sgd, epochs=1)
+    texts = {str(warning.message) for warning in recwarn}
+    assert "mine" in texts and "old" not in texts
+
+
 def switching(
     folder: Path, how: str, wrong: float = 1.0, resume: str | None = None, steps: int | None = None
 ) -> tuple[dict[str, Tensor], str, list[int]]:
     """A long enough run with a compiler that is ready at once: the weights, what its steps ran
     as, and the steps that called compiled code."""
     calls: list[int] = []
+    kinds: set[type] = set()
     config = quiet(
         folder,
         step_execution=how,
@@ -441,6 +460,7 @@ def switching(
     def compile_it(function: Any, **_: Any) -> Any:
         def compiled(model: nn.Module, batch: Any) -> Any:
             calls.append(manager.trainer.step + 1)
+            kinds.add(type(batch))
             return function(model, batch) * wrong
 
         return compiled
@@ -457,6 +477,7 @@ def switching(
         if how == "auto":
             stack.enter_context(recording())
         manager.fit(Net(), data(), loss_fn=_own_loss, optimizer=sgd)
+    assert len(kinds) <= 1, f"it would be compiled once for each of {kinds}"
     state = {name: tensor.clone() for name, tensor in manager.model.state_dict().items()}
     return state, manager.trainer.execution.mode, calls
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -22,6 +21,7 @@ from multi_gpu_training.distributed.sharding import by_rows, piece, whole
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.state_dicts import (
     Later,
+    copied,
     from_text,
     load_model_state,
     load_optimizer_state,
@@ -119,6 +119,7 @@ class RunState:
         self._made_plain: tuple[Any, Later] | None = None
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._partly_settled: dict[str, Callable[[], dict[str, Any]]] = {}
+        self._keep_themselves: dict[str, FollowsModel | PartlySettled] = {}
         self._resumed: dict[str, Any] | None = None
 
     def register(self, name: str, item: Stateful, scope: Scope = "replicated") -> None:
@@ -126,6 +127,9 @@ class RunState:
         if name in self._registered:
             raise CheckpointError(f"state {name!r} is already registered; choose another name")
         self._registered[name] = (item, scope)
+        # Looked at here alone: asking whether an object follows a protocol takes a while.
+        if isinstance(item, (FollowsModel, PartlySettled)):
+            self._keep_themselves[name] = item
         if isinstance(item, PartlySettled) and scope == "replicated":
             self._partly_settled[name] = item.state_to_save
         if self._resumed is not None:
@@ -133,18 +137,16 @@ class RunState:
 
     def kept(self) -> Callable[[], None]:
         """Copy what is registered, in memory; calling the result puts it back."""
-        items = {name: item for name, (item, _) in self._registered.items()}
-        by_themselves = (FollowsModel, PartlySettled)
-        followers = [item.kept() for item in items.values() if isinstance(item, by_themselves)]
+        followers = [item.kept() for item in self._keep_themselves.values()]
         states = {
-            name: copy.deepcopy(item.state_dict())
-            for name, item in items.items()
-            if not isinstance(item, by_themselves)
+            name: copied(item.state_dict())
+            for name, (item, _) in self._registered.items()
+            if name not in self._keep_themselves
         }
 
         def put_back() -> None:
             for name, state in states.items():
-                self._registered[name][0].load_state_dict(copy.deepcopy(state))
+                self._registered[name][0].load_state_dict(copied(state))
             for follow in followers:
                 follow()
 

@@ -15,19 +15,12 @@ from torch import Tensor
 from multi_gpu_training.data.order import Share
 
 _ATTRIBUTE = "_mgt_share"
-
-
-class _List(list[Any]):
-    pass
-
-
-class _Dict(dict[Any, Any]):
-    pass
+_PLAIN = "_mgt_plain"
 
 
 @lru_cache
 def _with_attributes(kind: type) -> type:
-    return type(kind.__name__, (kind,), {})
+    return type(kind.__name__, (kind,), {_PLAIN: kind})
 
 
 def attach(batch: Any, share: Share) -> Any:
@@ -43,16 +36,23 @@ def attach(batch: Any, share: Share) -> Any:
 
 def carry(batch: Any, share: Share) -> Any:
     """The same batch, carrying `share` as a whole; its tensors may be the user's own."""
-    if type(batch) is list:
-        batch = _List(batch)
-    elif type(batch) is dict:
-        batch = _Dict(batch)
-    elif isinstance(batch, tuple):
-        kind = _with_attributes(type(batch))
-        batch = kind(*batch) if hasattr(batch, "_fields") else kind(batch)
+    if type(batch) in (list, dict) or isinstance(batch, tuple):
+        kind: Any = type(batch)
+        batch = _of_kind(_with_attributes(kind), batch)
     with suppress(AttributeError, TypeError):  # the loader still knows which one it gave last
         setattr(batch, _ATTRIBUTE, share)
     return batch
+
+
+def as_collated(batch: Any) -> Any:
+    """The batch in the very type it was collated in, without its share. Code compiled for one type
+    is compiled again for another, which a recording does not allow."""
+    plain = getattr(type(batch), _PLAIN, None)
+    return batch if plain is None else _of_kind(plain, batch)
+
+
+def _of_kind(kind: Any, batch: Any) -> Any:
+    return kind(*batch) if hasattr(batch, "_fields") else kind(batch)
 
 
 def share_of(batch: Any) -> Share | None:

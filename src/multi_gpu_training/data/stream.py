@@ -197,7 +197,8 @@ class StreamLoader(EpochLoader):
             return
         said = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in changes.items())
         raise CheckpointError(
-            f"the checkpoint stands inside a pass over shards in another order: {said:.1000}. "
+            "the checkpoint was saved in the middle of a pass over shards in another order: "
+            f"{said:.1000}. "
             "Samples would be lost or repeated: give the stream as it was, or resume from the end "
             "of an epoch"
         )

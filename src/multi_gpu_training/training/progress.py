@@ -12,7 +12,7 @@ from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.state_dicts import Later
+from multi_gpu_training.state_dicts import Later, WrittenList, json_text, pack
 
 _SMALLER_IS_BETTER = {"loss", "error", "wer", "cer", "perplexity", "mse", "mae", "rmse"}
 
@@ -42,6 +42,7 @@ class Progress:
         self.unfinished: dict[str, dict[str, float]] | None = None
         self.best: float | None = None
         self.best_epoch: int | None = None
+        self._texts: list[tuple[dict[str, dict[str, float]], str]] = []
 
     @property
     def epochs_done(self) -> int:
@@ -147,7 +148,19 @@ class Progress:
     def state_to_save(self) -> dict[str, Any]:
         """`state_dict`, without a look at every epoch of the past while training stands still."""
         history = list(self.history)  # what it holds does not change any more
-        return {**self.state_dict(), "history": Later(lambda: history)}
+        return {**self.state_dict(), "history": Later(lambda: self._written(history))}
+
+    def _written(self, history: list[dict[str, dict[str, float]]]) -> WrittenList:
+        """Each epoch is written as JSON once: a run may have thousands, and save every second."""
+        known = self._texts
+        texts = [
+            known[place][1]
+            if place < len(known) and known[place][0] is record
+            else json_text(pack(record, {}))
+            for place, record in enumerate(history)
+        ]
+        self._texts = list(zip(history, texts, strict=True))
+        return WrittenList(texts)
 
     def kept(self) -> Callable[[], None]:
         """Copy it in memory; calling the result puts it back."""

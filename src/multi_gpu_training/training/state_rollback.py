@@ -7,7 +7,6 @@ Counters        where a training stands, apart from its tensors
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multi_gpu_training.state_dicts import copied
 from multi_gpu_training.torch_internals import (
     RunningStatsBase,
     foreach_copy_,
@@ -161,9 +161,9 @@ class StateCopies:
             if math.isfinite(quick):
                 return quick
         worst = []
-        for tensor, copied in pairs:
+        for tensor, other in pairs:
             if tensor.numel():
-                mine = copied.to(tensor.device, non_blocking=True, copy=True)
+                mine = other.to(tensor.device, non_blocking=True, copy=True)
                 worst.append(relative(tensor, mine))
         return float(torch.stack(worst).max()) if worst else 0.0
 
@@ -232,14 +232,14 @@ class Counters:
             state.step,
             state.epoch,
             state.position,
-            copy.deepcopy(state.schedule.state_dict()),
+            copied(state.schedule.state_dict()),
             [float(group["lr"]) for group in state.optimizer.param_groups],
             state.metrics.kept(),
         )
 
     def restore(self, state: StepState) -> None:
         state.step, state.epoch, state.position = self.step, self.epoch, self.position
-        state.schedule.load_state_dict(copy.deepcopy(self.schedule))
+        state.schedule.load_state_dict(copied(self.schedule))
         for group, rate in zip(state.optimizer.param_groups, self.rates, strict=False):
             group["lr"] = rate  # a group that was added since keeps its own
         state.metrics.put_back(self.metrics)

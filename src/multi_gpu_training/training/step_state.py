@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from multi_gpu_training.accelerator import device_generators
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import tensors_of
+from multi_gpu_training.data.batch import as_collated, tensors_of
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
@@ -299,7 +299,7 @@ class StepState:
 
     def prepare(self, batch: Any, samples: Tensor | None) -> Any:
         """The batch as the loss function gets it: gathered, and augmented on the device."""
-        batch = materialize(batch)
+        batch = as_collated(materialize(batch))
         if self.augment is not None and samples is not None:
             with torch.no_grad():
                 batch = self.augment(batch, SampleRandom(samples, self._epoch_key.tensor))

@@ -84,7 +84,7 @@ class EagerRunner:
                 else:
                     batch = state.prepare(batch, samples)
                     ranks = state.placement.dp_size
-                    result = strategy.forward(batch, share.count, share.window_count, ranks)
+                    result = strategy.forward(batch, share.count, self._window(share), ranks)
                 self._computed = result.mean, result.weight, result.metrics, share
                 if share.first:
                     state.weighted, state.unweighted = False, 0
@@ -109,6 +109,11 @@ class EagerRunner:
                 call()
         return guard.spare(result, share) if guard.spares else result, norm
 
+    def _window(self, share: Share) -> int:
+        """Samples of the whole step, over all ranks; 0 where nobody knows before it is over."""
+        alone = share.first and share.last and self.state.placement.dp_size == 1
+        return share.count if alone else share.window_count
+
     def _announce_exchange(self, grad: Tensor) -> None:
         """Runs first in a backward: what it queues runs before DDP waits for the other ranks,
         once this rank's own gradients are computed."""
@@ -122,7 +127,7 @@ class EagerRunner:
         if not self._checked:
             self._check_gradients()
             self._checked = True
-        state.strategy.weigh(share.window_count, state.weighted, state.unweighted)
+        state.strategy.weigh(self._window(share), state.weighted, state.unweighted)
         for call in state.callbacks.on_optimizer:  # gradients are those of the whole step now
             call()
         if guard.mode == "read":

@@ -53,8 +53,12 @@ class CudaGraphs:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 outputs = work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # Ending it fails, too, and would hide what went wrong.
+                with contextlib.suppress(Exception):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         except Exception as error:
             self._clean_up(graph)
             raise CaptureError(

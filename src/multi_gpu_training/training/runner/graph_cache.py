@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
@@ -97,7 +99,7 @@ class GraphCache:
         parameters = self.parameters()
         self._state.drop_gradients()
         try:
-            with self._state.step_module.computing(compiled):
+            with _no_recompiling(compiled), self._state.step_module.computing(compiled):
                 for batch, samples, share in step:
                     batch = resolve_kept(batch)
                     micros.append(
@@ -143,6 +145,14 @@ class GraphCache:
 
     def _all(self) -> list[CapturedMicro]:
         return [micro for step in self.steps.values() for micro in step.micros]
+
+
+def _no_recompiling(compiled: LossFn | None) -> AbstractContextManager[Any]:
+    """The compiler synchronises with the device, which a recording does not allow."""
+    if compiled is None:
+        return nullcontext()  # and the compiler is not even imported
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("fail_on_recompile")
+    return stance
 
 
 class GraphRunner:

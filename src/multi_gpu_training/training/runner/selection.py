@@ -344,7 +344,7 @@ class StepExecution:
             if not self.state.placement.all_agree(same):
                 problem = f"recorded, the compiled step differs by {difference:.1g}"
             elif seconds > WORTH_IT * self._step_s:
-                problem = f"compiled it takes {seconds * 1e6:,.0f} us, which is no gain"
+                problem = f"compiled it takes {seconds * 1e6:,.0f} us, which gains nothing"
         if problem is not None:
             self.switch.drop()
             self._cache.steps[keys[0]] = before
