@@ -2,6 +2,7 @@
 
 python benchmarks/after_training.py --out benchmarks/after_training.md
 python benchmarks/after_training.py --recipes image,ppo --formats onnx,torch-export
+python benchmarks/after_training.py --bf16 RUN...   trained runs in bfloat16 against float32
 
 Trains a small run of each recipe on the CPU, and then compares, on samples of the validation data:
 the metrics of `evaluate` with those of the training, `predict` with the outputs of the loaded
@@ -74,6 +75,36 @@ def _apart(one: Any, other: Any) -> float:
     return 0.0 if one == other else float("inf")
 
 
+def in_bf16(run: Path, count: int) -> dict[str, Any]:
+    """The loaded model in bfloat16 against float32: distance of outputs, agreement of first class.
+
+    Of speech and text every counted frame or token is a choice, of PPO every observation.
+    """
+    import torch
+
+    loaded = mgt.load(run, device="cpu")
+    half = mgt.load(run, device="cpu")
+    off = norm = same = total = 0.0
+    samples, _ = loaded.example_samples(count)
+    for first in range(0, len(samples), 8):
+        tensors = loaded.pipeline.collate(samples[first : first + 8])
+        wanted = loaded.outputs(tensors)
+        # oneDNN's bfloat16 needs instructions that not every CPU has; torch's own kernels do not.
+        with torch.backends.mkldnn.flags(enabled=False), torch.autocast("cpu", torch.bfloat16):
+            found = half.outputs(tensors)
+        ours, theirs = wanted[0].double(), found[0].double()
+        keep = torch.ones(ours.shape[:-1], dtype=torch.bool)
+        if loaded.recipe == "speech":  # frames behind the end of an utterance say nothing
+            keep = torch.arange(ours.shape[1]) < wanted[1][:, None]
+        if loaded.recipe == "transformer":
+            keep = tensors[1].bool()
+        off += float((ours - theirs)[keep].square().sum())
+        norm += float(ours[keep].square().sum())
+        agree = (ours.argmax(-1) == theirs.argmax(-1))[keep]
+        same, total = same + float(agree.sum()), total + agree.numel()
+    return {"distance": (off / norm) ** 0.5, "same": same / total, "choices": int(total)}
+
+
 def many_items(run: Path, folder: Path) -> dict[str, Any]:
     """10,000 images on one rank and on two: order, outputs, duplicates."""
     from PIL import Image
@@ -107,9 +138,17 @@ def main() -> None:
     parser.add_argument("--recipes", default=",".join(SMALL))
     parser.add_argument("--formats", default="safetensors,torch-export,onnx,aoti,hf")
     parser.add_argument("--items", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--bf16", nargs="*", type=Path, help="runs to compare in bfloat16, alone")
+    parser.add_argument("--samples", type=int, default=400, help="of --bf16")
     parser.add_argument("--runs", help="folder with runs RECIPE/small that are there already")
     parser.add_argument("--out")
     given = parser.parse_args()
+    if given.bf16:
+        for run in given.bf16:
+            found = in_bf16(run, given.samples)
+            well = found["distance"] <= 2e-2 and found["same"] >= 0.995
+            print(f"{run}: {found} {'holds' if well else 'MISSED'}", flush=True)
+        return
     unknown = set(given.formats.split(",")) - set(WRITERS)
     assert not unknown, unknown
     lines = ["| recipe | evaluate | predict | " + " | ".join(given.formats.split(",")) + " |"]

@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ import multi_gpu_training as mgt
 from multi_gpu_training.delivery.compress_run import HowToTrain, compress_run
 from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
 from multi_gpu_training.delivery.compression_report import show_table
+from multi_gpu_training.delivery.exports import keep_buffers
 
 IMAGE = {
     "quantize:int8": 0.005,
@@ -74,44 +76,105 @@ def compress(run: str, limits: dict[str, float], epochs: int | None, out: Path) 
 # ExecuTorch
 
 
-def executorch(run: str, samples: int) -> dict[str, Any]:
+def executorch(run: str) -> dict[str, Any]:
     """One run as float32 and int8 programs, and what became of it."""
     loaded = mgt.load(run, device="cpu")
-    program, batch = loaded.program.eval(), loaded.example_batch(64)
-    one = tuple(part[:1] for part in batch)
-    shown: dict[str, Any] = {"run": run, "metrics": {}}
+    samples = loaded.example_samples(64)[0]
+    longest = None
+    if loaded.recipe == "speech":  # one length, as a device that listens to words would have
+        longest = max(len(sound) for sound in all_sounds(loaded))
+    program, _ = loaded.pipeline.export_program(loaded.model, longest)
+    keep_buffers(program)
+    rows = [padded(loaded.pipeline.collate([sample]), longest) for sample in samples]
+    wanted = [first(program(*row)) for row in rows[:8]]
+    shown: dict[str, Any] = {"run": run, "float": loaded.evaluate()}
     with tempfile.TemporaryDirectory() as scratch:
-        wanted = [program(*(part[i : i + 1] for part in batch)) for i in range(8)]
         for name in ("float32", "int8"):
-            exported = torch.export.export(program, one, strict=False)
+            exported = torch.export.export(program.eval(), rows[0], strict=False)
             if name == "int8":
-                exported = quantized(exported.module(), one, batch, strict=False)
+                exported = quantized(exported.module(), rows)
             path = Path(scratch) / f"{name}.pte"
             not_lowered = lower(exported, path)
-            call = runner(path)
+            model = ExecutorchModel(path, longest)
+            apart = [
+                ((first(model.call(row)) - one).norm() / one.norm()).item()
+                for row, one in zip(rows, wanted, strict=False)
+            ]
             shown[name] = {
                 "bytes": path.stat().st_size,
-                "latency_ms": latency_ms(lambda call=call: call(one)),
-                "error": error(call, batch, wanted),
+                "latency_ms": latency_ms(lambda model=model: model.call(rows[0])),
+                "error": max(apart),
                 "not_lowered": not_lowered,
-                "score": score(loaded, call, samples),
+                "metrics": loaded.with_model(model).evaluate(),
             }
     return shown
 
 
-def quantized(module: nn.Module, one: tuple[Tensor, ...], batch: Any, strict: bool) -> Any:
+def all_sounds(loaded: Any) -> list[Tensor]:
+    dataset = loaded.pipeline.parts(loaded.job(), "val")[0]
+    return [dataset[index][0] for index in range(len(dataset))]
+
+
+def padded(row: tuple[Tensor, ...], longest: int | None) -> tuple[Tensor, ...]:
+    if longest is None:
+        return row
+    sound, *rest = row
+    return torch.nn.functional.pad(sound, (0, longest - sound.shape[1])), *rest
+
+
+def first(outputs: Any) -> Tensor:
+    found: Tensor = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+    return found.float()
+
+
+class ExecutorchModel(nn.Module):
+    """A program as a module that can be evaluated: sample by sample, as it was lowered."""
+
+    def __init__(self, path: Path, longest: int | None) -> None:
+        super().__init__()
+        from executorch.runtime import Runtime
+
+        self.longest = longest
+        self._method: Any = Runtime.get().load_program(path).load_method("forward")
+
+    def call(self, row: tuple[Tensor, ...]) -> list[Tensor]:
+        return [part.clone() for part in self._method.execute(list(row))]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        count = len(tensors[0])
+        rows = [
+            self.call(padded(tuple(t[i : i + 1] for t in tensors), self.longest))
+            for i in range(count)
+        ]
+        outputs = tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
+        if self.longest is None:
+            return outputs[0]
+        scores, lengths = outputs
+        return scores[:, : int(lengths.max())], lengths
+
+
+def quantized(module: nn.Module, rows: list[tuple[Tensor, ...]]) -> Any:
+    """int8 weights and activations of convolutions and linear layers."""
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import (
         XNNPACKQuantizer,
         get_symmetric_quantization_config,
     )
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
-    quantizer = XNNPACKQuantizer()
-    quantizer.set_global(get_symmetric_quantization_config(is_per_channel=True))
+    class LinearQuantizer(XNNPACKQuantizer):  # type: ignore[misc]
+        def transform_for_annotation(self, model: Any) -> Any:
+            return model  # it would turn the whole numbers that count frames into floats
+
+    quantizer = XNNPACKQuantizer() if len(rows[0]) == 1 else LinearQuantizer()
+    config = get_symmetric_quantization_config(is_per_channel=True)
+    if len(rows[0]) == 1:
+        quantizer.set_global(config)
+    else:  # sound: powers and their logarithms span more than eight bits can
+        quantizer.set_module_type(nn.Linear, config)
     prepared = prepare_pt2e(module, quantizer)
-    for row in range(len(batch[0])):  # the ranges of activations
-        prepared(*(part[row : row + 1] for part in batch))
-    return torch.export.export(convert_pt2e(prepared), one, strict=strict)
+    for row in rows:  # the ranges of activations
+        prepared(*row)
+    return torch.export.export(convert_pt2e(prepared), rows[0], strict=False)
 
 
 def lower(exported: Any, path: Path) -> dict[str, int]:
@@ -122,18 +185,11 @@ def lower(exported: Any, path: Path) -> dict[str, int]:
     edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
     counts: dict[str, int] = {}
     for node in edge.exported_program().graph.nodes:
-        name = str(getattr(node.target, "name", lambda node=node: str(node.target))())
+        name = re.sub("<EdgeOpOverload: (.*?)>.*", r"\1", str(node.target))
         if node.op == "call_function" and "getitem" not in name and "delegate" not in name:
             counts[name] = counts.get(name, 0) + 1
     path.write_bytes(edge.to_executorch().buffer)
     return counts
-
-
-def runner(path: Path) -> Callable[[tuple[Tensor, ...]], list[Tensor]]:
-    from executorch.runtime import Runtime
-
-    method = Runtime.get().load_program(path).load_method("forward")
-    return lambda tensors: method.execute(list(tensors))
 
 
 def latency_ms(call: Callable[[], Any], rounds: int = 30) -> float:
@@ -146,36 +202,12 @@ def latency_ms(call: Callable[[], Any], rounds: int = 30) -> float:
     return 1000 * statistics.median(seconds)
 
 
-def error(call: Any, batch: Any, wanted: list[Any]) -> float:
-    """Largest distance of outputs from PyTorch's, relative to their norm."""
-    worst = 0.0
-    for row, outputs in enumerate(wanted):
-        first = outputs[0] if isinstance(outputs, tuple) else outputs
-        found = call(tuple(part[row : row + 1] for part in batch))[0]
-        worst = max(worst, ((found - first).norm() / first.norm()).item())
-    return worst
-
-
-def score(loaded: Any, call: Any, samples: int) -> float | None:
-    """Share of validation samples with the right label, as far as there are labels."""
-    if not loaded.labels:
-        return None
-    dataset: Any = loaded.pipeline.dataset(loaded.job(), "val")
-    count = min(samples, len(dataset))
-    hits = 0
-    for index in range(count):
-        image, label = dataset[index]
-        hits += int(call((image[None],))[0].argmax() == label)
-    return hits / count
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--image")
     parser.add_argument("--text")
     parser.add_argument("--executorch", nargs="*", default=[])
     parser.add_argument("--epochs", type=int)
-    parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--work", type=Path, default=Path("compressed"))
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
@@ -191,7 +223,7 @@ def main() -> int:
         well = well and all(row["holds"] and row["size"] <= MOST_TEXT_BYTES for row in rows)
     torch.set_num_threads(1)
     if asked.executorch:
-        found["executorch"] = [executorch(run, asked.samples) for run in asked.executorch]
+        found["executorch"] = [executorch(run) for run in asked.executorch]
     print(json.dumps(found, indent=1))
     if asked.out:
         asked.out.write_text(json.dumps(found, indent=1) + "\n")

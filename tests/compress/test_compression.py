@@ -108,6 +108,7 @@ def test_quantised_models_are_small_near_and_come_back_bit_for_bit(
         bos_token_id=None,
         eos_token_id=None,
     )
+    torch.manual_seed(0)  # untrained outputs nearly cancel with some seeds, and rounding then shows
     words = torch.randint(0, 64, (2, 16))
     cases: list[tuple[Callable[[], Any], Callable[[Any], Tensor]]] = [
         (

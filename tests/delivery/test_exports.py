@@ -10,12 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trained_runs import SMALL, run_of
+from trained_runs import SMALL, run_of, train
 
 import multi_gpu_training as mgt
 from multi_gpu_training.delivery.exports import export
 from multi_gpu_training.recipes.speech.convolution_program import without_fourier
 from multi_gpu_training.recipes.speech.speech_model import SIZES, Recogniser
+
+
+@pytest.fixture(autouse=True)
+def gymnasium_hides_pygames_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gymnasium sets this variable when it is imported; set here, it is taken back."""
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -67,6 +73,7 @@ def test_onnxruntime_runs_every_recipe_in_batches_of_1_and_7(name: str, tmp_path
 
 
 @pytest.mark.engines
+@pytest.mark.timeout(1800)  # compiling takes a minute on a machine that does nothing else
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_package_refuses_a_batch_above_its_maximum(tmp_path: Path) -> None:
     loaded = mgt.load(run_of("image"), device="cpu")
@@ -94,6 +101,23 @@ def test_transformers_loads_a_language_model_from_its_export(tmp_path: Path) -> 
 
 
 @pytest.mark.engines
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_are_merged_into_the_weights_of_an_export(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    options = {"width": 32, "sequence_length": 32, "lora_rank": 4}
+    loaded = mgt.load(train("transformer", tmp_path, {"max_steps": 2}, options), device="cpu")
+    export(loaded, "hf", tmp_path / "hf", tolerance=1e-5)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert not any("lora" in name for name, _ in theirs.named_parameters())
+    ids = torch.randint(0, 200, (3, 20))
+    ours = loaded.outputs((ids, torch.ones_like(ids)))[0]
+    with torch.no_grad():
+        assert torch.allclose(theirs(ids).logits, ours, atol=1e-5)
+
+
+@pytest.mark.engines
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["image", "speech"])
 def test_executorch_runs_cnn_and_lmu(name: str, tmp_path: Path) -> None:

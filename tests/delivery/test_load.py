@@ -19,6 +19,7 @@ from trained_runs import SMALL, run_of, train
 
 import multi_gpu_training as mgt
 from multi_gpu_training.delivery.rank_predictions import predict_on_ranks, ranks
+from multi_gpu_training.extras import installed
 
 
 def close(ours: dict[str, float], theirs: dict[str, float]) -> None:
@@ -88,7 +89,9 @@ def test_classes_of_other_data_are_found_by_their_names(tmp_path: Path) -> None:
         loaded.evaluate(others)
 
 
-def test_a_policy_acts_and_plays_the_same_episodes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_acts_and_plays_the_same_episodes_again_and_records_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it
     pytest.importorskip("gymnasium")
     loaded = mgt.load(run_of("ppo"), device="cpu")
@@ -100,6 +103,12 @@ def test_a_policy_acts_and_plays_the_same_episodes_again(monkeypatch: pytest.Mon
     assert after["value"] != second["value"]
     played = loaded.predict(range(3), task="play")
     assert played[2] == loaded.predict([2], task="play")[0] and played[0]["steps"] > 1
+    if not installed("pygame"):
+        with pytest.raises(mgt.ConfigError, match=r"cannot be rendered: pygame is not installed"):
+            loaded.predict([0], task="play", record=str(tmp_path))
+    else:
+        recording = loaded.predict([0], task="play", record=str(tmp_path))[0]["recording"]
+        assert Path(recording).read_bytes()[:6] == b"GIF89a"
 
 
 def test_a_checkpoint_without_a_description_is_rebuilt_from_the_options_of_its_run(
@@ -133,10 +142,9 @@ class Net(nn.Module):
         return found
 
 
-def fit(folder: Path, model: Any, **more: Any) -> Path:
-    manager = mgt.MultiGPUTrainingManager(
-        quiet(folder, enable_fault_tolerance=True, training_mode="single", run_name="own")
-    )
+def fit(folder: Path, model: Any, settings: dict[str, Any] | None = None, **more: Any) -> Path:
+    common = {"enable_fault_tolerance": True, "training_mode": "single", "run_name": "own"}
+    manager = mgt.MultiGPUTrainingManager(quiet(folder, **common, **(settings or {})))
     return manager.fit(model, points(), loss_fn=squares, optimizer=sgd, **more).folder
 
 
@@ -167,6 +175,27 @@ def test_a_script_that_says_nothing_is_told_what_to_pass(tmp_path: Path) -> None
     run = fit(tmp_path, line())
     with pytest.raises(mgt.MultiGPUError, match=r"weights, not its code; pass the model, as in"):
         mgt.load(run)
+
+
+def test_with_a_key_only_what_it_signed_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = []
+    for name in ("ours", "theirs"):
+        keys.append(tmp_path / name)
+        keys[-1].write_bytes(name.encode() * 8)
+        keys[-1].chmod(0o600)
+    ours, theirs = keys
+    signed = fit(tmp_path / "signed", line(), settings={"signing_key_file": str(ours)})
+    plain = fit(tmp_path / "plain", line())
+    monkeypatch.setenv("MGT_VERIFY_KEY", str(ours))
+    loaded = mgt.load(signed, device="cpu", model=line())
+    with pytest.raises(mgt.MultiGPUError, match="it is not signed"):
+        mgt.load(plain, device="cpu", model=line())
+    with pytest.raises(mgt.MultiGPUError, match="another key than theirs"):
+        mgt.load(signed, device="cpu", model=line(), verify_key=theirs)
+    with pytest.raises(mgt.ConfigError, match="carry no signature"):
+        mgt.load(loaded.save(tmp_path / "copy"), device="cpu", model=line())
 
 
 # Several ranks

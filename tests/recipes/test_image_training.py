@@ -112,7 +112,7 @@ def test_a_run_is_resumed_only_with_the_same_classes_images_and_pixels(tmp_path:
         return train(tmp_path / "runs", {**settings, **resume}, chosen)
 
     go(photos, epochs=1)
-    other = "had other images or prepared them otherwise"
+    other = "had other images or preprocessed them differently"
     with pytest.raises(CheckpointError, match=rf"{other} \(preprocessing: "):
         go(photos, fit="stretch")
     # As many images as before, but another one among them.

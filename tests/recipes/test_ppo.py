@@ -392,8 +392,12 @@ def test_fewer_environments_than_ranks_are_an_error(tmp_path: Path) -> None:
         assert "num_envs=2 is smaller than world_size=3" in said
 
 
-def test_the_class_of_the_guide_trains_by_itself(tmp_path: Path) -> None:
-    result, _, progress = train(tmp_path, {"training_mode": "single"}, TRADING)
+def test_the_class_of_the_guide_trains_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"training_mode": "single", "progress": "lines"}
+    result, _, progress = train(tmp_path, settings, TRADING)
+    assert "Epoch" not in capsys.readouterr().out  # an iteration is none to people
     assert progress["episodes"] == 14
     wanted = {"return", "sharpe", "drawdown", "exposure", "turnover", "costs", "part_return_std"}
     for whose in ("test", "start", "random", "hold"):

@@ -240,8 +240,8 @@ def test_files_that_are_no_audio_are_all_named(tmp_path: Path) -> None:
     for name in ("3_ann_5", "7_bob_0"):
         (tmp_path / f"recordings/{name}.wav").write_text("this is text")
     message = problem(tmp_path)
-    assert "3_ann_5.wav is no audio that can be read (" in message
-    assert "7_bob_0.wav is no audio that can be read (" in message
+    assert "3_ann_5.wav cannot be read as audio (" in message
+    assert "7_bob_0.wav cannot be read as audio (" in message
     assert "fetch it again or remove it" in message
 
 

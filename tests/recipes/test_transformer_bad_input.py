@@ -23,9 +23,9 @@ def problem(**options: Any) -> str:
 def test_hub_name_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     message = problem(model="nobody/no-such-model")
-    assert "tokenizer='nobody/no-such-model' is no folder here" in message
+    assert "tokenizer='nobody/no-such-model' is not a folder here" in message
     assert "hf download nobody/no-such-model --local-dir no-such-model" in message
-    assert "model='nobody/none' is no folder" in problem(model="nobody/none", tokenizer="bytes")
+    assert "model='nobody/none' is not a folder" in problem(model="nobody/none", tokenizer="bytes")
 
 
 def test_folder_that_is_not_there_or_no_model(tmp_path: Path) -> None:
@@ -44,7 +44,9 @@ def test_tokenizer_without_pad_token(tmp_path: Path) -> None:
     message = problem(**asked)
     assert "there is no pad token, and texts of unequal length need one" in message
     assert "pad_token=" in message
-    assert "pad_token='<none>' is no word of the tokenizer" in problem(**asked, pad_token="<none>")
+    assert "pad_token='<none>' is not a token of the tokenizer" in problem(
+        **asked, pad_token="<none>"
+    )
     recipe = find_recipe("transformer")
     job = recipe.build(recipe.config({}), recipe.options(**asked, pad_token="[SEP]"))
     assert job.model.config.pad_token_id == 3

@@ -145,7 +145,7 @@ def _moment(one: dict[str, Any], end: str) -> str:
 def _write_timeline(rows: Sequence[dict[str, Any]], path: Path) -> None:
     found = [row for row in rows if "timeline" in row]
     if not found:
-        raise ConfigError("--timeline is for videos longer than one clip, and there is none")
+        raise ConfigError("--timeline needs a video longer than one clip, and none was given")
     if path.suffix == ".csv":
         flat = [{"input": row["input"], **one} for row in found for one in row["timeline"]]
         write_atomically(path, as_csv(flat), 0o644)

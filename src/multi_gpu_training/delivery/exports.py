@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.compress.quantization import with_float_weights
-from multi_gpu_training.delivery.loaded_model import LoadedModel, load
+from multi_gpu_training.delivery.loaded_model import LoadedModel, load_signed
 from multi_gpu_training.delivery.model_card import model_card
 from multi_gpu_training.delivery.model_folder import WEIGHTS, finish, new_folder, write_weights
 from multi_gpu_training.errors import ConfigError, ModelError
@@ -232,12 +232,8 @@ def _safetensors(
         copied = Path(other) / "model"
         shutil.copytree(folder, copied)
         finish(copied, loaded.facts(), loaded.description)
-        again = load(
-            copied,
-            device="cpu",
-            trust=loaded.pipeline.trust,
-            model=loaded.model if loaded.recipe == "custom" else None,
-        )
+        own = loaded.model if loaded.recipe == "custom" else None
+        again = load_signed(copied, None, "cpu", model=own, trust=loaded.pipeline.trust)
     return [again.outputs(tensors) for tensors in batches]
 
 
@@ -304,6 +300,7 @@ def _executorch(
         raise ConfigError(
             f"--to executorch: executorch cannot be imported ({error}); run {install('executorch')}"
         ) from None
+    keep_buffers(program.module)
     try:
         with _quietly():
             lowered = to_edge_transform_and_lower(
@@ -325,6 +322,13 @@ def _executorch(
     if left:
         program.notes.append(f"not lowered to XNNPACK, run by portable kernels: {', '.join(left)}")
     return run_elsewhere(folder, program, batches)
+
+
+def keep_buffers(module: nn.Module) -> None:
+    """Make every buffer one that is saved: XNNPACK's passes refuse graphs with others."""
+    for part in module.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            part.register_buffer(name, buffer)
 
 
 WRITERS: dict[str, Callable[..., list[tuple[Tensor, ...]]]] = {

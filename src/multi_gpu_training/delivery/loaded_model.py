@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.accelerator import choose
+from multi_gpu_training.checkpoint.signature import ManifestSigner, read_signer
 from multi_gpu_training.checkpoint.store import StoredModel, load_model
 from multi_gpu_training.compress.compressed_model import restore
 from multi_gpu_training.config import is_url
@@ -47,6 +49,8 @@ from multi_gpu_training.recipes.recipe import Job
 from multi_gpu_training.safe_files import read_yaml
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.state_dicts import load_model_state
+
+VERIFY_KEY = "MGT_VERIFY_KEY"
 
 
 @dataclass
@@ -306,26 +310,41 @@ def load(
     checkpoint: str | None = None,
     model: nn.Module | Callable[..., nn.Module] | None = None,
     trust: bool = False,
+    verify_key: str | Path | None = None,
 ) -> LoadedModel:
     """The trained model in a run folder, a checkpoint folder or at their URL.
 
     device: auto, cpu, cuda, ... checkpoint: best or step-N; by default the best one, where a run
     has one, else the newest. model: of a run that a script made, the model or what builds it.
-    trust: import the code that the checkpoint names, if it names any.
+    trust: import the code that the checkpoint names, if it names any. verify_key: key file, by
+    default that of MGT_VERIFY_KEY; what is not signed with it is refused.
     """
+    key = verify_key or os.environ.get(VERIFY_KEY) or None
     try:
-        return _load(where, device, checkpoint, model, trust)
+        signer = read_signer(None if key is None else str(key), signs=False)
+        return load_signed(where, signer, device, checkpoint, model, trust)
     except ConfigError as error:
         error.args = (error.under(f"{where} cannot be loaded:"),)  # no run was to start
         raise
 
 
-def _load(
-    where: str | Path, device: str | torch.device, checkpoint: str | None, model: Any, trust: bool
+def load_signed(
+    where: str | Path,
+    signer: ManifestSigner | None,
+    device: str | torch.device = "auto",
+    checkpoint: str | None = None,
+    model: Any = None,
+    trust: bool = False,
 ) -> LoadedModel:
+    """`load` with the key at hand; without a signer anything intact is loaded."""
     folder = None if is_url(str(where)) else Path(where).expanduser()
     saved = folder is not None and is_model_folder(folder)
     path = folder if folder is not None and saved else find_checkpoint(where, checkpoint)
+    if saved and signer is not None:
+        raise ConfigError(
+            "it is an export or a compressed model, which carry no signature; load its run, or "
+            f"leave out verify_key and {VERIFY_KEY}"
+        )
     try:
         stored = read_model_folder(path) if saved else load_model(path)
     except CheckpointError as error:
@@ -334,7 +353,10 @@ def _load(
         others = other_checkpoints(path)
         hint = f"load {others[0]}, which is intact" if others else "give another run"
         raise CheckpointError(f"{error}; {hint}") from None
-    pipeline = _pipeline(stored, path, model, trust)
+    problem = None if signer is None else signer.problem(stored.facts)
+    if problem is not None:
+        raise CheckpointError(f"{path} is refused: {problem}")
+    pipeline = _pipeline(stored, path, model, trust, unsigned=signer is None)
     built = _built(pipeline, path)
     if pipeline.compression:
         restore(built, pipeline.compression, stored.tensors)
@@ -359,9 +381,11 @@ def _built(pipeline: Pipeline, path: Path) -> nn.Module:
         ) from error
 
 
-def _pipeline(stored: StoredModel, path: Path, model: Any, trust: bool) -> Pipeline:
-    """How to rebuild and feed the model of a checkpoint."""
-    options, config = _settings(stored, path)
+def _pipeline(
+    stored: StoredModel, path: Path, model: Any, trust: bool, unsigned: bool = True
+) -> Pipeline:
+    """How to rebuild and feed the model of a checkpoint. unsigned: files beside it count too."""
+    options, config = _settings(stored, path, unsigned)
     seed = int(config.get("seed", 0) or 0)
     recipe = stored.description.get("recipe") or config.get("recipe")
     if model is not None or recipe not in RECIPES:
@@ -386,10 +410,12 @@ def _pipeline(stored: StoredModel, path: Path, model: Any, trust: bool) -> Pipel
         ) from None
 
 
-def _settings(stored: StoredModel, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _settings(
+    stored: StoredModel, path: Path, unsigned: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of the recipe and config of the run; up to version 0.1 those of config.yaml."""
     options, config = dict(stored.facts.get("options") or {}), dict(stored.config)
-    if not options or not config:
+    if unsigned and (not options or not config):
         try:
             written = read_yaml(path.parent.parent / "config.yaml")
         except (OSError, ValueError):

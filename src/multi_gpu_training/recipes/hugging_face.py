@@ -84,8 +84,9 @@ def fetch(kind: str, option: str, name: str, trust: bool = False, **more: Any) -
                 "that save_pretrained has written"
             ) from None
         raise ModelError(
-            f"{option}={name!r} is no folder here, and the Hugging Face hub did not give it: "
-            f"{first_line(error)}; check the name and the network, or fetch it where there is one "
+            f"{option}={name!r} is not a folder here, and could not be fetched from the Hugging "
+            f"Face hub: {first_line(error)}; check the name and the network, or fetch it where "
+            "there is one "
             f"(hf download {name} --local-dir {Path(name).name}) and give the folder"
         ) from None
 

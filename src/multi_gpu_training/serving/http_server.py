@@ -13,12 +13,15 @@ import sys
 import threading
 import time
 from types import FrameType
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.serving.http_limits import host_name, is_loopback
-from multi_gpu_training.serving.web_app import ModelServer
+from multi_gpu_training.serving.http_limits import App, host_name, is_loopback
+
+if TYPE_CHECKING:  # it needs more packages than a server that has no model
+    from multi_gpu_training.serving.web_app import ModelServer
 
 BACKLOG = 2048
 POLL_S = 0.1
@@ -32,10 +35,17 @@ HEADERS = {
 FINISH_S = 60.0  # until requests that are still being computed are given up
 
 
+class Drainable(Protocol):
+    """An app that answers differently, or ends its streams, once `draining` is set."""
+
+    app: App
+    draining: bool
+
+
 class Drain:
     """Turns signals into a stop in two parts: first say 503, then close the port."""
 
-    def __init__(self, server: ModelServer, drain_s: float) -> None:
+    def __init__(self, server: Drainable, drain_s: float) -> None:
         self.server, self.drain_s = server, drain_s
         self.leaves_at: float | None = None
         self.at_once = False
@@ -78,6 +88,21 @@ def allowed_hosts(host: str, more: list[str]) -> frozenset[str] | None:
 
 def serve(server: ModelServer, taken: socket.socket, drain_s: float = 1.0) -> int:
     """Serve until a signal comes. Returns the exit code: 1 if an accepted input got no answer."""
+    serve_until_signal(server, taken, drain_s)
+    finished = server.close(FINISH_S)
+    counts = server.metrics
+    open_inputs = counts.accepted - counts.answered - counts.failed
+    print(
+        f"stopped: {counts.accepted} inputs accepted, {counts.answered} answered, "
+        f"{counts.failed} failed",
+        file=sys.stderr,
+        flush=True,
+    )
+    return 0 if finished and open_inputs == 0 else 1
+
+
+def serve_until_signal(server: Drainable, taken: socket.socket, drain_s: float) -> None:
+    """Serve until SIGTERM or Ctrl-C, and `drain_s` longer."""
     config = uvicorn.Config(
         server.app,
         log_level="warning",
@@ -104,13 +129,3 @@ def serve(server: ModelServer, taken: socket.socket, drain_s: float = 1.0) -> in
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    finished = server.close(FINISH_S)
-    counts = server.metrics
-    open_inputs = counts.accepted - counts.answered - counts.failed
-    print(
-        f"stopped: {counts.accepted} inputs accepted, {counts.answered} answered, "
-        f"{counts.failed} failed",
-        file=sys.stderr,
-        flush=True,
-    )
-    return 0 if finished and open_inputs == 0 else 1

@@ -40,7 +40,7 @@ class ImageFacts:
                 for name in changed
             ]
             raise CheckpointError(
-                "the checkpoint's run had other images or prepared them otherwise ("
+                "the checkpoint's run had other images or preprocessed them differently ("
                 + "; ".join(lines)
                 + "); resume with the same data and options, start a new run, or set "
                 "resume_anyway=true"

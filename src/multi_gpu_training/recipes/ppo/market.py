@@ -196,7 +196,7 @@ def _day(text: str, where: str) -> str:
     try:
         return date.fromisoformat(text.strip()[:10]).isoformat()
     except ValueError:
-        raise DataError(f"{where}: {text!r} is no date like 2013-02-28") from None
+        raise DataError(f"{where}: {text!r} is not a date such as 2013-02-28") from None
 
 
 def generate_market(assets: int, days: int, seed: int) -> Market:

@@ -31,7 +31,7 @@ def play_episode(
         collector = Collector(environments, policy, options.normalises)
         for step in range(options.eval_steps):
             if record and len(frames) < MOST_FRAMES:
-                frames.append(environments.picture())
+                frames.append(picture(environments, options.env))
             _, finished = collector.collect(1, None)
             if finished.ended:
                 found = {"return": float(finished.returns[0][0]), "steps": step + 1, "ended": True}
@@ -48,6 +48,16 @@ def play_episode(
     if record:
         found["recording"] = str(write_gif(frames, Path(record), options.env, number))
     return found
+
+
+def picture(environments: GymnasiumEnvironments, name: str) -> Any:
+    """The environment as it is now; ConfigError where it lacks what it renders with."""
+    from gymnasium.error import DependencyNotInstalled
+
+    try:
+        return environments.picture()
+    except DependencyNotInstalled as error:
+        raise ConfigError(f"--record: env={name} cannot be rendered: {error}") from None
 
 
 def write_gif(frames: list[Any], folder: Path, name: str, number: int) -> Path:

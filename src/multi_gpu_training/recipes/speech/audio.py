@@ -117,13 +117,13 @@ def _read_plain_wav(path: Path, samples: bool) -> tuple[Header, Any] | None:
 
 
 def _soundfile(path: Path) -> Any:
-    needed = f"{path} is no WAV of 16-bit samples; other formats are read by soundfile"
+    needed = f"{path} is not a 16-bit WAV file; soundfile reads other formats"
     return library("soundfile", needed, extra="speech")
 
 
 def no_audio(path: Path, error: Exception) -> DataError:
     reason = str(error).splitlines()[0].rstrip(".")
-    return DataError(f"{path} is no audio that can be read ({reason}); fetch it again or remove it")
+    return DataError(f"{path} cannot be read as audio ({reason}); fetch it again or remove it")
 
 
 def resampling_problem(found: int, wanted: int) -> str | None:

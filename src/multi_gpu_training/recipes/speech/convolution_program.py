@@ -66,16 +66,20 @@ class ConvolutionMemory(DelayMemory):
         self.frames, self.channels = frames, channels
         response = impulse_response(self.order, self.theta, frames).T.float()  # (order, frames)
         # conv1d slides its kernel forwards: the past is seen through a reversed one.
-        past = response.flip(1).repeat(channels - ahead, 1).unsqueeze(1)
-        self.register_buffer("past", past.contiguous(), persistent=False)
-        self.register_buffer("future", response.repeat(ahead, 1).unsqueeze(1), persistent=False)
+        self.register_buffer("past", response.flip(1).unsqueeze(1).contiguous(), persistent=False)
+        self.register_buffer("future", response.unsqueeze(1).contiguous(), persistent=False)
 
     def forward(self, inputs: Tensor, ahead: int = 0) -> Tensor:
         u, reach = inputs.transpose(1, 2), self.frames - 1
         behind = self.channels - ahead
-        parts = [F.conv1d(F.pad(u[:, :behind], (reach, 0)), self.past, groups=behind)]
+        parts = [self._convolved(F.pad(u[:, :behind], (reach, 0)), self.past, behind)]
         if ahead:
-            parts.append(F.conv1d(F.pad(u[:, behind:], (0, reach)), self.future, groups=ahead))
-        memory: Tensor = torch.cat(parts, 1).transpose(1, 2)
-        by_channel: Tensor = memory.unflatten(2, (self.channels, self.order))
-        return by_channel
+            parts.append(self._convolved(F.pad(u[:, behind:], (0, reach)), self.future, ahead))
+        memory: Tensor = torch.cat(parts, 1).permute(0, 3, 1, 2)  # (batch, time, channels, order)
+        return memory
+
+    def _convolved(self, u: Tensor, kernel: Tensor, channels: int) -> Tensor:
+        """(batch, channels, order, time). Channels stand beside the samples of the batch, because
+        XNNPACK takes no grouped convolution with so long a kernel beside int8 layers."""
+        found = F.conv1d(u.reshape(-1, 1, u.shape[2]), kernel)
+        return found.view(-1, channels, self.order, found.shape[2])

@@ -138,8 +138,8 @@ def load_tokens(name: str, pad_token: str | None, trust: bool = False) -> Tokens
     if pad_token is not None:
         if pad_token not in tokenizer.get_vocab():
             raise DataError(
-                f"pad_token={pad_token!r} is no word of the tokenizer {name!r}; name one that it "
-                f"has, such as {tokenizer.eos_token or next(iter(tokenizer.get_vocab()))!r}"
+                f"pad_token={pad_token!r} is not a token of the tokenizer {name!r}; name one that "
+                f"it has, such as {tokenizer.eos_token or next(iter(tokenizer.get_vocab()))!r}"
             )
         tokenizer.pad_token = pad_token
     return ModelTokens(tokenizer, name)
