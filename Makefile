@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-engines test-matrix test-small-core lint gpu-test dist install-locked clean
+.PHONY: train test test-engines test-federated test-matrix test-small-core lint docs gpu-test dist install-locked clean
 
 # Not -c: these also hold for the isolated environment in which pip builds the package.
 PIN := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
@@ -38,9 +38,27 @@ test: $(VENV)/installed
 	wait $$lint; linted=$$?; cat $(LINT_LOG); \
 	if [ $$tests -ne 0 ]; then exit $$tests; fi; exit $$linted
 
+$(VENV)/docs: $(VENV)/installed
+	$(PIN) $(BIN)/pip install --quiet -e '.[dev,docs]'
+	touch $@
+
+# The documentation as a site, in site/: every link and every name of the reference is checked.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 # Real servers, schedulers and long campaigns: too heavy for every commit.
 test-engines: $(VENV)/engines
 	$(BIN)/pytest -m engines
+
+# Flower pins other versions than constraints.txt.
+FED := PIP_CONSTRAINT=$(CURDIR)/constraints-federated.txt
+.venv-federated/installed: pyproject.toml constraints-federated.txt
+	$(PYTHON) -m venv .venv-federated
+	$(FED) .venv-federated/bin/pip install --quiet -e '.[federated,image]' pytest pytest-timeout
+	touch $@
+
+test-federated: .venv-federated/installed
+	.venv-federated/bin/pytest tests/federated -m 'engines or not engines'
 
 # The oldest and the newest torch, every Python: see the head of the script for what it needs.
 TORCH ?= 2.11.0 2.13.0 newest
@@ -69,4 +87,4 @@ install-locked:
 
 # Never runs/: that is where trainings save by default.
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache

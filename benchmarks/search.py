@@ -2,7 +2,8 @@
 
     python benchmarks/search.py ranks            the same study on 1 and 2 ranks
     python benchmarks/search.py kills --kills 8  kill -9 of the search, a trial's launcher, a rank
-    python benchmarks/search.py digits           TPE against random search, study by study
+    python benchmarks/search.py random --fashion fashion-mnist
+                                                 TPE against random search, study by study
 
 Each prints a table and exits with 1 where a promise is broken. `tests/search` holds the
 suggestions against plain Optuna, and NSGA-II against brute force.
@@ -11,7 +12,9 @@ suggestions against plain Optuna, and NSGA-II against brute force.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
+import math
 import os
 import random
 import signal
@@ -24,7 +27,11 @@ from statistics import fmean
 from typing import Any
 
 import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+Parts = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 SCRIPT = """
 import torch
 from torch import nn
@@ -173,39 +180,102 @@ def children(pid: int) -> list[psutil.Process]:
         return []
 
 
-def digits(args: argparse.Namespace, folder: Path) -> int:
-    """TPE and random search on scikit-learn's digits; every study is shown."""
-    best: dict[str, list[float]] = {"tpe": [], "random": []}
-    for seed in range(args.studies):
+SPACE = {
+    "learning_rate": "1e-5..1.0:log",
+    "weight_decay": "1e-6..1.0:log",
+    "width": "4..128:log",
+    "dropout": "0.0..0.8",
+    "optimizer": ["adamw", "sgd"],
+}
+
+
+def digits_data() -> Parts:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x = torch.tensor(found.data, dtype=torch.float32) / 16
+    y = torch.tensor(found.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, val = order[:1200], order[1200:]
+    return (x[train], y[train]), (x[val], y[val])
+
+
+def fashion_data(folder: Path) -> Parts:
+    """2,000 images to train and 1,000 of the test part, every other pixel."""
+
+    def read(part: str, count: int) -> tuple[Tensor, Tensor]:
+        images = gzip.decompress((folder / f"{part}-images-idx3-ubyte.gz").read_bytes())[16:]
+        labels = gzip.decompress((folder / f"{part}-labels-idx1-ubyte.gz").read_bytes())[8:]
+        x = torch.frombuffer(bytearray(images), dtype=torch.uint8).view(-1, 28, 28)
+        y = torch.frombuffer(bytearray(labels), dtype=torch.uint8).long()
+        return x[:count, ::2, ::2].flatten(1).float() / 255, y[:count]
+
+    return read("train", 2000), read("t10k", 1000)
+
+
+def trained(values: dict[str, Any], data: Parts, steps: int) -> float:
+    """The validation loss of a small network after so many steps of 64; always the same."""
+    (x, y), (val_x, val_y) = data
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(x.shape[1], values["width"]),
+        nn.ReLU(),
+        nn.Dropout(values["dropout"]),
+        nn.Linear(values["width"], 10),
+    )
+    kind = torch.optim.AdamW if values["optimizer"] == "adamw" else torch.optim.SGD
+    optimizer = kind(
+        model.parameters(), values["learning_rate"], weight_decay=values["weight_decay"]
+    )
+    for _ in range(steps):
+        rows = torch.randint(0, len(x), (64,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        found = F.cross_entropy(model(val_x), val_y).item()
+    return found if math.isfinite(found) else 1e9  # diverged: the worst there is
+
+
+def against_random(args: argparse.Namespace, folder: Path) -> int:
+    """TPE and random search on digits and a part of Fashion-MNIST; every study is shown."""
+    from multi_gpu_training.search import search
+
+    tasks = {"digits": digits_data()}
+    if args.fashion is not None:
+        tasks["fashion"] = fashion_data(args.fashion)
+    print("| data | sampler | best validation loss, study by study | mean |\n|---|---|---|---|")
+    well = True
+    for task, data in tasks.items():
+        best: dict[str, list[float]] = {"tpe": [], "random": []}
         for sampler, found in best.items():
-            study = f"{sampler}-{seed}"
-            words = (
-                *("--epochs", "1", f"max_steps={args.steps}", "report=false", "tensorboard=false"),
-                *(
-                    "--param",
-                    "learning_rate=1e-5..1e-1:log",
-                    "--param",
-                    "weight_decay=1e-4..1.0:log",
-                ),
-                *("--trials", str(args.trials), "--sampler", sampler, "--seed", str(seed)),
-                *("--metric", "val/loss", "--parallel", str(args.parallel)),
-            )
-            line = command(Path("image"), study, folder, *words)
-            subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
-            values = [t["values"][0] for t in trials_of(folder / study) if t["state"] == "COMPLETE"]
-            found.append(min(values))
-            print(f"seed {seed}, {sampler}: best val/loss {found[-1]:.4f}", flush=True)
-    for sampler, values in best.items():
-        print(f"{sampler}: mean best {fmean(values):.4f} of {len(values)} studies")
-    return 0 if fmean(best["tpe"]) < fmean(best["random"]) else 1
+            for seed in range(args.studies):
+                result = search(
+                    lambda values, data=data: trained(values, data, args.steps),
+                    SPACE,
+                    folder=folder / f"{task}-{sampler}-{seed}",
+                    metric="val/loss",
+                    trials=args.trials,
+                    sampler=sampler,
+                    seed=seed,
+                    storage="memory",
+                )
+                assert result.best is not None
+                found.append(result.best.values[0])
+            shown = ", ".join(f"{value:.4f}" for value in found)
+            print(f"| {task} | {sampler} | {shown} | {fmean(found):.4f} |", flush=True)
+        well = well and fmean(best["tpe"]) < fmean(best["random"])
+    return 0 if well else 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("ranks", "kills", "digits"))
+    parser.add_argument("what", choices=("ranks", "kills", "random"))
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--studies", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--fashion", type=Path, help="random: the folder of Fashion-MNIST")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=1)
@@ -214,7 +284,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="keep the studies there")
     args = parser.parse_args()
-    run = {"ranks": compare_ranks, "kills": kill_campaign, "digits": digits}[args.what]
+    run = {"ranks": compare_ranks, "kills": kill_campaign, "random": against_random}[args.what]
     if args.folder is not None:
         args.folder.mkdir(parents=True, exist_ok=True)
         return run(args, args.folder)

@@ -32,12 +32,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+import slurm_run
 from slurm_cluster import SlurmCluster, why_not
 from slurm_run import SlurmRun, local_run, same_order, worst
 
 FAULTS = ("requeue", "signal", "node-down", "orphan")
 PER_RUN = 4
 PAUSE_S = 0.1
+slurm_run.PATIENCE_S = 1500.0  # starts take minutes on a machine that others use, too
 
 
 def play(run: SlurmRun, kind: str, chance: random.Random) -> dict[str, Any]:
@@ -70,11 +72,16 @@ references: dict[int, SlurmRun] = {}  # undisturbed runs, by their length
 
 
 def train(
-    slurm: SlurmCluster, folder: Path, kinds: list[str], chance: random.Random, flags: list[str]
+    slurm: SlurmCluster,
+    folder: Path,
+    kinds: list[str],
+    chance: random.Random,
+    flags: list[str],
+    limit: str,
 ) -> dict[str, Any]:
     epochs = 60 * len(kinds) + (300 if kinds == ["time-limit"] else 0)
     with SlurmRun(slurm, folder / "run", epochs, PAUSE_S) as run:
-        run.submit("--time", "4:00" if "time-limit" in kinds else "1:00:00", *flags)
+        run.submit("--time", limit if "time-limit" in kinds else "1:00:00", *flags)
         played = [play(run, kind, chance) for kind in kinds]
         code = run.finish()
         if epochs not in references:
@@ -99,6 +106,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--only", help="like node-down,orphan")
+    parser.add_argument("--limit", default="4:00", help="the time limit that is run into")
     parser.add_argument("--out", type=Path)
     flags = parser.parse_args()
     reason = why_not()
@@ -125,7 +133,9 @@ def main() -> None:
             if some == ["shrink"]:
                 slurm.run("scontrol", "update", "nodename=n3", "state=drain", "reason=no spare")
             try:
-                results.append(train(slurm, Path(place) / str(number), some, chance, more))
+                results.append(
+                    train(slurm, Path(place) / str(number), some, chance, more, flags.limit)
+                )
             except (AssertionError, RuntimeError, subprocess.TimeoutExpired) as error:
                 results.append({"faults": [{"fault": k} for k in some], "ok": False})
                 print(f"  failed: {error}", flush=True)

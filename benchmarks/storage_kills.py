@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,10 @@ def newest_there(endpoint: str) -> int:
         endpoint_url=endpoint, use_listings_cache=False, skip_instance_cache=True
     )
     manifests = [path for path in fs.find(BUCKET) if path.endswith("/manifest.json")]
-    facts = [json.loads(fs.cat_file(path)) for path in manifests]
+    facts = []
+    for path in manifests:
+        with suppress(FileNotFoundError):  # the run deletes old ones meanwhile
+            facts.append(json.loads(fs.cat_file(path)))
     lineages = sorted(path for path in fs.find(BUCKET) if "/lineage-" in path)
     entries = json.loads(fs.cat_file(lineages[-1]))["entries"] if lineages else []
     counted = [

@@ -33,7 +33,8 @@ class Steps(Callback):
         step = result.step
         identity = manager.placement.identity
         line = {"time": time.time(), "attempt": identity.attempt, "step": step, "rank":
-                identity.rank, "world": identity.world_size, "samples": seen[:]}
+                identity.rank, "world": identity.world_size, "samples": seen[:],
+                "node": os.environ.get("MGT_TEST_NODE", "")}
         seen.clear()
         with open("steps.txt", "a") as file:
             file.write(json.dumps(line) + "\\n")
@@ -81,7 +82,11 @@ class Run:
         source = str(Path(__file__).parent.parent / "src")
         node.start(
             *("-m", "multi_gpu_training", "run", *hosts, *flags, "train.py", self.settings),
-            env={"PYTHONPATH": source, "MGT_CLUSTER_TOKEN": TOKEN},
+            env={
+                "PYTHONPATH": source,
+                "MGT_CLUSTER_TOKEN": TOKEN,
+                "MGT_TEST_NODE": str(number),
+            },
         )
 
     @property

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +174,8 @@ class Network:
         """
         self._nft(target, rules)
 
-    def unblock(self) -> None:
-        for node in self.nodes:
+    def unblock(self, machines: Sequence[Machine] | None = None) -> None:
+        for node in self.nodes if machines is None else machines:
             self._nft(node, "add table ip mgt\ndelete table ip mgt\n")
 
     def _nft(self, node: Machine, rules: str) -> None:

@@ -16,7 +16,7 @@ SOURCE = str(Path(__file__).parent.parent / "src")
 QUICK = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_initial_delay_ms": "0",
-    "RAY_raylet_start_wait_time_s": "60",
+    "RAY_raylet_start_wait_time_s": "300",
     "RAY_worker_niceness": "0",  # 15 by default: on a busy machine ranks would stand still
 }
 
@@ -85,7 +85,13 @@ def ray_nodes(count: int, cpus: int) -> Iterator[Any]:
 
 def add_node(cluster: Any, cpus: int) -> Any:
     head = {} if cpus else {"include_dashboard": False}
-    return cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20, **head)
+    for attempt in range(3):  # on a busy machine Ray itself may give up
+        try:
+            return cluster.add_node(num_cpus=cpus, object_store_memory=80 * 2**20, **head)
+        except Exception:
+            if attempt == 2:
+                raise
+    raise AssertionError
 
 
 class RayRun:

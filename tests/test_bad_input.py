@@ -65,7 +65,7 @@ TRAIN = ("train", "image", "--num-gpus", "1")
         (["train", "image", "--mode", "cmn"], ["mode='cmn'", "flatten", "cnn"]),
         ([*TRAIN, "epoch=3"], ["unknown key 'epoch'", "did you mean 'epochs'?"]),
         ([*TRAIN, "--epoochs", "3"], ["unknown key 'epoochs'", "did you mean 'epochs'?"]),
-        ([*TRAIN, "whatever"], ["'whatever' is no setting", "key=value"]),
+        ([*TRAIN, "whatever"], ["'whatever' is not a setting", "key=value"]),
         ([*TRAIN, "best_metric=acuracy"], ["best_metric='acuracy'", "accuracy, f1, loss"]),
         (
             ["train", "image", "--num-gpus", "3", "global_batch_size=2"],

@@ -209,7 +209,8 @@ def import_all():
     import multi_gpu_training
     names = [module.name for module in pkgutil.iter_modules(multi_gpu_training.__path__)]
     for name in names:
-        if name not in ("__main__", "recipes", "serving"):  # these need extras
+        # All but __main__ need extras.
+        if name not in ("__main__", "dashboard", "federated", "recipes", "serving"):
             module = importlib.import_module(f"multi_gpu_training.{name}")
             inside = getattr(module, "__path__", ())
             for inner in pkgutil.walk_packages(inside, module.__name__ + "."):

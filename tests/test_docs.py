@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 from processes import quickly
 from ranks import CONTEXT
 from safetensors.torch import load_file
@@ -231,3 +233,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         if place:
             titles = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
             assert place in {title.lower().replace(" ", "-") for title in titles}, target
+
+
+def test_every_page_has_a_place_in_the_navigation() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    listed = set(re.findall(r"[\w-]+\.md", json.dumps(site["nav"]) + site["not_in_nav"]))
+    assert listed == {page.name for page in ROOT.glob("docs/*.md")}

@@ -25,6 +25,7 @@ from torch.utils.data import RandomSampler
 from torch.utils.flop_counter import flop_registry
 
 from multi_gpu_training import torch_internals
+from multi_gpu_training.monitoring.memory_snapshot import held_at_peak
 from multi_gpu_training.training.fast_defaults import fuse
 
 FUSED: dict[str, Any] = {
@@ -437,3 +438,23 @@ def sharded_facts() -> list[Any]:
 def test_names_of_fully_shard() -> None:
     """initialise_sharded, forget_sharded_step, own_box."""
     assert run_ranks(2, sharded_facts) == [[0.0, 2]] * 2
+
+
+def test_names_that_tell_who_holds_the_memory() -> None:
+    asked = inspect.signature(torch.cuda.memory._record_memory_history).parameters
+    assert {"enabled", "context", "stacks", "max_entries"} <= asked.keys()
+    assert callable(torch.cuda.memory._snapshot)
+
+
+@pytest.mark.gpu
+def test_the_snapshot_of_a_gpu_says_which_line_holds_the_memory() -> None:
+    torch_internals.note_allocations(True)
+    try:
+        held = torch.zeros(2**22, device="cuda")
+        torch_internals.on_out_of_memory(lambda *_: None)
+        found = held_at_peak(
+            torch_internals.memory_snapshot(), torch.cuda.current_device(), "asked for", 1
+        )
+    finally:
+        torch_internals.note_allocations(False)
+    assert held.numel() and "test_torch_internals" in found.holders[0].line

@@ -106,7 +106,8 @@ def read_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not all(key.split(".")):
         raise ConfigError(
-            f"{brief(text)} is no setting; write key=value, for example lr=2e-3 or training.lr=2e-3"
+            f"{brief(text)} is not a setting; write key=value, for example lr=2e-3 or "
+            "training.lr=2e-3"
         )
     if len(text) > LONGEST_WORD:
         raise ConfigError(

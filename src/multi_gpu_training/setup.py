@@ -55,9 +55,12 @@ from multi_gpu_training.monitoring.loggers import (
     chosen_loggers,
     open_loggers,
 )
+from multi_gpu_training.monitoring.memory_snapshot import MemoryWatch
 from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest, StepTracer
 from multi_gpu_training.monitoring.progress_bar import NodeLines, ProgressBar, ProgressLines
+from multi_gpu_training.monitoring.requested_actions import RequestedActions
 from multi_gpu_training.monitoring.run_events import RunEvents
+from multi_gpu_training.monitoring.run_requests import Inbox
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
@@ -150,8 +153,10 @@ class Training:
             self._resume(checkpoint)
         self._settle_shares()
         self._open_loggers(given.loggers)
-        self.control.listen()
+        asks = Inbox(self.folder).next if self.placement.world.is_main else no_request
+        self.control.listen(asks)
         self.loop = self._build_loop(given)
+        self.fault_tolerance.register("requested", self.requested)
 
     def start(self, run: MeasuredRun) -> None:
         """Nothing is missing any more: let steps be recorded, and tell the callbacks."""
@@ -432,7 +437,13 @@ class Training:
             assert found is not None
             found.loop.stop()
 
-        control.on_stop = on_stop
+        def on_request(text: str) -> None:
+            found = alive()
+            assert found is not None
+            found.requested(text)
+
+        control.on_stop = self._on_stop = on_stop
+        control.on_request = on_request
         control.on_leave = wait_for_no_worker
         return control
 
@@ -483,6 +494,40 @@ class Training:
             warn=self.logger.warning,
             track=self.console.track,
             folder=self.folder,
+        )
+
+    def _requested_actions(self, log: IntervalLog) -> RequestedActions:
+        """What does the requests that come while the run trains."""
+
+        def saves() -> str | None:
+            if not self.config.enable_fault_tolerance:
+                return "enable_fault_tolerance is false: this run writes no checkpoints"
+            if self.control.on_stop is not self._on_stop:
+                return "this training saves between its iterations; use stop, which saves first"
+            return None
+
+        def rates() -> str | None:
+            if self.manual is not None and self.manual.schedules:
+                return "several optimizers move in turn; which of their rates is not said"
+            return None
+
+        return RequestedActions(
+            self.state,
+            log,
+            self.logger,
+            self.console.line,
+            lambda: self.loop,
+            self._memory_watch().request,
+            saves,
+            rates,
+        )
+
+    def _memory_watch(self) -> MemoryWatch:
+        """Says who holds the memory; from the start where an earlier attempt ran out of it."""
+        rank, oom = self.placement.identity.rank, self.trainer.oom
+        folder, device, state = self.folder, self.placement.device, self.state
+        return MemoryWatch(
+            device, folder, rank, self.logger, self.callbacks, oom.parts > 1, lambda: state.step
         )
 
     def _add_node_lines(self) -> None:
@@ -537,12 +582,17 @@ class Training:
             step_s = lambda: log.step_s  # noqa: E731
             add(StepSampler(state, trainer.execution, logger.record, wait, step_s))
         add(log)
+        self.requested = self._requested_actions(log)
         traced = ProfileRequest.of(config)
         if traced is not None and self.placement.is_main:
             traced.tell(self.folder)
         if traced is not None and traced.includes(self.placement.identity.rank):
             add(StepTracer(traced, self.callbacks, logger))
         return log
+
+
+def no_request() -> None:
+    """Rank 0 alone looks for requests."""
 
 
 def build_model(model: Any, config: MultiGPUConfig, in_parts: bool = False) -> nn.Module:

@@ -350,3 +350,28 @@ def compile_package(program: Any, path: Path) -> None:
     """Compile an ExportedProgram into one file that runs without its Python code. AOTInductor has
     no public name yet."""
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+
+
+# Who holds the memory of a GPU
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """Every block of the CUDA allocator, and what it did since `note_allocations`: only private
+    names give more than totals."""
+    found: dict[str, Any] = torch.cuda.memory._snapshot()
+    return found
+
+
+def note_allocations(active: bool) -> None:
+    """Note the Python stack of every CUDA allocation, or no longer."""
+    if active:
+        torch.cuda.memory._record_memory_history(
+            enabled="all", context="alloc", stacks="python", max_entries=200_000
+        )
+    else:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def on_out_of_memory(call: Callable[..., None]) -> None:
+    """Have `call` called when an allocation fails, before anything is freed."""
+    vars(torch._C)["_cuda_attach_out_of_memory_observer"](call)  # only CUDA builds have it

@@ -91,7 +91,7 @@ def test_random_cuts_between_three_nodes_never_let_two_parts_train(
 
     reference = partitions.undisturbed(14, 12)
     for seed in (1, 3):
-        row = partitions.perform(seed, 14, 0.3, shared=False, witness=False)
+        row = partitions.perform(seed, 14, 0.3, shared=False, witness=None)
         assert row["ok"] and not row["overlaps"], row
         if row["trained_to_the_end"]:
             partitions.compare(row, reference)

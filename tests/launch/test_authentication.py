@@ -146,7 +146,22 @@ def test_nodes_with_another_token_do_not_meet_and_say_why(
         (met,) = together(stranger.next_round)
         stranger.shutdown()
     assert "another cluster token" in str(met)
-    assert "another cluster token: it left" in capsys.readouterr().err
+    assert "another cluster token: it declined" in capsys.readouterr().err
+
+
+def test_a_caller_that_loses_its_patience_is_not_called_a_stranger(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = MessageServer(HERE, 0, lambda message: {}, KEY)
+    try:
+        with socket.create_connection((HERE, server.port)) as impatient:
+            impatient.sendall(channel.caller_hello(channel.MESSAGES))
+            impatient.recv(1)
+        until(lambda: server.refusals.total)
+    finally:
+        server.close()
+    said = capsys.readouterr().err
+    assert "1 x left before its proof" in said and "token" not in said
 
 
 class Recorder:

@@ -94,6 +94,20 @@ def test_ranks_are_counted_through_and_told_where_to_meet(
     assert first.attempt == second.attempt == 0
 
 
+def test_nodes_with_different_numbers_of_ranks_count_those_that_are_there() -> None:
+    port = free_port()
+    nodes = [
+        Rendezvous(2, 2, rank, ranks, (HERE, port), HERE, LONGEST_S, KEY)
+        for rank, ranks in enumerate((2, 1))
+    ]
+    try:
+        together(*(one.next_round for one in nodes))
+        # batch_size x full_world is the global batch.
+        assert [(one.world, one.round.full_world) for one in nodes] == [(3, 3), (3, 3)]
+    finally:
+        together(*(one.shutdown for one in nodes))
+
+
 def test_the_others_go_on_when_a_node_ends(pair: tuple[Rendezvous, Rendezvous]) -> None:
     first, second = pair
     second.shutdown()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import Said, mgt_here
-from ray_nodes import RayRun, add_node, quick_nodes, ray_nodes
+from processes import Program, Said, mgt_here
+from ray_nodes import SOURCE, RayRun, add_node, quick_nodes, ray_nodes
+
+from multi_gpu_training.launch.ray_cluster.ray_engine import ranks_that_fit
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
@@ -46,6 +50,20 @@ def test_a_run_on_ray_without_the_extra_names_it(mgt: Any) -> None:
     assert "pip install 'multi-gpu-training[ray]'" in said.err
 
 
+def test_a_check_of_an_engine_names_what_it_lacks(
+    mgt: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, code, text in (
+        (("ray", "--nnodes", 2), 1, "pip install 'multi-gpu-training[ray]'"),
+        (("elastic",), 2, "--engine elastic needs --nnodes N"),
+        (("local", "--nnodes", 2, "--master-addr", "10.0.0.1"), 2, "is for one machine"),
+        (("lokal",), 2, "use one of torchrun, elastic, local"),
+    ):
+        said = mgt_here(monkeypatch, capsys, "check", "--engine", *words)
+        assert said.code == code, said
+        assert text in " ".join((said.out + said.err).split()), said
+
+
 def test_a_wrong_address_is_told_at_once_with_the_right_form(mgt: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -68,6 +86,24 @@ def test_options_of_ray_are_checked_together_and_refused_by_other_engines(mgt: A
     assert "working_dir=none'" not in said.err
     said = mgt("--ray-address", "auto")
     assert said.code == 2 and "--ray-address does not belong to the engine" in said.err
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rank", "ranks"),
+    [
+        (1, {"CPU": 1, "GPU": 1}, 8),
+        (2, {"CPU": 1, "GPU": 1}, 4),  # the smaller of the two
+        (3, {"CPU": 1, "GPU": 1}, 4),  # a third may come later; it needs as many
+        (2, {"CPU": 20, "GPU": 1}, 3),
+        (2, {"CPU": 2}, 32),
+        (1, {"CPU": 200}, 0),
+    ],
+)
+def test_without_a_number_a_node_gets_as_many_ranks_as_the_clusters_nodes_have_room_for(
+    wanted: int, rank: dict[str, float], ranks: int
+) -> None:
+    head, small, large = {"CPU": 4.0}, {"CPU": 64.0, "GPU": 4.0}, {"CPU": 128.0, "GPU": 8.0}
+    assert ranks_that_fit([head, small, large], wanted, rank) == ranks
 
 
 # On a real cluster
@@ -131,6 +167,67 @@ def test_ranks_on_ray_compute_what_local_ones_do_and_survive_a_lost_node_and_a_k
     assert run.samples() == local.samples()
     assert max(apart(run.weights[k], v) for k, v in local.weights.items()) < 1e-12
     assert not list(tmp_path.glob(".mgt-ray-*"))  # by which the driver tells who shares its disk
+
+
+@pytest.mark.engines
+@needs_ray
+@pytest.mark.timeout(1200)
+def test_a_check_of_ray_runs_on_its_nodes(cluster: Any, tmp_path: Path) -> None:
+    words = ("check", "--engine", "ray", "--ray-address", cluster.address, "--nnodes", 2)
+    words += ("--device", "cpu", "--timeout", 240)
+    env = {"PYTHONPATH": SOURCE}
+    with Program("-m", "multi_gpu_training", *words, cwd=tmp_path, env=env) as program:
+        assert program.end_of_run(PATIENCE_S * 2) == 0, program
+    assert "2 ranks on each node need 2 CPU" in " ".join(program.out.split())
+    assert "4 ranks" in program.out  # of the check on the nodes
+
+
+@pytest.mark.engines
+@needs_ray
+@pytest.mark.timeout(1200)
+def test_a_run_inside_a_ray_job_ends_well_and_takes_its_ranks_from_the_cluster(
+    tmp_path: Path,
+) -> None:
+    """On one raylet: several on one machine share, and delete, each other's working folders."""
+    from ray.cluster_utils import Cluster
+
+    quick_nodes()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "job").mkdir()
+    run = RayRun(tmp_path / "job", "job", 3)
+    script = tmp_path / "job" / "train.py"
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    script.write_text(script.read_text().replace('save_dir="runs"', f'save_dir="{kept}"'))
+    script.write_text(script.read_text().replace('Path(f"weights', f'Path(f"{kept}/weights'))
+    variables = {"PYTHONPATH": SOURCE, "MGT_TEST_NAME": "job"}
+    cluster = Cluster()
+    try:
+        cluster.add_node(
+            num_cpus=2,
+            object_store_memory=80 * 2**20,
+            include_dashboard=True,
+            dashboard_port=port,
+        )
+        done = subprocess.run(
+            [
+                *(str(Path(sys.executable).with_name("ray")), "job", "submit"),
+                *("--address", f"http://127.0.0.1:{port}", "--working-dir", str(script.parent)),
+                *("--runtime-env-json", json.dumps({"env_vars": variables}), "--"),
+                *(sys.executable, "-m", "multi_gpu_training", "run", "--engine", "ray"),
+                *("train.py", run.settings),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+    finally:
+        cluster.shutdown()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 ranks on each Ray node" in done.stdout and "trained to the end" in done.stdout
+    assert (kept / "weights-job.json").exists()
 
 
 @pytest.mark.engines

@@ -182,7 +182,7 @@ def test_every_wrong_option_is_named_with_its_remedy(mgt: Mgt) -> None:
         (("--num-gpus", "2", "--nnodes", "1:2", "--het", "nodes=1"), "fixed number of --nodes"),
         (("--num-gpus", "2", "--sbatch", "array=0-3"), "add --detach"),
         (("--num-gpus", "2", "--sbatch", "output=x"), "the log is followed"),
-        (("--num-gpus", "2", "--gpu-ids", "0"), "Slurm chooses the GPUs"),
+        (("--num-gpus", "2", "--gpu-ids", "0"), "the cluster chooses the GPUs"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused_in_one_sentence(
@@ -232,6 +232,16 @@ def test_numbers_of_jobs_are_checked_before_slurm_sees_them(mgt: Mgt, tmp_path: 
     assert mgt("cancel", "17").code == 2  # it has ended
     assert "scancel" not in called(tmp_path)
     assert mgt("jobs").code == 2  # none was submitted here
+
+
+def test_a_controller_that_is_away_is_named_with_what_to_do(mgt: Mgt, tmp_path: Path) -> None:
+    fake_slurm(tmp_path)
+    text = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    command(tmp_path, "scontrol", f"echo '{text}' >&2; exit 1")
+    said = mgt("cancel", "17")
+    assert said.code == 1 and "slurm_load_jobs" not in said.err
+    assert "Slurm's controller (slurmctld) does not answer" in said.err
+    assert "scontrol ping" in said.err
 
 
 # Submitting and following

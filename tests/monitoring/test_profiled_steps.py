@@ -14,7 +14,11 @@ from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training import Callback, ConfigError, MultiGPUConfig
 from multi_gpu_training.monitoring.profiling.trace_intervals import length, merged, without
-from multi_gpu_training.monitoring.profiling.trace_summary import read_trace, summarise
+from multi_gpu_training.monitoring.profiling.trace_summary import (
+    read_trace,
+    short_name,
+    summarise,
+)
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.run_record import read_run
 
@@ -71,6 +75,27 @@ def test_kernels_exchange_and_gaps_of_a_gpu_are_told_apart() -> None:
         (0.3, "waiting for a batch"),
     }
     assert any("use_mixed_precision" in gain["do"] for gain in found["gains"])
+
+
+def test_recorded_steps_and_kernels_made_from_templates_are_called_by_short_names() -> None:
+    adam = (
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
+        "namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::"
+        "FusedAdamMathFunctor<float, 4>, float const*>(at::native::Metadata<4>, float const*)"
+    )
+    product = "void cutlass::Kernel2<cutlass_80_s1688gemm_64x64_nt>(cutlass_80::Params)"
+    events = [
+        event("ProfilerStep#20", "user_annotation", 0, 500),
+        event("cudaGraphLaunch", "cuda_runtime", 0, 20),
+        event(adam, "kernel", 100, 200, tid=7),
+        event(product, "kernel", 200, 250, tid=7),
+    ]
+    found = summarise(events)
+    said = {gain["what"]: gain["do"] for gain in found["gains"]}
+    assert "the longest kernel: multi_tensor_apply_kernel (FusedAdamMath)" in said
+    assert "recorded already" in said["the GPU waits for Python"]
+    assert short_name(product) == "cutlass_80_s1688gemm_64x64_nt"
+    assert found["top"][0]["name"] == adam  # as Perfetto finds it
 
 
 def test_operators_of_cpu_ranks_count_without_those_they_call() -> None:

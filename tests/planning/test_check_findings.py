@@ -286,7 +286,7 @@ def test_network_cards_are_counted_in_gigabytes(tmp_path: Path) -> None:
     [
         ({"shm_free_bytes": 16 * 2**20, "shm_bytes": 16 * 2**20}, Level.FAIL, "16 MB free"),
         ({"shm_free_bytes": GIB // 2, "shm_bytes": GIB // 2}, Level.WARN, "512 MB free"),
-        ({"shm_free_bytes": None, "shm_bytes": None}, Level.FAIL, "there is none"),
+        ({"shm_free_bytes": None, "shm_bytes": None}, Level.FAIL, "not there"),
         ({"open_files": 64}, Level.FAIL, "64 open files"),
         ({"open_files": 512}, Level.WARN, "512 open files"),
         ({"cores": 2}, Level.WARN, "none left for loader workers"),

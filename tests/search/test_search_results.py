@@ -19,7 +19,7 @@ from multi_gpu_training.search import search
 from multi_gpu_training.search.objectives import final_values, read_events, read_objective
 from multi_gpu_training.search.planning_ahead import BatchLimit, per_rank_batch
 from multi_gpu_training.search.repeats import RepeatedTrial
-from multi_gpu_training.search.run_search import Slots, StudyFolder
+from multi_gpu_training.search.run_search import Slots, StudyFolder, find_slots
 from multi_gpu_training.search.search_report import page
 from multi_gpu_training.search.settings import SearchSettings, read_settings
 from multi_gpu_training.search.study import TrialRecord
@@ -113,6 +113,20 @@ def test_batches_that_do_not_fit_are_refused_before_they_run() -> None:
     assert limit({"global_batch_size": 128}) is None
     reason = limit({"global_batch_size": 4096})
     assert reason is not None and "2048 samples per GPU do not fit" in reason
+
+
+def test_small_trials_share_gpus_one_each_before_two_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("multi_gpu_training.search.run_search.available_gpus", lambda: 2)
+    found = find_slots(settings_for(trials_per_gpu=2))
+    shown = [found.variables(slot)["CUDA_VISIBLE_DEVICES"] for slot in range(found.count)]
+    assert shown == ["0", "1", "0", "1"]
+    with pytest.raises(ConfigError, match="--trials-per-gpu"):
+        find_slots(settings_for(parallel=3))
+    with pytest.raises(ConfigError, match="contradict"):
+        settings_for(trials_per_gpu=2, gpus_per_trial=2).check()
 
 
 def test_repeats_show_mean_and_spread_and_what_failed() -> None:

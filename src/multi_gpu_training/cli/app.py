@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from multi_gpu_training.cli.engine_options import ENGINE_OPTIONS, with_engine_options
+from multi_gpu_training.cli.federated_command import federated
 from multi_gpu_training.cli.recipe_help import RecipeCommand, complete_recipe, complete_target
-from multi_gpu_training.cli.slurm_options import SLURM, with_slurm_options
 
 EXTRA = {"allow_extra_args": True, "ignore_unknown_options": True}
 NAMES = {"token_normalize_func": lambda name: name.replace("_", "-")}
@@ -74,6 +75,9 @@ Target = Annotated[str, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
 Warmup = Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")]
 AsJson = Annotated[bool, Option("--json", help="for programs")]
+WatchedRuns = Annotated[
+    list[str] | None, Argument(metavar="[RUNS]...", help="folders or URLs; default runs/")
+]
 Nodes = Annotated[
     str | None, Machines("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")
 ]
@@ -86,7 +90,8 @@ InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
 ]
 EngineName = Annotated[
-    str | None, Machines(help="who starts the ranks: local, torchrun, elastic, slurm, ray")
+    str | None,
+    Machines(help="local, torchrun, elastic, slurm, ray or kubernetes"),
 ]
 RayAddress = Annotated[str | None, Machines(help="of --engine ray: auto, or HOST:PORT")]
 RayOptions = Annotated[
@@ -94,7 +99,10 @@ RayOptions = Annotated[
 ]
 MACHINES = ("nnodes", "node_rank", "master_addr", "master_port", "engine")
 # Flags that belong to one engine.
-OF_ENGINES: tuple[str, ...] = (*SLURM, "ray_address", "ray_options", "witness", "allow_minority")
+OF_ENGINES: tuple[str, ...] = (
+    *(*ENGINE_OPTIONS, "ray_address", "ray_options"),
+    *("witness", "allow_minority"),
+)
 _WITNESS = (
     "HOST:PORT of `mgt cluster witness`, or a file that all machines share: decides who goes on"
 )
@@ -122,7 +130,7 @@ def others(ctx: typer.Context, *named: str) -> dict[str, Any]:
 
 
 @app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
-@with_slurm_options
+@with_engine_options
 def train(
     ctx: typer.Context,
     target: Annotated[
@@ -181,7 +189,7 @@ def train(
 
 
 @app.command(context_settings={**EXTRA, **NAMES})
-@with_slurm_options
+@with_engine_options
 def resume(
     ctx: typer.Context,
     run: Annotated[str, Argument(metavar="RUN", help="its folder or URL", callback=no_flag)],
@@ -222,7 +230,7 @@ def resume(
 
 
 @app.command(context_settings={**EXTRA, **NAMES, "allow_interspersed_args": False})
-@with_slurm_options
+@with_engine_options
 def run(
     ctx: typer.Context,
     script: Annotated[
@@ -239,7 +247,8 @@ def run(
         Option(min=1.0, help="seconds the machines have to find each other, also after a failure"),
     ] = 300.0,
     engine: Annotated[
-        str | None, Option(help="who starts the ranks: local, torchrun, elastic, slurm, ray")
+        str | None,
+        Option(help="local, torchrun, elastic, slurm, ray or kubernetes"),
     ] = None,
     ray_address: RayAddress = None,
     ray_options: RayOptions = None,
@@ -296,7 +305,7 @@ def verify(
 
 
 @app.command(cls=RecipeCommand, context_settings={**EXTRA, **NAMES})
-@with_slurm_options
+@with_engine_options
 def check(
     ctx: typer.Context,
     target: Annotated[str | None, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")] = None,
@@ -309,8 +318,10 @@ def check(
         str | None, Option(help="all-reduce times as CSV, for `mgt estimate --curve`")
     ] = None,
     engine: Annotated[
-        str | None, Machines(help="slurm: check the cluster, then its nodes in a short job")
+        str | None, Machines(help="test this one: local, torchrun, elastic, slurm, ray, kubernetes")
     ] = None,
+    ray_address: RayAddress = None,
+    ray_options: RayOptions = None,
     nnodes: Annotated[
         str | None,
         Machines("--nnodes", "--nodes", help="machines: 2, or of LEAST:MOST the most"),
@@ -325,7 +336,7 @@ def check(
 
     With a recipe, config or script also its memory, largest batch, time, and a ready command.
     Ends with 1 if anything fails. On several machines start it on each, or with torchrun;
-    --engine slurm checks the queue, then the nodes in a short job.
+    --engine slurm or ray asks the cluster first, then its nodes, in ranks of a short job there.
     """
     from multi_gpu_training.cli.check_command import CheckFlags, check
     from multi_gpu_training.distributed.cluster_token import remember
@@ -441,12 +452,17 @@ def search(
         list[str] | None, Option(help="as the run logs it; default val/loss; :min or :max")
     ] = None,
     trials: Annotated[int | None, Option(help="in all; default 20")] = None,
-    sampler: Annotated[str | None, Option(help="tpe, random, grid, cmaes or nsga2")] = None,
+    sampler: Annotated[str | None, Option(help="tpe, random, grid, cmaes, nsga2 or pbt")] = None,
     pruner: Annotated[str | None, Option(help="none, median, hyperband or asha")] = None,
     seed: Annotated[int | None, Option(help="of the suggestions")] = None,
     value: Annotated[str | None, Option(help="last or best validation of a trial")] = None,
+    population: Annotated[int | None, Option(help="pbt: members; default 5")] = None,
+    generation_epochs: Annotated[int | None, Option(help="pbt: default 1")] = None,
     parallel: Annotated[int | None, Place(help="trials at a time; default: by the GPUs")] = None,
     gpus_per_trial: Annotated[int | None, Place(help="without GPUs, CPU ranks")] = None,
+    trials_per_gpu: Annotated[int | None, Place(help="small trials that share a GPU")] = None,
+    engine: Annotated[str | None, Place(help="where trials run: local or ray")] = None,
+    ray_address: RayAddress = None,
     device: Annotated[str | None, Place(help="auto, cpu or cuda")] = None,
     study: Annotated[str | None, Option(help="its name; default RECIPE-TIME")] = None,
     save_dir: Annotated[str, Option(help="where searches are kept", callback=a_path)] = (
@@ -472,6 +488,7 @@ def search(
     from multi_gpu_training.cli.search_command import OWN, SearchFlags, search
 
     given = others(ctx, "target", "param", *OWN)
+    given |= {"engine": engine, "ray_address": ray_address}
     own = {name: ctx.params[name] for name in OWN}
     raise typer.Exit(search(SearchFlags(target, list(ctx.args), param or [], given, **own)))
 
@@ -745,6 +762,38 @@ def serve(
 
 
 @app.command()
+def dashboard(
+    runs: WatchedRuns = None,
+    host: Annotated[str, Option(help="address; by default only this machine")] = "127.0.0.1",
+    port: Annotated[int, Option(help="0: a free one")] = 8765,
+    token: Annotated[
+        str | None, Option(envvar="MGT_DASHBOARD_TOKEN", help="default: a new one each time")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, Option(help="name of this server, besides HOST")
+    ] = None,
+    read_only: Annotated[bool, Option("--read-only", help="show runs, change nothing")] = False,
+) -> None:
+    """Watch runs in a browser while they train; compare, save, stop them, change their rate."""
+    from multi_gpu_training.cli.dashboard_command import dashboard
+
+    folders = runs or ["runs"]
+    raise typer.Exit(dashboard(folders, host, port, token, allow_host or [], read_only))
+
+
+@app.command()
+def top(
+    runs: WatchedRuns = None,
+    once: Annotated[bool, Option("--once", help="print the runs as they are, and end")] = False,
+    interval: Annotated[float, Option(help="seconds between two looks", min=0.2)] = 1.0,
+) -> None:
+    """Watch runs in the terminal while they train: ranks, phases, devices, events."""
+    from multi_gpu_training.cli.dashboard_command import top
+
+    raise typer.Exit(top(runs or ["runs"], once, interval))
+
+
+@app.command()
 def jobs(
     folder: Annotated[str, Argument(help="where jobs were submitted from", callback=a_path)] = ".",
     as_json: AsJson = False,
@@ -796,3 +845,6 @@ def serve_witness(
 
     remember(cluster_token, insecure_network)
     raise typer.Exit(run_witness(address))
+
+
+app.add_typer(federated, name="federated")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -18,9 +19,11 @@ from multi_gpu_training.cli.measured_script import (
     rank_problems,
 )
 from multi_gpu_training.config import MultiGPUConfig, is_url
+from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:
+    from multi_gpu_training.launch.engine import LaunchPlan, RankJob
     from multi_gpu_training.planning.check.check_report import CheckReport, Finding, Printer
     from multi_gpu_training.planning.check.checkup import Checkup
 
@@ -45,13 +48,13 @@ class CheckFlags:
 def check(flags: CheckFlags) -> int:
     """0 if nothing fails, else 1."""
     _validate(flags)
-    if flags.hosts.get("engine") == "slurm":
-        return _check_slurm(flags)
-    if flags.hosts.get("engine") is not None:
-        raise ConfigError(
-            f"mgt check --engine {flags.hosts['engine']}: only slurm can be checked from "
-            "elsewhere; start `mgt check` on each machine, or with torchrun"
-        )
+    engine = flags.hosts.get("engine")
+    if engine in ("slurm", "ray", "kubernetes"):
+        return _check_cluster(flags)
+    if engine == "torchrun" and from_environment() is None:
+        _become_torchrun(flags)
+    if engine is not None:
+        _validate_engine(engine, flags)
     from multi_gpu_training.planning.check.check_report import CheckReport, Printer
     from multi_gpu_training.planning.check.checkup import Checkup
     from multi_gpu_training.planning.check.registry import CheckOptions
@@ -80,28 +83,82 @@ def check(flags: CheckFlags) -> int:
         raise
 
 
-def _check_slurm(flags: CheckFlags) -> int:
-    """Check the queue from here, then every node in a short job, which runs `mgt check` there."""
-    from multi_gpu_training.cli.slurm_options import rank_command
-    from multi_gpu_training.launch.engine import Hosts, LaunchPlan, RankJob
-    from multi_gpu_training.launch.launcher import supervise
-    from multi_gpu_training.launch.slurm.slurm_engine import batch_job
-    from multi_gpu_training.planning.check.check_report import CheckReport, Printer
-    from multi_gpu_training.planning.check.slurm_queue import check_queue
+def _validate_engine(engine: str, flags: CheckFlags) -> None:
+    """For engines that start ranks where the command is typed, the check itself is the test."""
+    from multi_gpu_training.launch.engine import Hosts, choose_engine
 
     hosts = Hosts.from_environment(**flags.hosts)
-    plan = LaunchPlan(max(0, flags.num_gpus), hosts, max_restarts=0)
+    choose_engine(hosts)  # is there one of that name, and are the flags its own
+    if engine == "elastic" and hosts.nodes < 2:
+        raise ConfigError(
+            "mgt check --engine elastic needs --nnodes N, --node-rank and --master-addr, and to be "
+            "started on every machine: the ranks of all of them meet"
+        )
+    if engine == "local" and hosts.nodes > 1:
+        raise ConfigError(f"--engine local is for one machine, not for --nnodes {hosts.nodes}")
+
+
+def _become_torchrun(flags: CheckFlags) -> NoReturn:
+    """Start `mgt check` under torchrun, as a training would be."""
+    from multi_gpu_training.cli.engine_options import rank_command
+    from multi_gpu_training.launch.engine import Hosts
+    from multi_gpu_training.launch.launcher import ranks_for
+
+    hosts = Hosts.from_environment(**flags.hosts)
+    count = ranks_for(flags.num_gpus, device=flags.device)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    if hosts.nodes > 1:
+        words += ["--nnodes", str(hosts.nodes), "--node-rank", str(hosts.node_rank)]
+        words += ["--master-addr", str(hosts.master_addr)]
+        words += ["--master-port", str(hosts.master_port or 29500)]
+    else:
+        words += ["--standalone"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*words, *rank_command()])
+
+
+def _check_cluster(flags: CheckFlags) -> int:
+    """Check the scheduler from here, then its nodes: ranks on them run `mgt check`."""
+    from multi_gpu_training.cli.engine_options import rank_command
+    from multi_gpu_training.launch.engine import Hosts, LaunchPlan, RankJob
+    from multi_gpu_training.launch.launcher import ranks_per_node, supervise
+    from multi_gpu_training.planning.check.check_report import CheckReport, Printer
+
+    hosts = Hosts.from_environment(**flags.hosts)
+    plan = LaunchPlan(ranks_per_node(flags.num_gpus), hosts, max_restarts=0)
     job = RankJob(tuple(rank_command()))
     printer, report = Printer(Console(highlight=False)), CheckReport()
     if not flags.as_json:
         report.heard = printer.show
-    report.add(check_queue(batch_job(plan, job)))
-    if flags.as_json or report.exit_code or hosts.engine_options.get("dry_run"):
+    report.add(_scheduler(plan, job))
+    dry = hosts.engine_options.get("dry_run") or hosts.engine == "kubernetes"
+    if flags.as_json or report.exit_code or dry:
         _show(flags, report, printer)
         return report.exit_code
-    printer.note("Slurm", "now a job looks at the nodes")
-    short = {**hosts.engine_options, "time": CHECK_JOB, "max_requeues": 0}
-    return supervise(job.command, replace(plan, hosts=replace(hosts, engine_options=short)))
+    if hosts.engine == "slurm":
+        printer.note("Slurm", "now a job looks at the nodes")
+        short = {**hosts.engine_options, "time": CHECK_JOB, "max_requeues": 0}
+        plan = replace(plan, hosts=replace(hosts, engine_options=short))
+    else:
+        printer.note("Ray", "now ranks look at the nodes")
+    return supervise(job.command, plan)
+
+
+def _scheduler(plan: LaunchPlan, job: RankJob) -> Iterator[Finding]:
+    """What the cluster says before anything is started there."""
+    if plan.hosts.engine == "slurm":
+        from multi_gpu_training.launch.slurm.slurm_engine import batch_job
+        from multi_gpu_training.planning.check.slurm_queue import check_queue
+
+        return check_queue(batch_job(plan, job))
+    if plan.hosts.engine == "ray":
+        from multi_gpu_training.planning.check.ray_room import check_ray
+
+        return check_ray(plan)
+    from multi_gpu_training.launch.kubernetes.kubernetes_engine import kubernetes_job
+    from multi_gpu_training.planning.check.kubernetes_api import check_kubernetes
+
+    return check_kubernetes(kubernetes_job(plan, job))
 
 
 def _fit(flags: CheckFlags, checkup: Checkup, printer: Printer) -> Callable[[], None] | None:

@@ -17,8 +17,8 @@ def run_script(
     hosts: Mapping[str, Any],
 ) -> int:
     """Run a script on every rank; returns the exit code of the run."""
-    from multi_gpu_training.launch.engine import Hosts, LaunchPlan
-    from multi_gpu_training.launch.launcher import ranks_for, supervise
+    from multi_gpu_training.launch.engine import FINDS_NODES, Hosts, LaunchPlan
+    from multi_gpu_training.launch.launcher import ranks_for, ranks_per_node, supervise
 
     script, *arguments = command
     if not Path(script).is_file():
@@ -26,7 +26,9 @@ def run_script(
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
     found = Hosts.from_environment(**hosts)
-    # Slurm's nodes have other GPUs than this one.
-    here = max(0, num_gpus) if found.engine == "slurm" else ranks_for(num_gpus, share_gpu)
+    if found.engine in FINDS_NODES:  # whose nodes have other GPUs than this machine
+        here = ranks_per_node(num_gpus)
+    else:
+        here = ranks_for(num_gpus, share_gpu)
     plan = LaunchPlan(here, found, **again)
     return supervise([script, *arguments], plan)

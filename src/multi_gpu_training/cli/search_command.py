@@ -253,6 +253,17 @@ def text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def descent(result: SearchResult, record: TrialRecord) -> str:
+    """Through which trials the weights came, and with which values."""
+    steps = []
+    current: TrialRecord | None = record
+    while current is not None:
+        params = " ".join(f"{name}={text(value)}" for name, value in current.params.items())
+        steps.append(f"trial {current.number} ({params})")
+        current = None if current.parent is None else result.trials[current.parent]
+    return printable(f"  its weights: {', then '.join(reversed(steps))}")
+
+
 def closing(
     console: Console, settings: SearchSettings, result: SearchResult, repeats: Sequence[Any]
 ) -> None:
@@ -268,6 +279,10 @@ def closing(
         console.print(f"  {one_line(record)}", markup=False)
     for one in repeats:
         console.print(f"  {one.words()}", markup=False)
+    if shown[0].parent is not None:
+        console.print(descent(result, shown[0]), markup=False)
+        console.print(f"its model: {result.folder / shown[0].run}", markup=False)
+        return
     command = f"mgt train {shlex.quote(str(result.folder / 'best.yaml'))}"
     if settings.is_script:
         command = f"{result.folder / 'best.yaml'} holds its MultiGPUConfig fields"

@@ -43,13 +43,13 @@ class TrainFlags:
 
 def train(flags: TrainFlags) -> None:
     recipe, config, options = resolve(flags)
-    if flags.hosts.get("engine") == "slurm":
-        _submit(config, flags)
     # These import torch: what is wrong with the flags was said a second before.
-    from multi_gpu_training.launch.engine import Hosts
+    from multi_gpu_training.launch.engine import FINDS_NODES, Hosts
     from multi_gpu_training.launch.launcher import start_ranks_if_needed
     from multi_gpu_training.measure.request import request_of_this_process
 
+    if flags.hosts.get("engine") in FINDS_NODES:
+        _submit(config, flags)
     # A command that measures has started the ranks it wants.
     if request_of_this_process() is None:
         hosts = Hosts.from_environment(**flags.hosts, ranks_here=_ranks_here(config, flags))
@@ -59,19 +59,33 @@ def train(flags: TrainFlags) -> None:
 
 
 def _submit(config: MultiGPUConfig, flags: TrainFlags) -> NoReturn:
-    """Hand the training to Slurm, and exit with its code."""
-    from multi_gpu_training.cli.slurm_options import rank_command
+    """Hand the training to the cluster's scheduler, and exit with its code."""
+    from multi_gpu_training.cli.engine_options import rank_command
     from multi_gpu_training.launch.engine import Hosts, LaunchPlan
-    from multi_gpu_training.launch.launcher import supervise
+    from multi_gpu_training.launch.launcher import ranks_per_node, supervise
 
-    hosts, ranks = Hosts.from_environment(**flags.hosts), max(0, flags.num_gpus or 0)
-    if not config.training_mode.has_ranks:
+    hosts, ranks = Hosts.from_environment(**flags.hosts), ranks_per_node(flags.num_gpus)
+    mode, world = config.training_mode, config.world_size
+    if not mode.has_ranks:
         if hosts.nodes > 1:
             raise ConfigError(
-                f"--multi-gpu {config.training_mode} trains on one node, and --nodes "
-                f"{hosts.nodes} was asked for; use ddp or fsdp"
+                f"--multi-gpu {mode} trains on one node, and --nodes {hosts.nodes} was asked for; "
+                "use ddp or fsdp"
+            )
+        if mode is TrainingMode.DATA_PARALLEL and hosts.engine != "slurm":
+            raise ConfigError(
+                f"--multi-gpu {mode} uses several GPUs in one process, and --engine {hosts.engine} "
+                "gives each process one; use ddp or fsdp"
             )
         ranks = 1
+    elif world is not None and not ranks:
+        if hosts.elastic or world % hosts.nodes:
+            raise ConfigError(
+                f"world_size={world} does not divide over --nodes "
+                f"{flags.hosts.get('nodes') or hosts.nodes}; drop it, or give ranks per node with "
+                "--num-gpus"
+            )
+        ranks = world // hosts.nodes
     again = (config.allowed_restarts, config.recovery_timeout, config.restart_window_s)
     sys.exit(supervise(rank_command(), LaunchPlan(ranks, hosts, *again)))
 
@@ -119,7 +133,11 @@ def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
     elif given.get("recipe", name) != name:
         raise ConfigError(f"recipe={brief(given['recipe'])} contradicts {name!r}; drop one of them")
     merged = merge(flatten(values), flatten(given))
-    if isinstance(name, str) and name in RECIPES:  # else the next line says which there are
+    # The paths of a pod are those of its image.
+    here = flags.hosts.get("engine") != "kubernetes"
+    if (
+        here and isinstance(name, str) and name in RECIPES
+    ):  # else the next line says which there are
         check_data_dir(merged.get("data_dir"), name)
     from multi_gpu_training.recipes.recipe import find_recipe
 
@@ -216,14 +234,16 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> Non
     """Ranks and GPUs from --num-gpus and --gpu-ids, in the terms of each mode."""
     from multi_gpu_training.accelerator import choose
     from multi_gpu_training.distributed.identity import from_environment
-    from multi_gpu_training.launch.engine import Hosts
+    from multi_gpu_training.launch.engine import FINDS_NODES, Hosts
     from multi_gpu_training.launch.launcher import available_gpus, ranks_for
 
-    if flags.hosts.get("engine") == "slurm":  # what this machine has does not matter
+    engine = flags.hosts.get("engine")
+    if engine in FINDS_NODES:  # what this machine has does not matter
         if fields.get("device_ids") is not None:
+            flag = "--num-gpus" if engine == "ray" else "--gpus-per-node"
             raise ConfigError(
-                "--gpu-ids (device_ids) with --engine slurm: Slurm chooses the GPUs; use "
-                "--gpus-per-node N"
+                f"--gpu-ids (device_ids) with --engine {engine}: the cluster chooses the GPUs; use "
+                f"{flag} N"
             )
         return
     device = str(fields.get("device", "auto"))

@@ -2,7 +2,7 @@
 
     caller    "MGT", version, purpose, its time, 16 random bytes
     server    status, its time, 16 random bytes, HMAC(token, "server" + all of that)
-    caller    HMAC(token, "caller" + all of that)
+    caller    HMAC(token, "caller" + all of that); zeros where the server's was wrong
 
 then frames: length, HMAC(key of this connection and direction, number of the frame + bytes),
 bytes. Random bytes of both sides are in every key, so nothing that was recorded can be sent again,
@@ -40,6 +40,9 @@ _REPLY = struct.Struct("!Bd16s")
 _MAC = sha256().digest_size
 _LENGTH = struct.Struct("!I")
 _OK, _OTHER_VERSION, _CLOCK = range(3)
+# In place of a proof: the caller has another token. One that is cut off, or whose patience ends,
+# leaves at the same point without a word.
+_DECLINED = bytes(_MAC)
 
 
 class Refused(ConnectionError):
@@ -48,6 +51,10 @@ class Refused(ConnectionError):
     def __init__(self, reason: str, advice: str = "") -> None:
         self.reason = reason
         super().__init__(f"{reason}; {advice}" if advice else reason)
+
+
+class OtherToken(Refused):
+    """The server has another cluster token."""
 
 
 def printable(text: str, longest: int = 500) -> str:
@@ -166,9 +173,13 @@ class Channel:
     def _greet(self, token: bytes, purpose: bytes) -> _Keys:
         hello = caller_hello(purpose)
         self._socket.sendall(hello)
-        proof, greeting = caller_proof(
-            token, hello, self._read(_REPLY.size), lambda: self._read(_MAC)
-        )
+        try:
+            proof, greeting = caller_proof(
+                token, hello, self._read(_REPLY.size), lambda: self._read(_MAC)
+            )
+        except OtherToken:
+            self._socket.sendall(_DECLINED)
+            raise
         self._socket.sendall(proof)
         return _Keys(token, greeting, caller=True)
 
@@ -210,7 +221,7 @@ def caller_proof(
         raise Refused("another program answers there", "choose another port")
     greeting = hello + reply
     if not hmac.compare_digest(mac(), _mac(token, b"server" + greeting)):
-        raise Refused("the other machine has another cluster token", "give the same file to all")
+        raise OtherToken("the other machine has another cluster token", "give the same file to all")
     return _mac(token, b"caller" + greeting), greeting
 
 
@@ -286,7 +297,9 @@ async def admit_with_token(
     try:
         proof = await reader.readexactly(_MAC)
     except (asyncio.IncompleteReadError, ConnectionError):
-        raise Refused("another cluster token: it left when it saw our proof") from None
+        raise Refused("left before its proof: cut off, or out of patience") from None
+    if proof == _DECLINED:
+        raise Refused("another cluster token: it declined our proof")
     greeting = hello + reply
     if asked != purpose or not hmac.compare_digest(proof, _mac(token, b"caller" + greeting)):
         raise Refused("wrong HMAC in the handshake")
@@ -305,6 +318,8 @@ async def call(address: str, port: int, token: bytes, purpose: bytes) -> tuple[S
         writer.write(proof)
         await writer.drain()
     except BaseException as error:
+        if isinstance(error, OtherToken):
+            writer.write(_DECLINED)
         writer.close()
         if isinstance(error, asyncio.IncompleteReadError):
             raise ConnectionError("the connection was closed") from None

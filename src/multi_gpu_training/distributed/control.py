@@ -9,11 +9,16 @@ ranks met at. Once there is one,
 
 A rank that is held waits for threads alone, never for another rank's training: no deadlock,
 however far the ranks are apart. Without a signal a boundary costs an addition and a look.
+
+A request, which rank 0 finds beside the run, takes the same way in numbered rounds, one at a time:
+all ranks do it at the boundary that they agreed on, and train on. A rank that has been asked to
+stop joins no further round, so ranks never differ in what they did before they stop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -33,8 +38,10 @@ from multi_gpu_training.torch_internals import default_store
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
 POLL_S = 0.25
+LOOKS = 4  # of the thread, from one look for requests to the next
 MARGIN_S = 2.0
 _ASKED = "asked"
+_NEVER = 2**62  # a boundary that no run reaches
 
 
 def exit_code(number: int) -> int:
@@ -53,8 +60,9 @@ class Boundary:
         self.passed = 0
         self.held = False  # whether `halt` must be asked at a boundary
 
-    def halt(self) -> None:
-        """Stand at boundary number `passed`, and stop the run if it is the agreed one."""
+    def halt(self, between_steps: bool = True) -> None:
+        """Stand at boundary number `passed`: do there what all ranks agreed on, or stop the run.
+        between_steps: False inside a validation, where a request has to wait."""
 
 
 class Control(Boundary):
@@ -72,6 +80,7 @@ class Control(Boundary):
         self.waiting = False  # for data, right before a boundary
         self.on_stop: Callable[[], None] = lambda: None
         self.on_leave: Callable[[], None] = lambda: None
+        self.on_request: Callable[[str], None] = lambda _: None
         self._main = placement.is_main
         identity = placement.identity
         mine = {"host": identity.host, "pid": os.getpid(), "token": uuid.uuid4().hex}
@@ -100,6 +109,14 @@ class Control(Boundary):
         self._deadline: float | None = None
         self._agreed = threading.Event()
         self._interrupted_at: float | None = None
+        self._next_request: Callable[[], str | None] = lambda: None
+        self._requester: str | None = None  # who asked the run to stop, if it was no signal
+        self._closed = False
+        self._looks = 0
+        self._round = 0  # of requests: how many were settled
+        self._request: str | None = None  # the one that ranks agree on, or are to do
+        self._request_at: int | None = None
+        self._turn = threading.Lock()  # between the thread that settles and the one that acts
         self._listener = SignalThread(self._heard, self._look, self._wanted_elsewhere, POLL_S)
 
     # For the loop
@@ -111,6 +128,8 @@ class Control(Boundary):
     @property
     def asked_by(self) -> str:
         """What asked the run to end, as people call it."""
+        if self._requester is not None:
+            return self._requester
         asked = self.asked or signal.SIGTERM
         return NAMES.get(asked, asked.name)
 
@@ -131,17 +150,29 @@ class Control(Boundary):
         self.waiting = False
         self.passed += 1
         if self.held:
-            self.halt()
+            self.halt(between_steps=False)
 
-    def halt(self) -> None:
+    def halt(self, between_steps: bool = True) -> None:
         self._agreed.wait()  # the thread ends the process when grace_s is over
+        if between_steps and self._request_at is not None and self.passed >= self._request_at:
+            self._do_request()
         if self.passed == self._stop_at:
             self.on_stop()
 
+    def _do_request(self) -> None:
+        with self._turn:
+            request, self._request, self._request_at = self._request, None, None
+            # A stop may be on its way: then its boundary is still to be looked for.
+            self.held = self._deadline is not None
+        assert request is not None
+        self.on_request(request)
+
     # Its life
 
-    def listen(self) -> None:
-        """Catch signals from now on. A handler of the user's own stays."""
+    def listen(self, next_request: Callable[[], str | None] = lambda: None) -> None:
+        """Catch signals from now on. A handler of the user's own stays. next_request: gives what
+        was asked of the run, on rank 0; called in a thread, every POLL_S."""
+        self._next_request = next_request
         self._listener.start()
         if self._peers is not None:
             self._peers.start()
@@ -154,6 +185,16 @@ class Control(Boundary):
         if self._peers is not None:
             self._peers.close()
         note_grace(0.0)
+        self._leave_rounds()
+
+    def _leave_rounds(self) -> None:
+        """Let ranks that still train not wait for this one to agree on a request."""
+        if self._store is None or self._closed or self.asked is not None:
+            return
+        self._closed = True
+        if self._request is None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, with the rank that held it
+                self._store.set(self._round_key(self._key), str(_NEVER))
 
     # The thread
 
@@ -182,6 +223,8 @@ class Control(Boundary):
                 self.asked = signal.Signals(int(self._store.get(_ASKED)))
             if self.asked is not None:
                 self._agree()
+            else:
+                self._agree_on_request()
         except RuntimeError:  # the store is gone, with the rank that held it
             if self.asked is not None:
                 self._give_up("another rank has ended")
@@ -191,10 +234,10 @@ class Control(Boundary):
 
     def _agree(self) -> None:
         assert self.asked is not None
-        if not self.held:
-            self._deadline = time.monotonic() + self.grace_s
-            self.held = True
-            aim = self.passed + 1
+        if self._deadline is None:
+            with self._turn:
+                self._deadline = time.monotonic() + self.grace_s
+                aim = self._hold()
             if self._store is None:
                 self._settle(aim)
                 return
@@ -204,11 +247,71 @@ class Control(Boundary):
         if self._store.check(self._keys):
             # Two ranks may have been asked in two ways: all take the last one that was written.
             self.asked = signal.Signals(int(self._store.get(_ASKED)))
+            # No rank joins a round any more: whether all had joined this one is the same for all.
+            self._settle_request()
             self._settle(max(int(self._store.get(key)) for key in self._keys))
             return
         for rank, pid in self._neighbours:
             if not _runs(pid):
                 self._give_up(f"rank {rank} has ended")
+
+    def _hold(self) -> int:
+        """Let the main thread wait at the boundary ahead; returns its number."""
+        self._agreed.clear()
+        self.held = True
+        return self.passed + 1
+
+    def _agree_on_request(self) -> None:
+        """Take part in the round of the next request, if there is one."""
+        if self._request is not None:
+            self._settle_request()
+            return
+        key = self._round_key("request")
+        request = self._next_request() if self._main else None
+        if self._store is None:
+            if request is not None and not self._is_stop(request):
+                with self._turn:
+                    self._request, self._request_at = request, self._hold()
+                    self._agreed.set()
+            return
+        if request is not None and not self._is_stop(request):
+            self._store.set(key, request)
+        elif self._main or not self._is_asked(key):
+            return
+        text = self._store.get(key).decode()
+        with self._turn:
+            self._request, aim = text, self._hold()
+        self._store.set(self._round_key(self._key), str(aim))
+
+    def _is_asked(self, key: str) -> bool:
+        """Whether rank 0 has begun the round. Looked for once per second: all ranks ask one store,
+        and people are not that quick."""
+        self._looks += 1
+        return self._looks % LOOKS == 0 and bool(self._store.check([key]))
+
+    def _is_stop(self, request: str) -> bool:
+        """A request to stop is what a signal is: it goes the way of one."""
+        asked = json.loads(request)
+        if asked.get("action") != "stop":
+            return False
+        self._requester = asked.get("by") or "a request"
+        self._heard(signal.SIGTERM)
+        return True
+
+    def _settle_request(self) -> None:
+        """Once all ranks have joined the round, the largest boundary is where everybody acts."""
+        if self._request is None or self._request_at is not None or self._store is None:
+            return
+        keys = [self._round_key(key) for key in self._keys]
+        if self._store.check(keys):
+            with self._turn:
+                self._request_at = max(int(self._store.get(key)) for key in keys)
+                self._round += 1
+                if self._deadline is None:
+                    self._agreed.set()
+
+    def _round_key(self, key: str) -> str:
+        return f"round{self._round}/{key}"
 
     def _settle(self, aim: int) -> None:
         self._stop_at = aim

@@ -27,6 +27,7 @@ ENGINES = {
     "local": "multi_gpu_training.launch.local:LocalEngine",
     "slurm": "multi_gpu_training.launch.slurm.slurm_engine:SlurmEngine",
     "ray": "multi_gpu_training.launch.ray_cluster.ray_engine:RayEngine",
+    "kubernetes": "multi_gpu_training.launch.kubernetes.kubernetes_engine:KubernetesEngine",
 }
 FINDS_NODES = ("ray", "slurm", "kubernetes")  # a scheduler says where node 0 is
 LOOK_EVERY_S = 0.1
@@ -203,7 +204,7 @@ def choose_engine(hosts: Hosts, config: MultiGPUConfig | None = None) -> type[En
     name = hosts.engine
     if name is not None and name not in ENGINES:
         raise ConfigError(
-            f"--engine {brief(name)}: there is none of that name; use one of {', '.join(ENGINES)}"
+            f"--engine {brief(name)}: no engine has that name; use one of {', '.join(ENGINES)}"
         )
     for known in [name] if name is not None else ENGINES:
         module, _, attribute = ENGINES[known].partition(":")

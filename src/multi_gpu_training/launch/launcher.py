@@ -58,6 +58,18 @@ def ranks_for(
     return num_gpus
 
 
+def ranks_per_node(num_gpus: int | None) -> int:
+    """How many ranks `--num-gpus` asks for on each node of a cluster, whose GPUs nobody knows yet.
+
+    0: as many as the nodes have GPUs, which the engine finds out.
+    """
+    if num_gpus is None or num_gpus == -1:
+        return 0
+    if num_gpus < 1:
+        raise ConfigError(f"--num-gpus {num_gpus}: use -1 for all, or a positive number")
+    return num_gpus
+
+
 def too_many_ranks(ranks: int) -> str | None:
     """Why so many processes cannot be started on this machine; None if they can."""
     most = max(MOST_RANKS, MOST_RANKS_PER_CORE * (os.cpu_count() or 1))

@@ -19,6 +19,7 @@ from torch import nn
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes, Loader, ValLoaders, batch_sizes
+from multi_gpu_training.safe_files import write_atomically
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
@@ -58,6 +59,7 @@ class MeasureRequest:
     as_is: keep the script's own batch size, workers and dataset.
     least_batch: the smallest global batch, so that every number of ranks can share it.
     probe: the micro-batch to split as several ranks split it: step, micro, parts.
+    round: what a round of federated training needs (federated_round.py).
     """
 
     kind: str
@@ -77,12 +79,13 @@ class MeasureRequest:
     as_is: bool = False
     least_batch: int = 1
     probe: dict[str, Any] | None = None
+    round: dict[str, Any] | None = None
 
     def save(self) -> str:
         """Write the request to its folder; the result belongs into MGT_MEASURE."""
         path = Path(self.out) / "request.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(self)))
+        write_atomically(path, json.dumps(asdict(self)))  # ranks may save the same request at once
         return str(path)
 
 

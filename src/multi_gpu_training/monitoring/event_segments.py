@@ -14,21 +14,28 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from multi_gpu_training.monitoring.event_crc import with_crc
-from multi_gpu_training.safe_files import read_bytes, write_atomically
+from multi_gpu_training.monitoring.event_crc import is_damaged, with_crc
+from multi_gpu_training.safe_files import open_regular, read_bytes, write_atomically
 
 SEGMENT_BYTES = 4 * 2**20
 MOST_OF_A_LENGTH = 2
 MOST_NUMBER = 10**15
 # A run is told by these: they go only where they alone would fill a segment.
-LASTING = frozenset((b"rank", b"run_end", b"work", b"fault", b"shares", b"stopped", b"events_lost"))
+LASTING = frozenset(
+    (
+        *(b"rank", b"run_end", b"work", b"fault", b"shares", b"stopped", b"events_lost"),
+        b"request",
+    )
+)
 _THINNED = b'"event": "thinned"'
 HEAD = re.compile(rb'"event":\s*"(\w{1,40})"(?:,\s*"step":\s*(\d{1,16}))?')
 _NAME = re.compile(r"rank-(\d{1,7})\.(\d{6,15})(?:-(\d{6,15}))?\.jsonl")
@@ -64,6 +71,20 @@ def segments(current: Path) -> list[Segment]:
         if not kept or segment.first > kept[-1].last:
             kept.append(segment)
     return kept
+
+
+def marked_events(current: Path, marks: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """The events of a rank, of its closed files and the current one, whose lines hold one of
+    `marks`; damaged lines are left out."""
+    for path in (*(segment.path for segment in segments(current)), current):
+        try:
+            file = os.fdopen(open_regular(path), "rb")
+        except FileNotFoundError:
+            continue
+        with file:
+            for raw in file:
+                if any(mark in raw for mark in marks) and not is_damaged(raw.rstrip(b"\n")):
+                    yield json.loads(raw)
 
 
 def close_segment(current: Path) -> Path:

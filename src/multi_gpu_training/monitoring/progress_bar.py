@@ -25,9 +25,10 @@ class ProgressLines(Callback):
         self._position = position
         self._total = total
         self._in_epoch = False
+        self._has_begun = False  # iterations of PPO end like epochs, and have lines of their own
 
     def on_epoch_begin(self, run: Run, epoch: int) -> None:
-        self._in_epoch = True
+        self._in_epoch = self._has_begun = True
         title = f"Epoch {epoch + 1}/{run.config.epochs}"
         self._console.start_bar(title, self._total(), self._position())
 
@@ -47,7 +48,9 @@ class ProgressLines(Callback):
         self._console.end_bar()
 
     def on_epoch_end(self, run: Run, epoch: int, metrics: Mapping[str, float]) -> None:
-        last = run.progress.last
+        if not self._has_begun:
+            return
+        self._has_begun, last = False, run.progress.last
         self._console.line(epoch_line(epoch, run.config.epochs, last["train"], last["val"]))
 
     def on_end(self, run: Run) -> None:

@@ -67,6 +67,7 @@ class IntervalLog(Callback):
         self._alone = state.placement.dp_size == 1
         self._base = self._every = config.log_every
         self._fixed = "log_every" in config.model_fields_set
+        self.asked_every: int | None = None  # while the run went on, instead of the config's
         self._pending: _Pending | None = None
         self.step_s: float | None = None  # as the ranks agreed on it
         self._restart()
@@ -81,6 +82,12 @@ class IntervalLog(Callback):
             self._begin(result)
         if self._pending is not None and self._is_due(self._pending, result.step):
             self._finish()
+
+    def set_every(self, steps: int) -> None:
+        """Log every so many steps from now on. Every rank must call it at the same step."""
+        self._base = self._every = self.asked_every = steps
+        self._fixed = True
+        self._next = self._following(self._state.step)
 
     def flush(self) -> None:
         """Log the steps that were not logged yet, and wait for their numbers. Collective."""

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.monitoring.event_crc import is_damaged
-from multi_gpu_training.monitoring.event_segments import segments
+from multi_gpu_training.monitoring.event_segments import marked_events
 from multi_gpu_training.monitoring.loggers.jsonl_logger import logged_metrics
-from multi_gpu_training.safe_files import open_regular
 from multi_gpu_training.safe_output import brief
 
 SMALL = ("loss", "error", "perplexity", "wer", "cer", "rmse", "mse", "mae", "nll", "regret")
@@ -135,7 +131,7 @@ def final_values(
 
 def _read_rare(current: Path, found: RunReadings) -> None:
     peaks = [0.0]
-    for event in _events(current, b'"event": "r', b'"event": "device"'):
+    for event in marked_events(current, [b'"event": "r', b'"event": "device"']):
         if event["event"] == "rank":
             found.finished = False
             if isinstance(event.get("parameters"), int):
@@ -146,15 +142,3 @@ def _read_rare(current: Path, found: RunReadings) -> None:
             peaks.append(float(event.get("peak_bytes") or 0.0))
     if max(peaks) > 0:
         found.facts["peak_memory_mb"] = max(peaks) / 2**20
-
-
-def _events(current: Path, *marks: bytes) -> Iterator[Mapping[str, Any]]:
-    for path in (*(segment.path for segment in segments(current)), current):
-        try:
-            file = os.fdopen(open_regular(path), "rb")
-        except FileNotFoundError:
-            continue
-        with file:
-            for raw in file:
-                if any(mark in raw for mark in marks) and not is_damaged(raw.rstrip(b"\n")):
-                    yield json.loads(raw)

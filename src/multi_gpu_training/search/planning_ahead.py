@@ -69,7 +69,7 @@ def batch_check(
             found = runner(case)
             if found.ok:
                 facts = found.facts
-                room = available_bytes(facts) or 0
+                room = (available_bytes(facts) or 0) // settings.trials_per_gpu
                 points.append(
                     MemoryPoint(
                         facts["per_rank_batch"], facts["peak_bytes"], facts["reserved_bytes"]
@@ -105,6 +105,16 @@ def forecast_search(settings: SearchSettings, slots: Slots) -> list[str]:
     from multi_gpu_training.planning.estimate.training_length import training_length
     from multi_gpu_training.planning.forecast import predict, price_per_gpu
 
+    if settings.engine != "local":
+        raise ConfigError(
+            f"--forecast with --engine {settings.engine}: its nodes are not measured from here; "
+            "run `mgt estimate` on one of them"
+        )
+    if settings.sampler == "pbt":
+        raise ConfigError(
+            "--forecast with --sampler pbt: generations wait for their slowest member, which is "
+            "not foreseen; use `mgt estimate` on one training"
+        )
     if slots.ranks > 1:
         raise ConfigError(
             f"--forecast with --gpus-per-trial {slots.ranks}: how fast they exchange gradients is "
@@ -124,11 +134,13 @@ def forecast_search(settings: SearchSettings, slots: Slots) -> list[str]:
     if settings.sampler == "grid":
         trials = min(trials, settings.grid_size())
     trials += settings.repeat_best * settings.seeds
-    rounds = -(-trials // slots.count)
+    # Trials that share a GPU are counted as if they took turns: how well they mix is not known.
+    at_once = max(1, slots.count // settings.trials_per_gpu)
+    rounds = -(-trials // at_once)
     lines = [
         f"one trial ({length.words}): {clock(row.training_s)} of training, without start-up and "
         f"validation, measured on {profile.device}",
-        f"{trials} trials, {slots.count} at a time: {clock(rounds * row.training_s)}; pruning "
+        f"{trials} trials, {at_once} at a time: {clock(rounds * row.training_s)}; pruning "
         "makes it shorter, other models or batch sizes among the trials change it",
     ]
     if row.cost is not None:

@@ -19,9 +19,10 @@ from typing import Any
 import yaml
 
 from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.config_file import storable
 from multi_gpu_training.distributed.identity import from_environment
-from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.errors import ConfigError, MultiGPUError
 from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.launch.signals import LauncherSignals
 from multi_gpu_training.portability import usable_cores
@@ -77,6 +78,8 @@ class Slots:
 
 def find_slots(settings: SearchSettings) -> Slots:
     """As many trials at a time as the GPUs allow, or as were asked for."""
+    if settings.engine == "ray":  # which knows the GPUs of its nodes
+        return Slots(settings.parallel or 1, settings.gpus_per_trial)
     gpus = 0 if settings.device == "cpu" else available_gpus()
     ranks = settings.gpus_per_trial
     if settings.device == "cuda" and not gpus:
@@ -87,17 +90,19 @@ def find_slots(settings: SearchSettings) -> Slots:
         raise ConfigError(
             f"--gpus-per-trial {ranks} asked for, but {gpus} GPUs are there; use at most {gpus}"
         )
-    most = gpus // ranks
+    most = gpus // ranks * settings.trials_per_gpu
     count = settings.parallel or most
     if count > most:
         raise ConfigError(
             f"--parallel {count} trials with --gpus-per-trial {ranks} need {count * ranks} GPUs, "
-            f"and {gpus} are there; use --parallel {most}"
+            f"and {gpus} are there; use --parallel {most}, or --trials-per-gpu for small models "
+            "that share a GPU"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(gpus)]
-    shares = tuple(tuple(names[slot * ranks : (slot + 1) * ranks]) for slot in range(count))
-    return Slots(count, ranks, shares)
+    groups = [tuple(names[i * ranks : (i + 1) * ranks]) for i in range(gpus // ranks)]
+    # Slot by slot around the GPUs, so that two trials share one only where no other is free.
+    return Slots(count, ranks, tuple(groups[slot % len(groups)] for slot in range(count)))
 
 
 class StudyFolder:
@@ -131,8 +136,15 @@ class StudyFolder:
         """What `mgt train` needs for a trial."""
         return {"recipe": self.recipe, **self.settings.settings, **values}
 
-    def place(self, name: str, values: Mapping[str, Any], slots: Slots, slot: int) -> RunPlace:
-        """Where the run `name` with these values goes."""
+    def place(
+        self,
+        name: str,
+        values: Mapping[str, Any],
+        slots: Slots,
+        slot: int,
+        begin_from: Path | None = None,
+    ) -> RunPlace:
+        """Where the run `name` with these values goes. begin_from: a checkpoint of another run."""
         settings = self.settings
         own = {"save_dir": str(self.path / "runs"), "run_name": name, "resume": "auto"}
         device = {} if settings.device == "auto" else {"device": settings.device}
@@ -141,18 +153,43 @@ class StudyFolder:
         if settings.is_script:
             given = {**values, **own, **device, "recipe": self.recipe, "world_size": slots.ranks}
             command = [settings.target, *settings.words]
-            return RunPlace(run, files.with_suffix(".log"), command, slots.variables(slot), given)
+            if settings.engine == "ray":
+                start = ["-m", "multi_gpu_training", "run", *self._on_ray(slots.ranks)]
+                command = [*start, str(Path(settings.target).absolute()), *settings.words]
+            log = files.with_suffix(".log")
+            return RunPlace(run, log, command, slots.variables(slot), given, begin_from)
         config = files.with_suffix(".yaml")
         # A search of many trials would fill the disk with checkpoints that nobody goes back to.
         few = {"keep_last": 1}
         write_config(config, as_yaml({**few, **self.config_of(values), **own, **device}))
         command = ["-m", "multi_gpu_training", "train", str(config)]
-        command += ["--num-gpus", str(slots.ranks)]
-        return RunPlace(run, files.with_suffix(".log"), command, slots.variables(slot))
+        ray = settings.engine == "ray"
+        command += self._on_ray(slots.ranks) if ray else ["--num-gpus", str(slots.ranks)]
+        log = files.with_suffix(".log")
+        return RunPlace(run, log, command, slots.variables(slot), begin_from=begin_from)
+
+    def _on_ray(self, ranks: int) -> list[str]:
+        """Flags of a trial on Ray. Its process here is Ray's driver: its ranks end with it."""
+        address = self.settings.ray_address
+        more = [] if address is None else ["--ray-address", address]
+        return ["--engine", "ray", "--num-gpus", str(ranks), *more]
+
+    def checkpoint_of(self, number: int | None) -> Path | None:
+        """The weights that a trial ended with."""
+        if number is None:
+            return None
+        store = CheckpointStore(self.path / self.run_of(number) / "checkpoints")
+        found = [path for path in store.folders() if store.on_timeline(path)]
+        if not found:
+            raise MultiGPUError(
+                f"trial {number} has no checkpoint to continue; with --sampler pbt, trials need "
+                "enable_fault_tolerance=true, and their runs must stay"
+            )
+        return found[0]
 
     def write_best(self, best: TrialRecord | None) -> Path | None:
         """The best trial as a config file. Of a script: the fields of its MultiGPUConfig."""
-        if best is None:
+        if best is None or best.parent is not None:  # no single config leads to the latter
             return None
         values: dict[str, Any] = dict(best.params)
         if not self.settings.is_script and self.settings.target:
@@ -203,13 +240,16 @@ def run_search(
             settings.pruner,
             settings.seed,
             resume,
+            settings.population,
         )
         limits = TrialLimits(settings.trial_timeout, settings.hang_timeout)
 
         def start(record: TrialRecord, slot: int) -> RunningTrial:
             if function is not None:
                 return FunctionTrial(function, record.params)
-            place = folder.place(trial_name(record.number), record.params, slots, slot)
+            values = {**record.params, **settings.of_trial(record.number)}
+            begin_from = folder.checkpoint_of(record.parent)
+            place = folder.place(trial_name(record.number), values, slots, slot, begin_from)
             return TrialRun(place, study.objectives, settings.value, limits)
 
         trials = settings.trials

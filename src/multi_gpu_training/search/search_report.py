@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from multi_gpu_training.monitoring.html_table import html_table
 from multi_gpu_training.monitoring.report.page import STYLE
 from multi_gpu_training.safe_files import write_atomically
 from multi_gpu_training.search.objectives import SearchObjective
@@ -267,7 +268,7 @@ def _repeats(repeats: Sequence[RepeatedTrial]) -> str:
         for one in repeats
     ]
     head = ["trial", "in the search", "mean", "standard deviation", "each seed", "failed"]
-    return _table(head, rows)
+    return html_table(head, rows)
 
 
 def _trials(result: SearchResult, names: Sequence[str]) -> str:
@@ -286,15 +287,7 @@ def _trials(result: SearchResult, names: Sequence[str]) -> str:
     ]
     metrics = [one.metric for one in result.objectives]
     head = ["trial", "state", *names, *metrics, "seconds", "run", "why"]
-    return f'<div class="scroll">{_table(head, rows)}</div>'
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    first = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{first}</tr>{body}</table>"
+    return f'<div class="scroll">{html_table(head, rows)}</div>'
 
 
 def _text(value: Any) -> str:

@@ -109,6 +109,8 @@ class Searcher:
         while self._waiting or self._made < self.trials:
             if self._waiting:
                 record = self._waiting.pop(0)
+            elif not self.study.ready():
+                return None
             else:
                 self._made += 1
                 record = self.study.ask(self.run_of)

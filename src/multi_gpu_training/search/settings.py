@@ -26,8 +26,14 @@ MOST_TRIALS = 10**6
 # Those that a resumed search may change.
 CHANGEABLE = {
     *("trials", "parallel", "trial_timeout", "hang_timeout", "repeat_best", "seeds", "storage"),
-    *("price",),
+    *("price", "trials_per_gpu", "ray_address"),
 }
+
+
+# What a run that continues another one's checkpoint may change.
+CONTINUED = ("learning_rate", "weight_decay", "max_grad_norm", "max_grad_value")
+# With pbt the search itself says how long a trial trains and how its rate moves.
+OF_POPULATIONS = {"schedule": "constant", "warmup_epochs": 0.0, "warmup_steps": 0}
 
 
 class SearchSettings(BaseModel):
@@ -47,13 +53,18 @@ class SearchSettings(BaseModel):
     storage: str | None = None
     parallel: int | None = Field(None, ge=1, le=1024)
     gpus_per_trial: int = Field(1, ge=1, le=1024)
+    trials_per_gpu: int = Field(1, ge=1, le=64)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    engine: str = "local"
+    ray_address: str | None = None
     value: Literal["last", "best"] = "last"
     trial_timeout: float | None = Field(None, gt=0)
     hang_timeout: float = Field(1800.0, gt=0)
     repeat_best: int = Field(0, ge=0, le=1000)
     seeds: int = Field(0, ge=0, le=1000)
     price: float | None = Field(None, gt=0, description="of a GPU and hour")
+    population: int = Field(5, ge=2, le=1000, description="pbt: members")
+    generation_epochs: int = Field(1, ge=1, le=10**6, description="pbt: epochs of a generation")
 
     @property
     def is_script(self) -> bool:
@@ -84,15 +95,86 @@ class SearchSettings(BaseModel):
             )
         if self.repeat_best and len(self.metric) > 1:
             problems.append("--repeat-best needs one --metric, by which trials are best")
+        problems += self.engine_problems()
+        if self.trials_per_gpu > 1 and self.gpus_per_trial > 1:
+            problems.append(
+                f"--trials-per-gpu {self.trials_per_gpu} and --gpus-per-trial "
+                f"{self.gpus_per_trial} contradict each other; drop one"
+            )
         if self.target and self.storage == MEMORY:
             problems.append(
                 "--storage memory would lose the search with this process; leave it out, or give "
                 "a URL such as sqlite:///study.db"
             )
+        if self.sampler == "pbt":
+            problems += self.population_problems(space)
         if not problems and self.target:
             problems += self.target_problems(space)
         if problems:
             raise ConfigError(problems)
+
+    def engine_problems(self) -> list[str]:
+        """What the trials' engine cannot do."""
+        if self.engine == "slurm":
+            return [
+                "--engine slurm: a job would outlive a search that is killed, and train its trial "
+                "twice; use --engine ray, or start the search inside an allocation (salloc)"
+            ]
+        if self.engine not in ("local", "ray"):
+            return [f"--engine {brief(self.engine)}: trials run with local or ray"]
+        if self.engine == "local":
+            given = self.ray_address is not None
+            return ["--ray-address belongs to --engine ray; add that, or drop it"] if given else []
+        if not self.target:
+            return ["--engine ray starts runs, and a function is none; give a recipe or a script"]
+        if self.parallel is None or self.trials_per_gpu > 1:
+            return [
+                "--engine ray: say with --parallel how many trials Ray is given at a time, each "
+                "with --gpus-per-trial ranks; Ray places them, so drop --trials-per-gpu"
+            ]
+        return []
+
+    def population_problems(self, space: list[Parameter]) -> list[str]:
+        """What keeps runs from continuing one another's checkpoints."""
+        problems = []
+        size, trials = self.population, self.trials
+        if not self.target:
+            problems.append(
+                "--sampler pbt continues runs from checkpoints, and a function has none; give a "
+                "recipe or a script, or use --sampler tpe"
+            )
+        if trials % size or trials < 2 * size:
+            problems.append(
+                f"--trials {trials} with --population {size}: give a multiple of the population, "
+                f"at least {2 * size}; each multiple is a generation"
+            )
+        fixed = [one.name for one in space if one.name not in CONTINUED]
+        if fixed:
+            problems.append(
+                f"--param {', '.join(fixed)}: a run that continues another's weights cannot change "
+                f"it; with --sampler pbt search {', '.join(CONTINUED)}"
+            )
+        set_here = [
+            name for name in (*OF_POPULATIONS, "epochs", "max_steps") if name in self.settings
+        ]
+        if set_here:
+            problems.append(
+                f"{', '.join(set_here)}: with --sampler pbt a trial trains --generation-epochs "
+                "epochs at a constant rate; drop it"
+            )
+        if self.repeat_best:
+            problems.append(
+                "--repeat-best trains one trial's values from the start, and a member of a "
+                "population has had several; drop it, or use --sampler tpe"
+            )
+        return problems
+
+    def of_trial(self, number: int) -> dict[str, Any]:
+        """Settings of one trial beside its suggested values."""
+        if self.sampler != "pbt":
+            return {}
+        generation = number // self.population
+        return {**OF_POPULATIONS, "epochs": (generation + 1) * self.generation_epochs}
 
     def target_problems(self, space: list[Parameter]) -> list[str]:
         """What the recipe or script would refuse."""

@@ -25,11 +25,11 @@ from multi_gpu_training.search.trial_run import TrialEnd, TrialEnding
 if TYPE_CHECKING:
     import optuna
 
-SAMPLERS = ("tpe", "random", "grid", "cmaes", "nsga2")
+SAMPLERS = ("tpe", "random", "grid", "cmaes", "nsga2", "pbt")
 PRUNERS = ("none", "median", "hyperband", "asha")
-RUN, REASON, ENDING = "mgt:run", "mgt:reason", "mgt:ending"
+RUN, REASON, ENDING, PARENT = "mgt:run", "mgt:reason", "mgt:ending", "mgt:parent"
 MEMORY = "memory"  # a storage that ends with the process, for functions
-ONE_OBJECTIVE = ("cmaes",)
+ONE_OBJECTIVE = ("cmaes", "pbt")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class TrialRecord:
     run: str
     began: float
     ended: float | None
+    parent: int | None = None  # the trial whose weights it began with
 
     @property
     def finished(self) -> bool:
@@ -71,6 +72,7 @@ class Study:
         pruner: str = "none",
         seed: int = 0,
         resume: bool = False,
+        population: int = 0,
     ) -> None:
         import optuna
 
@@ -108,18 +110,26 @@ class Study:
             )
         self._live: dict[int, optuna.trial.Trial] = {}
         # A sampler that starts with the same seed again would repeat its first suggestions.
-        again = seed + 7919 * begun if sampler != "grid" else seed
-        self._study.sampler = make_sampler(sampler, again, space)
+        again = seed if sampler in ("grid", "pbt") else seed + 7919 * begun
+        self._study.sampler = self._sampler = make_sampler(sampler, again, space, population)
+        self._population = population if sampler == "pbt" else 0
         self._id = self._storage.get_study_id_from_name(name)
 
     # Asking
+
+    def ready(self) -> bool:
+        """Whether a new trial can be suggested now: a generation begins when the last has ended."""
+        if not self._population:
+            return True
+        known = self._study.get_trials(deepcopy=False)
+        before = known[: len(known) // self._population * self._population]
+        return all(trial.state.is_finished() for trial in before)
 
     def ask(self, run_of: Any = None) -> TrialRecord:
         """A new trial with its parameters; `run_of(number)` names its run."""
         with _quiet():
             trial = self._live_trial(self._study.ask(self._distributions))
-        if run_of is not None:
-            trial.set_user_attr(RUN, str(run_of(trial.number)))
+        self._describe(trial, run_of)
         return self.record(trial.number)
 
     def reattach(self, number: int, run_of: Any = None) -> TrialRecord:
@@ -132,9 +142,16 @@ class Study:
             with _quiet():
                 for parameter in self.space:
                     suggest(trial, parameter)
-            if run_of is not None:
-                trial.set_user_attr(RUN, str(run_of(number)))
+            self._describe(trial, run_of)
         return self.record(number)
+
+    def _describe(self, trial: optuna.trial.Trial, run_of: Any) -> None:
+        """Note where a trial comes from, and last where its run is."""
+        if self._population:
+            sampler: Any = self._sampler
+            trial.set_user_attr(PARENT, sampler.parent(self._study, trial.number))
+        if run_of is not None:
+            trial.set_user_attr(RUN, str(run_of(trial.number)))
 
     # Telling
 
@@ -240,10 +257,16 @@ def suggest(trial: optuna.trial.Trial, parameter: Parameter) -> Any:
     )
 
 
-def make_sampler(name: str, seed: int, space: Sequence[Parameter]) -> optuna.samplers.BaseSampler:
-    """Optuna's sampler with Optuna's defaults."""
+def make_sampler(
+    name: str, seed: int, space: Sequence[Parameter], population: int = 0
+) -> optuna.samplers.BaseSampler:
+    """Optuna's sampler with Optuna's defaults, or our own for population-based training."""
     from optuna import samplers
 
+    if name == "pbt":
+        from multi_gpu_training.search.population import PopulationSampler
+
+        return PopulationSampler(space, population, seed)
     if name == "random":
         return samplers.RandomSampler(seed=seed)
     if name == "grid":
@@ -290,6 +313,10 @@ def study_problems(
                 f"--sampler {sampler} optimizes one metric, and {len(objectives)} are given; use "
                 "--sampler nsga2 or tpe"
             )
+    if sampler == "pbt" and pruner != "none":
+        problems.append(
+            "--sampler pbt replaces weak members itself; use --pruner none, or --sampler tpe"
+        )
     if sampler == "cmaes" and all(one.choices for one in space):
         problems.append(
             "--sampler cmaes works on ranges of numbers, and every --param is a list of choices; "
@@ -327,6 +354,7 @@ def _record(frozen: optuna.trial.FrozenTrial) -> TrialRecord:
         str(frozen.user_attrs.get(RUN, "")),
         began.timestamp() if began is not None else 0.0,
         ended.timestamp() if ended is not None else None,
+        frozen.user_attrs.get(PARENT),
     )
 
 

@@ -69,13 +69,19 @@ class RunningTrial(Protocol):
 
 @dataclass
 class RunPlace:
-    """Where one trial runs: its folder, command and variables. `settings` go to a script."""
+    """Where one trial runs: its folder, command and variables. `settings` go to a script.
+    begin_from: a checkpoint of another run, until it has its own."""
 
     folder: Path
     log: Path
     command: Sequence[str]
     variables: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] | None = None
+    begin_from: Path | None = None
+
+    def resume(self) -> str:
+        own = any((self.folder / "checkpoints").glob("step-*"))
+        return "auto" if own or self.begin_from is None else str(self.begin_from)
 
 
 @dataclass
@@ -139,7 +145,8 @@ class TrialRun:
         variables = {**os.environ, "NO_COLOR": "1", **place.variables}
         if place.settings is not None:
             out = place.log.with_suffix("")
-            request = MeasureRequest("search_trial", str(out), 1, 1, settings=dict(place.settings))
+            given = {**place.settings, "resume": place.resume()}
+            request = MeasureRequest("search_trial", str(out), 1, 1, settings=given)
             variables[VARIABLE] = request.save()
         self._log_start = max(0, _size(place.log))
         with place.log.open("ab") as log:
@@ -153,7 +160,9 @@ class TrialRun:
             )
 
     def _words(self) -> list[str]:
-        return [f"--launcher={os.getpid()}", *self._place.command]
+        place = self._place
+        resume = [] if place.settings is not None else ["--resume", place.resume()]
+        return [f"--launcher={os.getpid()}", *place.command, *resume]
 
     def _read(self, now: bool) -> None:
         begun = time.monotonic()

@@ -32,6 +32,10 @@ class Schedule(Protocol):
 
     def after_epoch(self, metrics: dict[str, float]) -> None: ...
 
+    def set_rate(self, optimizer: Optimizer, rate: float) -> None:
+        """Make this the rate of the next step. The schedule goes on from it; further groups keep
+        their ratio to the first."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -164,6 +168,9 @@ class RateCurve:
     def after_epoch(self, metrics: dict[str, float]) -> None:
         pass
 
+    def set_rate(self, optimizer: Optimizer, rate: float) -> None:
+        multiply_rates(optimizer, rate)  # `after_step` takes it from there
+
     def state_dict(self) -> dict[str, Any]:
         written = [float(rate) for rate in self.written or ()]
         return {"peaks": self.peaks, "written": written, "factor": self._factor}
@@ -219,6 +226,24 @@ class BroughtScheduler:
             self.scheduler.step(metrics["loss"])
         elif self.by_epoch:
             self.scheduler.step()
+
+    def set_rate(self, optimizer: Optimizer, rate: float) -> None:
+        parts = inner_schedulers(self.scheduler)
+        for part in parts:
+            name, own = type(part).__name__, type(part).__module__ != LRScheduler.__module__
+            if own or isinstance(part, (OneCycleLR, CyclicLR)):
+                raise ConfigError(
+                    f"{name} sets the rate from its own numbers and would overwrite another one; "
+                    "stop the run and resume it with the scheduler changed"
+                )
+        factor = multiply_rates(optimizer, rate)
+        for part in parts:
+            # Some multiply the rate as it is, others compute it from these.
+            if hasattr(part, "base_lrs"):
+                part.base_lrs = [base * factor for base in part.base_lrs]
+        for group in optimizer.param_groups:
+            if "initial_lr" in group:
+                group["initial_lr"] = group["initial_lr"] * factor
 
     def state_dict(self) -> dict[str, Any]:
         return self.scheduler.state_dict()
@@ -289,6 +314,22 @@ class Rates:
         if self.tensors:
             for group, rate in zip(self.optimizer.param_groups, self._outside, strict=True):
                 group["lr"] = rate
+
+
+def multiply_rates(optimizer: Optimizer, rate: float) -> float:
+    """Give the first group this rate, and multiply the others by the same factor; returns it."""
+    groups = optimizer.param_groups
+    before = float(groups[0]["lr"])
+    if not before > 0:
+        raise ConfigError(
+            f"the learning rate is {before:g} now, at this point of its schedule; ask again once "
+            "it is above 0"
+        )
+    factor = rate / before
+    for group in groups[1:]:
+        group["lr"] = group["lr"] * factor
+    groups[0]["lr"] = rate
+    return factor
 
 
 def holds_doubles(group: dict[str, Any]) -> bool:

@@ -107,6 +107,7 @@ class TrainingLoop:
     warn: Callable[[str], None]
     track: Callable[[str, Iterable[Any], int | None], Iterable[Any]]  # shows a bar of batches
     folder: Path
+    last_epoch: int | None = None  # after which somebody asked the run to end
     _epoch: int | None = None  # the last one that train_epoch was asked for
     _whole: bool = True  # whether it was trained to its end
     _trained: tuple[int, dict[str, float]] | None = None  # an epoch that waits for its validation
@@ -114,7 +115,7 @@ class TrainingLoop:
 
     def run(self) -> None:
         """Train all epochs that are left."""
-        while not (self.is_complete or self.progress.out_of_patience):
+        while not (self.is_complete or self.progress.out_of_patience or self.asked_to_end):
             epoch = self.progress.epochs_done  # after a rollback, maybe an earlier one again
             if epoch >= self.config.epochs:
                 break
@@ -133,6 +134,8 @@ class TrainingLoop:
             return self.progress.history[epoch]["train"]
         if self.is_complete:
             return self.progress.last["train"]
+        if self.asked_to_end:
+            self.stop()  # nothing else ends a loop that the user wrote
         self._close_trained()  # a user's own loop may leave out the validation
         metrics = self._train(loader, epoch)
         if metrics is None:
@@ -203,10 +206,11 @@ class TrainingLoop:
         for batch in loader:
             if not came_from_a_loader(batch):
                 raise CheckpointError(
-                    f"the checkpoint of step {self.trainer.step} lies inside an epoch whose "
-                    "batches come from your own loader, which would begin it again. Give its "
-                    "data to setup_training and train_epoch the loader that it returns, or set "
-                    "checkpoint_frequency above the steps of an epoch: its end is saved anyway"
+                    f"the checkpoint of step {self.trainer.step} was saved in the middle of an "
+                    "epoch whose batches come from your own loader, which would begin it again. "
+                    "Give its data to setup_training and train_epoch the loader that it returns, "
+                    "or set checkpoint_frequency above the steps of an epoch: its end is saved "
+                    "anyway"
                 )
             yield batch
 
@@ -217,10 +221,11 @@ class TrainingLoop:
         if every and step % every == 0 and not self._at_end_of_epoch:
             self._validate_inside_epoch()
         elif self.checkpoints.due(step):
-            self._save_between_steps()
+            self.save_between_steps()
         return self.reached_max_steps
 
-    def _save_between_steps(self, **facts: Any) -> None:
+    def save_between_steps(self, **facts: Any) -> None:
+        """Save without waiting for the disk. Collective."""
         self.log.flush()  # finds a NaN before it is saved
         self.save_checkpoint(wait=False, **facts)
 
@@ -228,7 +233,7 @@ class TrainingLoop:
         """Save where that is due, in a loop that calls backward itself."""
         self.checkpoints.poll()
         if self.checkpoints.due(self.trainer.step):
-            self._save_between_steps()
+            self.save_between_steps()
 
     def _end_of_training(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
         """All steps of the epoch are taken; it is closed now or by its validation."""
@@ -315,7 +320,7 @@ class TrainingLoop:
         better = self.progress.judge(metrics)
         if self.checkpoints.due(step) or (better and self.config.enable_fault_tolerance):
             score = self.progress.score(metrics) if better else None
-            self._save_between_steps(best=better, score=score, metrics=metrics)
+            self.save_between_steps(best=better, score=score, metrics=metrics)
 
     def _validation(self, loader: Iterable[Any]) -> dict[str, float]:
         """Evaluate a validation set, or several. All ranks can stop behind each."""
@@ -460,8 +465,21 @@ class TrainingLoop:
 
     @property
     def should_stop(self) -> bool:
-        """True once max_steps is reached or early stopping has seen enough."""
-        return self.reached_max_steps or self.progress.out_of_patience
+        """True once max_steps is reached, early stopping has seen enough, or the epoch is over
+        after which somebody asked the run to end."""
+        return self.reached_max_steps or self.progress.out_of_patience or self.asked_to_end
+
+    def end_after_epoch(self) -> None:
+        """End the run once the epoch under way is closed. Every rank must call it."""
+        if self._epoch is None:
+            raise ConfigError(
+                "this training does not go by epochs of the manager; use stop, which saves first"
+            )
+        self.last_epoch = self.progress.epochs_done
+
+    @property
+    def asked_to_end(self) -> bool:
+        return self.last_epoch is not None and self.progress.epochs_done > self.last_epoch
 
     @property
     def reached_max_steps(self) -> bool:

@@ -160,7 +160,10 @@ class Leader:
         self._store = HostedStore(me.address, 0, self._timeout_s, self._key)
         self.members.open(ready)
         ranks = sum(node.ranks for node in ready)
-        self._full_world = self._full_world or self.members.most * max(n.ranks for n in ready)
+        if not self._full_world:
+            # The global batch counts ranks that may come later: as many as the largest node has.
+            away = self.members.most - len(ready)
+            self._full_world = ranks + away * max(node.ranks for node in ready)
         titles = ", ".join(node.title for node in ready)
         return f"round {self.members.number}: {titles}; {ranks} ranks"
 

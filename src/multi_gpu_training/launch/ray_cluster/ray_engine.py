@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ _NOT_FORWARDED = (TOKEN, TOKEN_FILE)
 
 
 class RayEngine(LocalEngine):
-    """Places `ranks_here` ranks on each of `nodes` Ray nodes.
+    """Places `ranks_here` ranks on each of `nodes` Ray nodes; 0: one per GPU or core of a node.
 
     A run of 1:2 nodes goes on with one when the other is lost, and with both when Ray has room
     again. A run with a fixed number waits for a node in its place, up to recovery_timeout.
@@ -76,6 +76,7 @@ class RayEngine(LocalEngine):
                 "script that was started; move it into a module beside it"
             )
         self._connected = connect(self._asked)
+        self._count_ranks()
         self._bundle = self._needs_of_a_node()
         signals.listen()  # after Ray, which takes SIGTERM for itself
         self._job, self._signals = job, signals
@@ -154,14 +155,41 @@ class RayEngine(LocalEngine):
             "--address=...`, or ask for less with --num-gpus, --nnodes or --ray-options"
         )
 
-    def _needs_of_a_node(self) -> dict[str, float]:
+    def _count_ranks(self) -> None:
+        """Where nobody said how many ranks a node has: what the nodes have counts, not this one."""
+        import ray
+
+        if self.plan.ranks_here:
+            return
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        each = self._needs_of_a_rank()
+        if not each:
+            raise ConfigError(
+                "--engine ray: a rank needs neither CPUs nor GPUs (cpus_per_rank=0), so how many "
+                "fit on a node cannot be known; give --num-gpus N"
+            )
+        ranks = ranks_that_fit(nodes, self.plan.hosts.nodes, each)
+        if not ranks:
+            raise LaunchError(
+                f"--engine ray: no node has room for one rank, which needs {_amounts(each)}; the "
+                f"nodes have {'; '.join(map(_amounts, nodes))}. Add nodes with `ray start "
+                "--address=...`, or ask for less with --ray-options"
+            )
+        self.plan = replace(self.plan, ranks_here=ranks)
+        per = "GPU" if each.get("GPU") else f"{each['CPU']:g} CPUs" if each["CPU"] != 1 else "CPU"
+        say(f"{ranks} ranks on each Ray node, one per {per}; --num-gpus N gives another number")
+
+    def _needs_of_a_rank(self) -> dict[str, float]:
         import ray
 
         gpus = self._asked.gpus_per_rank
         if gpus is None:
             gpus = int(ray.cluster_resources().get("GPU", 0) >= 1)
         each: dict[str, float] = {"CPU": self._asked.cpus_per_rank, "GPU": gpus}
-        return {name: n * self.plan.ranks_here for name, n in each.items() if n}
+        return {name: n for name, n in each.items() if n}
+
+    def _needs_of_a_node(self) -> dict[str, float]:
+        return {name: n * self.plan.ranks_here for name, n in self._needs_of_a_rank().items()}
 
     def _placement_group(self, nodes: int) -> Any:
         from ray.util import placement_group
@@ -323,6 +351,19 @@ class RayEngine(LocalEngine):
             self._start_attempt()
 
 
+def ranks_that_fit(
+    nodes: Sequence[Mapping[str, float]], wanted: int, rank: Mapping[str, float]
+) -> int:
+    """The most ranks that each of `wanted` nodes, or of the fewer that are there, has room for.
+
+    `nodes` are the resources of each, `rank` is what one rank needs.
+    """
+    # Ray counts 0.1 + 0.2 CPUs, too.
+    room = [min(int(node.get(name, 0) / n + 1e-9) for name, n in rank.items()) for node in nodes]
+    usable = sorted((ranks for ranks in room if ranks), reverse=True)
+    return usable[min(wanted, len(usable)) - 1] if usable else 0
+
+
 class _NodeGone(Exception):
     """An actor could not be set up on the node that Ray chose."""
 
@@ -369,5 +410,5 @@ def _shipped_job(job: RankJob, site: Site) -> RankJob:
     return replace(job, command=tuple(map(found, job.command)))
 
 
-def _amounts(resources: dict[str, float]) -> str:
+def _amounts(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))

@@ -99,6 +99,12 @@ def call(*command: str, text: str | None = None, errors_too: bool = False) -> st
         ) from None
     if done.returncode:
         said = printable(" ".join((done.stderr or done.stdout).split()))
+        if "unable to contact" in said.lower():
+            raise SlurmRefused(
+                "Slurm's controller (slurmctld) does not answer. See whether `scontrol ping` "
+                "reaches it; SLURM_CONF may name another cluster, or it is down: try again later",
+                said,
+            )
         raise SlurmRefused(f"{command[0]} failed: {said[:500] or done.returncode}", said)
     return done.stdout + (done.stderr if errors_too else "")
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.monitoring.event_crc import is_damaged
-from multi_gpu_training.monitoring.event_segments import segments
+from multi_gpu_training.monitoring.event_segments import marked_events
 from multi_gpu_training.monitoring.events import EventFile
 from multi_gpu_training.monitoring.loggers import LoggedRun
-from multi_gpu_training.safe_files import open_regular
 
 # How the groups of metrics are called in the events.
 _EVENTS = {"train": "step", "val": "validation"}
@@ -55,19 +51,10 @@ def logged_metrics(
     """Step, metrics and time of what a rank's event files hold up to `step`, logged `before` that
     time, in the order of steps. Where steps were trained again, the last value counts."""
     found: dict[tuple[int, str], tuple[float, float]] = {}
-    for path in (*(segment.path for segment in segments(current)), current):
-        try:
-            file = os.fdopen(open_regular(path), "rb")
-        except FileNotFoundError:
-            continue
-        with file:
-            for raw in file:
-                if not any(mark in raw for mark in _MARKS) or is_damaged(raw.rstrip(b"\n")):
-                    continue
-                event = json.loads(raw)
-                if event["step"] <= step and event["time"] < before:
-                    for name, value in _metrics_of(event):
-                        found[event["step"], name] = float(value), float(event["time"])
+    for event in marked_events(current, _MARKS):
+        if event["step"] <= step and event["time"] < before:
+            for name, value in _metrics_of(event):
+                found[event["step"], name] = float(value), float(event["time"])
     rows: dict[int, tuple[dict[str, float], float]] = {}
     for (at, name), (value, logged_at) in sorted(found.items()):
         metrics, latest = rows.get(at, ({}, 0.0))

@@ -37,7 +37,25 @@ KINDS = {
     "optimizer": re.compile(r"multi_tensor|adam|sgd", re.I),
 }
 
+# What a kernel made from a template does: the name that ends so, and not the template's.
+FUNCTOR = re.compile(r"(\w+?)_?(?:Functor|functor|kernel_cuda|kernel_impl|kernel_impl_nocast)\b")
+HOLLOW = {"gpu", "func"}  # templates inside templates
+
 Event = dict[str, Any]
+
+
+def short_name(kernel: str) -> str:
+    """What a kernel is called without its namespaces, template arguments and parameters."""
+    head, _, inside = kernel.removeprefix("void ").partition("<")
+    base = head.partition("(anonymous namespace)::")[2] or head.partition("(")[0]
+    base = base.rpartition("::")[2]
+    if not inside:
+        return base
+    if "cutlass" in head:  # cutlass::Kernel2<what it computes>
+        return re.split(r"[<>,(]", inside)[0]
+    functors = (found[1] for found in FUNCTOR.finditer(inside))
+    what = next((name for name in functors if name.lower() not in HOLLOW), None)
+    return base if what is None else f"{base} ({what})"
 
 
 def write_summary(trace: Path) -> Path:
@@ -120,6 +138,7 @@ def summarise(events: list[Event]) -> dict[str, Any]:
         for name, seconds in _during(idle, host)[:MOST_ROWS]
     ]
     found["memory"] = _memory(events, host)
+    found["recorded"] = any(event["name"] == "cudaGraphLaunch" for event in host)
     found["gains"] = gains(found)
     return found
 
@@ -248,9 +267,7 @@ def gains(found: dict[str, Any]) -> list[dict[str, Any]]:
         (
             found["idle_s"] - waits,
             "the GPU waits for Python" if gpu else "time outside torch's operators",
-            "use step_execution=auto, which records steps; the report says where it cannot"
-            if gpu
-            else "use larger batches: every operator has a fixed cost",
+            _idle_advice(found),
         ),
         (found["copy_s"], "copies to the GPU that no computation hides", "pin_memory=true"),
     ]
@@ -259,7 +276,7 @@ def gains(found: dict[str, Any]) -> list[dict[str, Any]]:
             (
                 kinds["other kernels"] / 2,
                 "element-wise and other small kernels, of which fusing saves about half",
-                "step_execution=auto compiles them where that is faster",
+                "let step_execution=auto compile them, which it does in runs that are long enough",
             )
         )
     if not gpu:
@@ -267,12 +284,20 @@ def gains(found: dict[str, Any]) -> list[dict[str, Any]]:
             (found["optimizer_s"], "the optimizer", "set fused_optimizer, or a larger batch")
         )
     if top is not None:
-        who = f"{top['name']}" + (f" (of {top['op']})" if top["op"] else "")
+        who = short_name(top["name"]) + (f" (of {top['op']})" if top["op"] else "")
         kind = "kernel" if gpu else "operator"
         claims.append((top["seconds"], f"the longest {kind}: {who}", _advice(top["name"], gpu)))
     worth = [claim for claim in claims if claim[0] / step >= NEGLIGIBLE]
     worth.sort(key=lambda claim: -claim[0])
     return [{"share": s / step, "what": what, "do": do} for s, what, do in worth[:3]]
+
+
+def _idle_advice(found: dict[str, Any]) -> str:
+    if found["on"] != "gpu":
+        return "use larger batches: every operator has a fixed cost"
+    if found.get("recorded"):
+        return "use larger batches: steps are recorded already, and tracing widens these gaps"
+    return "use step_execution=auto, which records steps; the report says where it cannot"
 
 
 def _advice(name: str, gpu: bool) -> str:

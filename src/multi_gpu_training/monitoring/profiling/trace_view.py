@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape as escape_markup
 from rich.table import Table
 
+from multi_gpu_training.monitoring.html_table import html_table
+from multi_gpu_training.monitoring.profiling.trace_summary import short_name
 from multi_gpu_training.safe_files import read_json
 from multi_gpu_training.safe_output import printable
 
@@ -61,6 +63,7 @@ class TraceSummary(BaseModel):
     gaps: Annotated[list[GapRow], Field(max_length=64)]
     gains: Annotated[list[GainRow], Field(max_length=3)]
     memory: MemoryPeak | None = None
+    recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class ShownProfile:
         gpu = found.on == "gpu"
         return [
             [
-                *([row.name, row.op or "a recorded step"] if gpu else [row.name]),
+                *([short_name(row.name), row.op or "a recorded step"] if gpu else [row.name]),
                 _ms(row.seconds),
                 _percent(row.seconds, found),
                 f"{row.calls:.3g}",
@@ -156,19 +159,15 @@ def profile_html(shown: Sequence[ShownProfile]) -> Iterator[str]:
         if profile.found.gains:
             yield "<p>What would gain most, and its share of the step:</p><ol>"
             yield "".join(f"<li>{escape(line)}</li>" for line in profile.gains()) + "</ol>"
-        yield _html_table(profile.titles(), profile.rows())
+        yield _scrolling(profile.titles(), profile.rows())
         gaps = profile.gap_rows()
         if gaps:
-            yield _html_table(["while nothing was computed", "per step", "share"], gaps)
+            yield _scrolling(["while nothing was computed", "per step", "share"], gaps)
         yield f'<p class="soft">Trace for Perfetto: <code>{escape(str(profile.trace))}</code></p>'
 
 
-def _html_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+def _scrolling(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return f'<div class="scroll">{html_table(titles, rows)}</div>'
 
 
 def _data(text: str) -> str:

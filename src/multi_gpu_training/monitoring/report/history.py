@@ -117,8 +117,8 @@ def told_once(found: list[Event]) -> list[Event]:
     told: dict[Any, int] = {}
     for event in found:
         kind = event["event"]
-        if kind in ("restart", "resume", "log", "shares", "run_end", "validation"):
-            names = ("event", "attempt", "step", "message", "error")
+        if kind in ("restart", "resume", "log", "shares", "run_end", "validation", "request"):
+            names = ("event", "attempt", "step", "message", "error", "action", "value")
             key = tuple(event.get(name) for name in names)
             if kind in ("restart", "resume", "run_end"):
                 own = (event.get("rank"), key)

@@ -8,6 +8,8 @@ from html import escape
 
 import numpy as np
 
+from multi_gpu_training.monitoring.html_table import html_table
+from multi_gpu_training.monitoring.memory_snapshot import memory_html
 from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.profiling.trace_view import profile_html
 from multi_gpu_training.monitoring.report import charts, comparison, curves, wording
@@ -43,12 +45,14 @@ def _compared(runs: Sequence[RunRecord]) -> Iterator[str]:
     found = [figures(run) for run in runs]
     yield f"<h1>{len(runs)} runs side by side</h1>"
     title, rows = comparison.table(runs, found)
-    yield f'<div class="scroll">{_table(title, rows)}</div>'
+    yield f'<div class="scroll">{html_table(title, rows)}</div>'
     names = comparison.names(runs)
     yield "<h2>What was set differently</h2>"
     rows = comparison.differences(runs)
     yield (
-        _table(["setting", *names], rows) if rows else "<p>Nothing: the settings are the same.</p>"
+        html_table(["setting", *names], rows)
+        if rows
+        else "<p>Nothing: the settings are the same.</p>"
     )
     yield "<h2>Why each is as fast as it is</h2><ul>"
     for name, run in zip(names, runs, strict=True):
@@ -73,6 +77,7 @@ def _run(run: RunRecord, single: bool) -> Iterator[str]:
     if steps is not None:
         yield "".join(_phases(run, steps))
     yield from profile_html(run.profiles)
+    yield from memory_html(run.memory)
     if single:
         yield "<h2>Curves</h2>" + _charts(curves.training_curves([run], ["training"]))
     devices = {f"{t} ({u})": s for (t, u), s in curves.device_curves(run).items()}
@@ -166,22 +171,14 @@ def _charts(found: dict[str, list[charts.Series]], x_unit: str = "step") -> str:
 def _rest(run: RunRecord) -> Iterator[str]:
     rows = wording.event_rows(run)
     yield "<h2>Events</h2>"
-    yield _table(["after", "what", ""], rows) if rows else "<p>None.</p>"
+    yield html_table(["after", "what", ""], rows) if rows else "<p>None.</p>"
     for title, values in (("Settings", run.config), ("Environment", run.environment)):
         if values:
             # Files of older versions hold commands and settings with their secrets.
             shown = redact_values(values)
             listed = [[key, json.dumps(value, default=str)] for key, value in shown.items()]
             yield f"<h2>{title}</h2><details><summary>{len(listed)} entries</summary>"
-            yield _table(["", ""], listed) + "</details>"
-
-
-def _table(title: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in title)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
+            yield html_table(["", ""], listed) + "</details>"
 
 
 def _json(data: object) -> str:

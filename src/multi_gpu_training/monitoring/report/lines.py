@@ -78,10 +78,10 @@ class _Kind:
 
     def found(self) -> Places:
         """What is left, in the order of the file; the last line is always there."""
+        lines = np.array([self._places, self._steps], dtype=np.int64).T
         if self._last is not None and (not self._places or self._places[-1] != self._last[0]):
-            self._places.append(self._last[0])
-            self._steps.append(self._last[1])
-        return np.array([self._places, self._steps], dtype=np.int64).T
+            lines = np.append(lines, [self._last], axis=0)
+        return lines
 
 
 @dataclass
@@ -138,30 +138,74 @@ def _line_at(descriptor: int, place: int) -> bytes:
     return text[: end if (end := text.find(b"\n")) >= 0 else None]
 
 
-def read_lines(path: Path, with_steps: bool) -> EventLines:
-    """The lines of a rank, whose current file is `path`; `with_steps`: also what was logged of each
-    step, which is the same on every rank."""
-    found = EventLines()
-    kinds = {kind.encode(): _Kind(MOST_PLACES) for kind in FREQUENT}
-    head = EVERY if with_steps else WITHOUT_STEPS
-    known = passed_over = newlines = 0
-    for file in [*(segment.path for segment in segments(path)), path]:
-        found.files.append((found.size, file))
-        if file == path and len(found.files) > 1 and not os.path.lexists(path):
-            break  # killed between closing a segment and beginning the next file
-        for begin, block in _blocks(file):
+class EventTail:
+    """Reads the lines of a rank whose current file is `path`, and later only those that were added
+    since. `with_steps`: also what was logged of each step, which is the same on every rank.
+
+    A file that was replaced or cut, and segments that were closed or merged, are read again from
+    the beginning: places of lines have changed.
+    """
+
+    def __init__(self, path: Path, with_steps: bool) -> None:
+        self.path = path
+        self.with_steps = with_steps
+        self._shape: list[tuple[Path, int]] = []  # the files that were read, and which they were
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._kinds = {kind.encode(): _Kind(MOST_PLACES) for kind in FREQUENT}
+        self._known = self._passed_over = self._newlines = 0
+        self._base = self._done = 0  # where the current file begins, and what is read of it
+        self._parsed: dict[int, tuple[int, dict[str, Any] | None]] = {}
+
+    def read(self) -> EventLines:
+        """All lines that are there now."""
+        closed = [segment.path for segment in segments(self.path)]
+        # Killed between closing a segment and beginning the next file.
+        missing = bool(closed) and not os.path.lexists(self.path)
+        shape = [(file, file.lstat().st_ino) for file in closed]
+        facts = None if missing else self.path.lstat()
+        shape.append((self.path, facts.st_ino if facts else 0))
+        if shape != self._shape or (facts is not None and facts.st_size < self._done):
+            self._begin_again()
+            for file in closed:
+                self._take(file, 0)
+                self._base += file.lstat().st_size
+            self._shape = shape
+        found = EventLines()
+        place = 0
+        for file, _ in shape:
+            found.files.append((place, file))
+            place += 0 if file == self.path else file.lstat().st_size
+        if facts is not None:
+            self._done, found.torn = self._take(self.path, self._done)
+        found.size = self._base + self._done
+        kinds = {name: kind for name, kind in self._kinds.items() if name.decode() not in FREQUENT}
+        found.frequent = {name: self._kinds[name.encode()].found() for name in FREQUENT}
+        found.damaged = max(0, self._newlines - self._known - self._passed_over)
+        self._parsed = _parse_rare(found, kinds, self._parsed)
+        found.count = len(found.rare) + sum(map(len, found.frequent.values()))
+        return found
+
+    def _take(self, file: Path, start: int) -> tuple[int, bool]:
+        """Take in a file from `start` on; up to where, and whether a torn line is left there."""
+        kinds, with_steps = self._kinds, self.with_steps
+        head = EVERY if with_steps else WITHOUT_STEPS
+        done, torn = start, False
+        for begin, block in _blocks(file, start):
             text = block
             if not block.endswith(b"\n"):
                 last = block[block.rfind(b"\n") + 1 :]
-                # No newline at its end: it was being written when the run ended.
+                # No newline at its end: it is being written, or was when the run ended.
                 if parsed(last) is None:
-                    found.torn = bool(last.strip())
+                    torn = bool(last.strip())
                     text = block[: len(block) - len(last)]
-            newlines += text.count(b"\n")
+            done = begin + len(text)
+            self._newlines += text.count(b"\n")
             if not with_steps:
-                passed_over += text.count(b'"event": "step"')
+                self._passed_over += text.count(b'"event": "step"')
             for match in head.finditer(text):
-                known += 1
+                self._known += 1
                 name, step = match.groups()
                 kind = kinds.get(name)
                 if kind is None:
@@ -172,36 +216,41 @@ def read_lines(path: Path, with_steps: bool) -> EventLines:
                 number = int(step[:16]) if step is not None else -1
                 if step is None and name in (b"step", b"phases"):  # it may stand further behind
                     number = _step(text[at : text.find(b"\n", at)])
-                kind.add(found.size + begin + at, number)
-        found.size += file.lstat().st_size
-    found.damaged = max(0, newlines - known - passed_over)
-    for frequent in FREQUENT:
-        found.frequent[frequent] = kinds.pop(frequent.encode()).found()
-    _parse_rare(found, kinds)
-    found.count = len(found.rare) + sum(map(len, found.frequent.values()))
-    return found
+                kind.add(self._base + begin + at, number)
+        return done, torn
 
 
-def _parse_rare(found: EventLines, kinds: dict[bytes, _Kind]) -> None:
+def _parse_rare(
+    found: EventLines,
+    kinds: dict[bytes, _Kind],
+    before: dict[int, tuple[int, dict[str, Any] | None]],
+) -> dict[int, tuple[int, dict[str, Any] | None]]:
+    """Parse the lines of rare kinds. `before`: those that were parsed in an earlier look, by place,
+    each with the hash of its text; returned with the new ones for the next look."""
     kept = [kind.found() for kind in kinds.values()]
     places: list[int] = sorted(int(place) for each in kept for place in each[:, 0])
     found.dropped = sum(kind.count for kind in kinds.values()) - len(places)
-    seen: set[bytes] = set()
-    for place, text in found.texts(places):
-        event = parsed(text)
+    known = {place: before[place] for place in places if place in before}
+    for place, text in found.texts(place for place in places if place not in known):
+        known[place] = hash(text), parsed(text)
+    seen: set[int] = set()
+    for place in places:
+        text_hash, event = known[place]
         if event is None:
             found.damaged += 1
         elif event["event"] == "thinned":
             told = event.get("dropped")
             found.dropped += told if isinstance(told, int) and 0 <= told < 2**53 else 0
         # Every line has its own time: one that comes twice was copied, not written.
-        elif text not in seen:
-            seen.add(text)
+        elif text_hash not in seen:
+            seen.add(text_hash)
             found.rare.append((place, event))
+    return known
 
 
-def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
-    """(place, whole lines from there) of a file; a line that is far too long is left out."""
+def _blocks(file: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(place, whole lines from there) of a file from `start` on, where a line begins; a line that
+    is far too long is left out."""
     descriptor = open_regular(file)
     try:
         size = os.fstat(descriptor).st_size  # what is appended meanwhile is not waited for
@@ -209,7 +258,7 @@ def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
             raise UnreadableFile(
                 f"{file.name} has {size:,} bytes, {MOST_BYTES:,} at most are expected"
             )
-        place, rest, skipping = 0, b"", False
+        place, rest, skipping = start, b"", False
         while place < size:
             block = os.pread(descriptor, min(BLOCK, size - place), place)
             if not block:
@@ -219,6 +268,8 @@ def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
                 end = block.find(b"\n") + 1
                 skipping = not end
                 begin, block = begin + end, block[end:] if end else b""
+                if end:
+                    yield begin, b""  # where the next line begins
             text = rest + block
             whole = len(text) if place >= size else text.rfind(b"\n") + 1
             if whole:

@@ -1,16 +1,18 @@
-"""Style and script of the report, which must work without a network."""
+"""Style and script of the report, which must work without a network. Its colours are those of the
+dashboard: told apart with every common kind of colour blindness."""
 
 STYLE = """
 :root { --ink: #1c2330; --soft: #5b6577; --line: #dfe3ea; --back: #ffffff; --box: #f5f7fa;
-  --accent: #1f5fbf; --bad: #b3261e; --good: #1d7a46;
-  --c0: #1f5fbf; --c1: #d1700f; --c2: #2a8f52; --c3: #b03a63; --c4: #6b53b8; --c5: #0f8a94;
-  --c6: #8a6d1a; --c7: #5b6577;
-  --p0: #d1700f; --p1: #1f5fbf; --p2: #6ea0e6; --p3: #c9cfda; --p4: #2a8f52; --p5: #b03a63;
-  --p6: #8a8f99; }
+  --accent: #0067a5; --bad: #a8231b; --good: #006b4f;
+  --c0: #0067a5; --c1: #c44a00; --c2: #00785a; --c3: #a0437f; --c4: #8f6a00; --c5: #4a4fb5;
+  --c6: #1c2330; --c7: #6b7280;
+  --p0: #c44a00; --p1: #0067a5; --p2: #5aa9dd; --p3: #a6adba; --p4: #00785a; --p5: #a0437f;
+  --p6: #6b7280; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa4b5; --line: #333b49;
-  --back: #14181f; --box: #1d232d; --accent: #7fb0ff; --bad: #ff8a80; --good: #7fd6a0;
-  --c0: #7fb0ff; --c1: #f0a55a; --c2: #7fd6a0; --c3: #f08bb0; --c4: #b3a1f2; --c5: #6fd0d8;
-  --c6: #d9bd66; --c7: #9aa4b5; --p1: #5a92e8; --p2: #9cc2ff; --p3: #4b5464; --p6: #6b7484; } }
+  --back: #12161d; --box: #1b212b; --accent: #6cb6f5; --bad: #ff8f85; --good: #5fd3a8;
+  --c0: #6cb6f5; --c1: #ff9d5c; --c2: #4fd1a5; --c3: #e79bc8; --c4: #e5c04b; --c5: #a9aef7;
+  --c6: #e7eaf0; --c7: #a3adbd; --p0: #ff9d5c; --p1: #3f8fd6; --p2: #9cd0f7; --p3: #5b6577;
+  --p4: #4fd1a5; --p5: #e79bc8; --p6: #a3adbd; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 24px; max-width: 1060px; background: var(--back);
   color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
@@ -24,10 +26,11 @@ h3 { font-size: 14px; margin: 0 0 4px; font-weight: 600; }
 .tiles { display: flex; flex-wrap: wrap; gap: 8px; }
 .tile { background: var(--box); padding: 8px 12px; border-radius: 6px; min-width: 96px; }
 .tile b { display: block; font-size: 16px; } .tile span { color: var(--soft); font-size: 12px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 16px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr));
+  gap: 16px; }
 .scroll { overflow-x: auto; }
 svg { width: 100%; height: auto; display: block; overflow: visible; }
-.grid { stroke: var(--line); fill: none; } .tick { fill: var(--soft); font-size: 11px; }
+.grid { stroke: var(--line); fill: none; } .tick { fill: var(--soft); font-size: 12px; }
 .label { fill: var(--ink); font-size: 12px; }
 .slowest { fill: var(--bad); font-size: 12px; font-weight: 700; }
 .line { fill: none; stroke-width: 1.6; } .band { opacity: .18; stroke: none; }

@@ -14,6 +14,7 @@ import numpy as np
 from multi_gpu_training.checkpoint.run_lock import owner
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.event_segments import segments
+from multi_gpu_training.monitoring.memory_snapshot import MemorySnapshot, peaks_of
 from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.profiling.trace_view import ShownProfile, profiles_of
 from multi_gpu_training.monitoring.report.event_schema import is_number
@@ -30,7 +31,7 @@ from multi_gpu_training.monitoring.report.lines import (
     MOST_SAMPLES,
     MOST_STEPS,
     EventLines,
-    read_lines,
+    EventTail,
     thinned,
 )
 from multi_gpu_training.safe_files import digest, read_bytes, read_json, read_yaml
@@ -78,6 +79,7 @@ class RunRecord:
     ends: list[Event] = field(default_factory=list)  # of the latest start
     problems: list[str] = field(default_factory=list)
     profiles: list[ShownProfile] = field(default_factory=list)
+    memory: dict[str, MemorySnapshot] = field(default_factory=dict)
     state: str = "unknown"
     began: float = 0.0
     trained_s: float = 0.0  # without the pauses between a stop and the next start
@@ -104,31 +106,66 @@ class RunRecord:
         return [float(e["samples_per_s"]) for e in now if is_number(e.get("samples_per_s"))]
 
 
+@dataclass(frozen=True)
+class Most:
+    """How many lines of the frequent kinds are parsed: logged steps, timed steps of each rank,
+    readings of each device. They are evenly spread over the run."""
+
+    steps: int = MOST_STEPS
+    samples: int = MOST_SAMPLES
+    readings: int = MOST_READINGS
+
+
 def read_run(folder: Path | str) -> RunRecord:
     """Read a run that ended, crashed or is still going. Raises ConfigError where there is none."""
-    path = Path(folder)
-    try:
-        if not path.is_dir():
-            there = "is a file, not a run folder" if os.path.lexists(path) else "is not there"
-            raise ConfigError(f"mgt report: {folder} {there}; give runs/RECIPE/NAME")
-        files = event_files(path)
-        if not files:
-            raise ConfigError(_no_run(path))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"mgt report: {folder!r:.200} cannot be read: {reason}") from None
-    first = next((rank for rank, file in files.items() if _has_events(file)), min(files))
-    lines = {rank: _lines(file, with_steps=rank == first) for rank, file in files.items()}
-    if not any(found.count for found in lines.values()):
-        damaged = sum(found.damaged + found.torn for found in lines.values())
-        raise ConfigError(
-            f"mgt report: {path} has event files but no event in them; "
-            + (
-                f"{damaged} lines are damaged: restore events/ from a copy"
-                if damaged
-                else "the run ended before it wrote anything: look at its console output"
+    return RunReader(folder).read()
+
+
+class RunReader:
+    """Reads a run, and later again: only what was added to its files since."""
+
+    def __init__(self, folder: Path | str, most: Most | None = None) -> None:
+        self.folder = folder
+        self.most = most or Most()
+        self._tails: dict[tuple[Path, bool], EventTail] = {}
+
+    def read(self) -> RunRecord:
+        """The run as its folder tells it now."""
+        folder, path = self.folder, Path(self.folder)
+        try:
+            if not path.is_dir():
+                there = "is a file, not a run folder" if os.path.lexists(path) else "is not there"
+                raise ConfigError(f"mgt report: {folder} {there}; give runs/RECIPE/NAME")
+            files = event_files(path)
+            if not files:
+                raise ConfigError(_no_run(path))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"mgt report: {folder!r:.200} cannot be read: {reason}") from None
+        lines = self._lines(files)
+        if not any(found.count for found in lines.values()):
+            damaged = sum(found.damaged + found.torn for found in lines.values())
+            raise ConfigError(
+                f"mgt report: {path} has event files but no event in them; "
+                + (
+                    f"{damaged} lines are damaged: restore events/ from a copy"
+                    if damaged
+                    else "the run ended before it wrote anything: look at its console output"
+                )
             )
-        )
+        return _record(path, lines, self.most)
+
+    def _lines(self, files: dict[int, Path]) -> dict[int, EventLines]:
+        """The lines of each rank; what is logged of steps is the same on all, so of one alone."""
+        first = next((rank for rank, file in files.items() if _has_events(file)), min(files))
+        wanted = {(file, rank == first): rank for rank, file in files.items()}
+        self._tails = {
+            key: self._tails.get(key) or EventTail(*key) for key in wanted
+        }  # without those of files that are gone
+        return {rank: _lines(self._tails[key]) for key, rank in wanted.items()}
+
+
+def _record(path: Path, lines: dict[int, EventLines], most: Most) -> RunRecord:
     cuts = {rank: Timeline(found) for rank, found in lines.items()}
     world = _world_of(lines, newest_start(cuts))
     problems: list[str] = []
@@ -141,15 +178,16 @@ def read_run(folder: Path | str) -> RunRecord:
         ranks=[rank for rank, found in lines.items() if found.count and rank < world],
         world_size=world,
     )
-    _take_steps(run, lines, cuts)
-    _take_samples(run, lines, cuts)
+    _take_steps(run, lines, cuts, most.steps)
+    _take_samples(run, lines, cuts, most.samples)
     for rank, found in lines.items():
         _take_rare(run, rank, found, cuts[rank])
         if rank in run.ranks:
-            readings = thinned(found.frequent["device"], MOST_READINGS)
+            readings = thinned(found.frequent["device"], most.readings)
             run.devices[rank] = list(found.events(readings))
     _judge(run, lines, cuts)
     run.profiles = profiles_of(path, problems)
+    run.memory = peaks_of(path, problems)
     run.problems += problems
     return run
 
@@ -169,25 +207,29 @@ def _has_events(file: Path) -> bool:
     return bool(segments(file)) or (os.path.lexists(file) and file.lstat().st_size > 0)
 
 
-def _lines(file: Path, with_steps: bool) -> EventLines:
+def _lines(tail: EventTail) -> EventLines:
     try:
-        return read_lines(file, with_steps)
+        return tail.read()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"mgt report: {file} cannot be read: {reason}") from None
+        raise ConfigError(f"mgt report: {tail.path} cannot be read: {reason}") from None
 
 
-def _take_steps(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
+def _take_steps(
+    run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline], most: int
+) -> None:
     rank = run.ranks[0]
     valid = cuts[rank].valid(lines[rank].frequent["step"])
     by_step: dict[int, Event] = {}
-    for event in lines[rank].events(thinned(valid, MOST_STEPS)):
+    for event in lines[rank].events(thinned(valid, most)):
         if isinstance(event.get("step"), int):
             by_step[event["step"]] = event
     run.steps = [by_step[step] for step in sorted(by_step)]
 
 
-def _take_samples(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline]) -> None:
+def _take_samples(
+    run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, Timeline], most: int
+) -> None:
     wanted: np.ndarray | None = None
     for rank in run.ranks:
         found, cut = lines[rank], cuts[rank]
@@ -195,7 +237,7 @@ def _take_samples(run: RunRecord, lines: dict[int, EventLines], cuts: dict[int, 
         if not len(valid):
             continue
         if wanted is None:  # the same steps of every rank
-            wanted = np.array(thinned(np.unique(valid[:, 1]), MOST_SAMPLES))
+            wanted = np.array(thinned(np.unique(valid[:, 1]), most))
         rows = {}
         for event in found.events(valid[np.isin(valid[:, 1], wanted)]):
             if isinstance(event.get("step"), int):

@@ -109,6 +109,13 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
         waited = float(event.get("waited_s") or 0.0)
         text = f"rank {event.get('rank')}: no step for {duration(waited)}"
         text += f" after step {event.get('step')}"
+    elif kind == "memory":
+        text = f"rank {event.get('rank')}: {event.get('message')}"
+    elif kind == "request":
+        asked = str(event.get("action")).replace("_", " ")
+        value = "" if event.get("value") is None else f" {_short(event['value'])}"
+        text = f"{event.get('by') or 'asked'}: {asked}{value} at step {event.get('step')}: "
+        text += str(event.get("outcome"))
     elif kind == "run_end":
         kind = {"finished": "end"}.get(ending(event), ending(event))
         text = str(event.get("error") or f"after step {event.get('step')}")

@@ -102,7 +102,7 @@ def judge(found: Machine, ranks: int, gpus: int) -> Iterator[Finding]:
 def _shared_memory(found: Machine) -> Finding:
     topic = GROUP.about("/dev/shm")
     if found.shm_free_bytes is None or found.shm_bytes is None:
-        text = "there is none: loader workers and NCCL hand data over in it"
+        text = "not there; loader workers and NCCL pass data through it"
         return topic.fail(text, "mount -t tmpfs -o size=8g tmpfs /dev/shm")
     free = found.shm_free_bytes
     text = f"{_size(free)} free of {_size(found.shm_bytes)}"

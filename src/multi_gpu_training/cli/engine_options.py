@@ -1,4 +1,5 @@
-"""The flags of `--engine slurm`, which several commands share, and what its ranks run."""
+"""The flags of the engines slurm and kubernetes, which several commands share, and what their ranks
+run."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ from typing import Annotated, Any, get_type_hints
 from typer import Option
 
 _PANEL = "Slurm (--engine slurm)"
+_PODS = "Kubernetes (--engine kubernetes)"
 
 
-def _option(*names: str, help: str, **more: Any) -> Any:
-    return Option(*names, help=help, rich_help_panel=_PANEL, **more)
+def _option(*names: str, help: str, panel: str = _PANEL, **more: Any) -> Any:
+    return Option(*names, help=help, rich_help_panel=panel, **more)
 
 
-SLURM: dict[str, tuple[Any, Any]] = {
+_SLURM: dict[str, tuple[Any, Any]] = {
     "gpus_per_node": (
-        Annotated[str | None, _option(help="a number, or TYPE:NUMBER such as a100:4")],
+        Annotated[str | None, _option(help="a number; for Slurm also TYPE:NUMBER such as a100:4")],
         None,
     ),
     "gpus_per_task": (
@@ -52,22 +54,62 @@ SLURM: dict[str, tuple[Any, Any]] = {
         ],
         None,
     ),
-    "dry_run": (Annotated[bool, _option("--dry-run", help="show the job's script only")], False),
+    "dry_run": (
+        Annotated[bool, _option("--dry-run", help="show the script or manifest")],
+        False,
+    ),
     "detach": (Annotated[bool, _option("--detach", help="submit, and do not follow it")], False),
 }
-# What the ranks of a job must not be told: where they are is Slurm's answer.
+_KUBERNETES: dict[str, tuple[Any, Any]] = {
+    "image": (
+        Annotated[str | None, _option(help="a container with this package", panel=_PODS)],
+        None,
+    ),
+    "kind": (
+        Annotated[str | None, _option(help="jobset, pytorchjob or trainjob", panel=_PODS)],
+        None,
+    ),
+    "namespace": (Annotated[str | None, _option(help="of the job", panel=_PODS)], None),
+    "claim": (
+        Annotated[
+            str | None,
+            _option(help="persistent volume claim for checkpoints: NAME[:/path]", panel=_PODS),
+        ],
+        None,
+    ),
+    "toleration": (
+        Annotated[
+            list[str] | None,
+            _option(help="KEY, KEY=VALUE or KEY=VALUE:EFFECT; repeatable", panel=_PODS),
+        ],
+        None,
+    ),
+    "pod": (
+        Annotated[
+            list[str] | None,
+            _option(
+                help="cpu=8, memory=64Gi, shm=16Gi, gpu=RESOURCE, python=PATH, "
+                "node-selector=LABEL:VALUE; repeatable",
+                panel=_PODS,
+            ),
+        ],
+        None,
+    ),
+}
+ENGINE_OPTIONS = {**_SLURM, **_KUBERNETES}
+# What the ranks of a job must not be told: where they are is the scheduler's answer.
 _FLAGS = {"dry-run", "detach", "insecure-network"}
-_VALUES = {name.replace("_", "-") for name in SLURM} - _FLAGS
+_VALUES = {name.replace("_", "-") for name in ENGINE_OPTIONS} - _FLAGS
 _VALUES |= {"engine", "nnodes", "nodes", "node-rank", "master-addr", "master-port", "num-gpus"}
-_VALUES |= {"cluster-token"}
+_VALUES |= {"cluster-token", "ray-address", "ray-options"}
 
 
-def with_slurm_options(command: Callable[..., None]) -> Callable[..., None]:
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the flags above. It finds them in `ctx.params`."""
 
     @functools.wraps(command)
     def with_them(**params: Any) -> None:
-        command(**{name: value for name, value in params.items() if name not in SLURM})
+        command(**{name: value for name, value in params.items() if name not in ENGINE_OPTIONS})
 
     own = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)
@@ -77,7 +119,7 @@ def with_slurm_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-        for name, (kind, default) in SLURM.items()
+        for name, (kind, default) in ENGINE_OPTIONS.items()
     ]
     with_them.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     with_them.__annotations__ = {p.name: p.annotation for p in parameters}

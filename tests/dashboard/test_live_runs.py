@@ -1,0 +1,250 @@
+"""The dashboard's view of runs stays right while they write, die, resume and disappear."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import mgt_here
+from recorded import Folder
+from rich.console import Console
+
+from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.dashboard.live_runs import QUIET_S, LiveRun, LiveRuns
+from multi_gpu_training.dashboard.run_view import compared, detail, summary
+from multi_gpu_training.dashboard.terminal_view import TopScreen
+from multi_gpu_training.monitoring.event_crc import with_crc
+from multi_gpu_training.monitoring.event_segments import close_segment, merge_segments
+from multi_gpu_training.monitoring.report.lines import EventTail
+from multi_gpu_training.monitoring.report.run_record import read_run
+from multi_gpu_training.monitoring.run_requests import FOLDER, Inbox
+from multi_gpu_training.storage.event_mirror import EventMirror
+from multi_gpu_training.storage.remote_folder import RemoteFolder
+
+
+def of(run: Any, *names: str) -> list[Any]:
+    return [getattr(run, name) for name in names]
+
+
+class Watched:
+    """A folder of runs, looked at by a clock of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.runs, self.now = LiveRuns([str(root)]), 100.0
+
+    def later(self, seconds: float = 1.0) -> dict[str, LiveRun]:
+        self.now += seconds
+        self.runs.poll(self.now)
+        return {run.name: run for run in self.runs.runs.values()}
+
+
+def claim_host(folder: Folder, host: str) -> None:
+    (folder.path / "environment.json").write_text(json.dumps({"host": host, "gpus": []}))
+
+
+def test_what_is_read_bit_by_bit_is_what_is_read_at_once(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "r" / "one")
+    watched = Watched(tmp_path)
+    file = folder.path / "events" / "rank-0.jsonl"
+    for step in range(1, 31):
+        if step == 1:
+            folder.start()
+        folder.log(step, at=step)
+        if step == 10:  # a torn line: half of it now, the rest below
+            line = with_crc(json.dumps({"v": 2, "event": "step", "step": 11, "loss": 7.0}))
+            file.write_bytes(file.read_bytes() + line[:30])
+        run = watched.later()["r/one"]
+        if step == 10:
+            assert run.record is not None
+            assert "rank 0: the last line is torn, it was left out" in run.record.problems
+            file.write_bytes(file.read_bytes() + line[30:] + b"\n")
+        if step == 15:  # the file is closed and a new one begun, as long runs do
+            close_segment(file)
+        if step == 20:
+            close_segment(file)
+            close_segment(folder.path / "events" / "rank-1.jsonl")
+        if step == 25:
+            merge_segments(file)
+        at_once, live = read_run(folder.path), watched.later()["r/one"].record
+        assert live is not None
+        assert live.steps == at_once.steps
+        assert of(live, "state", "last_step", "ranks", "notable", "problems") == of(
+            at_once, "state", "last_step", "ranks", "notable", "problems"
+        )
+    # A file that somebody cut or replaced is read from its beginning.
+    file.write_bytes(b"")
+    folder.log(31, at=31)
+    assert watched.later()["r/one"].record.steps == read_run(folder.path).steps  # type: ignore[union-attr]
+    assert EventTail(file, True).read().count
+
+
+def test_states_follow_what_this_process_sees_whatever_the_clocks_say(tmp_path: Path) -> None:
+    here = Folder(tmp_path / "r" / "here")
+    away = Folder(tmp_path / "r" / "away")
+    claim_host(here, socket.gethostname())
+    watched = Watched(tmp_path)
+    ages = -1e7, +1e7  # seconds: the clocks of these machines are months off
+    for folder, age in ((here, ages[0]), (away, ages[1])):
+        folder.start(at=age)
+        folder.log(1, at=age + 1)
+    lock = RunLock(here.path)
+    there = watched.later()
+    assert (there["r/here"].state, there["r/away"].state) == ("running", "quiet")
+    # Another machine's run that writes is running, though its lock cannot be seen from here.
+    away.log(2, at=ages[1] + 2)
+    assert watched.later()["r/away"].state == "running"
+    assert watched.later(QUIET_S - 5)["r/away"].state == "running"
+    assert watched.later(10)["r/away"].state == "killed"
+    # Killed on this machine: the lock is free at once, and no file has changed.
+    assert watched.later()["r/here"].state == "running"
+    lock.release()
+    assert watched.later()["r/here"].state == "killed"
+    # Resumed: running again, then at its end.
+    lock = RunLock(here.path)
+    here.start(step=1, at=ages[0] + 50)
+    assert watched.later()["r/here"].state == "running"
+    here.end(9, at=ages[0] + 60)
+    lock.release()
+    run = watched.later()["r/here"]
+    assert (run.state, summary(run, watched.now)["step"]) == ("finished", 9)
+    shutil.rmtree(here.path)
+    assert list(watched.later()) == ["r/away"]
+    (away.path / "events" / "rank-0.jsonl").unlink()
+    (away.path / "events" / "rank-1.jsonl").unlink()
+    gone = watched.later()["r/away"]
+    assert gone.state == "unreadable" and "no events" in str(summary(gone, 0.0)["problem"])
+
+
+def test_progress_speed_and_remaining_time_come_from_the_events(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "r" / "run", epochs=4, max_steps=300)
+    folder.start(epoch_steps=100, epoch_samples=6400)
+    for step in range(20, 201, 20):
+        folder.log(step, at=step / 2)
+    folder.time_steps([{"forward": 4.0, "input": 1.0}, {"forward": 8.0}])
+    folder.add(0, "device", gpu_utilization=87.0, gpu_memory_bytes=2e9, peak_bytes=3e9)
+    folder.add(0, "checkpoint", at=60.0, step=100, bytes=5_000_000, stall_s=0.2)
+    folder.add(1, "fault", at=61.0, step=101, kind="nonfinite", action="skip", message="a NaN")
+    (folder.path / "forecast.json").write_text(
+        json.dumps({"gpus": {"2": {"samples_per_s": 600.0, "low": 500.0, "high": 700.0}}})
+    )
+    with_lock = RunLock(folder.path)
+    run = Watched(tmp_path).later()["r/run"]
+    told = detail(run, 0.0)
+    with_lock.release()
+    assert (told["step"], told["total"], told["progress"]) == (200, 300, 200 / 300)
+    assert told["remaining_s"] == pytest.approx(50.0)
+    assert told["samples_per_s"] == 640.0
+    assert told["forecast"]["expected"] == 600.0 and "inside the band" in told["forecast"]["text"]
+    first, second = told["rank_rows"]
+    assert (first["gpu_use"], first["memory"], second["gpu_use"]) == (0.87, 2e9, None)
+    assert second["phases"]["forward"] == pytest.approx(8.0) and second["slowest"]
+    assert told["checkpoints"][0]["step"] == 100 and told["checkpoints"][0]["size"] == "4.8 MB"
+    assert told["faults"][0]["kind"] == "nonfinite" and told["faults"][0]["text"] == "a NaN"
+    curve = told["curves"]["train"]
+    assert curve["step"][-1] == 200 and curve["time"][-1] == 100.0
+    assert curve["samples"][-1] == 200 * 64
+    json.dumps(told, allow_nan=False)
+
+
+def test_runs_are_compared_by_results_and_by_settings_that_differ(tmp_path: Path) -> None:
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        folder = Folder(tmp_path / name, learning_rate=rate)
+        folder.start()
+        folder.log(5)
+        folder.end(5)
+    told = compared(list(Watched(tmp_path).later().values()))
+    assert told["names"] == ["a", "b"]
+    assert told["settings"] == [["learning_rate", "0.1", "0.2"]]
+
+
+def test_runs_at_a_url_are_shown_as_far_as_they_are_uploaded_and_nothing_is_asked_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = Folder(tmp_path / "disk" / "image" / "far")
+    folder.start()
+    folder.log(5)
+    url = f"file://{tmp_path}/store"
+    remote = RemoteFolder(f"{url}/image/far")
+    mirror = EventMirror(remote, folder.path / "events", 0)
+    mirror.upload()
+    remote.write("config.yaml", b"epochs: 3\n")
+    runs = LiveRuns([url])
+    for step in (5, 10):
+        runs.poll_remote()
+        runs.poll(0.0)
+        (run,) = runs.runs.values()
+        told = summary(run, 0.0)
+        assert (told["name"], told["step"], told["can_act"]) == ("image/far", step, False)
+        folder.log(10)
+        mirror.upload()
+    # It has no lease, but was seen to write.
+    assert told["state"] == "running" and told["path"] == f"{url}/image/far"
+
+
+def test_hostile_names_and_texts_are_cut_and_harmless(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\x1b[2J"
+    folder = Folder(tmp_path / "r" / "<img src=x onerror=alert(1)>\x1b[31m", ranks=1)
+    folder.start()
+    folder.log(3, **{evil: 1.0, "m" * 100_000: 2.0, "nan": "nan"})
+    folder.add(0, "log", level="warning", message=evil * 2_000)
+    folder.end(3, error=f"RuntimeError: {evil}")
+    with (folder.path / "events" / "rank-0.jsonl").open("a") as file:
+        file.write("x" * 10_000_000 + "\n")
+    runs = LiveRuns([str(tmp_path)])
+    runs.poll()
+    (run,) = runs.runs.values()
+    told = detail(run, 0.0)
+    text = json.dumps(told, allow_nan=False)
+    assert len(text) < 50_000 and "\\u001b" not in text
+    assert "<script>alert(1)</script>\\x1b[2J" in told["curves"]["train"]["values"]
+    assert told["state"] == "failed" and told["error"].startswith("RuntimeError: <script>")
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    console.print(TopScreen(runs).render(40))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[2J" not in shown and "\x1b[31m\x1b" not in shown and "<img src=x" in shown
+
+
+def test_top_prints_once_where_there_is_no_terminal_and_asks_before_it_acts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Folder(tmp_path / "runs" / "r" / "run")
+    folder.start()
+    folder.log(5)
+    printed = mgt_here(monkeypatch, capsys, "top", tmp_path / "runs")
+    assert printed.code == 0 and "r/run" in printed.out and "rank" in printed.out
+    assert "no runs below" in mgt_here(monkeypatch, capsys, "top", tmp_path / "empty").out
+    with_lock = RunLock(folder.path)
+    runs = LiveRuns([str(tmp_path / "runs")])
+    runs.poll()
+    screen = TopScreen(runs)
+    for key in "xnly\x1b":  # asked and answered no; a rate that is not given
+        screen.press(key)
+    assert not (folder.path / FOLDER).exists()
+    inbox = Inbox(folder.path)
+    for key in "syl0.5\r":
+        screen.press(key)
+    asked = [json.loads(inbox.next() or "{}") for _ in range(2)]
+    assert [(a["action"], a["value"]) for a in asked] == [("save", None), ("set_lr", 0.5)]
+    assert asked[0]["by"] == "mgt top" and inbox.next() is None
+    with_lock.release()
+    runs.poll()
+    screen.press("s")
+    assert "nothing to ask" in screen.message
+    screen.press("q")
+    assert not screen.open
+
+
+def test_a_dashboard_for_others_needs_a_token_that_was_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = mgt_here(monkeypatch, capsys, "dashboard", tmp_path, "--host", "0.0.0.0", "--port", "-1")
+    assert said.code == 2 and "whoever reaches this port could stop your runs" in said.err
+    assert "--port -1: use 0 to 65535" in said.err
+    said = mgt_here(monkeypatch, capsys, "dashboard", tmp_path, "--port", "-1", "--token", "short")
+    assert said.code == 2 and "--token has 5 characters; use at least 12" in said.err
