@@ -33,10 +33,11 @@ def avoid_forbidden_instructions() -> None:
 
 
 avoid_forbidden_instructions()
-# A shell lets what it starts with & ignore these.
+# A shell lets what it starts with & ignore the first two, nohup the last.
 for _number, _usual in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
