@@ -337,13 +337,94 @@ def forget_sharded_step(module: Any) -> None:
     """Drop what a sharded module holds of an unfinished step. `reset_iter_state` alone keeps the
     gradients of micro-batches that were not exchanged yet."""
     state = module._get_fsdp_state()
-    for group in state._fsdp_param_groups:
+    for group in _groups(state):
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-    if state._is_root:
+    if not state._is_root:
+        return
+    if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()
+    else:
+        _reset_iter_state(state)
+
+
+def exchange_unused(module: Any) -> None:
+    """Let parameters that this rank did not use take part with zeros, in `module` and below it."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        module.set_reduce_scatter_unused_params(True)
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            for group in _groups(part._get_fsdp_state()):
+                group.__class__ = _exchanging(type(group))
+
+
+# What torch 2.13 does under public names, for the versions before it
+
+
+def _groups(state: Any) -> list[Any]:
+    """The parameters that are gathered together. Older versions keep one group, not a list."""
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def _exchanging(kind: Any) -> type:
+    """A group of parameters whose unused ones have a gradient of zeros when it is exchanged."""
+
+    class ExchangingGroup(kind):  # type: ignore[misc]
+        def post_backward(self, *unused: Any) -> None:
+            if self.reduce_grads:
+                for parameter in self.fsdp_params:
+                    # It exists once the parameter was gathered: as in torch 2.13.
+                    whole = getattr(parameter, "_unsharded_param", None)
+                    held = parameter.unsharded_accumulated_grad
+                    if whole is None or not whole.requires_grad or held is not None:
+                        continue
+                    if whole.grad is None:
+                        whole.grad = torch.zeros_like(whole)
+            super().post_backward(*unused)
+
+    return ExchangingGroup
+
+
+def _reset_iter_state(root: Any) -> None:
+    """What `reset_iter_state` of torch 2.13 does: wait for what is under way, and drop it."""
+    context, stream = root._comm_ctx, root._device_handle.current_stream()
+
+    def wait(holder: Any, name: str) -> None:
+        held = getattr(holder, name, None)
+        event = getattr(held, "event", held)
+        if event is not None:
+            stream.wait_event(event)
+        if held is not None:
+            setattr(holder, name, None)
+
+    wait(context, "all_gather_state")
+    wait(context, "reduce_scatter_state")
+    context.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for group in _groups(state):
+            gathered, group._all_gather_result = group._all_gather_result, None
+            if gathered is not None and gathered.all_gather_event is not None:
+                stream.wait_event(gathered.all_gather_event)
+            if hasattr(getattr(gathered, "all_gather_work", None), "wait"):
+                gathered.all_gather_work.wait()
+            for name in ("_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event"):
+                wait(group, name)
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
 
 
 def compile_package(program: Any, path: Path) -> None:

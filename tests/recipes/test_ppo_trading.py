@@ -45,7 +45,7 @@ def days(count: int, close: float = 10.0) -> list[str]:
         if np.is_busday(day):
             price = close + 0.1 * (len(found) % 7)
             found.append(f"{day},{price},{price + 1},{price - 1},{price},1000")
-        day += 1
+        day += np.timedelta64(1, "D")
     return found
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.torch_internals import (
     apply_to_tensors,
+    exchange_unused,
     forget_sharded_step,
     own_box,
 )
@@ -72,7 +73,7 @@ def shard(
         )
     assert isinstance(root, FSDPModule)
     # A parameter that this rank did not use takes part with zeros: another rank may have used it.
-    root.set_reduce_scatter_unused_params(True)
+    exchange_unused(root)
     return root
 
 
