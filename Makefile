@@ -3,18 +3,22 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-engines test-federated test-matrix test-small-core lint docs gpu-test dist install-locked clean
+.PHONY: train test test-engines test-federated test-matrix test-small-core lint docs spelling release-check gpu-test dist install-locked clean
 
 # Not -c: these also hold for the isolated environment in which pip builds the package.
 PIN := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
 
 $(VENV)/installed: pyproject.toml constraints.txt
+	@echo "Installing PyTorch and the rest into $(VENV): this takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIN) $(BIN)/pip install --quiet -e '.[dev]'
 	touch $@
 
+# They run examples/notebooks; nothing else needs them.
+NOTEBOOKS := nbclient==0.11.0 ipykernel==7.4.0
 $(VENV)/engines: $(VENV)/installed
 	$(PIN) $(BIN)/pip install --quiet -e '.[dev,engines]'
+	$(PIN) $(BIN)/pip install --quiet $(NOTEBOOKS)
 	touch $@
 
 train: $(VENV)/installed
@@ -42,9 +46,25 @@ $(VENV)/docs: $(VENV)/installed
 	$(PIN) $(BIN)/pip install --quiet -e '.[dev,docs]'
 	touch $@
 
-# The documentation as a site, in site/: every link and every name of the reference is checked.
-docs: $(VENV)/docs
+# In an environment of its own: no other package needs it.
+CODESPELL := codespell==2.4.3
+$(VENV)/spelling/installed: Makefile
+	$(PYTHON) -m venv $(VENV)/spelling
+	$(VENV)/spelling/bin/pip install --quiet $(CODESPELL)
+	touch $@
+
+spelling: $(VENV)/spelling/installed
+	$(PYTHON) scripts/check_spelling.py --codespell $(VENV)/spelling/bin/codespell
+
+# The documentation as a site, in site/: its spelling, every link and every name of the reference is
+# checked. MkDocs sees links inside docs/ only; the test sees those to other files of the repository.
+docs: $(VENV)/docs spelling
+	$(BIN)/pytest -q tests/test_docs.py -k 'links_lead or navigation'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# What a release needs, in empty environments: see the script. TAG=v1.2.3 for the last look.
+release-check: $(VENV)/installed
+	$(BIN)/python scripts/release_check.py $(if $(TAG),--tag $(TAG))
 
 # Real servers, schedulers and long campaigns: too heavy for every commit.
 test-engines: $(VENV)/engines

@@ -1,13 +1,14 @@
-"""Write the pictures in docs/pictures: what commands print at several widths, and a run's curves.
+"""Write the pictures in docs/pictures: what commands print at several widths, and curves of runs.
 
-    python scripts/make_screenshots.py WORKING_FOLDER
+    python scripts/make_screenshots.py WORKING_FOLDER [PICTURE ...]
 
-trains the image recipe in WORKING_FOLDER for half a minute. Look at the pictures before you commit
-them.
+trains the image recipe in WORKING_FOLDER for a minute. Look at the pictures before you commit them.
+Needs matplotlib.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -54,10 +55,41 @@ def screenshot(name: str, width: int, words: list[str], folder: Path) -> None:
     console.save_svg(str(PICTURES / f"{name}.svg"), title=f"{width} columns")
 
 
+def loss_curves(folder: Path) -> None:
+    """Train on one rank and on four, and draw both losses as docs/pictures/loss-1-4.svg."""
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "loss-1-4"  # the same file from the same figures
+    _, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
+    for ranks, style in ((1, {"linewidth": 5, "alpha": 0.35}), (4, {"linestyle": "--"})):
+        name = f"ranks-{ranks}"
+        shutil.rmtree(folder / "runs/image" / name, ignore_errors=True)
+        command = ["train", "image", "--num-gpus", str(ranks), "--run-name", name, "--epochs", "10"]
+        subprocess.run(
+            [sys.executable, "-m", "multi_gpu_training", *command]
+            + ["global_batch_size=64", "log_every=2", "seed=0"],
+            cwd=folder,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        lines = (folder / "runs/image" / name / "events/rank-0.jsonl").read_text().splitlines()
+        steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
+        label = "1 rank" if ranks == 1 else f"{ranks} ranks"
+        axes.plot([e["step"] for e in steps], [e["loss"] for e in steps], label=label, **style)
+    axes.set(xlabel="step", ylabel="training loss", yscale="log")
+    axes.legend()
+    pyplot.savefig(PICTURES / "loss-1-4.svg", metadata={"Date": None})
+
+
 if __name__ == "__main__":
-    where = Path(sys.argv[1])
-    shutil.rmtree(where / RUN, ignore_errors=True)
+    where, asked = Path(sys.argv[1]), sys.argv[2:] or [*SHOWN, "metrics", "loss-1-4"]
     for picture, (columns, command) in SHOWN.items():
-        screenshot(picture, columns, command, where)
-        print(f"{picture}.svg: mgt {' '.join(command)}")
-    shutil.copyfile(where / RUN / "metrics.png", PICTURES / "metrics.png")
+        if picture in asked:
+            if picture == "training":
+                shutil.rmtree(where / RUN, ignore_errors=True)
+            screenshot(picture, columns, command, where)
+            print(f"{picture}.svg: mgt {' '.join(command)}")
+    if "metrics" in asked:
+        shutil.copyfile(where / RUN / "metrics.png", PICTURES / "metrics.png")
+    if "loss-1-4" in asked:
+        loss_curves(where)

@@ -13,8 +13,6 @@ import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +27,18 @@ from multi_gpu_training.cli.app import app
 from multi_gpu_training.cli.train_command import extra_settings
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import flatten, read_config_file, ready_configs, split
+from multi_gpu_training.errors import CODES
 from multi_gpu_training.recipes import RECIPES
 from multi_gpu_training.recipes.recipe import find_recipe
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+]
 RUN_PAGES = ("start", "own-model", "own-loop", "validation", "reliability")
 RUN = [README, *(ROOT / f"docs/{name}.md" for name in RUN_PAGES)]
 NOT_RUN, BEFORE_EACH = "not run", "before each block"
@@ -197,28 +201,6 @@ def options_of(target: str) -> list[str]:
     return list(find_recipe(target if target in RECIPES else "image").options.model_fields)
 
 
-def test_every_setting_is_documented_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \| [^|]+ \|$", settings_tables(), re.MULTILINE)
-    documented = {name: default.strip("`") for name, default in rows}
-    fields = MultiGPUConfig.model_fields
-    assert list(documented) == list(fields)
-    assert documented == {name: written(field.default) for name, field in fields.items()}
-
-
-def settings_tables() -> str:
-    return (ROOT / "docs/config.md").read_text().split("## Every setting")[1]
-
-
-def written(default: Any) -> str:
-    if default is None:
-        return "none"
-    if isinstance(default, timedelta):
-        return f"{default.total_seconds():g}"
-    if isinstance(default, Enum):
-        return str(default.value)
-    return str(default).lower() if isinstance(default, bool) else str(default)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     # PyPI shows the README, so its links are absolute; they must lead to files that are here.
@@ -238,4 +220,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_has_a_place_in_the_navigation() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w-]+\.md", json.dumps(site["nav"]) + site["not_in_nav"]))
-    assert listed == {page.name for page in ROOT.glob("docs/*.md")}
+    assert listed == {page.name for page in ROOT.glob("docs/**/*.md")}
+
+
+def test_the_reference_holds_what_the_code_declares() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "write_reference.py"))["pages"]()
+    for page, text in made.items():
+        assert page.read_text() == text, "run python scripts/write_reference.py"
+
+
+def test_every_setting_is_described() -> None:
+    fields = MultiGPUConfig.model_fields
+    assert [name for name, field in fields.items() if not field.description] == []
+
+
+def test_troubleshooting_explains_every_code_in_the_words_of_mgt_explain() -> None:
+    page = " ".join((ROOT / "docs/troubleshooting.md").read_text().split())
+    assert [code for code, text in CODES.items() if f"**{code}** {text}" not in page] == []
+    assert set(re.findall(r"MGT\d+", page)) == set(CODES)

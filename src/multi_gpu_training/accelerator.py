@@ -33,7 +33,8 @@ def choose(asked: str) -> str:
         instead = f"use device={others[0]}" if others else "use device=cpu"
         raise ConfigError(
             f"device={asked} was asked for, but {why_missing(asked)}; {instead}, or auto; "
-            "`mgt info` shows what there is"
+            "`mgt info` shows what there is",
+            code="MGT201",
         )
     return asked
 
@@ -83,7 +84,8 @@ def refuse_float64(model: nn.Module, device: torch.device) -> None:
     if names:
         raise ModelError(
             f"device={device.type} has no float64, and {len(names)} tensors of the model are "
-            f"float64, the first is {names[0]!r}; call model.float(), or use device=cpu"
+            f"float64, the first is {names[0]!r}; call model.float(), or use device=cpu",
+            code="MGT403",
         )
 
 

@@ -36,6 +36,8 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 NaturalSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 LONGEST_PATH = 4000  # bytes; Linux allows 4096
+# What pydantic calls a name that is not a setting.
+_UNKNOWN = ("extra_forbidden", "no_such_attribute")
 # What to do about a value that is out of range, where the range alone does not say it.
 _REMEDIES = {
     "limit_val_batches": "give the number of batches, or leave it out to validate on every sample",
@@ -79,8 +81,14 @@ class MultiGPUConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, use_enum_values=False)
 
     # Where it runs
-    training_mode: TrainingMode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
-    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = "auto"
+    training_mode: TrainingMode = Field(
+        TrainingMode.DISTRIBUTED_DATA_PARALLEL,
+        description="a process per GPU (DDP), fully_sharded (FSDP2), data_parallel, single, or "
+        "auto: what fits",
+    )
+    device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = Field(
+        "auto", description="auto: the first that is available"
+    )
     device_ids: list[Annotated[int, Field(ge=0, lt=2**15)]] | None = Field(
         None,
         min_length=1,
@@ -91,8 +99,8 @@ class MultiGPUConfig(BaseModel):
     world_size: Annotated[int, Field(gt=0, le=2**20)] | None = Field(
         None, description="number of ranks; None: one per GPU"
     )
-    rank: RankNumber | None = None
-    local_rank: RankNumber | None = None
+    rank: RankNumber | None = Field(None, description="only for ranks that are started by hand")
+    local_rank: RankNumber | None = Field(None, description="rank on this machine; None: rank")
     backend: Literal["nccl", "gloo"] | None = Field(
         None, description="None: nccl with GPUs, else gloo"
     )
@@ -108,9 +116,9 @@ class MultiGPUConfig(BaseModel):
     global_batch_size: PositiveInt | None = Field(
         None, description="samples per step over all ranks, kept when the number of GPUs changes"
     )
-    gradient_accumulation_steps: PositiveInt = 1
-    epochs: PositiveInt = 10
-    max_steps: PositiveInt | None = None
+    gradient_accumulation_steps: PositiveInt = Field(1, description="micro-batches per step")
+    epochs: PositiveInt = Field(10, description="passes over the data")
+    max_steps: PositiveInt | None = Field(None, description="ends the run after so many steps")
     steps_per_epoch: PositiveInt | None = Field(
         None, description="length of an epoch over a stream that has none"
     )
@@ -146,32 +154,52 @@ class MultiGPUConfig(BaseModel):
         description="16-bit arithmetic; None: on GPUs that have bf16, for convolutions, recurrent "
         "layers and models of a million parameters and more",
     )
-    mixed_precision_dtype: Literal["auto", "bf16", "fp16"] = "auto"
+    mixed_precision_dtype: Literal["auto", "bf16", "fp16"] = Field(
+        "auto", description="auto: bf16 where the GPU has it, else fp16 with loss scaling"
+    )
     allow_tf32: bool | None = Field(
         None, description="TF32 matrix products on Ampere and later; None: yes"
     )
-    max_grad_norm: PositiveFloat | None = None
+    max_grad_norm: PositiveFloat | None = Field(
+        None, description="clips the gradient of a step to this norm"
+    )
     max_grad_value: PositiveFloat | None = Field(
         None, description="clamps each element of the gradient, after max_grad_norm"
     )
-    use_gradient_checkpointing: bool = False
-    sync_bn: bool = False
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    deterministic: bool = False
+    use_gradient_checkpointing: bool = Field(
+        False, description="recomputes activations in backward: less memory, more time"
+    )
+    sync_bn: bool = Field(False, description="BatchNorm over all ranks")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="of order, augmentation and noise; seed the initial weights yourself"
+    )
+    deterministic: bool = Field(
+        False, description="deterministic kernels: needed for identical bits on GPUs"
+    )
 
     # Learning rate
-    learning_rate: PositiveFloat = 1e-3
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-2
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    learning_rate: PositiveFloat = Field(1e-3, description="of the default AdamW")
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        1e-2, description="of the default AdamW"
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="scales the rate by the global batch, or by its square root"
+    )
     base_batch_size: PositiveInt | None = Field(
         None, description="the batch that learning_rate was chosen for; None is batch_size"
     )
-    warmup_epochs: Annotated[float, Field(ge=0, le=1e9)] = 0.0
-    warmup_steps: NaturalInt = 0
+    warmup_epochs: Annotated[float, Field(ge=0, le=1e9)] = Field(
+        0.0, description="epochs of warm-up"
+    )
+    warmup_steps: NaturalInt = Field(0, description="warm-up in steps, instead of warmup_epochs")
     warmup_max_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="largest part of the run that is warm-up; 0.1 for a recipe's own warm-up"
     )
-    schedule: str = Field("constant", json_schema_extra={"enum": list(SCHEDULES)})
+    schedule: str = Field(
+        "constant",
+        json_schema_extra={"enum": list(SCHEDULES)},
+        description="cosine and linear fall to 0 at the end of the run",
+    )
     schedule_step_epochs: PositiveInt = Field(30, description="schedule=step: epochs between drops")
     schedule_gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="factor of a drop")
     scheduler_unit: Literal["step", "epoch"] = Field(
@@ -191,12 +219,20 @@ class MultiGPUConfig(BaseModel):
     )
 
     # DDP
-    find_unused_parameters: bool = False
-    broadcast_buffers: bool = True
-    use_gradient_as_bucket_view: bool = True
-    bucket_cap_mb: Annotated[float, Field(gt=0, le=1e6)] = 25.0
+    find_unused_parameters: bool = Field(
+        False, description="allows parameters without gradient; otherwise an error names them"
+    )
+    broadcast_buffers: bool = Field(True, description="buffers follow those of rank 0")
+    use_gradient_as_bucket_view: bool = Field(
+        True, description="gradients share memory with the buffers of the exchange"
+    )
+    bucket_cap_mb: Annotated[float, Field(gt=0, le=1e6)] = Field(
+        25.0, description="size of a buffer of the exchange"
+    )
     reduce_bucket_size: PositiveInt | None = Field(None, description="bucket_cap_mb in bytes")
-    static_graph: bool = False
+    static_graph: bool = Field(
+        False, description="promises that every step uses the same parameters"
+    )
     use_fp16_allreduce: bool = Field(False, description="the same as fp16_compression")
     fp16_compression: bool = Field(False, description="send gradients in 16 bits")
     consistency_check_every: NaturalInt = Field(
@@ -217,8 +253,8 @@ class MultiGPUConfig(BaseModel):
     )
     fsdp_copy_size: Annotated[int, Field(gt=0, le=2**20)] | Literal["machine"] | None = Field(
         None,
-        description="ranks that hold one copy of the model together: a number, machine (those of "
-        "one machine), or None: all",
+        description="ranks that hold one copy of the model together: a number, or machine (all "
+        "ranks of one); None: all",
     )
     tensor_parallel: Annotated[int, Field(gt=0, le=2**10)] = Field(
         1, description="neighbouring ranks that compute each layer together, by the model's plan"
@@ -228,11 +264,13 @@ class MultiGPUConfig(BaseModel):
     )
 
     # Feeding
-    num_workers: NaturalInt = 0
-    pin_memory: bool = True
-    prefetch_factor: PositiveInt | None = None
-    persistent_workers: bool = False
-    shuffle: bool = True
+    num_workers: NaturalInt = Field(0, description="loader processes per rank")
+    pin_memory: bool = Field(True, description="pinned host memory, on GPUs")
+    prefetch_factor: PositiveInt | None = Field(
+        None, description="batches that each worker loads ahead; None: 2"
+    )
+    persistent_workers: bool = Field(False, description="keeps workers between epochs")
+    shuffle: bool = Field(True, description="a new order each epoch; a DataLoader keeps its own")
     data_on_gpu: bool | None = Field(
         None, description="keep a TensorDataset on the GPU; None: where gpu_data_gb allows it"
     )
@@ -241,7 +279,7 @@ class MultiGPUConfig(BaseModel):
     )
 
     # Keeping
-    enable_fault_tolerance: bool = True
+    enable_fault_tolerance: bool = Field(True, description="writes checkpoints and handles faults")
     checkpoint_frequency: PositiveInt = Field(1000, description="steps between checkpoints")
     checkpoint_interval_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = (
         Field(
@@ -265,7 +303,7 @@ class MultiGPUConfig(BaseModel):
     recovery_timeout: Seconds = Field(
         300.0, description="seconds the ranks have to find each other, also after a restart"
     )
-    keep_last: PositiveInt = 3
+    keep_last: PositiveInt = Field(3, description="newest intact checkpoints kept")
     keep_best: PositiveInt = Field(1, description="best checkpoints by best_metric kept as well")
     on_save_failure: Literal["continue", "stop"] = Field(
         "continue", description="what training does when a checkpoint cannot be written"
@@ -322,15 +360,15 @@ class MultiGPUConfig(BaseModel):
     upload_wait_s: Annotated[float, Field(ge=0)] = Field(
         300.0, description="with a URL: seconds that the end of a run waits for its last uploads"
     )
-    recipe: str = "custom"
+    recipe: str = Field("custom", description="folder of the run below save_dir")
     run_name: str | None = Field(
         None, description="name of the run's folder, without slashes; None: the time of its start"
     )
     forecast: str | None = Field(
         None, description="forecast.json of `mgt estimate`, kept with the run for its report"
     )
-    log_every: PositiveInt = 20
-    tensorboard: bool = True
+    log_every: PositiveInt = Field(20, description="steps between log entries")
+    tensorboard: bool = Field(True, description="TensorBoard curves, if it is installed")
     loggers: list[str] = Field(
         [],
         description="where metrics go besides the run's events: csv, tensorboard, wandb, mlflow, "
@@ -350,7 +388,9 @@ class MultiGPUConfig(BaseModel):
         "macro",
         description="what `f1` is: the mean over classes, over all samples, or that of class 1",
     )
-    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    progress: Literal["auto", "bar", "lines", "off"] = Field(
+        "auto", description="auto: a bar on a terminal, else lines; off: warnings and errors only"
+    )
     monitor: bool = Field(
         True, description="record the phases of sampled steps and the use of the device"
     )
@@ -420,7 +460,7 @@ class MultiGPUConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             names = list(type(self).model_fields)
-            raise ConfigError([_describe(detail, names) for detail in error.errors()]) from None
+            raise _refusal(error, names) from None
         self.check()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -428,7 +468,7 @@ class MultiGPUConfig(BaseModel):
             super().__setattr__(name, value)
         except ValidationError as error:
             names = list(type(self).model_fields)
-            raise ConfigError([_describe(detail, names) for detail in error.errors()]) from None
+            raise _refusal(error, names) from None
 
     @property
     def chooses_mode(self) -> bool:
@@ -727,9 +767,16 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {brief(key)}; {hint}"
 
 
+def _refusal(error: ValidationError, known: list[str]) -> ConfigError:
+    details = error.errors()
+    unknown = any(detail["type"] in _UNKNOWN for detail in details)
+    problems = [_describe(detail, known) for detail in details]
+    return ConfigError(problems, code="MGT102" if unknown else None)
+
+
 def _describe(detail: ErrorDetails, known: list[str]) -> str:
     name = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] in ("extra_forbidden", "no_such_attribute"):
+    if detail["type"] in _UNKNOWN:
         return unknown_key(name, known)
     problem = detail["msg"].removeprefix("Value error, ")
     remedy = f"; {_REMEDIES[name]}" if name in _REMEDIES else ""

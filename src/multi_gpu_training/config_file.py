@@ -73,7 +73,8 @@ def read_config_file(name: str) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{path}: {error.full_key}: {_reason(error)}; set {error.full_key}, or what it refers "
-            "to, here or in a file of `defaults`"
+            "to, here or in a file of `defaults`",
+            code="MGT103",
         ) from None
     return cast(dict[str, Any], values)
 
@@ -107,7 +108,8 @@ def read_override(text: str) -> tuple[str, Any]:
     if not equals or not all(key.split(".")):
         raise ConfigError(
             f"{brief(text)} is not a setting; write key=value, for example lr=2e-3 or "
-            "training.lr=2e-3"
+            "training.lr=2e-3",
+            code="MGT102",
         )
     if len(text) > LONGEST_WORD:
         raise ConfigError(
@@ -207,7 +209,7 @@ def split(
     known = fields + options
     problems = [unknown_key(str(key), known) for key in values if key not in known]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, code="MGT102")
     return (
         {key: value for key, value in values.items() if key in fields},
         {key: value for key, value in values.items() if key not in fields},
@@ -242,7 +244,8 @@ def _with_defaults(path: Path, chain: tuple[Path, ...]) -> DictConfig:
     if path in chain:
         circle = " -> ".join(p.stem for p in (*chain[chain.index(path) :], path))
         raise ConfigError(
-            f"{chain[-1]}: `defaults` go in a circle: {circle}; take one name out of its list"
+            f"{chain[-1]}: `defaults` go in a circle: {circle}; take one name out of its list",
+            code="MGT103",
         )
     own, names = _load(path)
     merged = OmegaConf.create()
@@ -255,7 +258,8 @@ def _with_defaults(path: Path, chain: tuple[Path, ...]) -> DictConfig:
         except (OmegaConfBaseException, TypeError) as error:
             raise ConfigError(
                 f"{path}: {name} in `defaults` does not fit the ones before it ({_reason(error)}); "
-                "make the key a list in each, or a section in each"
+                "make the key a list in each, or a section in each",
+                code="MGT103",
             ) from None
     return merged
 
@@ -263,7 +267,9 @@ def _with_defaults(path: Path, chain: tuple[Path, ...]) -> DictConfig:
 def _find(name: str, folder: Path, asked_by: Path | None = None) -> Path:
     problem = path_problem(name) or (None if Path(name).name else "it names no file")
     if problem is not None:
-        raise ConfigError(f"config {brief(name, 80)}: {problem}; give the path of a YAML file")
+        raise ConfigError(
+            f"config {brief(name, 80)}: {problem}; give the path of a YAML file", code="MGT103"
+        )
     path = folder / Path(name).expanduser()
     suffixed = path.suffix in {".yaml", ".yml"}
     places = [path] if suffixed else [path.with_name(path.name + s) for s in (".yaml", ".yml")]
@@ -277,11 +283,15 @@ def _find(name: str, folder: Path, asked_by: Path | None = None) -> Path:
     close = difflib.get_close_matches(name, ready, n=1)
     if asked_by is not None:
         hint = f"did you mean {close[0]!r}?" if close else "create it, or take it out of `defaults`"
-        raise ConfigError(f"{asked_by}: `defaults` names {name!r}, not found; {looked}; {hint}")
+        raise ConfigError(
+            f"{asked_by}: `defaults` names {name!r}, not found; {looked}; {hint}", code="MGT103"
+        )
     if path.is_dir():
-        raise ConfigError(f"config {name!r} is a folder; give the path of a YAML file in it")
+        raise ConfigError(
+            f"config {name!r} is a folder; give the path of a YAML file in it", code="MGT103"
+        )
     hint = f"did you mean {close[0]!r}?" if close else "give the path of a YAML file, or one name"
-    raise ConfigError(f"config {name!r} not found; {looked}; {hint}")
+    raise ConfigError(f"config {name!r} not found; {looked}; {hint}", code="MGT103")
 
 
 def _load(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -293,29 +303,35 @@ def _load(path: Path) -> tuple[dict[str, Any], list[str]]:
         root = yaml.compose(text, yaml.SafeLoader)
         if root is not None and not isinstance(root, yaml.MappingNode):
             raise ConfigError(
-                f"{path}: the top level is a {root.id}; a config file holds `key: value` lines"
+                f"{path}: the top level is a {root.id}; a config file holds `key: value` lines",
+                code="MGT103",
             )
         own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(io.StringIO(text))))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}, {_syntax(error, text)}") from None
+        raise ConfigError(f"{path}, {_syntax(error, text)}", code="MGT103") from None
     except OmegaConfBaseException as error:
         raise ConfigError(
-            f"{path}: {_reason(error)}; write a reference as ${{name}}, a key as text or a number"
+            f"{path}: {_reason(error)}; write a reference as ${{name}}, a key as text or a number",
+            code="MGT103",
         ) from None
     except (OSError, ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(
             f"{path} cannot be read ({_reason(error)}); it must be a text file in UTF-8 that you "
-            "may open"
+            "may open",
+            code="MGT103",
         ) from None
 
     names = own.pop("defaults", None) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             f"{path}: defaults={brief(names)} must be a list of names, each a YAML file beside "
-            f"this one, a ready config or {SELF}"
+            f"this one, a ready config or {SELF}",
+            code="MGT103",
         )
     if names.count(SELF) > 1:
-        raise ConfigError(f"{path}: `defaults` holds {SELF} {names.count(SELF)} times; keep one")
+        raise ConfigError(
+            f"{path}: `defaults` holds {SELF} {names.count(SELF)} times; keep one", code="MGT103"
+        )
     for section in SECTIONS:
         # Keys that are all commented out must not erase the section of a default.
         if own.get(section, ...) is None:

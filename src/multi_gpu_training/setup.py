@@ -256,7 +256,7 @@ class Training:
             self.fault_tolerance.resume(checkpoint)
         except CheckpointError as error:
             changed = _changed_options(self.options, checkpoint)
-            raise CheckpointError(f"{error}{changed}") from None
+            raise CheckpointError(f"{error}{changed}", code=error.code) from None
         self.records.checkpoints_changed()  # from which step on this attempt differs
         manifest = read_manifest(checkpoint)
         saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")

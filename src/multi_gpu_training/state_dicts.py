@@ -292,7 +292,8 @@ def load_model_state(
             f"{where} belongs to another model:\n"
             + "\n".join(f"  - {line}" for line in shown)
             + more
-            + "\nResume with the model that wrote it, or start a new run with another --run-name"
+            + "\nResume with the model that wrote it, or start a new run with another --run-name",
+            code="MGT702",
         )
     model.load_state_dict({real_names[name]: value for name, value in saved.items()})
 
@@ -337,7 +338,8 @@ def load_optimizer_state(
         raise CheckpointError(
             f"{where}: its optimizer has {len(theirs)} groups of "
             f"{[len(g) for g in theirs]} parameters, this one {[len(g) for g in mine]}; build the "
-            "optimizer as the run that wrote it did"
+            "optimizer as the run that wrote it did",
+            code="MGT702",
         )
     numbers = {name: i for i, name in enumerate(n for group in mine for n in group)}
     groups = [

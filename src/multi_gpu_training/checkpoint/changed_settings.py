@@ -121,7 +121,8 @@ class RunDescription:
                 f"step {snapshot.step} was saved by a run with other settings:\n"
                 + table(changes)
                 + "\nResume with the settings that it had, or start a new run; --resume-anyway "
-                "(resume_anyway=true, MGT_RESUME_ANYWAY=1) goes on, as another training"
+                "(resume_anyway=true, MGT_RESUME_ANYWAY=1) goes on, as another training",
+                code="MGT703",
             )
         if not changes:
             return snapshot, []

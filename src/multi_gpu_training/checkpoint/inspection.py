@@ -93,7 +93,9 @@ def _where(given: Path) -> tuple[Path, Sequence[Path] | None]:
         return given, None
     runs = sorted(str(path.parent) for path in given.glob("**/checkpoints") if path.is_dir())
     hint = f"; did you mean {runs[-1]}?" if runs else ""
-    raise ConfigError(f"{given} is not a run folder: there is no `checkpoints` in it{hint}")
+    raise ConfigError(
+        f"{given} is not a run folder: there is no `checkpoints` in it{hint}", code="MGT104"
+    )
 
 
 def _look(store: CheckpointStore, path: Path) -> ListedCheckpoint:

@@ -25,7 +25,7 @@ def merge(given: Path, out: Path, like: Path | None = None) -> tuple[Path, int]:
     the file and the step it is of.
     """
     if out.exists():
-        raise ConfigError(f"{out} is there already; choose another name")
+        raise ConfigError(f"{out} is there already; choose another name", code="MGT106")
     if like is not None and not (like / "config.json").is_file():
         raise ConfigError(f"--like {like}: no config.json in it; give a save_pretrained folder")
     if like is not None and out.suffix == ".safetensors":
@@ -34,7 +34,9 @@ def merge(given: Path, out: Path, like: Path | None = None) -> tuple[Path, int]:
     chosen = next((c for c in found.checkpoints if c.name == found.newest_intact), None)
     if chosen is None:
         problems = [f"{c.name} is damaged: {c.problem}" for c in found.checkpoints if c.problem]
-        raise CheckpointError("; ".join([f"no intact checkpoint in {given}", *problems]))
+        raise CheckpointError(
+            "; ".join([f"no intact checkpoint in {given}", *problems]), code="MGT701"
+        )
     snapshot = load(Path(chosen.path))
     weights = {name: tensor.contiguous() for name, tensor in snapshot.model.items()}
     # Tied weights under all their names: whoever reads this may not know what is tied to what.

@@ -231,7 +231,8 @@ class RunState:
             # Its hashes are right: it was written like this, by other code or to do harm.
             raise CheckpointError(
                 f"{where} does not hold what this run needs ({type(error).__name__}: "
-                f"{error!s:.300}); resume with the code that wrote it, or from another checkpoint"
+                f"{error!s:.300}); resume with the code that wrote it, or from another checkpoint",
+                code="MGT702",
             ) from error
 
     def _load(self, snapshot: Snapshot, where: str) -> str | None:
@@ -312,7 +313,9 @@ def locate(
     for line in found.said:
         log.info(line)
     if found.path is None and found.damaged:
-        raise CheckpointError(f"no intact checkpoint in {store.folder}: {'; '.join(found.damaged)}")
+        raise CheckpointError(
+            f"no intact checkpoint in {store.folder}: {'; '.join(found.damaged)}", code="MGT701"
+        )
     return found.path
 
 
@@ -328,5 +331,7 @@ def read_together(path: Path, placement: Placement, store: CheckpointStore) -> S
     problem = store.verifier.damage(path) if verifies else None
     problems = [line for line in placement.gather_json(problem) if line]
     if problems:
-        raise CheckpointError(f"{path} is damaged: {problems[0]}; resume from another checkpoint")
+        raise CheckpointError(
+            f"{path} is damaged: {problems[0]}; resume from another checkpoint", code="MGT701"
+        )
     return read_verified(path)

@@ -114,7 +114,8 @@ def _take(descriptor: int, folder: Path, grace_s: float) -> bool:
                 raise ConfigError(
                     f"the run {folder} is in use by process {by['pid']} on {by['host']} since "
                     f"{by['since']} ({by['command']}); wait for it, stop it, or choose another "
-                    "--run-name"
+                    "--run-name",
+                    code="MGT705",
                 ) from None
             time.sleep(0.05)
         except OSError as error:

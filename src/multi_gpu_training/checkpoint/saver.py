@@ -343,7 +343,8 @@ class Saver:
         if any(self.placement.gather_json(taken)):
             raise ConfigError(
                 f"the run {self.store.folder.parent} already has checkpoints; add --resume auto to "
-                "continue it, or choose another --run-name"
+                "continue it, or choose another --run-name",
+                code="MGT106",
             )
 
     def resume(self, path: Path) -> None:

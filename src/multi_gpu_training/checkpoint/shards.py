@@ -118,7 +118,9 @@ class ShardWriting:
             self._wait(note.exists, f"the file of rank {rank}")
             facts = read_json(note, dict[str, Any])
             if "problem" in facts:
-                raise CheckpointError(f"rank {rank} could not write its file: {facts['problem']}")
+                raise CheckpointError(
+                    f"rank {rank} could not write its file: {facts['problem']}", code="MGT704"
+                )
             found[name] = facts
             note.unlink()
         return found
@@ -130,7 +132,7 @@ class ShardWriting:
                 end = min(end, time.monotonic() + _HURRIED_S)
                 self.hurry = False
             if time.monotonic() > end:
-                raise CheckpointError(f"{what} did not come into {self.staged}")
+                raise CheckpointError(f"{what} did not come into {self.staged}", code="MGT704")
             time.sleep(_LOOK_S)
 
 
@@ -147,7 +149,7 @@ class StoredRows:
         self.dtype: torch.dtype = self._parts[0][0:0].dtype
         alike = all(part.get_shape()[1:] == list(shape[1:]) for part in self._parts)
         if not alike or not shape or sum(self._rows) != shape[0]:
-            raise CheckpointError(f"the files do not hold the {shape} of {key}")
+            raise CheckpointError(f"the files do not hold the {shape} of {key}", code="MGT701")
 
     def read(self, start: int, stop: int) -> Tensor:
         found, first = [], 0
@@ -173,7 +175,7 @@ def stored_rows(path: Path, manifest: Mapping[str, Any], kind: str) -> dict[str,
     names = [shard_name(rank, ranks) for rank in range(ranks)]
     missing = [name for name in names if name not in manifest["files"]]
     if missing:
-        raise CheckpointError(f"{path}: its manifest lists no {missing[0]}")
+        raise CheckpointError(f"{path}: its manifest lists no {missing[0]}", code="MGT701")
     files = [safe_open(path / name, framework="pt") for name in names]
     return {name: StoredRows(files, f"{kind}/{name}", shape) for name, shape in split[kind].items()}
 

@@ -87,19 +87,23 @@ def read_signer(path: str | None, signs: bool = True) -> ManifestSigner | None:
             raw = opened.read(MOST_KEY + 1)
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"the key file {path} cannot be read: {reason}") from None
+        raise ConfigError(f"the key file {path} cannot be read: {reason}", code="MGT706") from None
     if len(raw) > MOST_KEY:
-        raise ConfigError(f"the key file {path} has more than {MOST_KEY:,} bytes; give a key")
+        raise ConfigError(
+            f"the key file {path} has more than {MOST_KEY:,} bytes; give a key", code="MGT706"
+        )
     key: Key = _Ed25519(raw, path) if b"-----BEGIN" in raw else _Secret(raw.strip(), path)
     if signs and isinstance(key, _Ed25519) and not key.can_sign:
         raise ConfigError(
             f"the key file {path} holds a public key, which verifies but cannot sign; give the "
-            "private one"
+            "private one",
+            code="MGT706",
         )
     secret = not isinstance(key, _Ed25519) or key.can_sign
     if secret and mode & 0o077:
         raise ConfigError(
-            f"the key file {path} may be read by others (mode {mode:04o}); run chmod 600 {path}"
+            f"the key file {path} may be read by others (mode {mode:04o}); run chmod 600 {path}",
+            code="MGT706",
         )
     return ManifestSigner(key, file.name)
 
@@ -116,7 +120,8 @@ class _Secret:
         if len(secret) < LEAST_SECRET:
             raise ConfigError(
                 f"the key file {path} holds {len(secret)} bytes; a secret has at least "
-                f"{LEAST_SECRET}: `mgt cluster token FILE` writes one"
+                f"{LEAST_SECRET}: `mgt cluster token FILE` writes one",
+                code="MGT706",
             )
         self._secret = secret
         self.key_id = hmac.new(secret, b"key id", hashlib.sha256).hexdigest()[:16]
@@ -142,7 +147,8 @@ class _Ed25519:
         except ImportError:
             raise ConfigError(
                 f"the key file {path} is in PEM form, which needs the `cryptography` package; "
-                "install it, or use a secret of `mgt cluster token FILE`"
+                "install it, or use a secret of `mgt cluster token FILE`",
+                code="MGT105",
             ) from None
         self._private: Any = None
         try:
@@ -156,7 +162,8 @@ class _Ed25519:
             self._public.verify  # noqa: B018 - only keys that sign messages as they are have it
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(
-                f"the key file {path} holds no ed25519 key without a password: {error}"
+                f"the key file {path} holds no ed25519 key without a password: {error}",
+                code="MGT706",
             ) from None
         self._invalid = InvalidSignature
 

@@ -109,7 +109,8 @@ class CheckpointStore:
             raise CheckpointError(
                 f"could not save step {captured.step} in {self.folder}: "
                 f"{error.strerror or error}; earlier checkpoints are untouched. Free some space "
-                "or choose another --save-dir"
+                "or choose another --save-dir",
+                code="MGT704",
             ) from error
 
     def write_shard(self, captured: Capture) -> None:
@@ -321,7 +322,8 @@ class CheckpointStore:
             if newer:
                 raise CheckpointError(
                     f"cannot go back to step {from_step}: {self.folder / 'lineage.json'} cannot "
-                    f"be written ({error.strerror}); free some space first"
+                    f"be written ({error.strerror}); free some space first",
+                    code="MGT704",
                 ) from error
             # Nothing newer could be mistaken for ours: the next save writes it.
 
@@ -384,7 +386,9 @@ def load(path: Path) -> Snapshot:
     """Read a checkpoint after checking every byte of it. Split tensors come whole."""
     problem = integrity.damage(path)
     if problem is not None:
-        raise CheckpointError(f"{path} is damaged: {problem}; resume from another checkpoint")
+        raise CheckpointError(
+            f"{path} is damaged: {problem}; resume from another checkpoint", code="MGT701"
+        )
     return read_verified(path, in_parts=False)
 
 
@@ -434,7 +438,7 @@ def load_model(path: Path) -> StoredModel:
     the optimizer's are not read."""
     problem = integrity.damage(path)
     if problem is not None:
-        raise CheckpointError(f"{path} is damaged: {problem}")
+        raise CheckpointError(f"{path} is damaged: {problem}", code="MGT701")
     manifest = _read(path, integrity.read_manifest)
     plain = _read(path / "state.json", lambda file: read_json(file, dict[str, Any], _MOST_STATE))
     tensors, held = (_read(path / f"{name}.safetensors", load_file) for name in ("model", "state"))
@@ -465,5 +469,6 @@ def _read(file: Path, how: Callable[[Path], Any]) -> Any:
     except _NONSENSE as error:
         raise CheckpointError(
             f"{file} does not hold what a checkpoint holds ({type(error).__name__}: "
-            f"{error!s:.300}); resume from another checkpoint, and ask where this one comes from"
+            f"{error!s:.300}); resume from another checkpoint, and ask where this one comes from",
+            code="MGT701",
         ) from error

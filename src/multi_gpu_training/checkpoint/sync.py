@@ -239,7 +239,9 @@ def send(
     # The names came over the network: they must not lead out of the staging folder.
     strange = [n for n, _ in head["sizes"] if not is_plain_name(n)]
     if strange:
-        raise CheckpointError(f"{path.name} is not a checkpoint: it has files named {strange}")
+        raise CheckpointError(
+            f"{path.name} is not a checkpoint: it has files named {strange}", code="MGT701"
+        )
     problem: str | None = None
     staged = store.staging(path) if rank in needy else None
     for name, size in head["sizes"]:
@@ -259,7 +261,7 @@ def send(
         shutil.rmtree(staged, ignore_errors=True)
     problems = [line for line in placement.gather_json(problem) if line]
     if problems:
-        raise CheckpointError("; ".join(problems))
+        raise CheckpointError("; ".join(problems), code="MGT701")
 
 
 def _send_file(

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 
-from multi_gpu_training.errors import ConfigError, MultiGPUError
+from multi_gpu_training.errors import ConfigError, MultiGPUError, with_code
 from multi_gpu_training.safe_output import protect_output
 
 # `python -m torch.distributed.launch -m multi_gpu_training ...` puts it before the command.
@@ -43,6 +43,10 @@ def main() -> None:
             raise
         print(_told(error, words), file=sys.stderr)
         sys.exit(error.exit_code)
+    except SystemExit as stop:
+        if _is_usage_error(stop.__context__):  # typer has told it
+            print(with_code("", "MGT101").strip(), file=sys.stderr)
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
@@ -54,5 +58,13 @@ def _told(error: MultiGPUError, words: list[str]) -> str:
     """The message, under a heading that fits the command."""
     command = next((word for word in words if not word.startswith("-")), "")
     if isinstance(error, ConfigError) and command not in STARTS_A_RUN:
-        return error.under("This cannot be done:")
-    return str(error)
+        return error.shown(error.under("This cannot be done:"))
+    return error.shown()
+
+
+def _is_usage_error(error: BaseException | None) -> bool:
+    """Whether typer refused the words, rather than that it showed its help for want of any."""
+    import typer
+
+    usage_error = typer.BadParameter.__mro__[1]  # of click, or of the copy that typer may bring
+    return isinstance(error, usage_error) and type(error).__name__ != "NoArgsIsHelpError"

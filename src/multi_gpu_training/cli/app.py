@@ -44,7 +44,8 @@ def no_flag(ctx: typer.Context, word: str | None) -> str | None:
 
         raise ConfigError(
             f"unknown flag {word.partition('=')[0]}; `mgt {ctx.info_name} --help` lists the flags, "
-            "and those of a recipe or script come after its name"
+            "and those of a recipe or script come after its name",
+            code="MGT101",
         )
     a_path(word)
     return word
@@ -452,7 +453,9 @@ def search(
         list[str] | None, Option(help="as the run logs it; default val/loss; :min or :max")
     ] = None,
     trials: Annotated[int | None, Option(help="in all; default 20")] = None,
-    sampler: Annotated[str | None, Option(help="tpe, random, grid, cmaes, nsga2 or pbt")] = None,
+    sampler: Annotated[
+        str | None, Option(help="tpe, optuna-tpe, random, grid, cmaes, nsga2 or pbt")
+    ] = None,
     pruner: Annotated[str | None, Option(help="none, median, hyperband or asha")] = None,
     seed: Annotated[int | None, Option(help="of the suggestions")] = None,
     value: Annotated[str | None, Option(help="last or best validation of a trial")] = None,
@@ -700,6 +703,16 @@ def info() -> None:
     from multi_gpu_training.gpus import print_gpu_info
 
     print_gpu_info()
+
+
+@app.command()
+def explain(
+    code: Annotated[str | None, Argument(help="such as MGT201; default: all")] = None,
+) -> None:
+    """Say what the code below an error message means, and what to do."""
+    from multi_gpu_training.cli.explain_command import explain
+
+    raise typer.Exit(explain(code))
 
 
 @app.command(name="config-schema")

@@ -30,7 +30,7 @@ def merge_checkpoint(words: list[str], like: str | None) -> int:
         raise ConfigError("give a run and where to write: mgt checkpoints merge RUN OUT")
     run, out = map(Path, words)
     if not run.is_dir():
-        raise ConfigError(f"mgt checkpoints merge {run}: no such folder")
+        raise ConfigError(f"mgt checkpoints merge {run}: no such folder", code="MGT104")
     file, step = merge(run, out, None if like is None else Path(like))
     print(printable(f"the weights of step {step}: {file}"))
     return 0
@@ -55,12 +55,13 @@ def upload_run(run: str, url: str | None, wait_s: float) -> int:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
             f"mgt checkpoints upload {run}: no run there; give a run folder, such as the local "
-            "copy that the run named"
+            "copy that the run named",
+            code="MGT104",
         )
     try:
         settings = read_yaml(folder / "config.yaml")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"mgt checkpoints upload {run}: {error}") from None
+        raise ConfigError(f"mgt checkpoints upload {run}: {error}", code="MGT707") from None
     save = str(settings.get("save_dir", ""))
     if url is None and is_url(save):
         url = f"{save}/{settings.get('recipe', 'custom')}/{folder.resolve().name}"
@@ -73,7 +74,7 @@ def upload_run(run: str, url: str | None, wait_s: float) -> int:
         plan = UploadPlan(folder, address.url, ALONE, last, best)
         missing = upload_now(plan, print, wait_s)
     except StorageError as error:
-        raise ConfigError(f"mgt checkpoints upload: {error}") from None
+        raise ConfigError(f"mgt checkpoints upload: {error}", code="MGT707") from None
     finally:
         lock.release()
     if not missing:

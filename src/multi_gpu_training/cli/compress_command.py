@@ -38,7 +38,8 @@ def compress(
     taken = [setting.folder for setting in settings if (folder / setting.folder).exists()]
     if taken:
         raise ConfigError(
-            f"{folder} has {', '.join(taken)} already; remove it, or choose another --out"
+            f"{folder} has {', '.join(taken)} already; remove it, or choose another --out",
+            code="MGT106",
         )
     found = compress_run(loaded, settings, folder, tolerance, HowToTrain(epochs, lr))
     console = Console(highlight=False)

@@ -80,7 +80,7 @@ def launch(recipe: str | None = None, dry_run: bool = False) -> int:
         print("\nCancelled; nothing was started.", file=sys.stderr)
         return 130
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(error.shown(), file=sys.stderr)
         return 2
     return become(answers.arguments())
 

@@ -122,7 +122,9 @@ def runner_for(name: str, flags: MeasuringFlags, console: Console) -> Iterator[S
 
     # Under a launcher every rank would start a measurement of its own.
     if from_environment() is not None:
-        raise ConfigError(f"mgt {name} starts ranks itself; start it without torchrun or srun")
+        raise ConfigError(
+            f"mgt {name} starts ranks itself; start it without torchrun or srun", code="MGT202"
+        )
     with tempfile.TemporaryDirectory(prefix=f"mgt-{name}-") as scratch:
         runner = ScriptRunner(
             command_of(flags.command, name),
@@ -134,7 +136,9 @@ def runner_for(name: str, flags: MeasuringFlags, console: Console) -> Iterator[S
             say=lambda text: console.print(f"  {text}", markup=False),
         )
         if flags.device == "cuda" and not runner.gpus:
-            raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why")
+            raise ConfigError(
+                "--device cuda: torch sees no GPU; `mgt info` shows why", code="MGT201"
+            )
         yield runner
 
 
@@ -143,6 +147,6 @@ def command_of(words: list[str], command: str) -> list[str]:
     target = words[0]
     if target.endswith(".py"):
         if not Path(target).is_file():
-            raise ConfigError(f"mgt {command} {target}: no such file")
+            raise ConfigError(f"mgt {command} {target}: no such file", code="MGT104")
         return words
     return ["-m", "multi_gpu_training", "train", *words]

@@ -50,7 +50,9 @@ def _folder(run: str) -> Path:
     if not (folder / "config.yaml").is_file():
         inside = sorted(str(found.parent) for found in folder.glob("*/config.yaml"))
         hint = f"did you mean {', '.join(inside[-3:])}?" if inside else "give runs/RECIPE/NAME"
-        raise ConfigError(f"mgt resume {brief(run)}: this is not a run folder; {hint}")
+        raise ConfigError(
+            f"mgt resume {brief(run)}: this is not a run folder; {hint}", code="MGT104"
+        )
     return folder
 
 

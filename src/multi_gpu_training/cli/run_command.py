@@ -22,7 +22,9 @@ def run_script(
 
     script, *arguments = command
     if not Path(script).is_file():
-        raise ConfigError(f"mgt run {script}: no such file; give the path of a Python script")
+        raise ConfigError(
+            f"mgt run {script}: no such file; give the path of a Python script", code="MGT104"
+        )
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
     found = Hosts.from_environment(**hosts)

@@ -83,7 +83,8 @@ def _submit(config: MultiGPUConfig, flags: TrainFlags) -> NoReturn:
             raise ConfigError(
                 f"world_size={world} does not divide over --nodes "
                 f"{flags.hosts.get('nodes') or hosts.nodes}; drop it, or give ranks per node with "
-                "--num-gpus"
+                "--num-gpus",
+                code="MGT202",
             )
         ranks = world // hosts.nodes
     again = (config.allowed_restarts, config.recovery_timeout, config.restart_window_s)
@@ -128,7 +129,8 @@ def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
         if name is None:
             raise ConfigError(
                 f"{flags.target} names no recipe; add `recipe: image` to it or `recipe=image` "
-                f"here (there are {', '.join(RECIPES)})"
+                f"here (there are {', '.join(RECIPES)})",
+                code="MGT103",
             )
     elif given.get("recipe", name) != name:
         raise ConfigError(f"recipe={brief(given['recipe'])} contradicts {name!r}; drop one of them")
@@ -197,7 +199,7 @@ def check_data_dir(given: Any, recipe: str) -> None:
 
     wanted = option_schemas()[recipe]["data_dir"]["description"].partition(";")[0]
     hint = f"did you mean {str(path.with_name(close[0]))!r}?" if close else f"set it to a {wanted}"
-    raise DataError(f"data_dir={given!r} {problem}; {hint}")
+    raise DataError(f"data_dir={given!r} {problem}; {hint}", code="MGT301")
 
 
 def _is_config(name: str) -> bool:
@@ -295,12 +297,14 @@ def _check_gpu_ids(ids: list[int], gpus: int, mode: TrainingMode, share: bool) -
         there = f"{gpus} GPUs, numbered from 0" if gpus else "no GPU"
         raise ConfigError(
             f"--gpu-ids {','.join(map(str, ids))} (device_ids): {missing} not there; this machine "
-            f"shows {there} (inside CUDA_VISIBLE_DEVICES)"
+            f"shows {there} (inside CUDA_VISIBLE_DEVICES)",
+            code="MGT201",
         )
     if len(set(ids)) != len(ids) and not share and mode is not TrainingMode.DATA_PARALLEL:
         raise ConfigError(
             f"--gpu-ids {','.join(map(str, ids))} repeats a GPU; name each once, or add "
-            "--share-gpu to test several ranks on one"
+            "--share-gpu to test several ranks on one",
+            code="MGT201",
         )
 
 

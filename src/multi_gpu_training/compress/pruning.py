@@ -107,7 +107,9 @@ def prune_channels(
     if not 0 < ratio < 1:
         raise ConfigError(f"prune={ratio:g}: use a share of channels between 0 and 1, such as 0.5")
     if not installed("torch_pruning"):
-        raise ConfigError(f"structured pruning needs torch-pruning; run {install('compress')}")
+        raise ConfigError(
+            f"structured pruning needs torch-pruning; run {install('compress')}", code="MGT105"
+        )
     linear_from_conv1d(model)
     before = {name: list(p.shape) for name, p in model.named_parameters()}
     was_training = model.training
@@ -176,7 +178,8 @@ def resize(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
             not 0 < new <= old for new, old in zip(shape, parameters[name].shape, strict=True)
         ):
             raise CheckpointError(
-                f"the pruned shape {list(shape)} of {name[:100]} fits no part of the model"
+                f"the pruned shape {list(shape)} of {name[:100]} fits no part of the model",
+                code="MGT702",
             )
         module = model.get_submodule(parent)
         old = parameters[name]

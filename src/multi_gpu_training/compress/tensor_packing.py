@@ -58,7 +58,8 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"the compressed weights do not fit the model: {'; '.join(problems[:5])}{more}"
+            f"the compressed weights do not fit the model: {'; '.join(problems[:5])}{more}",
+            code="MGT702",
         )
 
 

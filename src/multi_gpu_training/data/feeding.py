@@ -83,7 +83,8 @@ def batch_sizes(
     if total < replicas and whole is None:
         raise DataError(
             f"global_batch_size={total} is smaller than world_size={replicas}; "
-            f"use at least {replicas}, or fewer ranks"
+            f"use at least {replicas}, or fewer ranks",
+            code="MGT302",
         )
     if per_rank or "batch_size" in config.model_fields_set or full > replicas:
         accumulation = max(accumulation, -(-total // (limit * replicas)))
@@ -138,7 +139,8 @@ def _training_source(
     if feeding.unit > 1 and len(source) == 0:
         raise DataError(
             f"drop_last=True leaves no step: the DataLoader gives fewer than {feeding.unit} "
-            "samples, one global batch; use a smaller batch, or drop_last=False"
+            "samples, one global batch; use a smaller batch, or drop_last=False",
+            code="MGT302",
         )
     return source
 
@@ -235,7 +237,8 @@ def _settle_stream(dataset: Any, placement: Placement) -> None:
             raise DataError(
                 "stream.shuffle() without a seed draws another order on every rank, so samples "
                 "would come twice or never; give shuffle(seed=N), or "
-                "ShardedStream.from_datasets(stream) without .shuffle()"
+                "ShardedStream.from_datasets(stream) without .shuffle()",
+                code="MGT303",
             )
 
 
@@ -321,7 +324,8 @@ def _refuse_part_of_a_rank(sampler: Any) -> None:
             raise DataError(
                 f"{type(one).__name__} gives a rank only its part of the data (num_replicas="
                 f"{parts}), and the manager shares batches over the ranks itself: give the "
-                "sampler that one process would use, or num_replicas=1, rank=0"
+                "sampler that one process would use, or num_replicas=1, rank=0",
+                code="MGT303",
             )
 
 
@@ -336,7 +340,8 @@ def _check_same_order(
             f"{type(source.sampler).__name__} draws {len(set(orders))} different orders on "
             f"{len(orders)} ranks, but the ranks share out one. Let it draw from a generator that "
             "it keeps as an attribute, from the global ones, or by set_epoch(epoch), and leave "
-            "sharing over the ranks to the manager"
+            "sharing over the ranks to the manager",
+            code="MGT303",
         )
 
 
@@ -404,7 +409,8 @@ def _dataset(data: Data) -> Dataset[Any]:
             raise DataError(
                 f"{type(data).__name__} has an __iter__ of its own, which the manager would pass "
                 "by: it reads the dataset itself, to share batches over the ranks. Do that work "
-                "in the dataset, in collate_fn or in augment, and give a plain DataLoader"
+                "in the dataset, in collate_fn or in augment, and give a plain DataLoader",
+                code="MGT303",
             )
         return data.dataset
     if isinstance(data, IterableDataset) or hasattr(data, "__getitem__"):
@@ -425,7 +431,9 @@ def _length(dataset: Any, purpose: str) -> int:
             "IterableDataset to read it as a stream"
         ) from None
     if samples == 0:
-        raise DataError(f"the {purpose} {name} has 0 samples; check its path and its filters")
+        raise DataError(
+            f"the {purpose} {name} has 0 samples; check its path and its filters", code="MGT302"
+        )
     return samples
 
 
@@ -446,7 +454,8 @@ def place_after_resume(
         raise ConfigError(
             f"the checkpoint stands {seen} samples into an epoch, which "
             f"global_batch_size={size} does not divide; continue with "
-            f"global_batch_size={saved}, as it was, or from the end of an epoch"
+            f"global_batch_size={saved}, as it was, or from the end of an epoch",
+            code="MGT703",
         )
     # Batches that a batch sampler or the dataset itself forms: positions count those.
     changed = steps is not None and loader.steps != steps
@@ -458,6 +467,7 @@ def place_after_resume(
             f"the checkpoint stands at step {position} of an epoch of {was}; with "
             f"global_batch_size={size} this {type(loader.dataset).__name__} forms other batches "
             f"({loader.steps} an epoch): continue with global_batch_size={saved} and the batch "
-            "sampler as it was, or from the end of an epoch"
+            "sampler as it was, or from the end of an epoch",
+            code="MGT703",
         )
     return position

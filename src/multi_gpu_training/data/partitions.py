@@ -49,7 +49,9 @@ def partition(dataset: Any, how: str, parts: int, part: int, seed: int) -> Subse
     whole: Any = dataset
     count = len(dataset)
     if count < LEAST * parts:
-        raise DataError(f"{count} samples are too few for {parts} clients; use fewer clients")
+        raise DataError(
+            f"{count} samples are too few for {parts} clients; use fewer clients", code="MGT302"
+        )
     random = np.random.default_rng([seed, parts])
     if kind == "iid":
         chosen = np.array_split(random.permutation(count), parts)[part]

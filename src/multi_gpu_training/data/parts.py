@@ -35,7 +35,8 @@ def in_parts(
         raise DataError(
             "a micro-batch is too large for the memory and cannot be cut in two: not every tensor "
             f"in it has {share.count} rows, one a sample; lower batch_size, or yield tensors with "
-            "one row a sample"
+            "one row a sample",
+            code="MGT603",
         )
     for part in range(parts):
         begin, end = cut(share.count, parts, part)

@@ -213,12 +213,14 @@ def _refuse_own_order(stream: Any) -> None:
         raise DataError(
             "this stream was shuffled with .shuffle(); leave that out and give "
             "from_datasets(stream, shuffle=True, buffer=N): that order is the same on any "
-            "number of ranks and after a resume"
+            "number of ranks and after a resume",
+            code="MGT303",
         )
     if getattr(stream, "_distributed", None) is not None:
         raise DataError(
             "this stream was split with split_dataset_by_node; leave that out: the manager "
-            "shares samples over the ranks itself"
+            "shares samples over the ranks itself",
+            code="MGT303",
         )
 
 
@@ -249,7 +251,8 @@ def needed(module: str, extra: str) -> Any:
     except ImportError:
         raise DataError(
             f"this stream needs {module}, which is not installed; "
-            f"pip install 'multi-gpu-training[{extra}]'"
+            f"pip install 'multi-gpu-training[{extra}]'",
+            code="MGT105",
         ) from None
 
 

@@ -238,7 +238,8 @@ class ShardedStream(IterableDataset[Any]):
         if info is not None and info.num_workers > 1:
             raise DataError(
                 f"each of {info.num_workers} workers of this DataLoader would read the whole "
-                "ShardedStream; give it to fit or setup_training, which share it over the workers"
+                "ShardedStream; give it to fit or setup_training, which share it over the workers",
+                code="MGT303",
             )
         lap = self.one_pass(0, 0, self.block or 1)
         for raw in lap.all():

@@ -200,7 +200,8 @@ class StreamLoader(EpochLoader):
             "the checkpoint was saved in the middle of a pass over shards in another order: "
             f"{said:.1000}. "
             "Samples would be lost or repeated: give the stream as it was, or resume from the end "
-            "of an epoch"
+            "of an epoch",
+            code="MGT703",
         )
 
     def _order_changes(self, but: list[str]) -> dict[str, tuple[Any, Any]]:

@@ -162,7 +162,8 @@ class WholeStream(StreamSteps):
             if number == before:
                 raise DataError(
                     f"{type(self.dataset).__name__} gave no sample; an epoch of "
-                    f"steps_per_epoch={steps} needs some"
+                    f"steps_per_epoch={steps} needs some",
+                    code="MGT302",
                 )
 
     def _pass(
@@ -214,7 +215,8 @@ class LaneSteps(StreamSteps):
         if not per_pass and self.steps is not None:
             raise DataError(
                 f"the shards hold {stream.samples} samples; an epoch of "
-                f"steps_per_epoch={self.steps} needs at least {self.feeding.unit}"
+                f"steps_per_epoch={self.steps} needs at least {self.feeding.unit}",
+                code="MGT302",
             )
         steps = self.steps or per_pass
         number, made, lap = self.epoch * steps + self.start, 0, None

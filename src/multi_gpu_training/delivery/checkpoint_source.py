@@ -34,7 +34,7 @@ def find_checkpoint(where: str | Path, checkpoint: str | None = None) -> Path:
         return given.resolve()  # `best` is a link
     folder = given if given.name == "checkpoints" else given / "checkpoints"
     if not folder.is_dir():
-        raise ConfigError(_no_run(given))
+        raise ConfigError(_no_run(given), code="MGT104")
     store = CheckpointStore(folder)
     current = [path for path in store.folders() if store.on_timeline(path)]
     if checkpoint not in (None, BEST):
@@ -49,7 +49,9 @@ def find_checkpoint(where: str | Path, checkpoint: str | None = None) -> Path:
     if checkpoint == BEST:
         raise ConfigError(f"{given}: no checkpoint was marked as the best; name one (step-N)")
     if not current:
-        raise CheckpointError(f"{given} holds no checkpoint yet; train longer, or give another run")
+        raise CheckpointError(
+            f"{given} holds no checkpoint yet; train longer, or give another run", code="MGT701"
+        )
     return current[0]
 
 
@@ -91,6 +93,7 @@ def _fetched(url: str, checkpoint: str | None) -> Path:
         store = CheckpointStore(found.fetched(MultiGPUConfig()))
         return fetch_checkpoint(found, store, lambda _: None)
     except StorageError as error:
-        raise ConfigError(f"{url}: {error}") from None
+        raise ConfigError(f"{url}: {error}", code="MGT707") from None
     except ConfigError as error:
-        raise ConfigError([text.removeprefix("--resume ") for text in error.problems]) from None
+        problems = [text.removeprefix("--resume ") for text in error.problems]
+        raise ConfigError(problems, code=error.code) from None

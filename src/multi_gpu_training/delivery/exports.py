@@ -110,7 +110,8 @@ def export(
         raise ConfigError(
             f"--to {to} needs {' and '.join(missing)}, which is not installed; run {install(to)}"
             if to == "executorch"
-            else f"--to {to} needs {' and '.join(missing)}; run {install('export')}"
+            else f"--to {to} needs {' and '.join(missing)}; run {install('export')}",
+            code="MGT105",
         )
     path = Path(folder).expanduser()
     # A copy on the host in single precision: what the caller has stays as it is.
@@ -298,7 +299,9 @@ def _executorch(
         from executorch.exir import to_edge_transform_and_lower
     except ImportError as error:
         raise ConfigError(
-            f"--to executorch: executorch cannot be imported ({error}); run {install('executorch')}"
+            f"--to executorch: executorch cannot be imported ({error}); run "
+            f"{install('executorch')}",
+            code="MGT105",
         ) from None
     keep_buffers(program.module)
     try:

@@ -343,7 +343,8 @@ def load_signed(
     if saved and signer is not None:
         raise ConfigError(
             "it is an export or a compressed model, which carry no signature; load its run, or "
-            f"leave out verify_key and {VERIFY_KEY}"
+            f"leave out verify_key and {VERIFY_KEY}",
+            code="MGT706",
         )
     try:
         stored = read_model_folder(path) if saved else load_model(path)
@@ -352,10 +353,10 @@ def load_signed(
             raise
         others = other_checkpoints(path)
         hint = f"load {others[0]}, which is intact" if others else "give another run"
-        raise CheckpointError(f"{error}; {hint}") from None
+        raise CheckpointError(f"{error}; {hint}", code=error.code) from None
     problem = None if signer is None else signer.problem(stored.facts)
     if problem is not None:
-        raise CheckpointError(f"{path} is refused: {problem}")
+        raise CheckpointError(f"{path} is refused: {problem}", code="MGT706")
     pipeline = _pipeline(stored, path, model, trust, unsigned=signer is None)
     built = _built(pipeline, path)
     if pipeline.compression:
@@ -377,7 +378,8 @@ def _built(pipeline: Pipeline, path: Path) -> nn.Module:
     except Exception as error:  # a description of nonsense fails in every way there is
         raise CheckpointError(
             f"the model that {path} describes cannot be built ({type(error).__name__}: "
-            f"{error!s:.300}); load it with the version that wrote it"
+            f"{error!s:.300}); load it with the version that wrote it",
+            code="MGT702",
         ) from error
 
 
@@ -399,14 +401,16 @@ def _pipeline(
         except (DataError, ConfigError) as error:
             raise ModelError(
                 f"{path} was written by a version that did not describe models, and what its "
-                f"run was trained on is needed to rebuild it: {'; '.join(error.problems)}"
+                f"run was trained on is needed to rebuild it: {'; '.join(error.problems)}",
+                code="MGT404",
             ) from None
     try:
         return kind(description, options, seed, trust)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path / 'model.json'} does not describe a {recipe} model ({type(error).__name__}: "
-            f"{error!s:.200}); load it with the version that wrote it"
+            f"{error!s:.200}); load it with the version that wrote it",
+            code="MGT702",
         ) from None
 
 
@@ -438,14 +442,16 @@ def _own_builder(
             what = f", a {named.partition(':')[2]}" if isinstance(named, str) else ""
             raise ModelError(
                 f"a script made {path}{what}: the checkpoint holds its weights, not its code; "
-                "pass the model, as in load(run, model=Net())"
+                "pass the model, as in load(run, model=Net())",
+                code="MGT404",
             )
         model = imported(named, trust)
         if arguments is None and _needs_arguments(model):
             raise ModelError(
                 f"{named} built the model of {path}, but with which arguments is not recorded; "
                 "pass the model, as in load(run, model=Net(...)), or give setup_training "
-                'description={"model": ..., "arguments": {...}}'
+                'description={"model": ..., "arguments": {...}}',
+                code="MGT404",
             )
     given = dict(arguments or {})
 
@@ -455,10 +461,13 @@ def _own_builder(
         except TypeError as error:
             raise ModelError(
                 f"the model of {path} cannot be built with its recorded arguments {given} "
-                f"({error}); pass the built model: load(run, model=Net(...))"
+                f"({error}); pass the built model: load(run, model=Net(...))",
+                code="MGT404",
             ) from None
         if not isinstance(found, nn.Module):
-            raise ModelError(f"{named or model} built a {type(found).__name__}, not a module")
+            raise ModelError(
+                f"{named or model} built a {type(found).__name__}, not a module", code="MGT404"
+            )
         return found
 
     return build

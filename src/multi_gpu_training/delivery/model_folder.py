@@ -47,13 +47,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
     touched."""
     folder = folder.expanduser()
     if folder.exists():
-        raise ConfigError(f"{folder} is there already; choose another --out, or remove it")
+        raise ConfigError(
+            f"{folder} is there already; choose another --out, or remove it", code="MGT106"
+        )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written ({error.strerror}); choose another --out"
+            f"{folder} cannot be written ({error.strerror}); choose another --out",
+            code="MGT704",
         ) from None
     try:
         yield draft
@@ -114,7 +117,9 @@ def read_index(folder: Path) -> dict[str, Any]:
                 raise ValueError(f"{name} was changed")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{folder} is damaged: {reason!s:.300}; export it again") from None
+        raise CheckpointError(
+            f"{folder} is damaged: {reason!s:.300}; export it again", code="MGT701"
+        ) from None
     return facts
 
 
@@ -132,7 +137,8 @@ def read_model_folder(folder: Path) -> StoredModel:
         description = read_json(folder / DESCRIPTION, dict[str, Any], MOST_DESCRIPTION)
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"{folder} cannot be read ({error!s:.300}); export it again"
+            f"{folder} cannot be read ({error!s:.300}); export it again",
+            code="MGT701",
         ) from None
     return StoredModel(
         step=int(facts.get("step", 0)),

@@ -47,7 +47,9 @@ def quantize_onnx(loaded: LoadedModel, folder: Path) -> Path:
     """Write `folder`/model.onnx in int8; ranges come from the run's validation inputs."""
     missing = [name for name in NEEDED if not installed(name)]
     if missing:
-        raise ConfigError(f"quantize:onnx-int8 needs {', '.join(missing)}; run {install('export')}")
+        raise ConfigError(
+            f"quantize:onnx-int8 needs {', '.join(missing)}; run {install('export')}", code="MGT105"
+        )
     batch = loaded.example_batch(SAMPLES)
     names = [spec.name for spec in loaded.inputs]
     folder.mkdir(parents=True, exist_ok=True)

@@ -214,7 +214,8 @@ def no_norm_alone() -> Iterator[None]:
                 f"sync_bn=true, but the loss calls a {type(module).__name__} of "
                 f"{module.num_features} features in training mode that is not part of the model: "
                 "each rank would normalise its own samples alone. Call .eval() on the network that "
-                "it belongs to, make that a part of the model, or set sync_bn=false"
+                "it belongs to, make that a part of the model, or set sync_bn=false",
+                code="MGT403",
             )
 
     handle = register_module_forward_pre_hook(look)
@@ -248,7 +249,8 @@ def _synchronised(kind: type[BatchNormBase], name: str) -> type[SyncBatchNorm]:
         if not ours_first and "super" not in _names_read(vars(owner)["forward"]):
             raise ModelError(
                 f"sync_bn=true, but {name or 'the model'} is a {kind.__name__}, whose forward "
-                "normalises by itself; let it call super().forward(input), or set sync_bn=false"
+                "normalises by itself; let it call super().forward(input), or set sync_bn=false",
+                code="MGT403",
             )
         bases: tuple[Any, ...]
         bases = (SyncBatchNorm, kind) if ours_first else (kind, SyncBatchNorm)

@@ -32,10 +32,11 @@ def write_new_token(path: Path) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except FileExistsError:
         raise ConfigError(
-            f"{path} exists; choose another name, or delete it if no run uses it"
+            f"{path} exists; choose another name, or delete it if no run uses it",
+            code="MGT106",
         ) from None
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}", code="MGT704") from None
     with os.fdopen(descriptor, "w") as file:
         file.write(secrets.token_hex(32) + "\n")
 
@@ -49,17 +50,21 @@ def read_token(path: Path) -> bytes:
         # The path is not repeated: somebody may have given the token itself.
         raise ConfigError(
             f"--cluster-token is the path of a file, and it cannot be read: {error.strerror}; "
-            f"{_MAKE_ONE}"
+            f"{_MAKE_ONE}",
+            code="MGT503",
         ) from None
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode):  # Python opens no folder
         os.close(descriptor)
-        raise ConfigError(f"--cluster-token {path} is not a regular file; {_MAKE_ONE}")
+        raise ConfigError(
+            f"--cluster-token {path} is not a regular file; {_MAKE_ONE}", code="MGT503"
+        )
     with os.fdopen(descriptor, "rb") as file:
         if facts.st_mode & 0o077:
             raise ConfigError(
                 f"--cluster-token {path} can be read by other users (mode "
-                f"{stat.S_IMODE(facts.st_mode):04o}); chmod 600 it, or make a new one"
+                f"{stat.S_IMODE(facts.st_mode):04o}); chmod 600 it, or make a new one",
+                code="MGT503",
             )
         return _checked(file.read(LONGEST + 2).strip(), str(path))
 
@@ -84,7 +89,8 @@ def network_key(what: str) -> bytes:
     raise ConfigError(
         f"{what} needs a secret that the machines share: without one, whoever reaches their ports "
         f"can join, change or end the run. Either {_MAKE_ONE}, or accept that with "
-        f"--insecure-network ({INSECURE}=1) inside a network of your own"
+        f"--insecure-network ({INSECURE}=1) inside a network of your own",
+        code="MGT503",
     )
 
 
@@ -102,6 +108,7 @@ def _checked(token: bytes, source: str) -> bytes:
     if not SHORTEST <= len(token) <= LONGEST:
         raise ConfigError(
             f"the cluster token in {source} has {len(token)} characters; {SHORTEST} to {LONGEST} "
-            f"are allowed; {_MAKE_ONE}"
+            f"are allowed; {_MAKE_ONE}",
+            code="MGT503",
         )
     return token

@@ -113,5 +113,6 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     except ValueError:
         raise ConfigError(
             f"the environment has {name}={text!r}, which is not a whole number; "
-            "unset it, or start with `mgt run` or torchrun, which set it"
+            "unset it, or start with `mgt run` or torchrun, which set it",
+            code="MGT202",
         ) from None

@@ -98,7 +98,8 @@ def join_store(identity: Identity, patience: timedelta, key: bytes | None) -> An
             f"rank {rank} on {identity.host}: ranks {missing} of {world} did not come to "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within "
             f"{patience.total_seconds():g} s (recovery_timeout); look for their messages there, "
-            "and for connections that were refused here"
+            "and for connections that were refused here",
+            code="MGT502",
         ) from None
     return store
 
@@ -129,13 +130,14 @@ def _await_gate(address: str, port: int, key: bytes | None, patience_s: float) -
         try:
             return _knock(address, port, key, min(HANDSHAKE_S, patience_s))
         except Refused as error:
-            raise LaunchError(f"rank 0 at {address}:{port}: {error}") from None
+            raise LaunchError(f"rank 0 at {address}:{port}: {error}", code="MGT502") from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"rank 0 did not answer at {address}:{port} within {patience_s:g} s "
                     f"({error}); start it with the same MASTER_ADDR and MASTER_PORT, and let "
-                    "its firewall pass that port, which no other program may use"
+                    "its firewall pass that port, which no other program may use",
+                    code="MGT502",
                 ) from None
         time.sleep(0.2)
 
@@ -174,7 +176,9 @@ def _keep(relay: RelayProcess) -> None:
 def _port() -> int:
     text = os.environ["MASTER_PORT"]
     if not (text.isdecimal() and 1 <= int(text) <= 65535):
-        raise ConfigError(f"MASTER_PORT={text!r} is not a valid port; use 1 to 65535")
+        raise ConfigError(
+            f"MASTER_PORT={text!r} is not a valid port; use 1 to 65535", code="MGT501"
+        )
     return int(text)
 
 
@@ -204,7 +208,8 @@ def prove_membership(rank: int, key: bytes, gather: Callable[[Tensor], Tensor], 
         raise LaunchError(
             f"rank {rank} on {host}: ranks {wrong} did not prove that they belong to this run; "
             f"they do not know the token of this rank (or this one has {which}). Give the same "
-            "--cluster-token file on every machine. Nothing was written"
+            "--cluster-token file on every machine. Nothing was written",
+            code="MGT503",
         )
 
 

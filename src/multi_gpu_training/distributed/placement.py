@@ -287,7 +287,8 @@ def place(config: MultiGPUConfig) -> Placement:
     if placement.group is None:
         raise ConfigError(
             f"tensor_parallel={config.tensor_parallel} needs as many ranks, and this is a single "
-            "process; start it with mgt run, or set world_size"
+            "process; start it with mgt run, or set world_size",
+            code="MGT202",
         )
     return placement.in_teams(config.tensor_parallel)
 
@@ -298,7 +299,8 @@ def _place(config: MultiGPUConfig) -> Placement:
         if found is not None and found.world_size > 1:
             raise ConfigError(
                 f"training_mode={config.training_mode.value} is one process, but a launcher "
-                f"started {found.world_size}; use distributed_data_parallel, or start it alone"
+                f"started {found.world_size}; use distributed_data_parallel, or start it alone",
+                code="MGT202",
             )
         return Placement(ALONE, _device(config, ALONE))
     identity = claimed_identity(config)
@@ -315,7 +317,8 @@ def claimed_identity(config: MultiGPUConfig) -> Identity | None:
         if config.world_size is not None and config.world_size != found.world_size:
             raise ConfigError(
                 f"world_size={config.world_size} was asked for, but the launcher started "
-                f"{found.world_size} ranks; drop world_size, or start {config.world_size}"
+                f"{found.world_size} ranks; drop world_size, or start {config.world_size}",
+                code="MGT202",
             )
         return found
     if config.rank is not None and config.world_size is not None and "MASTER_ADDR" in os.environ:
@@ -334,7 +337,8 @@ def _device(config: MultiGPUConfig, identity: Identity) -> torch.device:
     if identity.local_rank >= len(ids) and not config.share_gpu:
         raise ConfigError(
             f"{identity.local_world_size} ranks on this machine but {len(ids)} GPUs {ids}; "
-            "start fewer ranks, or set share_gpu=true to test several ranks on one GPU"
+            "start fewer ranks, or set share_gpu=true to test several ranks on one GPU",
+            code="MGT201",
         )
     device = torch.device("cuda", ids[identity.local_rank % len(ids)])
     torch.cuda.set_device(device)
@@ -347,7 +351,8 @@ def _one_device(kind: str, config: MultiGPUConfig, identity: Identity) -> torch.
             return torch.device("cpu")  # the ranks could not exchange what lies on this device
         raise ConfigError(
             f"device={kind} trains on one device, but a launcher started {identity.world_size} "
-            "ranks; start one, or use device=cpu"
+            "ranks; start one, or use device=cpu",
+            code="MGT202",
         )
     if kind == "mps":
         return torch.device("mps")
@@ -364,7 +369,8 @@ def gpu_ids(config: MultiGPUConfig, available: int) -> list[int]:
     if missing:
         raise ConfigError(
             f"device_ids={config.device_ids}: {missing} not there; this machine shows "
-            f"{available} GPUs, numbered from 0 inside CUDA_VISIBLE_DEVICES"
+            f"{available} GPUs, numbered from 0 inside CUDA_VISIBLE_DEVICES",
+            code="MGT201",
         )
     return config.device_ids
 
@@ -374,9 +380,13 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         "nccl" if device.type == "cuda" and not config.share_gpu else "gloo"
     )
     if backend == "nccl" and device.type != "cuda":
-        raise ConfigError("backend=nccl needs GPUs and this rank has none; use backend=gloo")
+        raise ConfigError(
+            "backend=nccl needs GPUs and this rank has none; use backend=gloo", code="MGT201"
+        )
     if backend == "nccl" and config.share_gpu:
-        raise ConfigError("NCCL refuses two ranks on one GPU; use backend=gloo with share_gpu=true")
+        raise ConfigError(
+            "NCCL refuses two ranks on one GPU; use backend=gloo with share_gpu=true", code="MGT201"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ and not launcher_reads():
         die_with_parent()  # as under a launcher of ours: torchrun's ranks outlive a kill -9
     spare_forked_children()
@@ -405,7 +415,8 @@ def _join(config: MultiGPUConfig, identity: Identity, device: torch.device) -> P
         raise LaunchError(
             f"rank {identity.rank} on {identity.host} could not join {identity.world_size} ranks "
             f"at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within "
-            f"{patience.total_seconds():g} s: {error}"
+            f"{patience.total_seconds():g} s: {error}",
+            code="MGT502",
         ) from error
     placement = _in_world(config, identity, device)
     placement.owns_group = True

@@ -154,7 +154,8 @@ def check_same_model(model: nn.Module, placement: Placement) -> None:
             raise ModelError(
                 f"rank {rank} built another model than rank 0: rank 0 has {_tensor(here)}, "
                 f"rank {rank} has {_tensor(there)}; build the model from the config alone, not "
-                "from the rank"
+                "from the rank",
+                code="MGT606",
             )
 
 
@@ -173,7 +174,8 @@ def refuse_layers_of_one_batch(model: nn.Module, placement: Placement) -> None:
                     f"{name or 'the model'} is {type(module).__name__}({option}="
                     f"{getattr(module, option)}), which {does}: on {placement.dp_size} ranks each "
                     f"has a part of it, and results would differ. Leave {option} out, or use one "
-                    "rank"
+                    "rank",
+                    code="MGT403",
                 )
 
 

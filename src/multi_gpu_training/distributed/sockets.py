@@ -40,7 +40,8 @@ def listening_socket(address: str, port: int) -> socket.socket:
         raise ConfigError(
             f"port {port} for {address} cannot be used: {error.strerror}; choose another "
             "--master-port (MASTER_PORT), or drop it for a free one; --master-addr (MASTER_ADDR) "
-            "must be an address of node 0"
+            "must be an address of node 0",
+            code="MGT501",
         ) from None
     return listening
 
@@ -52,7 +53,8 @@ def resolved(host: str) -> str:
     except OSError as error:
         raise LaunchError(
             f"--master-addr {host} is not an address that this machine knows ({error}); give the "
-            "address at which the other nodes reach node 0"
+            "address at which the other nodes reach node 0",
+            code="MGT502",
         ) from None
 
 
@@ -69,7 +71,8 @@ def address_towards(host: str, patience_s: float, pause: Callable[[float], None]
                 if waited_s > patience_s:
                     raise LaunchError(
                         f"no route to --master-addr {host} within {patience_s:g} s "
-                        f"({error.strerror}); check the network of this machine"
+                        f"({error.strerror}); check the network of this machine",
+                        code="MGT502",
                     ) from None
         pause(0.5)
         waited_s += 0.5
@@ -87,7 +90,8 @@ def default_address() -> str:
             continue
     raise LaunchError(
         "MASTER_ADDR is a name that means loopback on this machine, and it has no default "
-        "route; give the address at which the other machines reach it"
+        "route; give the address at which the other machines reach it",
+        code="MGT502",
     )
 
 

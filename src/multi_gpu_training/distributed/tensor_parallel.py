@@ -42,19 +42,22 @@ def parallelise(model: nn.Module, mesh: DeviceMesh) -> None:
     if not isinstance(plan, Mapping) or not plan:
         raise ModelError(
             f"tensor_parallel={ranks}: {kind} brings no plan for it (tp_plan of a Hugging Face "
-            "model); use training_mode=fsdp without tensor_parallel"
+            "model); use training_mode=fsdp without tensor_parallel",
+            code="MGT403",
         )
     unknown = sorted(set(plan.values()) - _STYLES.keys())
     if unknown:
         raise ModelError(
             f"tensor_parallel={ranks}: the plan of {kind} asks for {', '.join(unknown)}, which is "
-            f"not supported (there are {', '.join(_STYLES)}); train without tensor_parallel"
+            f"not supported (there are {', '.join(_STYLES)}); train without tensor_parallel",
+            code="MGT403",
         )
     for field in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(getattr(model, "config", None), field, None)
         if isinstance(heads, int) and heads % ranks:
             raise ModelError(
-                f"tensor_parallel={ranks} cannot divide {field}={heads} of {kind}; use a divisor"
+                f"tensor_parallel={ranks} cannot divide {field}={heads} of {kind}; use a divisor",
+                code="MGT403",
             )
     found = {
         name: _STYLES[style]()
@@ -82,7 +85,8 @@ def _tie_again(model: nn.Module, names: list[str]) -> None:
     if any(placements != split[0] for placements in split):
         raise ModelError(
             f"tensor_parallel: {' and '.join(names)} are one weight, which the plan of "
-            f"{type(model).__name__} splits in two ways; train without tensor_parallel"
+            f"{type(model).__name__} splits in two ways; train without tensor_parallel",
+            code="MGT403",
         )
     for name in names[1:]:
         module, _, attribute = name.rpartition(".")

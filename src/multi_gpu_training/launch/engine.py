@@ -69,7 +69,8 @@ class Hosts:
         if port and not (port.isdecimal() and 1 <= int(port) <= 65535):
             raise ConfigError(
                 f"the environment has MASTER_PORT={port!r}, which is not a valid port; unset it "
-                "for a free one, or set it to a number from 1 to 65535"
+                "for a free one, or set it to a number from 1 to 65535",
+                code="MGT501",
             )
         found = {
             "master_addr": os.environ.get("MASTER_ADDR"),

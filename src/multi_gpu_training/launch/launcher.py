@@ -53,7 +53,8 @@ def ranks_for(
     if gpus and num_gpus > gpus and not share_gpu:
         raise ConfigError(
             f"--num-gpus {num_gpus} asked for, but {gpus} GPUs are there; use at most {gpus}, or "
-            "--share-gpu to test several ranks on one GPU"
+            "--share-gpu to test several ranks on one GPU",
+            code="MGT201",
         )
     return num_gpus
 
@@ -120,14 +121,17 @@ def _ranks_here(config: MultiGPUConfig, hosts: Hosts) -> tuple[int, int]:
         )
     here = world // hosts.nodes
     if world % hosts.nodes:
-        raise ConfigError(f"world_size={world} does not divide over {hosts.nodes} nodes")
+        raise ConfigError(
+            f"world_size={world} does not divide over {hosts.nodes} nodes", code="MGT202"
+        )
     problem = too_many_ranks(here) if not gpus or config.share_gpu else None
     if problem is not None:
         raise ConfigError(f"world_size={world}: {problem}")
     if gpus and here > gpus and not config.share_gpu:
         raise ConfigError(
             f"world_size={world} needs {here} GPUs on this machine and {gpus} are there; start "
-            f"{gpus}, or set share_gpu=true to test several ranks on one GPU"
+            f"{gpus}, or set share_gpu=true to test several ranks on one GPU",
+            code="MGT201",
         )
     return here, world
 
@@ -150,7 +154,7 @@ def supervise(command: Sequence[str], plan: LaunchPlan) -> int:
     engine = choose_engine(plan.hosts)(plan)
     outcome = run_job(engine, RankJob(tuple(command)))
     if outcome.error is not None:
-        print(outcome.error, file=sys.stderr, flush=True)
+        print(outcome.error.shown(), file=sys.stderr, flush=True)
     elif outcome.signal == signal.SIGINT:
         print("interrupted: every rank has ended", file=sys.stderr)
     elif outcome.signal:

@@ -173,7 +173,7 @@ class LocalEngine(Engine):
         verdict = self._decide(fault, error)
         if not verdict.restart:
             return RunOutcome(error=explained(verdict, error))
-        print(error, file=sys.stderr)
+        print(error.shown(), file=sys.stderr)
         print(verdict.reason, file=sys.stderr, flush=True)
         self._signals.pause(verdict.pause_s)
         self._start_attempt()
@@ -210,7 +210,7 @@ def explained(verdict: RestartVerdict, error: RankFailure) -> RankFailure:
     """Why the run was given up, then the first failing rank's own words."""
     if not verdict.reason:
         return error
-    found = RankFailure(f"{verdict.reason}\n{error}")
+    found = RankFailure(f"{verdict.reason}\n{error}", code=error.code)
     found.exit_code = error.exit_code
     return found
 
@@ -256,4 +256,4 @@ class _StallWatch:
         found = self._found
         fault = Fault(found.rank, found.kind, found.step, found.begun)
         text = f"rank {fault.rank} on {self._ranks.host(fault.rank)}, {fault.place}: {fault.kind}"
-        return fault, RankFailure(f"[rank{fault.rank}]: {text}")
+        return fault, RankFailure(f"[rank{fault.rank}]: {text}", code="MGT602")

@@ -16,7 +16,7 @@ from typing import Any
 
 from multi_gpu_training.distributed import progress_slot
 from multi_gpu_training.distributed.progress_slot import Phase
-from multi_gpu_training.errors import LaunchError, MultiGPUError, RankFailure
+from multi_gpu_training.errors import LaunchError, MultiGPUError, RankFailure, with_code
 from multi_gpu_training.launch.restart_policy import Fault
 
 _LEFT = "in the middle of training"
@@ -31,7 +31,7 @@ def report(text: str, code: object, error: BaseException, friendly: bool = False
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     full = text if friendly or where in text else f"{text}\n({where})"
     if not file:
-        print(full, file=sys.stderr, flush=True)
+        print(with_code(full, _code(error)), file=sys.stderr, flush=True)
         return
     now, place = time.time(), progress_slot.here()
     record = {
@@ -47,6 +47,7 @@ def report(text: str, code: object, error: BaseException, friendly: bool = False
             "friendly": friendly,
             "rank": int(rank),
             "kind": _kind(error),
+            "error_code": _code(error),
             "step": place.step,
             "begun": place.begun,
             "restart": _restart_helps(error),
@@ -59,7 +60,7 @@ def report(text: str, code: object, error: BaseException, friendly: bool = False
         draft.write_text(json.dumps(record))
         draft.replace(file)
     except OSError:
-        print(full, file=sys.stderr, flush=True)
+        print(with_code(full, _code(error)), file=sys.stderr, flush=True)
 
 
 def report_exit(stop: SystemExit) -> None:
@@ -115,6 +116,13 @@ def _restart_helps(error: BaseException) -> str:
     distributed = sys.modules.get("torch.distributed")  # imported only if the rank used it
     lost = distributed is not None and isinstance(error, distributed.DistError)
     return "always" if lost else "once begun"
+
+
+def _code(error: BaseException) -> str:
+    """The code of the failure; what the user's own code raises has that of a failed rank."""
+    if isinstance(error, MultiGPUError):
+        return error.code
+    return "MGT603" if type(error).__name__ == "OutOfMemoryError" else RankFailure.code
 
 
 def _kind(error: BaseException) -> str:
@@ -190,7 +198,7 @@ def _reported_failure(report: Mapping[str, Any], begun_before: bool) -> tuple[Fa
     text = report["text"]
     if not report["friendly"]:
         text = "\n".join(f"[rank{report['rank']}]: {line}" for line in text.splitlines())
-    error = RankFailure(text)
+    error = RankFailure(text, code=report.get("error_code"))
     error.exit_code = report["code"]
     begun = report["begun"]
     helps = report["restart"]
@@ -214,7 +222,9 @@ def _silent_failure(
     how = f"was ended by {kind}" if signalled else f"exited with code {code}"
     found = progress_slot.of_rank(error_file)
     where = "" if found.step is None else f", step {found.step}"
-    error = RankFailure(f"[rank{rank}]: rank {rank} on {host}{where} {how}")
+    error = RankFailure(
+        f"[rank{rank}]: rank {rank} on {host}{where} {how}", code="MGT601" if signalled else None
+    )
     error.exit_code = 1 if signalled else code
     asked_to_end = code in (130, 143)
     begun = found.begun or begun_before

@@ -35,7 +35,8 @@ class TorchrunEngine(Engine):
         if job.function is None:
             raise ConfigError(
                 "--engine torchrun: no launcher has started this process as a rank; use "
-                "`torchrun --nproc-per-node N -m multi_gpu_training ...`, or drop --engine"
+                "`torchrun --nproc-per-node N -m multi_gpu_training ...`, or drop --engine",
+                code="MGT202",
             )
         found = from_environment() or Identity()
         self._results[found.rank] = job.function(*job.args)

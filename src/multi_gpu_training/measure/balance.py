@@ -86,7 +86,8 @@ def search(
     if best is None:
         raise DataError(
             f"memory is short: {sum(start)} samples per micro-batch do not fit into the ranks "
-            f"together (they take {', '.join(map(str, limits))}); lower batch_size"
+            f"together (they take {', '.join(map(str, limits))}); lower batch_size",
+            code="MGT603",
         )
     if _fits(start, first) and best_s > WORTH_IT * _slowest(first):
         return start, first
@@ -182,7 +183,9 @@ class Balance:
             probe = self._agreed(lambda: self._probe or self._new_probe())
             micro = min(self.loaders[0].feeding.micro_size, probe.micro)
             if micro < 2 * ranks:
-                raise DataError(f"{micro} samples per micro-batch are too few to share out")
+                raise DataError(
+                    f"{micro} samples per micro-batch are too few to share out", code="MGT302"
+                )
             equal = (1,) * ranks
             start = proportional(micro, self.weights or equal)
             counts, found = search(lambda sizes: self._all_measure(probe, sizes), start)

@@ -78,7 +78,8 @@ class Probe:
                 "asked for; use a smaller model, or use_gradient_checkpointing"
                 if self.cuttable
                 else f"memory is short: a batch of {self.size} samples does not fit; lower "
-                "batch_size"
+                "batch_size",
+                code="MGT603",
             )
         return fits
 

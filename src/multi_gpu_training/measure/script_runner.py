@@ -34,6 +34,8 @@ HOW = "train with manager.fit, manager.train_epoch or manager.trainer.train_step
 class MeasureError(MultiGPUError):
     """Nothing could be measured."""
 
+    code = "MGT800"
+
 
 @dataclass
 class ScriptRunner:

@@ -115,7 +115,7 @@ class PerformanceMonitor:
         """Draw loss, throughput, memory and use of the GPU."""
         path = Path(path)
         if not installed("matplotlib"):
-            raise MultiGPUError(f"{path} needs matplotlib; run {install('plots')}")
+            raise MultiGPUError(f"{path} needs matplotlib; run {install('plots')}", code="MGT105")
         if self._run is not None:
             from multi_gpu_training.monitoring.report.picture import draw_run
 

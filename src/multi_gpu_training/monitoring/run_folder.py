@@ -131,15 +131,17 @@ def open_run(
                 lease = open_remote_run(url, path, config, placement.identity, say)
             answer["resume"] = _fetched_checkpoint(config, path, say)
         except ConfigError as error:
-            answer = {"problem": error.problems[0]}
-        except (StorageError, CheckpointError) as error:
-            answer = {"problem": str(error)}
+            answer = {"problem": error.problems[0], "code": error.code}
+        except StorageError as error:
+            answer = {"problem": str(error), "code": "MGT707"}
+        except CheckpointError as error:
+            answer = {"problem": str(error), "code": error.code}
         except OSError as error:
-            answer = {"problem": _unwritable(error, config)}
+            answer = {"problem": _unwritable(error, config), "code": "MGT704"}
     answer = placement.broadcast_json(answer)
     if "problem" in answer:
         _let_go(lock, lease)
-        raise ConfigError(answer["problem"])
+        raise ConfigError(answer["problem"], code=answer["code"])
     if not placement.is_main:
         path = _told_path(config, placement.identity, answer.get("name"))
     facts: dict[str, str] = {}
@@ -154,7 +156,7 @@ def open_run(
                 write_atomically(path / name, text)
     except OSError as error:
         _let_go(lock, lease)
-        raise ConfigError(_unwritable(error, config)) from None
+        raise ConfigError(_unwritable(error, config), code="MGT704") from None
     resume = _local_checkpoint(config, path, answer.get("resume"))
     return RunFolder(path, lock, hosts, facts, run_url(config, path), lease, resume)
 

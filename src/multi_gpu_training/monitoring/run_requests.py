@@ -68,7 +68,8 @@ def send_request(run: Path, request: RunRequest) -> None:
     except OSError as error:
         raise ConfigError(
             f"the request cannot be written to {folder}: {error.strerror}; only the owner of a run "
-            "can ask something of it"
+            "can ask something of it",
+            code="MGT704",
         ) from None
 
 

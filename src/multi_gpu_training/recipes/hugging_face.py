@@ -56,7 +56,8 @@ def fetch(kind: str, option: str, name: str, trust: bool = False, **more: Any) -
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(
             f"{option}={name!r} is not there; give a folder that save_pretrained has written, or "
-            "a name of the Hugging Face hub"
+            "a name of the Hugging Face hub",
+            code="MGT404",
         )
     try:
         with no_progress_bar():
@@ -76,18 +77,21 @@ def fetch(kind: str, option: str, name: str, trust: bool = False, **more: Any) -
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{option}={name!r} brings its own Python code, which is not run unless you trust "
-                "whoever wrote it: read it, then set trust_remote_code=true"
+                "whoever wrote it: read it, then set trust_remote_code=true",
+                code="MGT404",
             ) from None
         if path.exists():
             raise ModelError(
                 f"{option}={name!r} cannot be loaded by {kind}: {first_line(error)}; give a folder "
-                "that save_pretrained has written"
+                "that save_pretrained has written",
+                code="MGT404",
             ) from None
         raise ModelError(
             f"{option}={name!r} is not a folder here, and could not be fetched from the Hugging "
             f"Face hub: {first_line(error)}; check the name and the network, or fetch it where "
             "there is one "
-            f"(hf download {name} --local-dir {Path(name).name}) and give the folder"
+            f"(hf download {name} --local-dir {Path(name).name}) and give the folder",
+            code="MGT404",
         ) from None
 
 
@@ -99,7 +103,8 @@ def check_config(asked: str, config: Any) -> None:
         for number in numbers:
             if isinstance(number, int) and abs(number) > most:
                 raise ModelError(
-                    f"{asked}: {key}={brief(value, 80)} is not possible; check config.json"
+                    f"{asked}: {key}={brief(value, 80)} is not possible; check config.json",
+                    code="MGT404",
                 )
 
     sizes = {"layers": 1, "width": 1}
@@ -124,7 +129,8 @@ def _check_bytes(asked: str, needed: int) -> None:
     if needed > there:
         raise ModelError(
             f"{asked} has weights of {needed / 2**30:,.0f} GiB, this machine {there / 2**30:,.0f} "
-            "GiB of memory; choose a smaller one"
+            "GiB of memory; choose a smaller one",
+            code="MGT404",
         )
 
 
@@ -136,7 +142,8 @@ def _check_files(option: str, name: str, path: Path) -> None:
         if not file.is_file() or file.stat().st_size > MOST_JSON:
             raise ModelError(
                 f"{option}={name!r}: {file.name} is not a regular file of at most "
-                f"{MOST_JSON // 2**20} MiB, as a model's JSON files are"
+                f"{MOST_JSON // 2**20} MiB, as a model's JSON files are",
+                code="MGT404",
             )
 
 

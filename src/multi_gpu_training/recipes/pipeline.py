@@ -118,7 +118,8 @@ class Pipeline(ABC):
         if unknown:
             raise ConfigError(
                 f"{', '.join(unknown)}: a {self.recipe} model has no such argument; it has "
-                f"{', '.join(self.arguments)}"
+                f"{', '.join(self.arguments)}",
+                code="MGT102",
             )
         described = {**self.description, "model": {**self.arguments, **changes}}
         return type(self)(described, self.options, self.seed, self.trust)
@@ -252,7 +253,8 @@ class Pipeline(ABC):
         if code is not None and not trust:
             raise ModelError(
                 f"the checkpoint's options have {code}, which runs that code; allow it with "
-                "load(run, trust=True) or --trust if you trust whoever wrote the checkpoint"
+                "load(run, trust=True) or --trust if you trust whoever wrote the checkpoint",
+                code="MGT404",
             )
         plain = kind()
         # Defaults are left out: recipes refuse options that were set and mean nothing.
@@ -413,7 +415,8 @@ def imported(path: str, trust: bool) -> Any:
     if not trust:
         raise ModelError(
             f"the checkpoint says that {brief(path)} builds its model, which runs that code; allow "
-            "it with load(run, trust=True) or --trust if you trust whoever wrote the checkpoint"
+            "it with load(run, trust=True) or --trust if you trust whoever wrote the checkpoint",
+            code="MGT404",
         )
     module, _, name = path.partition(":")
     try:
@@ -425,5 +428,6 @@ def imported(path: str, trust: bool) -> Any:
         raise ModelError(
             f"{brief(path)}, which builds this run's model, cannot be imported "
             f"({type(error).__name__}: {error!s:.200}); start where it can be, or give "
-            "load(run, model=...)"
+            "load(run, model=...)",
+            code="MGT404",
         ) from None

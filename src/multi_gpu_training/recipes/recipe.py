@@ -143,7 +143,7 @@ def find_recipe(name: str) -> Recipe:
         name = name[:200] if isinstance(name, str) else brief(name)
         close = difflib.get_close_matches(name, RECIPES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(RECIPES)}"
-        raise ConfigError(f"unknown recipe {name!r}; {hint}")
+        raise ConfigError(f"unknown recipe {name!r}; {hint}", code="MGT102")
     module = importlib.import_module(f"multi_gpu_training.recipes.{name}")
     found: Recipe = module.recipe
     return found

@@ -24,7 +24,7 @@ def resumed_options(config: MultiGPUConfig) -> dict[str, Any] | None:
         try:
             manifest = newest_manifest(config)
         except StorageError as error:
-            raise ConfigError(str(error)) from None
+            raise ConfigError(str(error), code="MGT707") from None
         if manifest or is_url(config.resume):
             return dict(manifest.get("options") or {}) if manifest else None
     if config.resume != "auto":

@@ -19,7 +19,8 @@ def library(module: str, needed: str, extra: str, otherwise: str = "") -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise DataError(
-            f"{needed}, which is not installed; run {install(extra)}{otherwise}"
+            f"{needed}, which is not installed; run {install(extra)}{otherwise}",
+            code="MGT105",
         ) from None
 
 
@@ -27,7 +28,9 @@ def existing_folder(data_dir: str | Path, wanted: str) -> Path:
     """`data_dir` as a path; an error that says what to set it to where it is not a folder."""
     path = Path(data_dir).expanduser()
     if not path.is_dir():
-        raise DataError(f"data_dir={str(data_dir)!r} is not a folder; set it to {wanted}")
+        raise DataError(
+            f"data_dir={str(data_dir)!r} is not a folder; set it to {wanted}", code="MGT301"
+        )
     return path
 
 

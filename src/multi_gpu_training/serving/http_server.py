@@ -73,7 +73,8 @@ def listen(host: str, port: int) -> socket.socket:
         taken.bind(address)
     except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(
-            f"cannot listen on {host[:80]}:{port} ({error}); choose another --port or --host"
+            f"cannot listen on {host[:80]}:{port} ({error}); choose another --port or --host",
+            code="MGT501",
         ) from None
     return taken
 

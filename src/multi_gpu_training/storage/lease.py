@@ -154,7 +154,8 @@ def _wait_until_free(
         if now != found or _newest(folder) > generation:
             raise ConfigError(
                 f"the run {folder.url} is being trained by {holder}; wait for it, stop it, or "
-                "choose another --run-name"
+                "choose another --run-name",
+                code="MGT705",
             )
 
 

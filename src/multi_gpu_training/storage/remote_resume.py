@@ -124,7 +124,8 @@ def _refuse_to_overwrite(run: RemoteRun) -> None:
     if any(one.complete for one in run.checkpoints()):
         raise ConfigError(
             f"the run {run.folder.url} already has checkpoints; add --resume auto to continue it, "
-            "or choose another --run-name"
+            "or choose another --run-name",
+            code="MGT106",
         )
 
 
@@ -151,7 +152,8 @@ def restore(run: RemoteRun, store: CheckpointStore, say: Say, newest: bool) -> N
     if problems and here is None:
         raise CheckpointError(
             f"no intact checkpoint at {run.folder.url}: {'; '.join(problems)}; resume from another "
-            "run, or start a new one with another --run-name"
+            "run, or start a new one with another --run-name",
+            code="MGT701",
         )
     _restore_best(run, store, current, say)
 
@@ -234,7 +236,7 @@ def fetch_checkpoint(address: RunAddress, store: CheckpointStore, say: Say) -> P
     say(f"downloading {found[0].name} from {address.url}")
     problem = run.download(found[0], store)
     if problem is not None:
-        raise CheckpointError(f"{problem}; resume from another checkpoint")
+        raise CheckpointError(f"{problem}; resume from another checkpoint", code="MGT701")
     return path
 
 

@@ -27,9 +27,11 @@ def list_remote(url: str) -> CheckpointListing:
         in_use = is_running(address.url)
         by = holder(run.folder) if in_use else None
     except StorageError as error:
-        raise ConfigError(f"mgt checkpoints {error}") from None
+        raise ConfigError(f"mgt checkpoints {error}", code="MGT707") from None
     if not found and not run.folder.files():
-        raise ConfigError(f"mgt checkpoints {url}: there is no run; give SAVE_DIR/RECIPE/NAME")
+        raise ConfigError(
+            f"mgt checkpoints {url}: there is no run; give SAVE_DIR/RECIPE/NAME", code="MGT104"
+        )
     asked = address.checkpoint
     items = []
     for one in found:
@@ -87,5 +89,5 @@ def fetch_record(url: str) -> Path:
             except FileNotFoundError:
                 (folder / file).unlink(missing_ok=True)
     except (StorageError, ValueError, FileNotFoundError) as error:
-        raise ConfigError(f"mgt report {url}: {error}") from None
+        raise ConfigError(f"mgt report {url}: {error}", code="MGT707") from None
     return folder

@@ -23,7 +23,9 @@ def use_activation_checkpointing(model: nn.Module) -> int:
     if not blocks:
         raise ModelError(
             f"use_gradient_checkpointing=true found no blocks in {type(model).__name__}; put its "
-            "layers into an nn.Sequential or nn.ModuleList, or call torch.utils.checkpoint yourself"
+            "layers into an nn.Sequential or nn.ModuleList, or call "
+            "torch.utils.checkpoint yourself",
+            code="MGT403",
         )
     for block in blocks:
         # By class, not by instance: the copies that DataParallel makes must use themselves.

@@ -40,7 +40,8 @@ class GradientExchange:
         if sparse:
             raise ModelError(
                 f"{sparse} gradients are sparse (nn.Embedding(sparse=True)), which a loop with its "
-                "own backward cannot exchange between ranks; use sparse=False, or train_step"
+                "own backward cannot exchange between ranks; use sparse=False, or train_step",
+                code="MGT403",
             )
         exact = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         kind = torch.float64 if exact else torch.float32

@@ -49,24 +49,28 @@ def read_loss(result: Any, device: torch.device) -> Loss:
         if len(result) not in (2, 3):
             raise ModelError(
                 f"loss_fn returned a tuple of {len(result)}; return loss, (mean_loss, weight) or "
-                "(mean_loss, weight, metrics)"
+                "(mean_loss, weight, metrics)",
+                code="MGT401",
             )
         if result[1] is not None:
             weight = torch.as_tensor(result[1], dtype=wide_float(device), device=device).detach()
         metrics = result[2] if len(result) == 3 else {}
     if not isinstance(mean, Tensor):
         raise ModelError(
-            f"loss_fn returned {type(mean).__name__}; return a scalar tensor with a gradient"
+            f"loss_fn returned {type(mean).__name__}; return a scalar tensor with a gradient",
+            code="MGT401",
         )
     if mean.numel() != 1:
         raise ModelError(
             f"loss_fn returned a loss of shape {tuple(mean.shape)}; return a scalar: the mean "
-            "over the samples (reduction='mean')"
+            "over the samples (reduction='mean')",
+            code="MGT401",
         )
     if torch.is_grad_enabled() and not mean.requires_grad:
         raise ModelError(
             "the loss has no gradient; compute it from the model's output without .detach(), "
-            ".item() or torch.no_grad()"
+            ".item() or torch.no_grad()",
+            code="MGT401",
         )
     return Loss(mean.reshape(()), weight, metrics)
 
@@ -85,11 +89,14 @@ def choose_loss(given: Any) -> LossFn:
         if getattr(given, "reduction", "mean") not in known:
             raise ModelError(
                 f"{type(given).__name__}(reduction={given.reduction!r}): use reduction='mean', "
-                "so that the loss can be weighed over ranks and micro-batches"
+                "so that the loss can be weighed over ranks and micro-batches",
+                code="MGT401",
             )
         return SupervisedLoss(given)
     if not callable(given):
-        raise ModelError(f"loss_fn={given!r} is not callable; give loss_fn(model, batch) -> loss")
+        raise ModelError(
+            f"loss_fn={given!r} is not callable; give loss_fn(model, batch) -> loss", code="MGT401"
+        )
     function, keywords = _unwrapped(given)
     if function in CRITERIA:
         module = CRITERIA[function]
@@ -98,7 +105,8 @@ def choose_loss(given: Any) -> LossFn:
         except TypeError as error:  # an argument that only the function has
             raise ModelError(
                 f"loss_fn: {module.__name__} cannot stand for {function.__name__} ({error}); give "
-                "loss_fn(model, batch) -> loss"
+                "loss_fn(model, batch) -> loss",
+                code="MGT401",
             ) from None
     _refuse_criterion(function)
     return given  # type: ignore[no-any-return]
@@ -136,7 +144,8 @@ def _refuse_criterion(given: Any) -> None:
         name = getattr(given, "__name__", "criterion")
         raise ModelError(
             f"loss_fn={name} takes ({names[0]}, {names[1]}), but it is called as loss_fn(model, "
-            f"batch); give `lambda model, batch: {name}(model(batch[0]), batch[1])`"
+            f"batch); give `lambda model, batch: {name}(model(batch[0]), batch[1])`",
+            code="MGT401",
         )
 
 
@@ -222,7 +231,8 @@ class SupervisedLoss:
             raise ModelError(
                 f"the model's output has shape {tuple(output.shape)} but the target "
                 f"{tuple(target.shape)}, which {type(self.criterion).__name__} would spread over "
-                "each other, within each rank's samples; make them equal, or give a loss_fn"
+                "each other, within each rank's samples; make them equal, or give a loss_fn",
+                code="MGT401",
             )
         if isinstance(output, Tensor) and self._device != output.device:
             self.criterion.to(output.device)
@@ -237,7 +247,8 @@ class SupervisedLoss:
         if not isinstance(mean, Tensor):
             raise ModelError(
                 f"{type(model).__name__} returned no .loss for a batch with keys {sorted(batch)}; "
-                "add labels to the batch, or give loss_fn(model, batch) -> loss"
+                "add labels to the batch, or give loss_fn(model, batch) -> loss",
+                code="MGT401",
             )
         return Loss(mean, self._label_weight(model, batch, output))
 
@@ -288,7 +299,8 @@ def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         kind = "one tensor" if single or isinstance(batch, Tensor) else type(batch).__name__
         raise ModelError(
             f"a batch is {kind}, so there is no target to compare with; yield "
-            "(input, target) pairs, or give loss_fn(model, batch) -> loss"
+            "(input, target) pairs, or give loss_fn(model, batch) -> loss",
+            code="MGT401",
         )
     *inputs, target = batch
     return model(*inputs), target

@@ -374,7 +374,8 @@ class ManualTrainer:
             raise ModelError(
                 f"up to step {self._state.step + 1} ranks called backward for different "
                 "optimizers at the same time; every rank must make the same calls in the same "
-                "order"
+                "order",
+                code="MGT606",
             )
 
     def _chosen(
@@ -520,12 +521,14 @@ def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(
-            f"trainer.backward got {found}; give a scalar loss, the mean over this rank's samples"
+            f"trainer.backward got {found}; give a scalar loss, the mean over this rank's samples",
+            code="MGT401",
         )
     if not loss.requires_grad:
         raise ModelError(
             "the loss has no gradient; compute it from a model's output without .detach(), .item() "
-            "or torch.no_grad()"
+            "or torch.no_grad()",
+            code="MGT401",
         )
     return loss.reshape(())
 

@@ -57,7 +57,9 @@ def gather_outputs(pairs: Iterable[tuple[Any, Any]], placement: Placement) -> An
                 "loader, each once"
             )
     if not parts:
-        raise DataError("there is no sample to predict; check the data and their filters")
+        raise DataError(
+            "there is no sample to predict; check the data and their filters", code="MGT302"
+        )
     return _joined([output for *_, output in parts])
 
 

@@ -90,7 +90,8 @@ class FurtherOptimizers:
             raise CheckpointError(
                 "the optimizers after the first one were made with other settings, kinds or "
                 f"parameters than in the checkpoint: {_difference(then, now)}. Build them as the "
-                "run that wrote it did; resume_anyway=true keeps the checkpoint's"
+                "run that wrote it did; resume_anyway=true keeps the checkpoint's",
+                code="MGT702",
             )
         for number, optimizer in enumerate(self._optimizers):
             where = f"optimizer {number + 2} of the checkpoint"

@@ -101,7 +101,7 @@ def _endless(loader: Loader) -> Iterator[Any]:
             found = True
             yield batch
         if not found:
-            raise DataError("the training data gave no batch")
+            raise DataError("the training data gave no batch", code="MGT302")
 
 
 @contextmanager

@@ -155,7 +155,8 @@ class StepState:
                 raise ModelError(
                     f"before step {self.step + 1} ranks train different parameters: only rank "
                     f"{self.placement.dp_rank} {sorted(mine)[:3]}, only rank {rank} "
-                    f"{sorted(other)[:3]}; freeze and unfreeze the same parameters on every rank"
+                    f"{sorted(other)[:3]}; freeze and unfreeze the same parameters on every rank",
+                    code="MGT606",
                 )
         if not names:
             raise ModelError(f"before step {self.step + 1} every parameter was frozen")

@@ -133,12 +133,13 @@ class ElasticEngine(LocalEngine):
             number, nodes = self.nodes.next_round(self._signals.check)
         except NotMet as error:
             if self.nodes.me.round:
-                raise LaunchError(self._cannot_continue(error)) from None
+                raise LaunchError(self._cannot_continue(error), code="MGT504") from None
             raise LaunchError(
                 f"node {hosts.node_rank} of {hosts.nodes} did not meet the others at "
                 f"{hosts.master_addr}:{hosts.master_port or DEFAULT_PORT} within "
                 f"recovery_timeout={self.plan.recovery_timeout:g} s ({error}); check that every "
-                "node is started with the same --master-addr and --master-port and can reach it"
+                "node is started with the same --master-addr and --master-port and can reach it",
+                code="MGT502",
             ) from None
         view = self.nodes.round
         if self._relay is not None:
@@ -207,5 +208,5 @@ class ElasticEngine(LocalEngine):
         verdict = self.nodes.judge(fault, self._policy.limits)
         if not verdict.restart:
             reason = f"{verdict.reason}\n" if verdict.reason else ""
-            self.nodes.end(error.exit_code, f"{reason}{error}")
+            self.nodes.end(error.exit_code, error.shown(f"{reason}{error}"))
         return verdict

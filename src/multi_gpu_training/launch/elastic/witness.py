@@ -51,7 +51,9 @@ def find_witness(text: str, master: str, key: bytes) -> Witness:
     place = re.fullmatch(r"\[?([^/\]]+)\]?:([0-9]{1,5})", text)
     if place is not None:
         if not 1 <= int(place[2]) <= 65535:
-            raise ConfigError(f"--witness {text}: {place[2]} is not a valid port; use 1 to 65535")
+            raise ConfigError(
+                f"--witness {text}: {place[2]} is not a valid port; use 1 to 65535", code="MGT501"
+            )
         return WitnessClient(sockets.resolved(place[1]), int(place[2]), master, key)
     if "://" in text or "/" not in text:
         raise ConfigError(

@@ -229,7 +229,8 @@ def require_kubectl() -> None:
     if shutil.which("kubectl") is None:
         raise ConfigError(
             "--engine kubernetes needs kubectl, which is not on this machine; install it, or add "
-            "--dry-run and apply the manifest elsewhere"
+            "--dry-run and apply the manifest elsewhere",
+            code="MGT505",
         )
 
 
@@ -247,7 +248,8 @@ def kubectl(*words: str, text: str | None = None) -> str:
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"kubectl {words[0]} did not answer within {PATIENCE_S:g} s; see whether `kubectl "
-            "version` reaches the cluster"
+            "version` reaches the cluster",
+            code="MGT505",
         ) from None
     if done.returncode == 0:
         return done.stdout
@@ -262,7 +264,9 @@ def kubectl(*words: str, text: str | None = None) -> str:
         "not found": "see whether the --namespace exists",
     }
     remedy = next((advice for key, advice in remedies.items() if key in low), "")
-    raise LaunchError(f"kubectl {words[0]} failed: {said}" + (f"; {remedy}" if remedy else ""))
+    raise LaunchError(
+        f"kubectl {words[0]} failed: {said}" + (f"; {remedy}" if remedy else ""), code="MGT505"
+    )
 
 
 def _say(text: str) -> None:

@@ -83,7 +83,7 @@ class ActorRanks(RankProcesses):
         at = "" if found.step is None else f", step {found.step}"
         kind = "a lost Ray node" if node else "a killed Ray actor"
         fault = Fault(ranks[0], kind, found.step, found.begun)
-        return fault, RankFailure(f"[rank{ranks[0]}]: {who} on {places}{at}: {what}")
+        return fault, RankFailure(f"[rank{ranks[0]}]: {who} on {places}{at}: {what}", code="MGT601")
 
     def _refresh(self, timeout_s: float = 0.0) -> None:
         """Take in the looks that have come, and ask anew."""
@@ -103,7 +103,8 @@ class ActorRanks(RankProcesses):
                 continue
             except ray.exceptions.RayError as error:
                 raise LaunchError(
-                    f"the Ray actor of rank {rank} on {self.host(rank)} failed: {error}"
+                    f"the Ray actor of rank {rank} on {self.host(rank)} failed: {error}",
+                    code="MGT505",
                 ) from None
             self._take(rank, look)
             if look.code is None or look.more:

@@ -88,7 +88,8 @@ def connect(options: RayOptions) -> bool:
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(
             "--engine ray needs Ray; install it with `pip install 'multi-gpu-training[ray]'`, "
-            "here and on the nodes of the cluster"
+            "here and on the nodes of the cluster",
+            code="MGT105",
         )
     # Ray reads these when it is imported.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -106,7 +107,8 @@ def connect(options: RayOptions) -> bool:
     except ConnectionError:
         raise LaunchError(
             f"--engine ray: no Ray cluster was found at --ray-address {options.address}; start one "
-            "with `ray start --head`, or give HOST:PORT of its head"
+            "with `ray start --head`, or give HOST:PORT of its head",
+            code="MGT505",
         ) from None
     except Exception as error:
         ray.shutdown()
@@ -116,7 +118,9 @@ def connect(options: RayOptions) -> bool:
                 "; the current folder is sent to the nodes: name data in .gitignore, send another "
                 "with --ray-options working_dir=FOLDER, or nothing with working_dir=none"
             )
-        raise LaunchError(f"--engine ray: Ray could not start: {brief(error, 600)}{hint}") from None
+        raise LaunchError(
+            f"--engine ray: Ray could not start: {brief(error, 600)}{hint}", code="MGT505"
+        ) from None
     return True
 
 
@@ -128,7 +132,8 @@ def _knock(address: str) -> None:
     except OSError as error:
         raise LaunchError(
             f"--ray-address {address}: nothing answers there ({error}); give HOST:PORT of the "
-            "cluster's head, or start one with `ray start --head`"
+            "cluster's head, or start one with `ray start --head`",
+            code="MGT505",
         ) from None
 
 

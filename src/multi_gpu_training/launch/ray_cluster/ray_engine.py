@@ -131,7 +131,7 @@ class RayEngine(LocalEngine):
                 # Ray takes seconds to notice that a node it has chosen is dead.
                 self._release()
                 if time.monotonic() > deadline:
-                    raise LaunchError(f"--engine ray: {error}") from None
+                    raise LaunchError(f"--engine ray: {error}", code="MGT505") from None
                 self._signals.pause(LEASE_S)  # ranks that nobody hears of have ended then
                 meeting = self._meet()
 
@@ -152,7 +152,8 @@ class RayEngine(LocalEngine):
             f"--engine ray: there is no room for {hosts.least} x {self._bundle} within "
             f"recovery_timeout={self.plan.recovery_timeout:g} s; the cluster has "
             f"{_amounts(total)}, of which {_amounts(free)} is free. Add nodes with `ray start "
-            "--address=...`, or ask for less with --num-gpus, --nnodes or --ray-options"
+            "--address=...`, or ask for less with --num-gpus, --nnodes or --ray-options",
+            code="MGT505",
         )
 
     def _count_ranks(self) -> None:
@@ -173,7 +174,8 @@ class RayEngine(LocalEngine):
             raise LaunchError(
                 f"--engine ray: no node has room for one rank, which needs {_amounts(each)}; the "
                 f"nodes have {'; '.join(map(_amounts, nodes))}. Add nodes with `ray start "
-                "--address=...`, or ask for less with --ray-options"
+                "--address=...`, or ask for less with --ray-options",
+                code="MGT505",
             )
         self.plan = replace(self.plan, ranks_here=ranks)
         per = "GPU" if each.get("GPU") else f"{each['CPU']:g} CPUs" if each["CPU"] != 1 else "CPU"
@@ -251,15 +253,20 @@ class RayEngine(LocalEngine):
         try:
             found: list[Any] = ray.get(calls)
         except ray.exceptions.RuntimeEnvSetupError as error:
-            raise LaunchError(f"--engine ray: a node cannot unpack the code: {error}") from None
+            raise LaunchError(
+                f"--engine ray: a node cannot unpack the code: {error}", code="MGT505"
+            ) from None
         except ray.exceptions.RayTaskError as error:
             raise LaunchError(
-                f"--engine ray: a node cannot start its rank: {error.cause}"
+                f"--engine ray: a node cannot start its rank: {error.cause}",
+                code="MGT505",
             ) from None
         except ray.exceptions.RayActorError as error:
             if "creation task" in str(error):  # an exception, which would come again
                 last = str(error).strip().splitlines()[-1]
-                raise LaunchError(f"--engine ray: a node cannot start an actor: {last}") from None
+                raise LaunchError(
+                    f"--engine ray: a node cannot start an actor: {last}", code="MGT505"
+                ) from None
             raise _NodeGone(f"an actor ended before its rank was started: {error}") from None
         return found
 

@@ -64,10 +64,10 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
     try:
         outcome = run_job(engine(plan), RankJob(tuple(command)))
     except MultiGPUError as error:
-        print(error, file=sys.stderr, flush=True)
+        print(error.shown(), file=sys.stderr, flush=True)
         return error.exit_code
     if outcome.error is not None:
-        print(outcome.error, file=sys.stderr, flush=True)
+        print(outcome.error.shown(), file=sys.stderr, flush=True)
     return outcome.exit_code
 
 

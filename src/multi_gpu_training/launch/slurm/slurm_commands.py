@@ -34,6 +34,8 @@ ENDED = {
 class SlurmRefused(LaunchError):
     """A command of Slurm failed; `said` is its message."""
 
+    code = "MGT505"
+
     def __init__(self, text: str, said: str) -> None:
         super().__init__(text)
         self.said = said
@@ -75,7 +77,8 @@ def require_slurm(what: str) -> None:
     if name is not None:
         raise ConfigError(
             f"{what} needs Slurm, and {name} is not on this machine; run it on a login node of the "
-            "cluster, or add --dry-run to see the job's script"
+            "cluster, or add --dry-run to see the job's script",
+            code="MGT505",
         )
 
 
@@ -114,10 +117,12 @@ def submit(script: str) -> str:
     try:
         out = call("sbatch", "--parsable", text=script)
     except SlurmRefused as error:
-        raise ConfigError(explain_refusal(error.said or str(error))) from None
+        raise ConfigError(explain_refusal(error.said or str(error)), code="MGT505") from None
     number = out.strip().splitlines()[-1].partition(";")[0] if out.strip() else ""
     if not number.isdecimal():
-        raise LaunchError(f"sbatch answered {printable(out)[:200]!r} instead of a job id")
+        raise LaunchError(
+            f"sbatch answered {printable(out)[:200]!r} instead of a job id", code="MGT505"
+        )
     return number
 
 

@@ -38,7 +38,8 @@ def write_page(runs: Sequence[RunRecord], out: Path | str | None = None) -> Path
     except OSError as error:
         raise MultiGPUError(
             f"the report cannot be written to {error.filename or path}: {error.strerror}; choose "
-            "another --out"
+            "another --out",
+            code="MGT704",
         ) from error
     return path
 

@@ -135,10 +135,12 @@ class RunReader:
         try:
             if not path.is_dir():
                 there = "is a file, not a run folder" if os.path.lexists(path) else "is not there"
-                raise ConfigError(f"mgt report: {folder} {there}; give runs/RECIPE/NAME")
+                raise ConfigError(
+                    f"mgt report: {folder} {there}; give runs/RECIPE/NAME", code="MGT104"
+                )
             files = event_files(path)
             if not files:
-                raise ConfigError(_no_run(path))
+                raise ConfigError(_no_run(path), code="MGT104")
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"mgt report: {folder!r:.200} cannot be read: {reason}") from None

@@ -131,7 +131,8 @@ def _from_folder(name: str | None, folder: Path) -> Row:
     if not event_files(folder):
         raise ConfigError(
             f"{folder} is not a run folder: it has no events/rank-*.jsonl; give what a run "
-            "prints as its folder, runs/RECIPE/NAME"
+            "prints as its folder, runs/RECIPE/NAME",
+            code="MGT104",
         )
     run = read_run(folder)
     found = figures(run)

@@ -73,7 +73,8 @@ def _first_that_fits(runner: ScriptRunner) -> tuple[CaseResult, list[str]]:
             raise MeasureError(
                 f"the training does not fit into this GPU's memory even with a batch of "
                 f"{size or 'its own'}: {found.error}. Use a smaller model, mixed precision "
-                "(use_mixed_precision=true), use_gradient_checkpointing=true, or a larger GPU"
+                "(use_mixed_precision=true), use_gradient_checkpointing=true, or a larger GPU",
+                code="MGT603",
             )
         size = max(1, size // 2)
     if asked is None:

@@ -54,7 +54,7 @@ def prices_from_catalog(
     `accelerator` is a GPU's name (H100), `instance` an instance type; `gpus` wants instances with
     exactly so many. An instance is paid whole."""
     if not path.is_file():
-        raise ConfigError(f"no price catalog at {path}")
+        raise ConfigError(f"no price catalog at {path}", code="MGT104")
     column = "SpotPrice" if spot else "Price"
     try:
         names, rows = read_csv(path, LARGEST_CATALOG)

@@ -246,7 +246,9 @@ def joined(node: Interconnect, network: Interconnect) -> Interconnect:
 def measured(path: Path, *, name: str | None = None) -> Interconnect:
     """Your own curve: a CSV with CURVE_COLUMNS, as `mgt check --save-curve` writes it."""
     if not path.is_file():
-        raise ConfigError(f"no all-reduce curve at {path}; 'mgt check --save-curve' writes one")
+        raise ConfigError(
+            f"no all-reduce curve at {path}; 'mgt check --save-curve' writes one", code="MGT104"
+        )
     curves = curves_of(path, read_rows(path), str(path))
     if not curves:
         raise ConfigError(f"{path} holds no time of two or more GPUs: nothing to forecast from")

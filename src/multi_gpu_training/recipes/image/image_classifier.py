@@ -85,7 +85,8 @@ class Asked:
         if self.folder is not None and not self.folder.exists():
             raise ModelError(
                 f"model={self.name!r} is not a folder here; fetch a model of the hub first (hf "
-                f"download {self.name} --local-dir {self.folder.name}) and give the folder"
+                f"download {self.name} --local-dir {self.folder.name}) and give the folder",
+                code="MGT404",
             )
         if self.folder is None and self.from_scratch:
             raise ModelError(
@@ -139,7 +140,8 @@ def from_architecture(
         )
     except ValueError as error:
         raise ModelError(
-            f"model={asked.name!r} cannot be built to classify images: {first_line(error)}"
+            f"model={asked.name!r} cannot be built to classify images: {first_line(error)}",
+            code="MGT404",
         ) from None
 
 
@@ -173,7 +175,8 @@ def from_folder(asked: Asked, classes: list[str]) -> tuple[nn.Module, list[str]]
             )
         except ValueError as error:
             raise ModelError(
-                f"model={asked.name!r} cannot classify images: {first_line(error)}"
+                f"model={asked.name!r} cannot classify images: {first_line(error)}",
+                code="MGT404",
             ) from None
     if not asked.is_pretrained:
         return fresh, classes
@@ -284,7 +287,7 @@ def from_timm(asked: Asked, classes: int, channels: int) -> nn.Module:
             name, **{"num_classes": classes, "in_chans": channels, **asked.args}
         )
     except (RuntimeError, TypeError) as error:
-        raise ModelError(f"model={asked.name!r}: {first_line(error)}") from None
+        raise ModelError(f"model={asked.name!r}: {first_line(error)}", code="MGT404") from None
 
 
 def from_function(asked: Asked, classes: int, size: tuple[int, int]) -> nn.Module:
@@ -299,7 +302,8 @@ def from_function(asked: Asked, classes: int, size: tuple[int, int]) -> nn.Modul
     except (ImportError, AttributeError) as error:
         raise ModelError(
             f"model={asked.name!r} cannot be imported ({first_line(error)}); give "
-            "package.module:function, importable from this folder"
+            "package.module:function, importable from this folder",
+            code="MGT404",
         ) from None
     wanted = {"num_classes": classes, **asked.args}
     if "image_size" in inspect.signature(function).parameters:

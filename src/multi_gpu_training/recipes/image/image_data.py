@@ -145,7 +145,8 @@ def load_idx(name: str, folder: Path) -> ImageData:
                 f"data_dir={str(folder)!r} has no {spellings(stem)[0]}, with or without .gz "
                 f"(it holds {contents(folder)}); put the file there"
                 for stem in missing
-            ]
+            ],
+            code="MGT301",
         )
     train, test = (
         read_part(*(path for stem, path in files.items() if path and stem.startswith(part)))

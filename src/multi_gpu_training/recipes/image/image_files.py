@@ -39,7 +39,7 @@ def find_images(data_dir: str, label_column: str | None = None) -> FoundImages:
     """The images of a folder or a table, whatever its layout, all with their labels."""
     path = Path(data_dir).expanduser()
     if not path.exists():
-        raise DataError(f"data_dir={data_dir!r} is not a folder; set it to {WANTED}")
+        raise DataError(f"data_dir={data_dir!r} is not a folder; set it to {WANTED}", code="MGT301")
     if is_columnar(path):
         found = read_columnar(path, label_column)
     elif tables := find_tables(path, label_column):
@@ -66,7 +66,9 @@ def is_columnar(path: Path) -> bool:
 def _check_classes(found: FoundImages) -> None:
     train = found.parts.get("train")
     if not train:
-        raise DataError(f"{found.layout} has no image to train with; set data_dir to {WANTED}")
+        raise DataError(
+            f"{found.layout} has no image to train with; set data_dir to {WANTED}", code="MGT301"
+        )
     problems = []
     seen = set(train.labels)
     if len(seen) < 2:
@@ -90,7 +92,7 @@ def _check_classes(found: FoundImages) -> None:
 def from_folders(root: Path) -> FoundImages:
     """CLASS/*.png, or train/CLASS/*.png with val and test beside it; classes may be nested."""
     if root.is_file():
-        raise DataError(f"data_dir={str(root)!r} is not a table; set it to {WANTED}")
+        raise DataError(f"data_dir={str(root)!r} is not a table; set it to {WANTED}", code="MGT301")
     folders = subfolders(root)
     # A class may be called `train` as well: then its folder holds images, not folders.
     parts = {

@@ -76,7 +76,8 @@ class FoundImages:
         if not len(self.parts["val"]):
             raise DataError(
                 f"{self.layout}: no class has two images, which leaves none for validation; add "
-                "images, or a folder val"
+                "images, or a folder val",
+                code="MGT302",
             )
         seen = set(self.parts["val"].labels)
         unseen = [name for name in self.classes if name not in seen]

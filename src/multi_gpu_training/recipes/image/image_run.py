@@ -43,7 +43,8 @@ class ImageFacts:
                 "the checkpoint's run had other images or preprocessed them differently ("
                 + "; ".join(lines)
                 + "); resume with the same data and options, start a new run, or set "
-                "resume_anyway=true"
+                "resume_anyway=true",
+                code="MGT703",
             )
 
 

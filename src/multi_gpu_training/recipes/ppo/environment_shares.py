@@ -27,7 +27,8 @@ class EnvironmentShares:
         if total < ranks:
             raise ConfigError(
                 f"num_envs={total} is smaller than world_size={ranks}; use at least {ranks} "
-                "environments, or fewer ranks"
+                "environments, or fewer ranks",
+                code="MGT302",
             )
         if weights is not None and len(weights) != ranks:
             raise ConfigError(

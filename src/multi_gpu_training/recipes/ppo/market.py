@@ -61,7 +61,8 @@ def read_market(path: str, symbols: Sequence[str] | None = None) -> Market:
     files = sorted([*place.glob("*.csv"), *place.glob("*.csv.gz")]) if place.is_dir() else [place]
     if not files or not files[0].exists():
         raise DataError(
-            f"data_dir={path}: no such CSV file, nor a folder with *.csv or *.csv.gz in it"
+            f"data_dir={path}: no such CSV file, nor a folder with *.csv or *.csv.gz in it",
+            code="MGT301",
         )
     strange = [str(file) for file in files if not file.is_file()]
     if strange:

@@ -61,7 +61,8 @@ def read_corpus(folder: Path, layout: Layout, held_out: str | None) -> SpeechCor
             raise DataError(
                 f"data_dir={str(folder)!r} in the layout of {name} has no {part} utterance; "
                 f"found {len(corpus.train)} for training and {len(corpus.test)} for testing: "
-                "add some"
+                "add some",
+                code="MGT301",
             )
     return corpus
 
@@ -76,7 +77,8 @@ def find_layout(folder: Path) -> Literal["fsdd", "librispeech", "festvox"]:
     raise DataError(
         f"data_dir={str(folder)!r} holds {contents(folder)}: neither recordings/7_name_32.wav "
         "(FSDD), nor *.trans.txt beside .flac files (LibriSpeech), nor etc/txt.done.data "
-        "(festvox); point to the folder that holds one of them"
+        "(festvox); point to the folder that holds one of them",
+        code="MGT301",
     )
 
 

@@ -19,7 +19,9 @@ def with_adapters(model: Any, task: Task, rank: int, alpha: float | None, target
         peft = importlib.import_module("peft")
     except ImportError:
         raise ConfigError(
-            f"lora_rank={rank} needs the peft library, which is not installed; run pip install peft"
+            f"lora_rank={rank} needs the peft library, which is not installed; run "
+            "pip install peft",
+            code="MGT105",
         ) from None
     names: Any = targets if targets == "all-linear" else targets.split(",")
     settings = peft.LoraConfig(

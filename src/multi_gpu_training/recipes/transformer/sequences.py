@@ -55,7 +55,8 @@ def pack(documents: Sequence[str], tokens: Tokens, length: int) -> Sequences:
         raise DataError(
             f"the text has {len(stream)} tokens ({tokens.describe()}), which is less than one "
             f"sequence of sequence_length={length}; give more text, a smaller sequence_length, or "
-            "layout=padded"
+            "layout=padded",
+            code="MGT302",
         )
     return Sequences(stream[: count * length].view(count, length))
 
@@ -90,13 +91,15 @@ def parts(count: int, seed: int, labels: Sequence[str] | None = None) -> tuple[T
     if count < 2:
         raise DataError(
             f"the text makes {count} sample, which leaves none for validation; give more text, a "
-            "smaller sequence_length, or validation data of its own"
+            "smaller sequence_length, or validation data of its own",
+            code="MGT302",
         )
     held = held_out(count, VAL_SHARE, seed, labels)
     if not held.any():
         raise DataError(
             f"each of the {count} samples has a label of its own, which leaves none for "
-            "validation; give more text, or validation data of its own"
+            "validation; give more text, or validation data of its own",
+            code="MGT302",
         )
     return ~held, held
 

@@ -68,7 +68,8 @@ def read_corpus(data_dir: str | None) -> Corpus:
     if not files:
         raise DataError(
             f"data_dir={data_dir!r} holds no .txt file (it holds {contents(path)}); put train.txt "
-            "there, and val.txt if you have one"
+            "there, and val.txt if you have one",
+            code="MGT301",
         )
     found = [document for file in files for document in documents(file)]
     return Corpus(path.name, found, documents(val) if val else None)
@@ -94,7 +95,8 @@ def read_labelled(data_dir: str | None) -> Labelled:
         if path.suffix not in TABLES:
             raise DataError(
                 f"data_dir={data_dir!r} is not a table; give a file with text and label that ends "
-                f"in {', '.join(TABLES)}, or a folder with such files"
+                f"in {', '.join(TABLES)}, or a folder with such files",
+                code="MGT301",
             )
         return Labelled(path.name, pairs(path))
     path = existing_folder(data_dir, "a folder with train.jsonl, train.csv or train.tsv")
@@ -102,7 +104,8 @@ def read_labelled(data_dir: str | None) -> Labelled:
     if train is None:
         raise DataError(
             f"data_dir={data_dir!r} has no train{', train'.join(TABLES)} (it holds "
-            f"{contents(path)}); put one there, each line a text and its label"
+            f"{contents(path)}); put one there, each line a text and its label",
+            code="MGT301",
         )
     val = find(path, "val", TABLES)
     return Labelled(path.name, pairs(train), pairs(val) if val else None)

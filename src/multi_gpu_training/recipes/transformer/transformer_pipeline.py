@@ -149,7 +149,8 @@ class TransformerPipeline(Pipeline):
         if kind not in known:
             raise ModelError(
                 f"this model is of the type {kind!r:.80}, which transformers "
-                f"{transformers().__version__} does not know; install a version that does"
+                f"{transformers().__version__} does not know; install a version that does",
+                code="MGT404",
             )
         config = known[kind](**settings)
         model: nn.Module = from_config(self.task, config)  # type: ignore[arg-type]
@@ -166,7 +167,8 @@ class TransformerPipeline(Pipeline):
         if unknown:
             raise ConfigError(
                 f"{', '.join(unknown)}: the config of this {config.get('model_type')} has no such "
-                f"setting; it has {', '.join(sorted(config))}"
+                f"setting; it has {', '.join(sorted(config))}",
+                code="MGT102",
             )
         described = {
             **self.description,

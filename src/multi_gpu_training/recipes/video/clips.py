@@ -62,7 +62,8 @@ def split_by_video(data: VideoData, val_share: float, seed: int) -> Parts:
     if len(videos) < 2:
         raise DataError(
             f"{len(videos)} video cannot be split into training and validation; clips of one "
-            "video must not be in both: add videos"
+            "video must not be in both: add videos",
+            code="MGT302",
         )
     counts = np.array([video.class_counts(len(data.classes)) for video in videos])
     total = counts.sum(0)

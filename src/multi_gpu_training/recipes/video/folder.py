@@ -153,7 +153,8 @@ def find_labels(folder: Path, labelling: Labelling) -> Contents:
     if not videos and inside == folder:
         raise DataError(
             f"data_dir={str(folder)!r} has no folder Videos; put Videos/*.mp4 there, and a CSV "
-            "for each in Annotations/, or one table for all of them"
+            "for each in Annotations/, or one table for all of them",
+            code="MGT301",
         )
     if not videos:
         raise DataError(

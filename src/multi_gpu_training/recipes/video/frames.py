@@ -185,7 +185,8 @@ def load_frames(
     except OSError as error:
         raise DataError(
             f"the frame cache {cache} cannot be made ({error.strerror}); set cache_dir to a "
-            "folder that can be written"
+            "folder that can be written",
+            code="MGT704",
         ) from None
     entries = [
         CachedVideo(video, size, cache, video in letterbox, video in timed) for video in videos
@@ -268,7 +269,8 @@ class CachedVideo:
             partial.unlink(missing_ok=True)
             raise DataError(
                 f"the frames of {self.video} cannot be written to {partial.parent} "
-                f"({error.strerror}); make room there, or set cache_dir to another folder"
+                f"({error.strerror}); make room there, or set cache_dir to another folder",
+                code="MGT704",
             ) from None
         facts = {
             "source": str(self.video),
@@ -317,7 +319,8 @@ def _check_space(entries: Sequence[CachedVideo], cache: Path) -> None:
         raise DataError(
             f"the frames of {len(entries)} videos take {needed / 2**30:.1f} GiB as "
             f"{entries[0].size}x{entries[0].size} bytes, but {cache} has {free / 2**30:.1f} GiB "
-            "free; set cache_dir to a larger disk, or frame_size lower"
+            "free; set cache_dir to a larger disk, or frame_size lower",
+            code="MGT704",
         )
 
 

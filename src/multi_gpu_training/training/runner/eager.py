@@ -176,7 +176,8 @@ class EagerRunner:
             raise ModelError(
                 f"{len(missing)} parameters got no gradient from the loss: {', '.join(missing[:8])}"
                 f"{' ...' if len(missing) > 8 else ''}; use them in the loss, freeze them with "
-                "requires_grad_(False), or set find_unused_parameters=true"
+                "requires_grad_(False), or set find_unused_parameters=true",
+                code="MGT402",
             )
 
     def finish_step(self) -> StepResult:

@@ -165,7 +165,8 @@ class FSDPStrategy(Strategy):
             return
         raise ModelError(
             "parameters were frozen, unfrozen or added during the run, which "
-            "training_mode=fully_sharded does not support; do so before setup_training"
+            "training_mode=fully_sharded does not support; do so before setup_training",
+            code="MGT403",
         )
 
     # The step
@@ -265,7 +266,8 @@ class FSDPStrategy(Strategy):
             raise ModelError(
                 f"{len(missing)} parameters got no gradient from the loss: {', '.join(missing[:8])}"
                 f"{' ...' if len(missing) > 8 else ''}; use them in the loss, freeze them with "
-                "requires_grad_(False), or set find_unused_parameters=true"
+                "requires_grad_(False), or set find_unused_parameters=true",
+                code="MGT402",
             )
 
     def _check_order(self, sums: Tensor) -> None:
@@ -435,5 +437,6 @@ def _refuse_unsupported(step_module: StepModule) -> None:
     if problems:
         raise ModelError(
             f"training_mode=fully_sharded cannot train {type(model).__name__}:\n"
-            + "\n".join(f"  - {problem}" for problem in problems)
+            + "\n".join(f"  - {problem}" for problem in problems),
+            code="MGT403",
         )
