@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 BATCH = 64
+SAMPLER = "optuna-tpe"  # with Optuna's own arguments, as in the plain loops
 PARAMS = {
     "learning_rate": "1e-4..1e-1:log",
     "weight_decay": "1e-4..1.0:log",
@@ -187,7 +188,7 @@ def function(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     found = search(
         objective, PARAMS, folder=folder / "function", metric="val/loss", trials=asked.trials,
-        pruner="median", seed=SEED,
+        sampler=SAMPLER, pruner="median", seed=SEED,
     )  # fmt: skip
     took = time.perf_counter() - begun
     return summary(took, [t.state for t in found.trials], found.best.values[0], steps)
@@ -205,7 +206,8 @@ def runs(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     begun = time.perf_counter()
     found = search(
         str(script), PARAMS, folder=folder / "runs", metric="val/loss", trials=asked.trials,
-        pruner="median", seed=SEED, words=["--as-trial"], device=asked.device, **side_by_side,
+        sampler=SAMPLER, pruner="median", seed=SEED, words=["--as-trial"], device=asked.device,
+        **side_by_side,
     )  # fmt: skip
     took = time.perf_counter() - begun
     validated = sum(len(t.reported) for t in found.trials)

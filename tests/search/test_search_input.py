@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("optuna", reason="optuna is not installed (extra: search)")
 
@@ -13,6 +15,7 @@ from multi_gpu_training.cli.search_command import SearchFlags, resolve
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.search import search
 from multi_gpu_training.search.objectives import read_objective
+from multi_gpu_training.search.settings import read_settings
 from multi_gpu_training.search.space import read_parameter
 
 RATE = "learning_rate=1e-4..1e-1:log"
@@ -140,3 +143,45 @@ def test_functions_that_fail_end_the_search_with_their_reason(tmp_path: Path) ->
     assert by_x[7].state == "pruned" and "out of memory: 9 GB" in by_x[7].reason
     assert by_x[0].state == "fail" and "NaN" in by_x[0].reason
     assert found.best is not None and found.best.params == {"x": 1}
+
+
+def test_a_function_that_runs_out_of_gpu_memory_is_pruned_and_one_without_a_value_fails(
+    tmp_path: Path,
+) -> None:
+    def objective(params: dict[str, Any]) -> float | None:
+        if params["x"] > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return None if params["x"] == 3 else params["x"]
+
+    found = search(
+        objective, {"x": "0..9"}, folder=tmp_path / "s", metric="loss", sampler="grid",
+        storage="memory", seed=1,
+    )  # fmt: skip
+    by_x = {one.params["x"]: one for one in found.trials}
+    assert [by_x[x].state for x in (7, 8, 9)] == ["pruned"] * 3
+    assert "out of memory: CUDA" in by_x[7].reason
+    assert by_x[3].state == "fail" and "gave None; return or yield a number" in by_x[3].reason
+    assert [one.state for one in found.trials].count("complete") == 6
+
+
+def test_python_values_are_kept_as_a_yaml_file_has_them(tmp_path: Path) -> None:
+    rates = np.logspace(-3, -1, 3)
+    for params in ({"rate": rates}, {"rate": list(rates)}, {"rate": tuple(rates)}):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        common: dict[str, Any] = {"folder": folder, "metric": "loss", "trials": 2}
+        search(lambda values: values["rate"], params, **common)
+        again = search(lambda values: values["rate"], params, resume=True, **common)
+        assert len(again.trials) == 2 and again.trials[0].params["rate"] in rates
+    settings = read_settings({"params": {"lr": [0, 1]}, "settings": {"data_dir": Path("/data")}})
+    assert settings.settings == {"data_dir": "/data"}
+
+
+def test_what_only_runs_can_do_is_refused_for_a_function_and_a_missing_script_is_named(
+    tmp_path: Path,
+) -> None:
+    given: dict[str, Any] = {"folder": tmp_path / "s", "metric": "loss"}
+    with pytest.raises(ConfigError, match="--repeat-best"):
+        search(lambda values: 1.0, {"x": "0..9"}, repeat_best=1, seeds=2, **given)
+    with pytest.raises(ConfigError, match="no such file"):
+        search(str(tmp_path / "train.py"), {"learning_rate": "1e-4..1e-1:log"}, **given)
+    assert not (tmp_path / "s").exists()

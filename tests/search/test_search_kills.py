@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ pytest.importorskip("optuna", reason="optuna is not installed (extra: search)")
 from multi_gpu_training.cli.search_command import SearchFlags, resolve
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.search import search
+from multi_gpu_training.search.run_search import Slots, StudyFolder
+from multi_gpu_training.search.settings import SearchSettings, read_settings
 
 PARAMS = {"x": "0.0..1.0", "kind": ["a", "b"]}
 
@@ -68,7 +72,6 @@ def test_a_killed_search_goes_on_with_its_running_trial(tmp_path: Path) -> None:
 
 def test_a_decision_to_prune_survives_a_kill_before_the_trial_has_ended(tmp_path: Path) -> None:
     from multi_gpu_training.search.run_search import Study, sqlite_url
-    from multi_gpu_training.search.settings import SearchSettings
     from multi_gpu_training.search.trial_run import TrialEnding
 
     folder = tmp_path / "study"
@@ -88,3 +91,69 @@ def test_a_decision_to_prune_survives_a_kill_before_the_trial_has_ended(tmp_path
     )
     assert [one.state for one in found.trials] == ["complete", "complete", "pruned", "complete"]
     assert len(seen) == 1
+
+
+def test_a_search_goes_on_after_its_folder_was_moved_and_from_inside_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float] = []
+
+    def objective(params: dict[str, Any]) -> float:
+        calls.append(params["x"])
+        return calls[-1]
+
+    common: dict[str, Any] = {"metric": "loss", "sampler": "random"}
+    first = search(objective, {"x": "0.0..1.0"}, folder=tmp_path / "a", trials=3, **common)
+    (tmp_path / "a").rename(tmp_path / "b")
+    monkeypatch.chdir(tmp_path / "b")
+    common["resume"] = True
+    found = search(objective, {"x": "0.0..1.0"}, folder=tmp_path / "b", trials=4, **common)
+    assert len(calls) == 4 and found.trials[:3] == first.trials
+    found = search(objective, {"x": "0.0..1.0"}, folder=".", trials=5, **common)
+    assert len(calls) == 5 and found.trials[:3] == first.trials
+
+
+def test_trials_of_a_resumed_search_run_where_the_search_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    rate = {"learning_rate": "1e-4..1e-1:log"}
+    settings = read_settings({"target": "train.py", "params": rate})
+    StudyFolder(Path("study"), settings, resume=False).close()
+    monkeypatch.chdir(tmp_path / "study")
+    settings = SearchSettings.load(Path())
+    settings.check()
+    folder = StudyFolder(Path(), settings, resume=True)
+    place = folder.place("trial-0000", {"learning_rate": 0.01}, Slots(1, 1), 0)
+    folder.close()
+    assert place.working_dir == tmp_path and place.command == ["train.py"]
+    assert place.folder == tmp_path / "study" / "runs" / "custom" / "trial-0000"
+
+
+def test_a_resumed_search_whose_storage_is_gone_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    search(lambda params: params["x"], {"x": "0..9"}, folder=folder, metric="loss", trials=2)
+    (folder / "study.db").unlink()
+    (folder / "trials").mkdir()  # as trials that are runs leave it
+    with pytest.raises(ConfigError, match="the storage knows no study"):
+        search(lambda p: p["x"], {"x": "0..9"}, folder=folder, metric="loss", trials=2, resume=True)
+
+
+def test_ctrl_c_ends_a_function_at_once(tmp_path: Path) -> None:
+    reached = []
+
+    def objective(params: dict[str, Any]) -> float:
+        if len(reached) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        reached.append(params["x"])
+        return params["x"]
+
+    common: dict[str, Any] = {"folder": tmp_path / "s", "metric": "loss", "trials": 3}
+    with pytest.raises(KeyboardInterrupt):
+        search(objective, {"x": "0..9"}, **common)
+    assert len(reached) == 1
+    reached.clear()
+    reached.extend([0, 0])
+    found = search(objective, {"x": "0..9"}, resume=True, **common)
+    assert [one.state for one in found.trials] == ["complete"] * 3

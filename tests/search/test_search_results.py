@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from multi_gpu_training.monitoring.loggers.jsonl_logger import JsonlLogger
 from multi_gpu_training.search import search
 from multi_gpu_training.search.objectives import final_values, read_events, read_objective
 from multi_gpu_training.search.planning_ahead import BatchLimit, per_rank_batch
-from multi_gpu_training.search.repeats import RepeatedTrial
-from multi_gpu_training.search.run_search import Slots, StudyFolder, find_slots
-from multi_gpu_training.search.search_report import page
+from multi_gpu_training.search.run_search import RepeatedTrial, Slots, StudyFolder, find_slots
+from multi_gpu_training.search.search_report import history_plot, page
 from multi_gpu_training.search.settings import SearchSettings, read_settings
 from multi_gpu_training.search.study import TrialRecord
 
@@ -104,6 +104,29 @@ def test_the_report_escapes_everything_and_needs_no_network(tmp_path: Path) -> N
     assert "http" not in shown and "src=" not in shown
     for part in ("All parameters at once", "Pareto front", "Repeated with other seeds", "polyline"):
         assert part in shown
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_diverged_trial_does_not_press_the_others_flat_in_the_report(
+    sign: float, tmp_path: Path
+) -> None:
+    def objective(params: dict[str, Any]) -> float:
+        return sign * (
+            1e9 if params["x"] == 9 else float("inf") if params["x"] == 8 else params["x"]
+        )
+
+    given: dict[str, Any] = {"metric": "m:min" if sign > 0 else "m:max", "sampler": "grid"}
+    found = search(objective, {"x": "0..9"}, folder=tmp_path / "s", storage="memory", **given)
+    drawn = history_plot(found.trials, found.objectives[0])
+    heights = {
+        int(number): float(y)
+        for y, number in re.findall(r'cy="([0-9.]+)" r="4"><title>trial (\d+):', drawn)
+    }
+    by_x = {one.params["x"]: heights[one.number] for one in found.trials}
+    # Worse is up where small values are good, and down where large ones are.
+    assert len({round(by_x[x]) for x in range(8)}) == 8
+    assert by_x[9] == by_x[8] == (min if sign > 0 else max)(by_x.values())
+    assert ("≥ " if sign > 0 else "≤ ") in drawn
 
 
 def test_batches_that_do_not_fit_are_refused_before_they_run() -> None:

@@ -80,6 +80,24 @@ def test_a_trial_that_hangs_is_ended_and_a_metric_that_nobody_logs_is_named(tmp_
 
 
 @pytest.mark.engines
+def test_python_repeats_the_best_trial_and_leaves_a_report_as_the_command_does(
+    tmp_path: Path,
+) -> None:
+    found = search(
+        script(tmp_path),
+        {"learning_rate": "1e-3..1e-1:log"},
+        folder=tmp_path / "study",
+        trials=1,
+        device="cpu",
+        repeat_best=1,
+        seeds=2,
+    )
+    (repeated,) = found.repeats
+    assert repeated.number == 0 and len(repeated.values) == 2 and not repeated.failed
+    assert "Repeated with other seeds" in (tmp_path / "study" / "report.html").read_text()
+
+
+@pytest.mark.engines
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("what", [("ranks", "--trials", "8"), ("kills", "--kills", "8")])
 def test_the_campaigns_of_the_benchmark_keep_their_promise(

@@ -11,8 +11,14 @@ import pytest
 optuna = pytest.importorskip("optuna", reason="optuna is not installed (extra: search)")
 
 from multi_gpu_training.search import search  # noqa: E402
-from multi_gpu_training.search.study import make_pruner, make_sampler  # noqa: E402
+from multi_gpu_training.search.study import make_pruner  # noqa: E402
 
+SAMPLERS = {
+    "tpe": lambda: optuna.samplers.TPESampler(seed=3, n_startup_trials=5),
+    "optuna-tpe": lambda: optuna.samplers.TPESampler(seed=3),
+    "random": lambda: optuna.samplers.RandomSampler(seed=3),
+    "nsga2": lambda: optuna.samplers.NSGAIISampler(seed=3),
+}
 PARAMS = {"rate": "1e-4..1e-1:log", "width": "4..64", "kind": ["a", "b", "c"]}
 
 
@@ -26,7 +32,7 @@ def curve(params: dict[str, Any]) -> Iterator[float]:
 def by_plain_optuna(name: str, sampler: str, pruner: str, trials: int) -> list[Any]:
     """The loop of Optuna's documentation."""
     study = optuna.create_study(
-        study_name=name, sampler=make_sampler(sampler, 3, ()), pruner=make_pruner(pruner)
+        study_name=name, sampler=SAMPLERS[sampler](), pruner=make_pruner(pruner)
     )
 
     def objective(trial: Any) -> float:
@@ -48,7 +54,13 @@ def by_plain_optuna(name: str, sampler: str, pruner: str, trials: int) -> list[A
 
 @pytest.mark.parametrize(
     ("sampler", "pruner"),
-    [("tpe", "median"), ("random", "hyperband"), ("tpe", "asha"), ("nsga2", "none")],
+    [
+        ("tpe", "median"),
+        ("tpe", "asha"),
+        ("optuna-tpe", "median"),
+        ("random", "hyperband"),
+        ("nsga2", "none"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_a_search_suggests_and_prunes_exactly_as_plain_optuna_does(
@@ -73,6 +85,20 @@ def test_a_search_suggests_and_prunes_exactly_as_plain_optuna_does(
     assert [dict(one.reported) for one in found.trials] == [o.intermediate_values for o in plain]
     if pruner != "none":
         assert any(one.state == "pruned" for one in found.trials)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_with_several_metrics_tpe_has_optunas_own_arguments(tmp_path: Path) -> None:
+    def both(x: float) -> tuple[float, float]:
+        return x, (x - 0.7) ** 2
+
+    found = search(
+        lambda params: both(params["x"]), {"x": "0.0..1.0"}, folder=tmp_path / "study",
+        metric=["loss", "error"], trials=14, seed=3, storage="memory",
+    )  # fmt: skip
+    plain = optuna.create_study(directions=["minimize"] * 2, sampler=SAMPLERS["optuna-tpe"]())
+    plain.optimize(lambda trial: both(trial.suggest_float("x", 0.0, 1.0)), n_trials=14)
+    assert [dict(one.params) for one in found.trials] == [one.params for one in plain.trials]
 
 
 @pytest.mark.filterwarnings("ignore")

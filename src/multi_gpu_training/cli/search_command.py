@@ -118,7 +118,8 @@ def resolve(flags: SearchFlags) -> tuple[SearchSettings, Path]:
     if (Path(target) / FILE).is_file():
         raise ConfigError(f"{target} is a search; add --resume to continue it")
     found = {**from_target(target, flags.words), **given}
-    name = flags.study or default_name(found["target"])
+    said = found.pop("study", None)
+    name = flags.study or (str(said) if said else default_name(found["target"]))
     problem = name_problem(name)
     if problem is not None:
         raise ConfigError(f"--study {brief(name)}: {problem}")
@@ -132,7 +133,7 @@ def from_target(target: str, words: Sequence[str]) -> dict[str, Any]:
     """The target and its fixed settings; a YAML file with `params` is a whole search."""
     if target.endswith(".py"):
         if not Path(target).is_file():
-            raise ConfigError(f"mgt search {brief(target)}: no such file")
+            raise ConfigError(f"mgt search {brief(target)}: no such file", code="MGT104")
         return {"target": target, "words": list(words)}
     fixed = flatten(dict(extra_settings(list(words))))
     if target in RECIPES:
@@ -141,7 +142,9 @@ def from_target(target: str, words: Sequence[str]) -> dict[str, Any]:
     if "params" in values:  # the file describes the search
         inner = values.pop("target", values.pop("recipe", None))
         if not isinstance(inner, str):
-            raise ConfigError(f"{target} has no `target`; add one, as in `target: image`")
+            raise ConfigError(
+                f"{target} has no `target`; add one, as in `target: image`", code="MGT103"
+            )
         own = values.pop("settings", {}) or {}
         below = from_target(inner, values.pop("words", []) or [])
         metric = values.pop("metric", None)
@@ -152,7 +155,7 @@ def from_target(target: str, words: Sequence[str]) -> dict[str, Any]:
         return {**values, **below, "settings": merge(below["settings"], flatten(own), _own(fixed))}
     recipe = fixed.pop("recipe", values.pop("recipe", None))
     if not isinstance(recipe, str):
-        raise ConfigError(f"{target} names no recipe; add `recipe: image` to it")
+        raise ConfigError(f"{target} names no recipe; add `recipe: image` to it", code="MGT103")
     return {"target": recipe, "settings": _own(merge(flatten(values), fixed))}
 
 

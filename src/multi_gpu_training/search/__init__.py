@@ -33,12 +33,16 @@ def search(
     target: a recipe's name, a script, or a function that takes a dict of values and returns one
         value, or one for each metric. A function that yields values can be pruned between them.
     params: by name, `"1e-5..1e-1:log"`, `"16..256"`, or a list of choices.
-    folder: where the search is kept; with `resume=True` it goes on there.
+    folder: where the search is kept, with its report; with `resume=True` it goes on there.
     settings: trials, sampler, pruner, seed, storage, parallel, gpus_per_trial, value, settings
         (what every trial of a recipe is set to) and the others of `mgt search`.
     """
-    from multi_gpu_training.search.run_search import run_search
+    from multi_gpu_training.search.planning_ahead import batch_check
+    from multi_gpu_training.search.repeats import repeat_best
+    from multi_gpu_training.search.run_search import find_slots, run_search
+    from multi_gpu_training.search.search_report import write_report
     from multi_gpu_training.search.settings import SearchSettings, read_settings
+    from multi_gpu_training.search.study import MEMORY, require_optuna
 
     metrics = [metric] if isinstance(metric, str) else list(metric)
     function = None if isinstance(target, str) else target
@@ -49,5 +53,16 @@ def search(
         "metric": metrics,
     }
     path = Path(folder)
-    found = SearchSettings.load(path, **given) if resume else read_settings(given)
-    return run_search(found, path, resume, function)
+    asked = SearchSettings.load(path, **given) if resume else read_settings(given)
+    require_optuna(asked.sampler)
+    asked.check()
+    if function is not None:
+        found = run_search(asked, path, resume, function)
+    else:
+        slots = find_slots(asked)
+        infeasible = batch_check(asked, slots, lambda text: None)
+        found = run_search(asked, path, resume, infeasible=infeasible)
+        found.repeats = repeat_best(asked, path, slots, found)
+    if asked.storage != MEMORY:
+        write_report(found, asked, found.repeats)
+    return found

@@ -158,7 +158,7 @@ def clock(seconds: float) -> str:
 def _runner(settings: SearchSettings, steps: int) -> Iterator[ScriptRunner]:
     """A runner for a typical trial: the middle of every parameter."""
     with tempfile.TemporaryDirectory(prefix="mgt-search-") as scratch:
-        command = [settings.target, *settings.words]
+        command = [str(settings.trials_dir() / settings.target), *settings.words]
         if not settings.is_script:
             middle = {one.name: one.middle() for one in settings.space() if one.name not in BATCHES}
             config = Path(scratch) / "trial.yaml"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 
 from multi_gpu_training.launch.signals import LauncherSignals
 from multi_gpu_training.search.run_search import (
+    RepeatedTrial,
     SearchResult,
     Slots,
     StudyFolder,
@@ -18,34 +17,6 @@ from multi_gpu_training.search.settings import SearchSettings
 from multi_gpu_training.search.trial_run import TrialEnd, TrialEnding, TrialLimits, TrialRun
 
 FIRST_SEED = 1000  # not those that people choose
-
-
-@dataclass(frozen=True)
-class RepeatedTrial:
-    """One of the best trials, trained with several seeds; `values` of those that worked."""
-
-    number: int
-    metric: str
-    searched: float
-    values: tuple[float, ...]
-    failed: int = 0
-
-    @property
-    def mean(self) -> float | None:
-        return fmean(self.values) if self.values else None
-
-    @property
-    def spread(self) -> float | None:
-        """The sample's standard deviation; None with fewer than two values."""
-        return stdev(self.values) if len(self.values) > 1 else None
-
-    def words(self) -> str:
-        found = f"trial {self.number}: {self.metric} {self.searched:.6g} in the search"
-        if self.mean is None:
-            return f"{found}; no repeat was complete"
-        spread = "" if self.spread is None else f" +- {self.spread:.2g} (standard deviation)"
-        failed = f", {self.failed} failed" if self.failed else ""
-        return f"{found}; with {len(self.values)} seeds {self.mean:.6g}{spread}{failed}"
 
 
 def repeat_best(

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import yaml
@@ -28,6 +29,7 @@ from multi_gpu_training.launch.signals import LauncherSignals
 from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.redaction import HIDDEN
 from multi_gpu_training.safe_files import make_private, write_atomically
+from multi_gpu_training.safe_output import brief
 from multi_gpu_training.search.objectives import SearchObjective
 from multi_gpu_training.search.searcher import Searcher, Shown
 from multi_gpu_training.search.settings import FILE, SearchSettings
@@ -45,16 +47,46 @@ SCRIPT_RECIPE = "custom"  # the folder of runs that a script makes
 Infeasible = Callable[[Mapping[str, Any]], str | None]
 
 
+@dataclass(frozen=True)
+class RepeatedTrial:
+    """One of the best trials, trained with several seeds; `values` of those that worked."""
+
+    number: int
+    metric: str
+    searched: float
+    values: tuple[float, ...]
+    failed: int = 0
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.values) if self.values else None
+
+    @property
+    def spread(self) -> float | None:
+        """The sample's standard deviation; None with fewer than two values."""
+        return stdev(self.values) if len(self.values) > 1 else None
+
+    def words(self) -> str:
+        found = f"trial {self.number}: {self.metric} {self.searched:.6g} in the search"
+        if self.mean is None:
+            return f"{found}; no repeat was complete"
+        spread = "" if self.spread is None else f" +- {self.spread:.2g} (standard deviation)"
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{found}; with {len(self.values)} seeds {self.mean:.6g}{spread}{failed}"
+
+
 @dataclass
 class SearchResult:
     """What a search found. `front`: best first, or the Pareto front of several objectives.
-    `importances` is asked for when it is shown: it trains a forest."""
+    `importances` is asked for when it is shown: it trains a forest. `repeats`: the best trials
+    with other seeds, where asked for."""
 
     folder: Path
     objectives: Sequence[SearchObjective]
     trials: list[TrialRecord]
     front: list[TrialRecord]
     importances: Callable[[], Mapping[str, float]] = dict
+    repeats: Sequence[RepeatedTrial] = ()
 
     @property
     def best(self) -> TrialRecord | None:
@@ -83,12 +115,13 @@ def find_slots(settings: SearchSettings) -> Slots:
     gpus = 0 if settings.device == "cpu" else available_gpus()
     ranks = settings.gpus_per_trial
     if settings.device == "cuda" and not gpus:
-        raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why")
+        raise ConfigError("--device cuda: torch sees no GPU; `mgt info` shows why", code="MGT201")
     if not gpus:
         return Slots(settings.parallel or 1, ranks)
     if ranks > gpus:
         raise ConfigError(
-            f"--gpus-per-trial {ranks} asked for, but {gpus} GPUs are there; use at most {gpus}"
+            f"--gpus-per-trial {ranks} asked for, but {gpus} GPUs are there; use at most {gpus}",
+            code="MGT201",
         )
     most = gpus // ranks * settings.trials_per_gpu
     count = settings.parallel or most
@@ -96,7 +129,8 @@ def find_slots(settings: SearchSettings) -> Slots:
         raise ConfigError(
             f"--parallel {count} trials with --gpus-per-trial {ranks} need {count * ranks} GPUs, "
             f"and {gpus} are there; use --parallel {most}, or --trials-per-gpu for small models "
-            "that share a GPU"
+            "that share a GPU",
+            code="MGT201",
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(number) for number in range(gpus)]
@@ -110,16 +144,20 @@ class StudyFolder:
 
     def __init__(self, path: Path, settings: SearchSettings, resume: bool) -> None:
         self.path = path
-        self.settings = settings
+        # The study keeps its name in the storage when its folder is moved.
+        self.study = settings.study or path.resolve().name
+        kept = {"study": self.study, "working_dir": str(settings.trials_dir())}
+        self.settings = settings.model_copy(update=kept)
         exists = (path / FILE).exists()
         if exists and not resume:
             raise ConfigError(
                 f"{path} holds a search already; continue it with `mgt search {path} --resume`, or "
-                "choose another --study"
+                "choose another --study",
+                code="MGT106",
             )
         make_private(path)
         self._lock = RunLock(path)
-        settings.save(path)
+        self.settings.save(path)
 
     def close(self) -> None:
         self._lock.release()
@@ -145,19 +183,21 @@ class StudyFolder:
         begin_from: Path | None = None,
     ) -> RunPlace:
         """Where the run `name` with these values goes. begin_from: a checkpoint of another run."""
-        settings = self.settings
-        own = {"save_dir": str(self.path / "runs"), "run_name": name, "resume": "auto"}
+        settings, path = self.settings, self.path.absolute()
+        working_dir = settings.trials_dir()
+        own = {"save_dir": str(path / "runs"), "run_name": name, "resume": "auto"}
         device = {} if settings.device == "auto" else {"device": settings.device}
-        run = self.path / "runs" / self.recipe / name
-        files = self.path / "trials" / name
+        run = path / "runs" / self.recipe / name
+        files = path / "trials" / name
         if settings.is_script:
             given = {**values, **own, **device, "recipe": self.recipe, "world_size": slots.ranks}
             command = [settings.target, *settings.words]
             if settings.engine == "ray":
                 start = ["-m", "multi_gpu_training", "run", *self._on_ray(slots.ranks)]
-                command = [*start, str(Path(settings.target).absolute()), *settings.words]
+                command = [*start, str(working_dir / settings.target), *settings.words]
             log = files.with_suffix(".log")
-            return RunPlace(run, log, command, slots.variables(slot), given, begin_from)
+            variables = slots.variables(slot)
+            return RunPlace(run, log, command, variables, given, begin_from, working_dir)
         config = files.with_suffix(".yaml")
         # A search of many trials would fill the disk with checkpoints that nobody goes back to.
         few = {"keep_last": 1}
@@ -166,7 +206,8 @@ class StudyFolder:
         ray = settings.engine == "ray"
         command += self._on_ray(slots.ranks) if ray else ["--num-gpus", str(slots.ranks)]
         log = files.with_suffix(".log")
-        return RunPlace(run, log, command, slots.variables(slot), begin_from=begin_from)
+        variables = slots.variables(slot)
+        return RunPlace(run, log, command, variables, None, begin_from, working_dir)
 
     def _on_ray(self, ranks: int) -> list[str]:
         """Flags of a trial on Ray. Its process here is Ray's driver: its ranks end with it."""
@@ -178,7 +219,7 @@ class StudyFolder:
         """The weights that a trial ended with."""
         if number is None:
             return None
-        store = CheckpointStore(self.path / self.run_of(number) / "checkpoints")
+        store = CheckpointStore(self.path.absolute() / self.run_of(number) / "checkpoints")
         found = [path for path in store.folders() if store.on_timeline(path)]
         if not found:
             raise MultiGPUError(
@@ -227,12 +268,14 @@ def run_search(
     require_optuna(settings.sampler)
     settings.check()
     if function is None and from_environment() is not None:
-        raise ConfigError("mgt search starts ranks itself; start it without torchrun or srun")
+        raise ConfigError(
+            "mgt search starts ranks itself; start it without torchrun or srun", code="MGT202"
+        )
     slots = find_slots(settings) if function is None else Slots(1, 1)
     folder = StudyFolder(path, settings, resume)
     try:
         study = Study(
-            path.name,
+            folder.study,
             settings.storage or sqlite_url(path),
             settings.space(),
             settings.objectives(),
@@ -242,6 +285,11 @@ def run_search(
             resume,
             settings.population,
         )
+        if resume and not study.records() and (path / "trials").exists():
+            raise ConfigError(
+                f"{path} holds trials, but the storage knows no study {brief(folder.study)} with "
+                "any; give the --storage that it was begun with"
+            )
         limits = TrialLimits(settings.trial_timeout, settings.hang_timeout)
 
         def start(record: TrialRecord, slot: int) -> RunningTrial:
@@ -267,7 +315,8 @@ def run_search(
         )
         try:
             with LauncherSignals() as signals:
-                signals.listen()
+                if function is None:  # a function runs here: Ctrl-C must reach it at once
+                    signals.listen()
                 searcher.run(signals)
         finally:
             result = SearchResult(

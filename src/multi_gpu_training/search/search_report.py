@@ -12,8 +12,7 @@ from multi_gpu_training.monitoring.html_table import html_table
 from multi_gpu_training.monitoring.report.page import STYLE
 from multi_gpu_training.safe_files import write_atomically
 from multi_gpu_training.search.objectives import SearchObjective
-from multi_gpu_training.search.repeats import RepeatedTrial
-from multi_gpu_training.search.run_search import SearchResult
+from multi_gpu_training.search.run_search import RepeatedTrial, SearchResult
 from multi_gpu_training.search.searcher import elapsed
 from multi_gpu_training.search.settings import SearchSettings
 from multi_gpu_training.search.space import Parameter
@@ -31,10 +30,18 @@ OWN_STYLE = """
 
 
 class Axis:
-    """Maps values to a stretch of pixels: numbers by size, choices by their order."""
+    """Maps values to a stretch of pixels: numbers by size, choices by their order.
+
+    With an objective, it ends where only a few much worse values would follow: a single diverged
+    trial would press all others flat. Those lie at its end.
+    """
 
     def __init__(
-        self, values: Sequence[Any], pixels: tuple[float, float], parameter: Parameter | None = None
+        self,
+        values: Sequence[Any],
+        pixels: tuple[float, float],
+        parameter: Parameter | None = None,
+        objective: SearchObjective | None = None,
     ) -> None:
         self._from, self._to = pixels
         self._choices = list(parameter.choices) if parameter is not None else []
@@ -43,6 +50,18 @@ class Axis:
         self._low, self._high = min(numbers, default=0.0), max(numbers, default=1.0)
         if parameter is not None and not self._choices:
             self._low, self._high = parameter.low, parameter.high
+        self._cut = ""
+        if objective is not None and numbers:
+            self._end_before_extremes(sorted(numbers), objective.direction)
+
+    def _end_before_extremes(self, numbers: Sequence[float], direction: str) -> None:
+        good_first = numbers if direction == "min" else numbers[::-1]
+        best, most = good_first[0], good_first[(len(numbers) - 1) * 3 // 4]
+        limit = most + 3 * (most - best)
+        if direction == "min" and best < limit < self._high:
+            self._high, self._cut = limit, "≥ "
+        elif direction == "max" and best > limit > self._low:
+            self._low, self._cut = limit, "≤ "
 
     def __call__(self, value: Any) -> float:
         return self._from + (self._to - self._from) * self.share(value)
@@ -64,7 +83,10 @@ class Axis:
         if self.log:
             middle = math.sqrt(self._low * self._high)
         values = [self._low, middle, self._high] if self._high > self._low else [self._low]
-        return [(self(value), f"{value:.3g}") for value in values]
+        cut = self._high if self._cut == "≥ " else self._low
+        return [
+            (self(value), (self._cut if value == cut else "") + f"{value:.3g}") for value in values
+        ]
 
 
 def write_report(
@@ -150,7 +172,7 @@ def parallel_coordinates(
     width = max(FULL_WIDTH, 140 * (len(space) + 1))
     pixels = (HEIGHT - BOTTOM, TOP + 14.0)
     axes = [Axis([], pixels, one) for one in space]
-    last = Axis([one.values[0] for one in trials], pixels)
+    last = Axis([one.values[0] for one in trials], pixels, objective=objective)
     gap = (width - LEFT - 60) / max(1, len(space))
     places = [LEFT + number * gap for number in range(len(space) + 1)]
     parts = []
@@ -180,18 +202,18 @@ def slice_plot(
     """The metric over one parameter."""
     known = [one for one in trials if parameter.name in one.params]
     across = Axis([], (LEFT, WIDTH - RIGHT), parameter)
-    up = Axis([one.values[0] for one in known], (HEIGHT - BOTTOM, TOP))
+    up = Axis([one.values[0] for one in known], (HEIGHT - BOTTOM, TOP), objective=objective)
     points = [(across(one.params[parameter.name]), up(one.values[0]), one) for one in known]
     return _scatter(points, across, up, parameter.name, objective.metric, set())
 
 
 def front_plot(trials: Sequence[TrialRecord], result: SearchResult) -> str:
     """The first two metrics of every trial; those of the front are red."""
-    across = Axis([one.values[0] for one in trials], (LEFT, WIDTH - RIGHT))
-    up = Axis([one.values[1] for one in trials], (HEIGHT - BOTTOM, TOP))
+    first, second = result.objectives[:2]
+    across = Axis([one.values[0] for one in trials], (LEFT, WIDTH - RIGHT), objective=first)
+    up = Axis([one.values[1] for one in trials], (HEIGHT - BOTTOM, TOP), objective=second)
     points = [(across(one.values[0]), up(one.values[1]), one) for one in trials]
     front = {one.number for one in result.front}
-    first, second = result.objectives[:2]
     drawn = _scatter(points, across, up, first.metric, second.metric, front)
     return f'<div class="charts"><div>{drawn}</div></div>'
 
@@ -199,7 +221,7 @@ def front_plot(trials: Sequence[TrialRecord], result: SearchResult) -> str:
 def history_plot(trials: Sequence[TrialRecord], objective: SearchObjective) -> str:
     """Every value in the order of trials; red where it was the best until then."""
     across = Axis([float(one.number) for one in trials], (LEFT, WIDTH - RIGHT))
-    up = Axis([one.values[0] for one in trials], (HEIGHT - BOTTOM, TOP))
+    up = Axis([one.values[0] for one in trials], (HEIGHT - BOTTOM, TOP), objective=objective)
     best: set[int] = set()
     leader: float | None = None
     for one in sorted(trials, key=lambda one: one.number):

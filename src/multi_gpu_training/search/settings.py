@@ -43,6 +43,8 @@ class SearchSettings(BaseModel):
 
     target: str = ""
     words: list[str] = Field([], description="arguments of a script")
+    study: str | None = Field(None, description="its name in the storage; default: the folder's")
+    working_dir: str | None = Field(None, description="of the trials; default: where it began")
     settings: dict[str, Any] = Field({}, description="what every trial of a recipe is set to")
     params: dict[str, Any]
     metric: list[str] = ["val/loss"]
@@ -70,6 +72,11 @@ class SearchSettings(BaseModel):
     def is_script(self) -> bool:
         return self.target.endswith(".py")
 
+    def trials_dir(self) -> Path:
+        """Where relative paths of the trials begin, also for a resumed search."""
+        kept = Path(self.working_dir or ".").absolute()
+        return kept if kept.is_dir() else Path.cwd()
+
     def space(self) -> list[Parameter]:
         return read_space(self.params)
 
@@ -92,6 +99,11 @@ class SearchSettings(BaseModel):
         if (self.repeat_best > 0) != (self.seeds > 0):
             problems.append(
                 "--repeat-best K and --seeds N belong together: the K best, each with N seeds"
+            )
+        if self.repeat_best and not self.target:
+            problems.append(
+                "--repeat-best trains runs with other seeds, and a function takes none; give a "
+                "recipe or a script, or drop it"
             )
         if self.repeat_best and len(self.metric) > 1:
             problems.append("--repeat-best needs one --metric, by which trials are best")
@@ -186,6 +198,8 @@ class SearchSettings(BaseModel):
         ]
         if problems:
             return problems
+        if self.is_script and not (self.trials_dir() / self.target).is_file():
+            return [f"{brief(self.target)}: no such file in {self.trials_dir()}"]
         if not self.is_script and self.target not in RECIPES:
             return [f"{brief(self.target)} is neither a recipe nor a script; `mgt recipes`"]
         for one in space:
@@ -234,11 +248,12 @@ class SearchSettings(BaseModel):
         except FileNotFoundError:
             raise ConfigError(
                 f"{folder} holds no search ({FILE} is missing); give the folder of one, or start "
-                "without --resume"
+                "without --resume",
+                code="MGT104",
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder / FILE} cannot be read: {error}") from None
-        changes = {name: value for name, value in changes.items() if value is not None}
+        changes = {name: plain(value) for name, value in changes.items() if value is not None}
         refused = [n for n in changes if n not in CHANGEABLE and found.get(n) != changes[n]]
         if refused:
             raise ConfigError(
@@ -258,10 +273,11 @@ class SearchSettings(BaseModel):
 
 def read_settings(given: Mapping[str, Any]) -> SearchSettings:
     """Check each setting alone; all problems are reported together."""
+    given = plain(given)
     known = list(SearchSettings.model_fields)
     unknown = [unknown_key(str(name), known) for name in given if name not in known]
     if unknown:
-        raise ConfigError(unknown)
+        raise ConfigError(unknown, code="MGT102")
     if not given.get("params"):
         read_space({})
     try:
@@ -273,6 +289,19 @@ def read_settings(given: Mapping[str, Any]) -> SearchSettings:
                 for e in error.errors()
             ]
         ) from None
+
+
+def plain(value: Any) -> Any:
+    """As a YAML file has it: lists for tuples and arrays, text for paths."""
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    # NumPy's numbers and arrays, and tensors; np.float64 is a float, but YAML cannot write it.
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else value
 
 
 def _gather(read: Callable[[], Any], problems: list[str]) -> Any:

@@ -17,9 +17,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from multi_gpu_training.errors import MemoryShortError
 from multi_gpu_training.measure.request import VARIABLE, MeasureRequest
 from multi_gpu_training.measure.script_runner import MEMORY_IS_SHORT, complaint
 from multi_gpu_training.safe_files import make_private, write_atomically
+from multi_gpu_training.safe_output import brief
 from multi_gpu_training.search.objectives import (
     RunReadings,
     SearchObjective,
@@ -78,6 +80,7 @@ class RunPlace:
     variables: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] | None = None
     begin_from: Path | None = None
+    working_dir: Path | None = None
 
     def resume(self) -> str:
         own = any((self.folder / "checkpoints").glob("step-*"))
@@ -153,6 +156,7 @@ class TrialRun:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "multi_gpu_training.launch.rank_main", *self._words()],
                 env=variables,
+                cwd=place.working_dir,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -263,36 +267,41 @@ class FunctionTrial:
         self._end: TrialEnd | None = None
         try:
             self._found = function(dict(params))
-        except MemoryError as error:
-            self._end = TrialEnd(TrialEnding.PRUNED, reason=f"out of memory: {error}")
         except Exception as error:
-            self._end = TrialEnd(
-                TrialEnding.FAILED, reason=f"{type(error).__name__}: {error}"[:500]
-            )
+            self._end = raised(error)
 
     def look(self) -> tuple[Sequence[Validated], TrialEnd | None]:
         if self._end is not None:
             return self._history, self._end
-        if not isinstance(self._found, Iterator):
-            self._end = TrialEnd(TrialEnding.COMPLETE, _row(self._found))
-            return self._history, self._end
         try:
-            self._history.append(Validated(len(self._history) + 1, _row(next(self._found))))
+            if isinstance(self._found, Iterator):
+                self._history.append(Validated(len(self._history) + 1, _row(next(self._found))))
+            else:
+                self._end = TrialEnd(TrialEnding.COMPLETE, _row(self._found))
         except StopIteration:
             last = self._history[-1].values if self._history else ()
             self._end = TrialEnd(TrialEnding.COMPLETE, last)
-        except MemoryError as error:
-            self._end = TrialEnd(TrialEnding.PRUNED, reason=f"out of memory: {error}")
         except Exception as error:
-            self._end = TrialEnd(
-                TrialEnding.FAILED, reason=f"{type(error).__name__}: {error}"[:500]
-            )
+            self._end = raised(error)
         return self._history, self._end
 
     def stop(self, save: bool) -> None:
         self._found = None
 
 
+def raised(error: Exception) -> TrialEnd:
+    """The end of a trial whose function raised: out of memory is pruned, as for runs."""
+    text = f"{type(error).__name__}: {error}"[:500]
+    if isinstance(error, MemoryShortError) or MEMORY_IS_SHORT.search(text):
+        return TrialEnd(TrialEnding.PRUNED, reason=f"out of memory: {error}"[:500])
+    return TrialEnd(TrialEnding.FAILED, reason=text)
+
+
 def _row(found: Any) -> tuple[float, ...]:
     values = found if isinstance(found, list | tuple) else [found]
-    return tuple(float(value) for value in values)
+    try:
+        return tuple(float(value) for value in values)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"the function gave {brief(found)}; return or yield a number, or one for each metric"
+        ) from None
