@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("flwr", reason="needs Flower, in an environment of its own")
 
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.common import bytes_to_ndarray
 from local_grid import LocalGrid
 from torch.nn import functional
@@ -23,6 +23,7 @@ from multi_gpu_training.federated.client_run import ClientSetup
 from multi_gpu_training.federated.federation_settings import FederatedSettings, require_flower
 from multi_gpu_training.federated.flower_client import (
     ARRAYS,
+    CLIENT,
     METRICS,
     SAMPLES,
     flatten,
@@ -72,10 +73,10 @@ class Federation:
         return server.run(grid, Context(1, 0, {}, RecordDict(), {}))
 
 
-def central(steps: int) -> dict[str, np.ndarray]:
+def central(steps: int, momentum: float = 0.0) -> dict[str, np.ndarray]:
     """The same steps on all data at once."""
     net, (inputs, labels) = model(), data().tensors
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=momentum)
     for _ in range(steps):
         optimizer.zero_grad()
         functional.cross_entropy(net(inputs), labels).backward()
@@ -93,6 +94,30 @@ def test_one_local_step_per_round_is_one_central_step(tmp_path: Path) -> None:
     assert {c["samples"] for c in found.history[0]["counted"].values()} == {9, 10}
     page = write_report(tmp_path / "server").read_text()
     assert "drift" in page and "client 4" in page
+
+
+MOMENTUM: dict[str, Any] = {"strategy": "fedavgm", "server_momentum": 0.9, "local_steps": 1}
+
+
+def test_server_momentum_is_the_momentum_of_central_steps(tmp_path: Path) -> None:
+    def after(client: int, reply: Message) -> Message:
+        """Clients may send their weights in any order."""
+        if reply.metadata.message_type == "train":
+            arrays = reply.content.array_records[ARRAYS]
+            reply.content.array_records[ARRAYS] = ArrayRecord(dict(reversed(arrays.items())))
+        return reply
+
+    found = Federation(tmp_path, rounds=4, **MOMENTUM).run(after=after)
+    assert apart(found.weights, central(4, momentum=0.9)) < 1e-12
+    assert apart(found.weights, central(4)) > 1e-3
+
+
+def test_server_momentum_goes_with_secure_aggregation(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, secure=True, max_samples=10, rounds=3, **MOMENTUM)
+    found = federation.run()
+    bound = quantisation_error(federation.settings, [9, 9, 9, 10, 10])
+    # An error of a round is carried on by the momentum: 1 + 1.9 + 2.71 times.
+    assert apart(found.weights, central(3, momentum=0.9)) < 6 * bound < 1e-4
 
 
 def test_secure_aggregation_is_central_up_to_its_quantisation(tmp_path: Path) -> None:
@@ -157,6 +182,25 @@ def test_secure_aggregation_survives_a_client_that_leaves_at_any_stage(
     assert ("client 2" in record["counted"]) == (stage == 3)
 
 
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam"])
+def test_statistics_of_batch_norm_are_averaged_by_every_strategy(
+    tmp_path: Path, strategy: str
+) -> None:
+    from safetensors.numpy import load_file
+
+    momentum = {"server_momentum": 0.9} if strategy == "fedavgm" else {}
+    federation = Federation(tmp_path, rounds=2, strategy=strategy, **momentum)
+    federation.words += ["0", "1", "1"]
+    found = federation.run()
+    for name in ("1.running_mean", "1.running_var"):
+        mean = sum(
+            load_file(tmp_path / f"client-{client}" / file)[name] * samples / 47
+            for client, samples in enumerate([10, 10, 9, 9, 9])
+            for file in (f"{found.federation}/round/outgoing.safetensors",)
+        )
+        assert np.allclose(found.weights[name], mean, atol=1e-14)
+
+
 def test_too_few_clients_for_secure_aggregation_fail_the_round(tmp_path: Path) -> None:
     def before(client: int, message: Message) -> None:
         if message.metadata.message_type == "train" and client < 3:
@@ -216,6 +260,61 @@ def test_wrong_updates_are_named_and_left_out(tmp_path: Path) -> None:
     assert all(np.isfinite(value).all() for value in found.weights.values())
 
 
+def test_replies_without_what_they_should_hold_do_not_end_the_server(tmp_path: Path) -> None:
+    def before(client: int, message: Message) -> None:
+        if message.metadata.message_type == "train" and client == 1:
+            raise RuntimeError("\x1b[31mkilled")
+
+    def after(client: int, reply: Message) -> Message:
+        kind = reply.metadata.message_type
+        if (kind, client) in (("query", 0), ("evaluate", 2)):
+            reply.content = RecordDict()
+        if (kind, client) == ("query", 1):
+            reply.content.config_records[CLIENT]["name"] = "\x1b[2Jclient 1"
+        if (kind, client) == ("evaluate", 3):
+            reply.content.metric_records[METRICS]["loss"] = float("nan")
+        return reply
+
+    federation = Federation(tmp_path, rounds=1, local_steps=1)
+    entry = federation.run(before=before, after=after).history[0]
+    assert "client 101" in entry["counted"]  # its name is unknown, so it has its node's
+    assert "number of samples is None" in entry["left_out"]["client 2"]
+    assert "loss" not in entry["metrics"]
+    assert "killed" in federation.lines[-1] and "\x1b" not in "".join(federation.lines)
+
+
+def test_a_client_without_a_model_is_not_the_one_to_begin_with(tmp_path: Path) -> None:
+    def after(client: int, reply: Message) -> Message:
+        if reply.metadata.message_type == "query" and client == 0:
+            reply.content.array_records.clear()
+        return reply
+
+    found = Federation(tmp_path, rounds=1, local_steps=1).run(after=after)
+    assert apart(found.weights, central(1)) < 1e-12
+
+
+RAY_SAYS = """<class 'ray.exceptions.RayTaskError(ClientAppException)'>:<'ray::ClientAppActor.run()
+  File "client_run.py", line 302, in _train_in_processes
+multi_gpu_training.federated.client_run.RoundFailed: training ended with signal 9
+
+The above exception was the direct cause of the following exception:
+
+flwr.clientapp.client_app.ClientAppException:
+Exception ClientAppException occurred. Message: training ended with signal 9'>"""
+
+
+def test_a_simulated_client_is_left_out_for_its_reason_without_rays_traceback(
+    tmp_path: Path,
+) -> None:
+    def before(client: int, message: Message) -> Message | None:
+        if message.metadata.message_type == "train" and client == 1:
+            return Message(Error(code=1, reason=RAY_SAYS), reply_to=message)
+        return None
+
+    found = Federation(tmp_path, rounds=1, local_steps=1).run(before=before)
+    assert found.history[0]["left_out"] == {"client 1": "training ended with signal 9"}
+
+
 def test_a_silent_client_is_left_out_and_counts_again_when_it_is_back(tmp_path: Path) -> None:
     rounds = []
 
@@ -230,7 +329,7 @@ def test_a_silent_client_is_left_out_and_counts_again_when_it_is_back(tmp_path: 
     assert "client 0" in found.history[1]["counted"]
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
+@pytest.mark.parametrize("strategy", ["fedavg", "fedavgm", "fedadam"])
 def test_a_server_that_is_killed_in_a_round_resumes_and_nothing_counts_twice(
     tmp_path: Path, strategy: str
 ) -> None:
@@ -238,6 +337,8 @@ def test_a_server_that_is_killed_in_a_round_resumes_and_nothing_counts_twice(
         pass
 
     settings: dict[str, Any] = {"momentum": 0.9, "batch": 4, "rounds": 3, "strategy": strategy}
+    if strategy == "fedavgm":
+        settings["server_momentum"] = 0.9
     undisturbed = Federation(tmp_path / "a", **settings).run()
     federation = Federation(tmp_path / "b", **settings)
     trained = [0]
@@ -305,6 +406,9 @@ def test_a_client_that_wants_secure_aggregation_answers_nothing_else(tmp_path: P
         ({"secure": True, "clients": 2}, "use at least 3"),
         ({"strategy": "fedprox"}, "--mu belong together"),
         ({"dp": "client", "strategy": "fedadam"}, "use fedavg"),
+        ({"dp": "client", "strategy": "fedavgm", "server_momentum": 0.5}, "use fedavg"),
+        ({"strategy": "fedavgm"}, "--server-momentum belong together"),
+        ({"server_momentum": 0.5}, "--server-momentum belong together"),
         ({"rounds": 0}, "--rounds 0"),
     ],
 )

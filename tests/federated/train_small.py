@@ -25,12 +25,19 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def main(momentum: float, batch_size: int, part: int = 0, parts: int = 1) -> None:
+def normed_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+
+def main(
+    momentum: float, batch_size: int, part: int = 0, parts: int = 1, batch_norm: int = 0
+) -> None:
     shown = {"tensorboard": False, "monitor": False, "report": False}
     config = MultiGPUConfig(global_batch_size=batch_size, **shown)
     manager = MultiGPUTrainingManager(config)
     manager.fit(
-        model(),
+        normed_model() if batch_norm else model(),
         data(part, parts),
         data(part, parts),
         loss_fn=nn.CrossEntropyLoss(),

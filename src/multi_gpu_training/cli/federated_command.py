@@ -34,7 +34,9 @@ federated = typer.Typer(
 Target = Annotated[str, Argument(metavar="RECIPE|SCRIPT.py", help="what each client trains")]
 Rounds = Annotated[int, Option(help="in all")]
 Clients = Annotated[int, Option(help="that take part")]
-Strategy = Annotated[str, Option(help="fedavg, fedprox (--mu) or fedadam (--server-lr)")]
+Strategy = Annotated[
+    str, Option(help="fedavg, fedavgm (--server-momentum), fedprox (--mu) or fedadam (--server-lr)")
+]
 SaveDir = Annotated[str, Option(help="folder of the federation")]
 Resume = Annotated[bool, Option("--resume", help="go on after the last saved round")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
@@ -113,7 +115,9 @@ def server(
 
     own, rest = federation_flags(ctx.args)
     if rest:
-        raise ConfigError(f"unknown: {' '.join(rest)}; `mgt federated server --help` lists all")
+        raise ConfigError(
+            f"unknown: {' '.join(rest)}; `mgt federated server --help` lists all", code="MGT101"
+        )
     federation = FederatedSettings(rounds=rounds, clients=clients, strategy=strategy, **own)
     folder = Path(_path(save_dir))
     place = ServerPlace(address, ca_file, certificate, key, client_keys, insecure_network)
@@ -243,7 +247,7 @@ def _end(run: Callable[[], int]) -> None:
     try:
         code = run()
     except MultiGPUError as error:
-        print(error, file=sys.stderr)
+        print(error.shown(), file=sys.stderr)
         code = error.exit_code
     sys.stdout.flush()
     sys.stderr.flush()

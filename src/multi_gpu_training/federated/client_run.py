@@ -51,6 +51,8 @@ QUIET = {"monitor": False, "tensorboard": False, "report": False, "progress": "o
 class RoundFailed(MultiGPUError):
     """A round that this client could not train, and why."""
 
+    code = "MGT800"
+
 
 @dataclass(frozen=True)
 class ClientSetup:
@@ -295,6 +297,7 @@ def _train_in_processes(setup: ClientSetup, request: MeasureRequest, work: Path)
         finally:
             end(process)
     if code != 0:
-        said = complaint(log.read_text(errors="replace"), code)[:500]
+        text = log.read_text(errors="replace")
+        said = f": {complaint(text, code)[:500]}" if text.strip() else ""
         ended = f"signal {-code}" if code < 0 else f"code {code}"
-        raise RoundFailed(f"training ended with {ended}: {said}")
+        raise RoundFailed(f"training ended with {ended}{said}")

@@ -55,6 +55,8 @@ ONE_APP = "from multi_gpu_training.federated.deployed_apps import {name}\n\napp 
 class FlowerFailed(MultiGPUError):
     """One of Flower's programs ended where it should not."""
 
+    code = "MGT800"
+
 
 @dataclass(frozen=True)
 class ServerPlace:
@@ -129,7 +131,9 @@ def serve(
     _end_children_on_sigterm()
     folder = folder.absolute()
     if (folder / "federation.json").exists() and not resume:
-        raise ConfigError(f"{folder} holds a federation already; continue it with --resume")
+        raise ConfigError(
+            f"{folder} holds a federation already; continue it with --resume", code="MGT106"
+        )
     make_private(folder)
     (folder / ENDED).unlink(missing_ok=True)
     settings = {"settings": federation.model_dump(), "resume": resume}

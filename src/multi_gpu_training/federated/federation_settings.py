@@ -27,9 +27,12 @@ class FederatedSettings(BaseModel):
     rounds: int = Field(20, gt=0, le=10**6, description="rounds in all")
     local_epochs: int = Field(1, gt=0, le=10**6, description="passes of a client per round")
     local_steps: int | None = Field(None, gt=0, description="optimizer steps instead of passes")
-    strategy: Literal["fedavg", "fedprox", "fedadam"] = "fedavg"
+    strategy: Literal["fedavg", "fedavgm", "fedprox", "fedadam"] = "fedavg"
     mu: float = Field(0.0, ge=0, description="fedprox: weight of the proximal term")
     server_lr: float = Field(0.1, gt=0, description="fedadam: the server's learning rate")
+    server_momentum: float = Field(
+        0.0, ge=0, lt=1, description="fedavgm: momentum of the server's updates"
+    )
     fraction: Share = Field(1.0, description="part of the clients that train in a round")
     clients: int = Field(2, gt=0, le=10**5, description="clients that must be connected to begin")
     min_replies: Share = Field(
@@ -82,14 +85,19 @@ class FederatedSettings(BaseModel):
         problems = []
         if (self.strategy == "fedprox") != (self.mu > 0):
             problems.append("--strategy fedprox and --mu belong together; give both or neither")
+        if (self.strategy == "fedavgm") != (self.server_momentum > 0):
+            problems.append(
+                "--strategy fedavgm and --server-momentum belong together; give both or neither"
+            )
         if self.secure and self.dp != "off":
             problems.append(
                 "--secure with --dp: Flower's accountant must see each client's weight, and "
                 "SecAgg+ hides it; use one of them"
             )
-        if self.dp != "off" and self.strategy == "fedadam":
+        if self.dp != "off" and self.strategy in ("fedadam", "fedavgm"):
             problems.append(
-                "--dp with --strategy fedadam: the accountant knows plain averages; use fedavg"
+                f"--dp with --strategy {self.strategy}: the accountant knows plain averages; use "
+                "fedavg"
             )
         if self.secure and self.sampled < 3:
             problems.append(
@@ -137,7 +145,8 @@ def require_flower(simulation: bool = False, accountant: bool = False) -> None:
     if missing:
         raise ConfigError(
             f"mgt federated needs {' and '.join(missing)}; run {install('federated')} in an "
-            "environment of its own: Flower pins older versions of typer, rich and protobuf"
+            "environment of its own: Flower pins older versions of typer, rich and protobuf",
+            code="MGT105",
         )
     # Flower reads these when it is imported.
     os.environ["FLWR_TELEMETRY_ENABLED"] = "0"

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx, Strategy
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, Strategy
 
 from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.checkpoint.snapshot import Snapshot
@@ -49,6 +49,7 @@ from multi_gpu_training.federated.privacy import DPStrategy, private_strategy
 from multi_gpu_training.federated.rounds import RoundRecord, describe, error_text, reasons
 from multi_gpu_training.federated.secure_aggregation import secure_round
 from multi_gpu_training.safe_files import make_private, read_json, write_atomically
+from multi_gpu_training.safe_output import printable
 
 FILE, ROUNDS = "federation.json", "rounds.jsonl"
 LOOK_EVERY_S = 0.5
@@ -61,6 +62,8 @@ MAY_CHANGE = {
 
 class FederationFailed(MultiGPUError):
     """The federation ended before its last round, and can be resumed."""
+
+    code = "MGT800"
 
 
 @dataclass
@@ -82,7 +85,7 @@ class ServerState:
     number: int = 0  # rounds that are done
     weights: Weights = field(default_factory=dict)
     history: list[dict[str, Any]] = field(default_factory=list)
-    moments: dict[str, Weights] = field(default_factory=dict)  # of FedAdam
+    moments: dict[str, Weights] = field(default_factory=dict)  # of FedAdam and FedAvgM
     privacy: dict[str, Any] = field(default_factory=dict)  # of the accountant
 
 
@@ -96,7 +99,8 @@ class FederatedServer:
         resume: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.settings, self.folder, self.say = settings, folder, say
+        self.settings, self.folder = settings, folder
+        self.say: Callable[[str], None] = lambda line: say(printable(line))  # clients write in it
         make_private(folder)
         self._lock = RunLock(folder)  # one server at a time
         self.store = CheckpointStore(folder / "checkpoints", keep_last=3)
@@ -112,7 +116,8 @@ class FederatedServer:
         if file.exists() and not resume:
             raise ConfigError(
                 f"{self.folder} holds a federation already; continue it with --resume, or choose "
-                "another --save-dir"
+                "another --save-dir",
+                code="MGT106",
             )
         if not file.exists():
             federation = uuid.uuid4().hex[:12]
@@ -160,6 +165,8 @@ class FederatedServer:
         inner = plain_strategy(self.strategy)
         if isinstance(inner, FedAdam) and inner.m_t is not None and inner.v_t is not None:
             state.moments = {"m": dict(inner.m_t), "v": dict(inner.v_t)}
+        if isinstance(inner, FedAvgM) and inner.momentum_vector is not None:
+            state.moments = {"m": dict(zip(state.weights, inner.momentum_vector, strict=True))}
         if isinstance(self.strategy, DPStrategy) and self.strategy.accountant is not None:
             state.privacy = self.strategy.accountant.state_dict()
         self.store.keep(
@@ -187,6 +194,8 @@ class FederatedServer:
         inner, state = plain_strategy(self.strategy), self.state
         if isinstance(inner, FedAdam) and state.moments:
             inner.m_t, inner.v_t = state.moments["m"], state.moments["v"]
+        if isinstance(inner, FedAvgM) and state.moments:
+            inner.momentum_vector = [state.moments["m"][name] for name in state.weights]
         if isinstance(self.strategy, DPStrategy) and state.privacy:
             assert self.strategy.accountant is not None
             self.strategy.accountant.load_state_dict(state.privacy)
@@ -253,19 +262,23 @@ class FederatedServer:
         """The new weights, or None where too few updates count."""
         settings, old = self.settings, self.state.weights
         arrays, config = to_record(old), self._config("train", record.round)
+        inner = plain_strategy(self.strategy)
+        if isinstance(inner, FedAvgM):
+            # It would go on from its own copy, which a resumed server does not have.
+            inner.current_arrays = arrays
         messages = list(
             self.strategy.configure_train(record.round, arrays, config, grid.only(nodes))
         )
         if settings.secure:
             mean = secure_round(grid, context, settings, messages, old, self.names, record)
-            good = [] if mean is None else [_as_reply(mean)]
+            good = [] if mean is None else [_as_reply(mean, old)]
             enough = bool(good) and len(record.counted) >= self._needed(len(nodes))
         else:
             updates = self._judge(grid.ask(messages, settings.round_timeout_s), nodes, record)
             enough = len(updates) >= self._needed(len(nodes))
             record.drift = drift(updates, old) if enough else None
             equal = settings.dp != "off"  # one client, one vote: else the noise is too small
-            good = [_as_reply(u.weights, 1 if equal else u.samples) for u in updates]
+            good = [_as_reply(u.weights, old, 1 if equal else u.samples) for u in updates]
         np.random.seed()  # Flower draws the noise of --dp from here: nobody must know its seed
         found, _ = self.strategy.aggregate_train(record.round, good if enough else [])
         if found is None or not enough:
@@ -275,9 +288,12 @@ class FederatedServer:
             record.epsilon = None if spent is None else spent.epsilon
         # Flower's server optimizers compute in float64: keep the model's types.
         new = {name: value.astype(old[name].dtype) for name, value in from_record(found).items()}
+        if isinstance(inner, FedAdam | FedAvgM):
+            new |= mean_statistics(good)
         if not all(np.isfinite(value).all() for value in new.values()):
             raise FederationFailed(
-                f"round {record.round} gave weights that are not finite; lower --server-lr"
+                f"round {record.round} gave weights that are not finite; lower --server-lr or "
+                "--server-momentum"
             )
         return new
 
@@ -353,8 +369,9 @@ class FederatedServer:
         for reply in grid.ask(messages, self.settings.connect_timeout_s):
             if reply.has_error():
                 continue
-            name = str(reply.content.config_records[CLIENT]["name"])
             node = reply.metadata.src_node_id
+            told = reply.content.config_records.get(CLIENT, {})
+            name = printable(str(told.get("name", f"client {node}")))[:100]
             taken = [other for other, known in self.names.items() if known == name]
             for other in taken:
                 if other in set(grid.get_node_ids()):
@@ -380,9 +397,12 @@ class FederatedServer:
         for node in self._connect(grid, 1):
             message = Message(record, node, MessageType.QUERY)
             for reply in grid.ask([message], self.settings.round_timeout_s):
-                if not reply.has_error():
+                if reply.has_error():
+                    reasons.append(f"{self.names[node]}: {error_text(reply)}")
+                elif ARRAYS in reply.content.array_records:
                     return from_record(reply.content.array_records[ARRAYS])
-                reasons.append(f"{self.names[node]}: {error_text(reply)}")
+                else:
+                    reasons.append(f"{self.names[node]}: its reply has no weights")
         raise FederationFailed("no client could build its model: " + "; ".join(reasons))
 
     def _config(self, task: str, number: int) -> ConfigRecord:
@@ -405,8 +425,13 @@ class FederatedServer:
             name = self.names.get(reply.metadata.src_node_id, "?")
             if reply.has_error():
                 record.left_out.setdefault(name, f"evaluation: {error_text(reply)}")
-            elif _number(samples := reply.content.metric_records[METRICS].get(SAMPLES)):
-                good += [reply] if samples > 0 else []  # without validation data it has no say
+                continue
+            samples = _metrics(reply).get(SAMPLES)
+            if not isinstance(samples, int) or samples < 0:
+                why = f"evaluation: its number of samples is {samples!r:.50}"
+                record.left_out.setdefault(name, why)
+            elif samples > 0:  # without validation data it has no say
+                good.append(reply)
         good.sort(key=lambda reply: self.names[reply.metadata.src_node_id])
         _keep_common_metrics(good)
         found = self.strategy.aggregate_evaluate(record.round, good) if good else None
@@ -429,6 +454,8 @@ def make_strategy(settings: FederatedSettings) -> Strategy:
     }
     if settings.strategy == "fedprox":
         found: FedAvg = FedProx(**everyone, proximal_mu=settings.mu)
+    elif settings.strategy == "fedavgm":
+        found = FedAvgM(**everyone, server_momentum=settings.server_momentum)
     elif settings.strategy == "fedadam":
         found = FedAdam(**everyone, eta=settings.server_lr)
     else:
@@ -477,10 +504,12 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
 
-def _as_reply(weights: Weights, weight: int = 1) -> Message:
+def _as_reply(weights: Weights, order: Weights, weight: int = 1) -> Message:
     """What the strategy gets to see: weights and their weight, nothing else."""
     metrics = MetricRecord({SAMPLES: weight})
-    content = RecordDict({ARRAYS: to_record(weights), METRICS: metrics})
+    # In the server's order: Flower's server momentum goes by position.
+    arrays = to_record({name: weights[name] for name in order})
+    content = RecordDict({ARRAYS: arrays, METRICS: metrics})
     return Message(content, 0, MessageType.TRAIN)
 
 
@@ -488,11 +517,29 @@ def _keep_common_metrics(replies: list[Message]) -> None:
     """Flower averages replies that have the same metrics."""
     if not replies:
         return
-    records = [reply.content.metric_records[METRICS] for reply in replies]
+    records = [{k: v for k, v in _metrics(reply).items() if _number(v)} for reply in replies]
     common = set.intersection(*(set(record) for record in records))
-    for reply in replies:
-        metrics = {k: v for k, v in reply.content.metric_records[METRICS].items() if k in common}
+    for reply, record in zip(replies, records, strict=True):
+        metrics = {k: v for k, v in record.items() if k in common}
         reply.content = RecordDict({METRICS: MetricRecord(metrics)})
+
+
+def _metrics(reply: Message) -> dict[str, Any]:
+    return dict(reply.content.metric_records.get(METRICS, {}))
+
+
+def mean_statistics(replies: Sequence[Message]) -> Weights:
+    """The clients' mean of BatchNorm's statistics. A server optimizer would take them for weights,
+    and make variances negative."""
+    total = sum(reply.content.metric_records[METRICS][SAMPLES] for reply in replies)
+    found: Weights = {}
+    for reply in replies:
+        share = reply.content.metric_records[METRICS][SAMPLES] / total
+        for name, array in reply.content.array_records[ARRAYS].items():
+            if name.endswith(("running_mean", "running_var")):
+                value = array.numpy()
+                found[name] = found.get(name, np.zeros_like(value)) + share * value
+    return found
 
 
 # Figures

@@ -46,4 +46,7 @@ def error_text(message: Message) -> str:
     """Why a client failed, in one line."""
     text = str(message.error.reason)
     _, found, said = text.partition(":<'")
-    return " ".join((said.removesuffix("'>") if found else text).split())[:300]
+    text = said.removesuffix("'>") if found else text
+    # In a simulation, Ray's traceback comes first.
+    text = text.rpartition("ClientAppException occurred. Message: ")[2]
+    return " ".join(text.split())[:300]

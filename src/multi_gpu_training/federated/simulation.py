@@ -74,7 +74,9 @@ def simulate(
     from multi_gpu_training.federated.flower_client import make_client_app
     from multi_gpu_training.federated.flower_server import FederatedServer
 
+    # A client's error is told by the server, in one line; Flower would add two tracebacks.
     logging.getLogger("flwr").setLevel(logging.ERROR)
+    logging.getLogger("flwr").addFilter(_not_of_a_client)
     server = FederatedServer(federation, simulation.folder, resume, say)
     app = ServerApp()
 
@@ -107,6 +109,11 @@ def simulate(
         },
     )
     return server.state
+
+
+def _not_of_a_client(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "ClientAppException" not in text and "processing a message by" not in text
 
 
 def _check_target(simulation: Simulation) -> None:
