@@ -339,7 +339,11 @@ def forget_sharded_step(module: Any) -> None:
     state = module._get_fsdp_state()
     for group in _groups(state):
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            # Since torch 2.15 a view of the gradient below, which is all there is.
+            if not isinstance(
+                getattr(type(parameter), "unsharded_accumulated_grad", None), property
+            ):
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
     if not state._is_root:

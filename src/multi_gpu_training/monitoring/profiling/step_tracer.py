@@ -134,7 +134,8 @@ class StepTracer(Callback):
         cuda = run.placement.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
         # Memory of the host is not asked for: its allocator warns of every older block.
-        self._profiler = profile(activities=activities, profile_memory=cuda)
+        # One trace per object: there is nothing to accumulate, but torch 2.11 warns without it.
+        self._profiler = profile(activities=activities, profile_memory=cuda, acc_events=True)
         if cuda:
             torch.cuda.synchronize()
         self._profiler.start()
