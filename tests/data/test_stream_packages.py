@@ -170,6 +170,7 @@ def _plain_stream(folder: Path, seed: int | None) -> list[int]:
 def test_a_plain_hugging_face_stream_shuffles_alike_on_every_rank_or_is_refused(
     tmp_path: Path,
 ) -> None:
+    pytest.importorskip("datasets", reason="datasets of Hugging Face is not installed")
     from ranks import RankError, run_ranks
 
     assert sorted(flat(run_ranks(2, _plain_stream, tmp_path, 3))) == IDS
