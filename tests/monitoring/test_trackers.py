@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -344,6 +346,31 @@ def test_one_run_and_every_step_once_after_kill_9_and_resume(
     assert max(found.values()) == 1
     if tracker == "wandb":
         assert len(list(run.glob("wandb/offline-run-*"))) == 1
+
+
+@pytest.mark.engines
+@pytest.mark.filterwarnings("default")  # MLflow and its database library warn of themselves
+def test_a_database_that_a_kill_left_half_made_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_spec("mlflow") is None:
+        pytest.skip("mlflow is not installed: pip install 'multi-gpu-training[mlflow]'")
+    from multi_gpu_training.monitoring.loggers.mlflow_logger import MlflowOptions, MlflowTracker
+
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")  # which loading it sets for good
+
+    database = tmp_path / "mlflow" / "mlflow.db"
+    database.parent.mkdir()
+    with closing(sqlite3.connect(database)) as opened, opened:
+        opened.execute("CREATE TABLE registered_models (name VARCHAR(256) NOT NULL)")
+    tracker = MlflowTracker(MlflowOptions(), tmp_path, {}, 0)
+    tracker.open()
+    tracker.log([TrackedMetrics(1, {"loss": 0.5}, 1.0)])
+    tracker.close()
+    with closing(sqlite3.connect(database)) as opened:
+        assert opened.execute("SELECT key, step, value FROM metrics").fetchall() == [
+            ("loss", 1, 0.5)
+        ]
 
 
 @pytest.mark.engines

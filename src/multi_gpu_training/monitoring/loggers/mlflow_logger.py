@@ -80,6 +80,9 @@ class MlflowTracker:
         own = self._options.tracking_uri is None
         if own:
             self._database.parent.mkdir(exist_ok=True)
+            # Not one that this process has open, nor one that holds our run already.
+            if self._client is None and not remembered(self._folder, "mlflow"):
+                _drop_if_unfinished(self._database)
         uri = self._options.tracking_uri or f"sqlite:///{self._database.resolve()}"
         self._client = MlflowClient(tracking_uri=uri)
         try:
@@ -156,6 +159,21 @@ class MlflowTracker:
 def _load() -> None:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow  # noqa: F401
+
+
+def _drop_if_unfinished(database: Path) -> None:
+    """Delete a database that holds no value and that a kill may have left half made: MLflow can
+    neither use such a one nor finish it."""
+    if not database.exists():
+        return
+    try:
+        with closing(sqlite3.connect(database)) as opened:
+            used = opened.execute("SELECT 1 FROM metrics LIMIT 1").fetchone() is not None
+    except sqlite3.OperationalError as error:
+        used = "no such table" not in str(error)  # one that is locked or unreadable stays
+    if not used:
+        for end in ("", "-journal", "-wal", "-shm"):
+            database.with_name(database.name + end).unlink(missing_ok=True)
 
 
 def _forget_after(database: Path, run_id: str, step: int) -> None:
