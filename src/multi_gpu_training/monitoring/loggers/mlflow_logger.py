@@ -162,8 +162,8 @@ def _load() -> None:
 
 
 def _drop_if_unfinished(database: Path) -> None:
-    """Delete a database that holds no value and that a kill may have left half made: MLflow can
-    neither use such a one nor finish it."""
+    """Delete a database without values, which a kill may have left half made: MLflow can neither
+    use nor complete it."""
     if not database.exists():
         return
     try:
