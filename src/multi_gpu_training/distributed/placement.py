@@ -227,10 +227,12 @@ class Placement:
         """Leave the group. Left to interpreter shutdown, gloo may abort or deadlock."""
         if self.world is not self:
             self.world.close()
+        self.group = self._control = None
         if self.owns_group and dist.is_initialized():
+            if self.breakable is not None:
+                self.breakable.release()
             dist.destroy_process_group()
         self.owns_group = False
-        self.group = None
 
     def in_teams(self, size: int) -> Placement:
         """The data-parallel placement of a rank whose `size` neighbours compute its share with it.

@@ -55,6 +55,16 @@ class RecoverableGroup:
         _current[0] = fresh
         return fresh
 
+    def release(self) -> None:
+        """Let go of the group before the process exits, so that its threads end now.
+
+        Such a thread frees the tensors of its last exchange. If that needs the interpreter, and the
+        interpreter is shutting down, the whole process aborts.
+        """
+        self.group = self.world = None
+        if _current[0] is self:
+            _current[0] = None
+
     @property
     def _key(self) -> str:
         return f"mgt/broken/{self.number}"
