@@ -1,8 +1,11 @@
 """A gloo group that can be broken and rebuilt while the processes keep running.
 
 Gloo has no abort. A rank that cannot finish a step says so in the store and shuts its
-connections. Whoever waits for it gets an error at once, finds that word in the store, and does
-the same. Then all ranks connect again, under a new number.
+connections. A rank that waits for it gets an error at once, finds that word in the store, and
+does the same. Then all ranks connect again, under a new number.
+
+When a connection ends, gloo forgets the exchange whose message is half sent or half received:
+that exchange waits for its whole timeout. So connections are shut only when nothing travels.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from contextlib import suppress
+import struct
+import threading
+import time
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +27,8 @@ from multi_gpu_training.distributed.store_relay import guard
 from multi_gpu_training.torch_internals import default_store
 
 _OPEN = Path("/proc/self/fd")
+_QUIET_MS = 200  # nothing has travelled for so long: no message is half sent
+_PATIENCE_S = 5.0
 
 
 class RecoverableGroup:
@@ -50,7 +58,7 @@ class RecoverableGroup:
         """Break this group and connect anew. Waits for all ranks to do so."""
         self._break()
         dist.destroy_process_group(self.group)
-        self.group = None
+        self._destroy()
         fresh = RecoverableGroup(self.timeout, self.number + 1)
         _current[0] = fresh
         return fresh
@@ -70,13 +78,27 @@ class RecoverableGroup:
         return f"mgt/broken/{self.number}"
 
     def _break(self) -> None:
-        for number, name in self._sockets:
-            with suppress(OSError):
-                if str(_OPEN.joinpath(str(number)).readlink()) != name:
-                    continue  # closed meanwhile, and the number taken by another
-                with socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # not the listening one: gloo aborts without it
+        with ExitStack() as stack:
+            connections = [
+                stack.enter_context(found)
+                for number, name in self._sockets
+                if (found := _connection(number, name)) is not None
+            ]
+            deadline = time.monotonic() + _PATIENCE_S
+            while time.monotonic() < deadline and not all(map(_is_quiet, connections)):
+                time.sleep(0.01)
+            for connection in connections:
+                with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def _destroy(self) -> None:
+        """Free the group. This waits for its exchanges to fail: at most a moment, even if one is
+        forgotten and fails only after its timeout."""
+        last = [self.group]
+        self.group = None
+        thread = threading.Thread(target=last.clear, name="mgt-destroy-group", daemon=True)
+        thread.start()
+        thread.join(_PATIENCE_S)
 
 
 _current: list[RecoverableGroup | None] = [None]  # one per process, like torch's own
@@ -115,3 +137,27 @@ def open_sockets() -> set[tuple[int, str]]:
             if name.startswith("socket:"):
                 found.add((int(entry.name), name))
     return found
+
+
+def _connection(number: int, name: str) -> socket.socket | None:
+    """A duplicate of a connected socket. None if it was closed meanwhile, or is a listening one."""
+    with suppress(OSError):
+        if str(_OPEN.joinpath(str(number)).readlink()) != name:
+            return None  # the number was taken by another
+        found = socket.socket(fileno=os.dup(number))
+        try:
+            found.getpeername()  # not the listening one: gloo aborts without it
+        except OSError:
+            found.close()
+            return None
+        return found
+    return None
+
+
+def _is_quiet(connection: socket.socket) -> bool:
+    """Whether a connection has carried no data for a while."""
+    with suppress(OSError):
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+        sent, received = struct.unpack_from("=I4xI", info, 44)  # ms ago; see linux/tcp.h
+        return bool(min(sent, received) >= _QUIET_MS)
+    return True
