@@ -44,6 +44,21 @@ def test_a_run_is_listed_with_what_each_checkpoint_holds(
     assert listing["owner"] is None and listing["newest_intact"] == "step-00000012"
 
 
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_metrics_are_shown_whole_in_terminals_of_any_width(
+    run: Path, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show_checkpoints(str(run), as_json=True)
+    newest = json.loads(capsys.readouterr().out)["checkpoints"][0]
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any output for a terminal
+    monkeypatch.setenv("COLUMNS", str(width))
+    show_checkpoints(str(run), as_json=False)
+    shown = capsys.readouterr().out
+    assert f"loss {newest['metrics']['loss']:.4g}" in shown
+    table = [row for row in shown.splitlines() if "│" in row]
+    assert table and all(len(row) <= width for row in table)
+
+
 def test_damage_is_named_and_the_exit_code_says_if_nothing_is_left(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

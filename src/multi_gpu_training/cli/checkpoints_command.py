@@ -23,6 +23,8 @@ from multi_gpu_training.storage.remote_resume import parse_address
 from multi_gpu_training.storage.remote_view import list_remote
 from multi_gpu_training.storage.uploader import UploadPlan, upload_now
 
+ROOM_FOR_METRICS = 100  # columns; in a narrower terminal they stand below the table
+
 
 def merge_checkpoint(words: list[str], like: str | None) -> int:
     """Write the weights of a checkpoint into one file; say which."""
@@ -95,13 +97,23 @@ def _show(listing: CheckpointListing, as_json: bool) -> int:
 
 def _print(listing: CheckpointListing, console: Console) -> None:
     table = Table()
-    for title in ("checkpoint", "epoch", "saved", "ranks", "size", "metrics", "", "state"):
+    wide = console.width >= ROOM_FOR_METRICS
+    titles = ["checkpoint", "epoch", "saved", "ranks", "size", "", "state"]
+    for title in [*titles, "metrics"] if wide else titles:
         table.add_column(title, no_wrap=title != "metrics", overflow="fold")
+    below = []
     for item in listing.checkpoints:
         row = _row(item, "complete" if listing.remote else "intact")
+        metrics = ", ".join(f"{name} {value:.4g}" for name, value in item.metrics.items())
+        if wide:
+            row.append(metrics)
+        elif metrics:
+            below.append(f"{item.name}: {metrics}")
         table.add_row(*(escape(printable(cell)) for cell in row))
     if listing.checkpoints:
         console.print(table)
+    for line in below:
+        console.print(printable(line), markup=False)
     for item in listing.checkpoints:
         if item.problem is not None:
             text = printable(f"{item.name} is damaged: {item.problem}")
@@ -122,7 +134,6 @@ def _print(listing: CheckpointListing, console: Console) -> None:
 
 
 def _row(item: ListedCheckpoint, well: str) -> list[str]:
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in item.metrics.items())
     state = "damaged" if item.problem is not None else well
     if not item.current:
         state += ", abandoned"
@@ -132,7 +143,6 @@ def _row(item: ListedCheckpoint, well: str) -> list[str]:
         (item.created or "?")[:16].replace("T", " "),
         "?" if item.world_size is None else str(item.world_size),
         _size(item.bytes),
-        metrics,
         "best" if item.best else "",
         state,
     ]

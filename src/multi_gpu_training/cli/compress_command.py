@@ -32,6 +32,7 @@ def compress(
     from multi_gpu_training.delivery.compress_run import HowToTrain, compress_run
     from multi_gpu_training.delivery.compression_report import PICTURE, draw, show_table
     from multi_gpu_training.delivery.loaded_model import load
+    from multi_gpu_training.launch.cpu_threads import choose_threads
 
     loaded = load(run, device=device, trust=trust)
     folder = Path(out) if out is not None else _beside(Path(run).expanduser())
@@ -41,6 +42,10 @@ def compress(
             f"{folder} has {', '.join(taken)} already; remove it, or choose another --out",
             code="MGT106",
         )
+    # A thread that waits for a core which others use would spoil every time in the table.
+    threads = choose_threads(None, deterministic=False) if loaded.device.type == "cpu" else None
+    if threads is not None:
+        print(threads, flush=True)
     found = compress_run(loaded, settings, folder, tolerance, HowToTrain(epochs, lr))
     console = Console(highlight=False)
     if not console.is_terminal:

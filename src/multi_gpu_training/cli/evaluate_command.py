@@ -38,11 +38,13 @@ def evaluate(flags: EvaluateFlags) -> int:
         facts = {"checkpoint": where, "step": loaded.step, "metrics": metrics}
         print(json.dumps(facts | {"in_training": loaded.metrics}, indent=1))
         return 0
-    table = Table("metric", "now", "in training", title=f"{where}, step {loaded.step}")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{where} (step {loaded.step})", markup=False)  # a title would break the path
+    table = Table("metric", "now", "in training")
     for name, value in metrics.items():
         before = loaded.metrics.get(name) if flags.data is None else None
         table.add_row(name, f"{value:.6g}", "" if before is None else f"{before:.6g}")
-    Console(highlight=False).print(table)
+    console.print(table)
     return 0
 
 

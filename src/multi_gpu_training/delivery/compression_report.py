@@ -24,20 +24,24 @@ def show_table(found: Compression, console: Console) -> None:
     """Size, speed and accuracy of every model, beside the original."""
     first = found.rows[0]
     table = Table(title="Compression", title_justify="left")
-    for name in ("model", "size", "", "latency", "", "samples/s", "", *_metric_names(found)):
-        table.add_column(name, justify="left" if name == "model" else "right")
+    for name in ("model", "size", "latency", "samples/s", *_metric_names(found)):
+        table.add_column(name, justify="left" if name == "model" else "right", overflow="fold")
     for row in found.rows:
         if row.problem is not None:
             table.add_row(row.name, "failed")
             continue
+        speed, plain = row.speed, first.speed
+        ratios = [
+            f" (x{row.bytes / first.bytes:.3f})",
+            f" (x{speed.latency_s / plain.latency_s:.2f})",
+            f" (x{speed.samples_per_s / plain.samples_per_s:.2f})",
+        ]
+        size, latency, rate = ratios if row is not first else [""] * 3
         cells = [
             row.name,
-            _size(row.bytes),
-            f"x{row.bytes / first.bytes:.3f}",
-            f"{1000 * row.speed.latency_s:.2f} ms",
-            f"x{row.speed.latency_s / first.speed.latency_s:.2f}",
-            f"{row.speed.samples_per_s:,.0f}",
-            f"x{row.speed.samples_per_s / first.speed.samples_per_s:.2f}",
+            _size(row.bytes) + size,
+            f"{1000 * speed.latency_s:.2f} ms{latency}",
+            f"{speed.samples_per_s:,.0f}{rate}",
             _number(found.metric, row.metrics.get(found.metric)),
             "" if row is first else _drop(found.metric, row.drop),
             "" if row is first else ("kept" if row.holds else "too much lost"),
