@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRando
 
 from multi_gpu_training.data.order import shares
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
+from multi_gpu_training.errors import DataError
 
 
 def test_a_sampler_of_the_user_is_drawn_alike_everywhere_and_leaves_no_trace() -> None:
@@ -160,3 +162,28 @@ class SeedsItself(Shuffled):
 def test_a_seed_that_a_sampler_takes_for_the_epoch_holds() -> None:
     (order,) = SamplerBatches(SeedsItself(), 40).batches(0, 2)
     assert order == np.random.default_rng(102).permutation(40).tolist()
+
+
+class Endless(Sampler[int]):
+    """As detection libraries write it: a length for the plan, and no end."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.cycle(range(40))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "found"),
+    [
+        (RandomSampler(range(40), True, 10**10), "draws 10,000,000,000"),
+        (Endless(), "goes on after 1,400, where its __len__ says 40"),
+    ],
+)
+def test_an_order_that_fills_the_memory_is_refused_with_a_remedy(
+    sampler: Sampler[int], found: str
+) -> None:
+    with pytest.raises(DataError, match="num_samples = steps x global batch size") as refused:
+        SamplerBatches(sampler, 8).rehearse(0)
+    assert found in str(refused.value)

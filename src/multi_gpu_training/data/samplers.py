@@ -10,6 +10,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
@@ -18,6 +19,7 @@ from multi_gpu_training.data.generators import global_generators_kept, seed_own
 from multi_gpu_training.data.order import derive_seed, seed_everything, without_rest
 from multi_gpu_training.errors import DataError
 
+MOST = 10**8  # that an epoch may have: its order is drawn as a whole, with 40 bytes for each
 _MEMORY = (
     "{} gives another order when it is asked again for the same epoch: it counts its passes, or "
     "has randomness that cannot be seeded. After a resume or a rollback in the middle of an epoch "
@@ -115,7 +117,20 @@ class _Epochs:
             seed_own(sampler, seed)
             if callable(set_epoch):
                 set_epoch(epoch)  # last: a seed of its own for the epoch holds
-            return [self.form(item) for item in sampler]
+            told = _length(sampler)
+            # Lengths may be estimates, but a sampler that never ends must not fill the memory.
+            most = min(MOST, 1000 + 10 * told)
+            drawn = [] if told > MOST else [self.form(i) for i in islice(sampler, most + 1)]
+        if told > MOST or len(drawn) > most:
+            name, found = type(sampler).__name__, f"draws {told:,}"
+            if told <= MOST:
+                found = f"goes on after {most:,}, where its __len__ says {told:,}"
+            raise DataError(
+                f"{name} {found}: the order of an epoch is drawn as a whole, and may have at most "
+                f"{MOST:,} entries. Let the sampler end after an epoch of your choice (for "
+                "RandomSampler: num_samples = steps x global batch size); the next epoch draws anew"
+            )
+        return drawn
 
 
 def _twin(sampler: Any) -> Any:
