@@ -129,6 +129,19 @@ def test_a_cut_off_file_is_named_or_skipped(tmp_path: Path, kind: str) -> None:
         missing.settle(0, 1, lambda told: [told])
 
 
+def test_the_length_of_a_tar_file_counts_what_webdataset_gives(tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    names = ["._1.txt", "1.txt", "1.cls", "README", "__meta__", "__meta__.json", "a/._2.txt"]
+    with tarfile.open(tmp_path / "mac.tar", "w") as archive:
+        for name in [*names, "a/2.txt", "__all__/x.txt", "./3.txt", ".hidden"]:
+            archive.addfile(tarfile.TarInfo(name))
+    made = ShardedStream.from_webdataset(str(tmp_path / "mac.tar"), shuffle=False)
+    made.settle(0, 1, lambda told: [told])
+    found = [raw.value["__key__"] for raw in made.one_pass(0, 0, 1).all()]
+    assert found == ["1", "__meta__", "a/", "a/2", "./3"]
+    assert made.lengths == [5]
+
+
 def test_a_parquet_file_without_a_wanted_column_is_named_before_training(tmp_path: Path) -> None:
     stream("parquet", tmp_path)
     wrong = ShardedStream.from_parquet(str(tmp_path / "*.parquet"), columns=["label"])

@@ -7,6 +7,7 @@ turns it into a sample, and runs only where the sample is used.
 from __future__ import annotations
 
 import glob
+import re
 import tarfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,9 @@ from typing import Any, Protocol
 from multi_gpu_training.errors import DataError
 
 _BLOCK = 512  # of tar files
-_META = "__"  # tar members like __meta__.json describe the shard, not a sample
+# What webdataset makes of a member's name: the key of its sample, or nothing.
+_KEY = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$")
+_META = re.compile(r"__[^/]*__($|/)")
 
 
 class ShardSource(Protocol):
@@ -142,12 +145,11 @@ class TarShards:
         with Path(name).open("rb") as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
-                folder, _, base = member.name.rpartition("/")
-                if not member.isreg() or base.startswith(_META) or member.name.startswith(_META):
+                key = _KEY.match(member.name)
+                if not member.isreg() or key is None or _META.match(member.name):
                     continue
-                key = (folder, base.partition(".")[0])
-                if "." in base and key != newest:
-                    found, newest = found + 1, key
+                if key[1] != newest:
+                    found, newest = found + 1, key[1]
             # tarfile takes a file that was cut off for one that ends there.
             file.seek(end)
             if file.read(_BLOCK) != bytes(_BLOCK):
