@@ -49,7 +49,7 @@ from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.run_records import Records
 from multi_gpu_training.safe_output import protect_output
 from multi_gpu_training.setup import Given, Training
-from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook
+from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook, check_callbacks
 from multi_gpu_training.training.compile_cache import keep_compile_cache
 from multi_gpu_training.training.evaluation import EvalFn
 from multi_gpu_training.training.loop import TrainingLoop
@@ -211,7 +211,7 @@ class MultiGPUTrainingManager:
                 scheduler=scheduler,
                 eval_fn=eval_fn,
                 augment=augment,
-                callbacks=[*callbacks, *hooks],
+                callbacks=[*callbacks, *hooks] if hooks else callbacks,
                 loggers=loggers,
                 states=states or {},
                 batch_size_fn=batch_size_fn,
@@ -273,6 +273,7 @@ class MultiGPUTrainingManager:
                 "for another training"
             )
         check_loggers(self.config)
+        check_callbacks(given.callbacks)
         self._handled = sys.exception()  # somebody may train while handling an error
         options = self.recipe_options
         made = self._training = Training(

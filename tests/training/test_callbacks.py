@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks
 from tiny import line, manager_for, points, sgd, squares
 
-from multi_gpu_training import Callback
+from multi_gpu_training import Callback, ConfigError
 from multi_gpu_training.training.callbacks import EVENTS, CallbackList, Hook
 
 
@@ -153,3 +153,44 @@ def test_steps_of_ones_own_are_logged_over_all_ranks(tmp_path: Path) -> None:
     inputs, targets = points(16).tensors
     expected = squares(line(), [inputs[:8], targets[:8]])
     assert first[0][1] == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+class Elsewhere(Callback):
+    """As people write it who come from another library."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        """Called by Lightning."""
+
+    def on_step_ends(self, run: Any, result: Any) -> None:
+        """Misspelt."""
+
+    def on_epoch_end(self, run: Any) -> None:  # type: ignore[override]
+        """Lacks two arguments."""
+
+    def on_fault(self, *everything: Any) -> None:
+        """Takes whatever comes."""
+
+
+def test_a_callback_that_would_never_be_called_is_refused_before_training(tmp_path: Path) -> None:
+    manager = manager_for(tmp_path, batch_size=8)
+    for callbacks, expected in (
+        (
+            [Elsewhere()],
+            [
+                "Elsewhere.on_train_epoch_end would never be called: there is no such event; name "
+                "it on_epoch_end",
+                "Elsewhere.on_step_ends would never be called: there is no such event; name it "
+                "on_step_end",
+                "Elsewhere.on_epoch_end is called with other arguments; write "
+                "def on_epoch_end(self, run, epoch, metrics)",
+            ],
+        ),
+        ([Elsewhere], ["which is not a Callback object; write Elsewhere()"]),
+        (["csv"], ["callbacks holds 'csv', which is not a Callback object"]),
+        (Elsewhere(), ["give a list of them, callbacks=[...]"]),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            manager.fit(line(), points(16), loss_fn=squares, callbacks=callbacks)  # type: ignore[arg-type]
+        for text in expected:
+            assert text in str(refused.value)
+    assert not list(tmp_path.glob("*/*"))

@@ -6,7 +6,9 @@ as your code. An event that nobody overrides costs nothing.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from torch.optim import Optimizer
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.placement import Placement
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.step import StepResult
@@ -173,6 +176,68 @@ class Callback:
 Listeners = tuple[Callable[..., None], ...]
 _NOTHING = {name: does for name, does in vars(Callback).items() if name.startswith("on_")}
 EVENTS = tuple(_NOTHING)
+
+
+# What other libraries call an event, where the most similar name is another event's.
+_ELSEWHERE = {
+    "on_fit_start": "on_setup",
+    "on_train_start": "on_setup",
+    "on_train_begin": "on_setup",
+    "on_train_batch_start": "on_step_begin",
+    "on_train_batch_end": "on_step_end",
+    "on_train_epoch_start": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_validation_end": "on_validation",
+    "on_validation_epoch_end": "on_validation",
+    "on_evaluate": "on_validation",
+    "on_before_optimizer_step": "on_optimizer",
+    "on_pre_optimizer_step": "on_optimizer",
+    "on_save": "on_checkpoint",
+    "on_save_checkpoint": "on_checkpoint",
+    "on_exception": "on_fault",
+    "on_train_end": "on_end",
+    "on_fit_end": "on_end",
+}
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Refuse what would never be called, or could not be: each with what to write instead."""
+    if isinstance(callbacks, (Callback, Hook)) or not isinstance(callbacks, Iterable):
+        raise ConfigError(f"callbacks={callbacks!r:.100}: give a list of them, callbacks=[...]")
+    problems: list[str] = []
+    for one in callbacks:
+        if isinstance(one, Callback):
+            problems += _misfits(one)
+        elif not isinstance(one, Hook):
+            made = f"write {one.__name__}()" if isinstance(one, type) else "derive it from Callback"
+            problems.append(f"callbacks holds {one!r:.100}, which is not a Callback object; {made}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _misfits(callback: Callback) -> list[str]:
+    kinds = [kind for kind in type(callback).__mro__ if issubclass(kind, Callback)]
+    name, problems = type(callback).__name__, []
+    for event in dict.fromkeys(n for kind in kinds for n in vars(kind) if n.startswith("on_")):
+        if event not in EVENTS:
+            near = difflib.get_close_matches(event, EVENTS, 1, 0.75)
+            meant = _ELSEWHERE.get(event) or (near[0] if near else None)
+            problems.append(
+                f"{name}.{event} would never be called: there is no such event; "
+                + (f"name it {meant}" if meant else f"there are {', '.join(EVENTS)}")
+            )
+        elif getattr(type(callback), event) is not _NOTHING[event]:
+            wanted = list(inspect.signature(_NOTHING[event]).parameters)
+            try:
+                inspect.signature(getattr(callback, event)).bind(*wanted[1:])
+            except TypeError:
+                problems.append(
+                    f"{name}.{event} is called with other arguments; write "
+                    f"def {event}({', '.join(wanted)})"
+                )
+            except ValueError:  # written in C: it has no signature to look at
+                pass
+    return problems
 
 
 class CallbackList:
