@@ -272,7 +272,7 @@ class MultiGPUTrainingManager:
                 "this manager has set up a training already; make another MultiGPUTrainingManager "
                 "for another training"
             )
-        check_loggers(self.config)
+        check_loggers(self.config, given.loggers)
         check_callbacks(given.callbacks)
         self._handled = sys.exception()  # somebody may train while handling an error
         options = self.recipe_options

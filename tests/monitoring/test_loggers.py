@@ -102,6 +102,13 @@ def test_an_unknown_logger_is_named_with_those_there_are(tmp_path: Path) -> None
         manager.fit(line(), points(), loss_fn=squares, optimizer=sgd)
 
 
+@pytest.mark.parametrize("wrong", ["csv", object(), Own])
+def test_an_object_that_is_no_logger_is_refused(tmp_path: Path, wrong: Any) -> None:
+    manager = manager_for(tmp_path, training_mode="single")
+    with pytest.raises(ConfigError, match=r"this is not a logger; give an object with log\(metric"):
+        manager.fit(line(), points(), loss_fn=squares, optimizer=sgd, loggers=[wrong])
+
+
 def test_loggers_are_found_by_their_files() -> None:
     assert {"csv", "jsonl", "tensorboard"} <= set(known_loggers())
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
-from multi_gpu_training.errors import DivergenceError, ModelError
+from multi_gpu_training.errors import ConfigError, DivergenceError, ModelError
 
 
 def config(folder: Path, **settings: Any) -> MultiGPUConfig:
@@ -184,6 +184,29 @@ def test_training_metrics_of_a_loss_function_are_reported(tmp_path: Path) -> Non
     manager = MultiGPUTrainingManager(config(tmp_path))
     result = manager.fit(nn.Linear(4, 3), data(), loss_fn=loss_fn)
     assert 0 <= result.metrics["hits"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"hits": 3.0}, "returned the metric 'hits': 3.0, which is not a sum and its weight"),
+        ({"hits": (1, 2, 3)}, r"returned the metric 'hits': \(1, 2, 3\), which is not a sum and"),
+        ({"hits": ("many", 1)}, "metric 'hits' is str 'many', not a number"),
+        ({"loss": (1, 1)}, "a metric called 'loss', which is the mean of its first result"),
+        ([1, 2], "returned list as its metrics; return .mean_loss, weight, {name: .sum, weight"),
+    ],
+)
+def test_metrics_of_a_loss_function_that_are_none_say_so(
+    tmp_path: Path, metrics: Any, said: str
+) -> None:
+    manager = MultiGPUTrainingManager(config(tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        manager.fit(
+            nn.Linear(4, 3),
+            data(),
+            loss_fn=lambda m, b: (F.cross_entropy(m(b[0]), b[1]), None, metrics),
+        )
+    assert manager.step == 0
 
 
 def test_training_accuracy_counts_every_sample(tmp_path: Path) -> None:

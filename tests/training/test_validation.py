@@ -341,6 +341,8 @@ def bad_metric(value: Any) -> Any:
             {"eval_fn": [1]},
             r"eval_fn is a list; give a function eval_fn\(model, batch, metrics",
         ),
+        ({}, {"eval_fn": lambda model, batch: None}, r"and takes \(model, batch\); give a functio"),
+        ({}, {"eval_fn": nn.MSELoss}, "eval_fn is the class MSELoss itself; give a function"),
     ],
 )
 def test_a_wrong_validation_is_one_sentence_with_the_remedy_before_training(
@@ -407,3 +409,22 @@ def test_people_see_batches_bars_and_the_running_accuracy(
 
 def points_of(data: TensorDataset, count: int) -> TensorDataset:
     return TensorDataset(*(tensor[:count] for tensor in data.tensors))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "target", "said"),
+    [
+        ([0, 2, 1], [0, 1, 1], "got 1 samples whose class is not among 0 to 1; give classes=3"),
+        ([0, 1, 1], [0, 2, -1], "got 1 samples whose class is not among 0 to 1; give classes=3"),
+        ([0, -1, 1], [0, 1, 1], "got 1 samples whose class is not among 0 to 1"),
+        ([[0, 1], [1, 0]], [0, 1], r"of shape \(2, 2\) for targets of shape \(2,\)"),
+    ],
+)
+def test_a_class_that_there_is_not_never_counts_as_another(
+    predicted: Any, target: Any, said: str
+) -> None:
+    metrics = MetricsCollector()
+    metrics.add_predictions(torch.tensor([5, 1]), torch.tensor([-100, 1]), 2)  # one is ignored
+    assert metrics.compute() == {"accuracy": 1.0, "f1": 1.0}
+    with pytest.raises(ConfigError, match=said):
+        metrics.add_predictions(torch.tensor(predicted), torch.tensor(target), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,12 +51,30 @@ def choose_eval_fn(given: Any, ranks: int) -> EvalFn | MetricObjects | None:
             refuse_inexact(name or type(metric).__name__, metric)
         # A single metric goes by its class; the names of a collection are its members'.
         return MetricObjects({name or _own_name(metric): metric for name, metric in named.items()})
+    wanted = (
+        "give a function eval_fn(model, batch, metrics), a torchmetrics Metric or "
+        "MetricCollection, or a dict of them"
+    )
     if given is not None and not callable(given):
+        raise ConfigError(f"eval_fn is a {type(given).__name__}; {wanted}")
+    if isinstance(given, type):
+        raise ConfigError(f"eval_fn is the class {given.__name__} itself; {wanted}")
+    if given is not None and not _takes(given, 3):
         raise ConfigError(
-            f"eval_fn is a {type(given).__name__}; give a function eval_fn(model, batch, metrics), "
-            "a torchmetrics Metric or MetricCollection, or a dict of them"
+            f"eval_fn is called as eval_fn(model, batch, metrics), and takes "
+            f"{inspect.signature(given)}; {wanted}"
         )
     return given  # type: ignore[no-any-return]
+
+
+def _takes(function: Any, arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:  # written in C: it has no signature to look at
+        pass
+    return True
 
 
 def _own_name(metric: Any) -> str:

@@ -54,7 +54,7 @@ def read_loss(result: Any, device: torch.device) -> Loss:
             )
         if result[1] is not None:
             weight = torch.as_tensor(result[1], dtype=wide_float(device), device=device).detach()
-        metrics = result[2] if len(result) == 3 else {}
+        metrics = _checked_pairs(result[2]) if len(result) == 3 else {}
     if not isinstance(mean, Tensor):
         raise ModelError(
             f"loss_fn returned {type(mean).__name__}; return a scalar tensor with a gradient",
@@ -73,6 +73,29 @@ def read_loss(result: Any, device: torch.device) -> Loss:
             code="MGT401",
         )
     return Loss(mean.reshape(()), weight, metrics)
+
+
+def _checked_pairs(metrics: Any) -> Pairs:
+    """The metrics beside a loss; that their values are numbers is checked where they are added."""
+    wanted = "return (mean_loss, weight, {name: (sum, weight)})"
+    if not isinstance(metrics, Mapping):
+        raise ModelError(
+            f"loss_fn returned {type(metrics).__name__} as its metrics; {wanted}", code="MGT401"
+        )
+    for name, pair in metrics.items():
+        if not isinstance(name, str) or not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise ModelError(
+                f"loss_fn returned the metric {name!r}: {pair!r:.80}, which is not a sum and its "
+                f"weight under a name; {wanted}",
+                code="MGT401",
+            )
+        if name == "loss":
+            raise ModelError(
+                "loss_fn returned a metric called 'loss', which is the mean of its first result; "
+                "give the metric another name",
+                code="MGT401",
+            )
+    return metrics
 
 
 def choose_loss(given: Any) -> LossFn:

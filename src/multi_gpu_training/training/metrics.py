@@ -70,10 +70,23 @@ class MetricsCollector:
     def add_predictions(self, predicted: Tensor, target: Tensor, classes: int) -> None:
         """Add whole-number predictions; gives `accuracy` and macro `f1`. Targets below 0 are
         labels to ignore."""
-        target = target.flatten().long()
-        pairs = target * classes + predicted.flatten().long()
-        pairs = torch.where(target >= 0, pairs, classes**2)
-        counts = torch.bincount(pairs, minlength=classes**2 + 1)[:-1].view(classes, classes)
+        if predicted.numel() != target.numel():
+            raise ConfigError(
+                f"add_predictions got predictions of shape {tuple(predicted.shape)} for targets of "
+                f"shape {tuple(target.shape)}; give one class per target: logits.argmax(1)"
+            )
+        target, predicted = target.flatten().long(), predicted.flatten().long()
+        pairs = torch.where(target >= 0, target * classes + predicted, classes**2)
+        strange = (target >= classes) | ((target >= 0) & ((predicted < 0) | (predicted >= classes)))
+        pairs = torch.where(strange, classes**2 + 1, pairs)
+        counts = torch.bincount(pairs, minlength=classes**2 + 2)
+        if counts[-1]:  # else they would count as other classes
+            raise ConfigError(
+                f"add_predictions got {int(counts[-1])} samples whose class is not among 0 to "
+                f"{classes - 1}; give classes={int(max(target.max(), predicted.max())) + 1}, or "
+                "correct predictions and targets (below 0: ignored)"
+            )
+        counts = counts[:-2].view(classes, classes)
         self._confusion = counts if self._confusion is None else self._confusion + counts
 
     def update(self, name: str, metric: Any, *values: Any, **named: Any) -> None:

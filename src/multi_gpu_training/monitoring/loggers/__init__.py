@@ -68,10 +68,16 @@ def known_loggers() -> list[str]:
     return sorted(m.name.removesuffix(_SUFFIX) for m in modules if m.name.endswith(_SUFFIX))
 
 
-def check_loggers(config: MultiGPUConfig) -> None:
-    """Raise an error for unknown loggers, missing packages and options that do not fit, all at
-    once."""
+def check_loggers(config: MultiGPUConfig, objects: Iterable[Any] = ()) -> None:
+    """Raise an error for unknown loggers, missing packages, options that do not fit and `objects`
+    that are no loggers, all at once."""
     known, problems = known_loggers(), []
+    for one in objects:
+        if not all(callable(getattr(one, name, None)) for name in ("log", "close")):
+            problems.append(
+                f"fit(loggers=[{one!r:.60}]): this is not a logger; give an object with "
+                "log(metrics, step) and close(), and names in the config: loggers=['csv']"
+            )
     for name in dict.fromkeys(config.loggers):
         if name not in known:
             problems.append(f"loggers: {name!r} is not a logger; there are {', '.join(known)}")
