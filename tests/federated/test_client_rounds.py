@@ -50,6 +50,17 @@ def test_rounds_continue_one_run_and_a_repeated_round_starts_from_the_same_state
     assert seen.metrics["loss"] == pytest.approx(two.metrics["val/loss"], abs=1e-12)
 
 
+def test_a_server_that_lost_its_newest_checkpoint_may_go_back_two_rounds(tmp_path: Path) -> None:
+    client = setup(tmp_path)
+    found = [do_round(client, RoundTask("init", "f", 0, FACTS))]
+    for number in (1, 2, 3):
+        found.append(train(client, number, found[-1].weights))
+    # The optimizer's momentum is that after round 1, not none.
+    again = train(client, 2, found[1].weights)
+    for name, value in found[2].weights.items():
+        assert np.array_equal(value, again.weights[name])
+
+
 def test_fedprox_adds_the_pull_towards_the_server_to_every_step(tmp_path: Path) -> None:
     client = setup(tmp_path / "a", momentum=0.0)
     first = do_round(client, RoundTask("init", "f", 0, FACTS)).weights

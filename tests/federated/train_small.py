@@ -30,14 +30,40 @@ def normed_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
 
 
-def main(
-    momentum: float, batch_size: int, part: int = 0, parts: int = 1, batch_norm: int = 0
-) -> None:
+def frozen_model() -> nn.Module:
+    net = model()
+    net.get_submodule("0").requires_grad_(False)
+    return net
+
+
+def fixed_model() -> nn.Module:
+    """Its gradients are zero."""
+    net = model()
+    for parameter in net.parameters():
+        parameter.register_hook(torch.zeros_like)
+    return net
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.head = nn.Linear(4, 3).double()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head((inputs * self.phase).abs())
+
+
+MODELS = (model, normed_model, frozen_model, Complex, fixed_model)
+
+
+def main(momentum: float, batch_size: int, part: int = 0, parts: int = 1, kind: int = 0) -> None:
     shown = {"tensorboard": False, "monitor": False, "report": False}
     config = MultiGPUConfig(global_batch_size=batch_size, **shown)
     manager = MultiGPUTrainingManager(config)
     manager.fit(
-        normed_model() if batch_norm else model(),
+        MODELS[kind](),
         data(part, parts),
         data(part, parts),
         loss_fn=nn.CrossEntropyLoss(),

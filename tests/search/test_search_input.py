@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,11 @@ def asked(
         (["batch_size=0.5..1.5"], {}, "batch_size"),
         (["schedule=constant,cosin"], {}, "cosine"),
         (["schedule=cosine,cosine"], {}, "name each once"),
+        (["accumulation_steps=1,true"], {}, "the same to Optuna"),
+        (["max_grad_norm=1.0,"], {}, "a value is missing; for none write null"),
+        (["learning_rate=1e-5...1e-1"], {}, "three dots"),
+        (["batch_size=8..16,32"], {}, "one range, or a list"),
+        (["seed_everything=1..9007199254740993"], {}, "2**53"),
         (["lr=0.1..1", "learning_rate=0.1..1"], {}, "given twice"),
         (["seed=1,2,3"], {}, "--repeat-best"),
         (["save_dir=a,b"], {}, "sets this itself"),
@@ -122,6 +128,34 @@ def test_parameters_mean_what_they_say() -> None:
     assert read_objective("val/accuracy").direction == "max"
     assert read_objective("val/loss").direction == "min"
     assert read_objective("speed:max").direction == "max"
+
+
+def test_choices_may_hold_commas_dots_and_nothing() -> None:
+    found = read_parameter("x", """"a,b", c d ,'1',null,../e,"",1e-3""")
+    assert found.choices == ("a,b", "c d", "1", None, "../e", "", 0.001)
+    assert read_parameter("x", "0.1..0.75:step=0.1").grid() == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+
+
+def test_a_metric_is_turned_only_by_words_that_say_so() -> None:
+    for name, way in (
+        ("val/cancer_recall", "max"), ("val/answer_f1", "max"), ("val/word_error_rate", "min"),
+        ("val/logloss", "min"), ("val/map", "max"), ("cer", "min"), ("val/macro-f1", "max"),
+    ):  # fmt: skip
+        assert read_objective(name).direction == way
+    for name in ("val/power", "val/heatmap", "brier_score", "neg_mse", "val/accuracy_loss"):
+        with pytest.raises(ConfigError, match=":min or"):
+            read_objective(name)
+
+
+def test_a_loss_of_minus_infinity_is_not_the_best_one(tmp_path: Path) -> None:
+    def objective(params: dict[str, Any]) -> float:
+        return {1: 3.0, 2: -math.inf, 3: math.inf}[params["x"]]
+
+    given: dict[str, Any] = {"sampler": "grid", "storage": "memory", "metric": "loss"}
+    found = search(objective, {"x": [1, 2, 3]}, folder=tmp_path / "s", **given)
+    assert found.best is not None and found.best.params == {"x": 1}
+    states = {one.params["x"]: (one.state, one.reason) for one in found.trials}
+    assert states[2] == ("fail", "loss is -inf at the end") and states[3][0] == "complete"
 
 
 def test_functions_that_fail_end_the_search_with_their_reason(tmp_path: Path) -> None:

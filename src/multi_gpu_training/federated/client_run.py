@@ -114,6 +114,7 @@ class RoundResult:
     metrics: Mapping[str, float]
     seconds: float
     weights: Weights = field(default_factory=dict)
+    kinds: Mapping[str, list[str]] = field(default_factory=dict)  # of an untrained model's weights
 
 
 def do_round(setup: ClientSetup, task: RoundTask) -> RoundResult:
@@ -150,7 +151,7 @@ def do_round(setup: ClientSetup, task: RoundTask) -> RoundResult:
                 "lost; call manager.finish, and leave enable_fault_tolerance on"
             )
         done.append({"round": task.number, "step": step, "digest": task.digest})
-        write_atomically(base / ROUNDS, json.dumps(done[-KEPT_ROUNDS:]))
+        write_atomically(base / ROUNDS, json.dumps(done))
     return _read(work)
 
 
@@ -165,7 +166,9 @@ def _read(work: Path) -> RoundResult:
     told = read_json(work / RESULT, dict[str, Any])
     file = work / OUTGOING
     weights: Weights = load_file(file) if file.exists() else {}
-    return RoundResult(told["samples"], told["metrics"], told["seconds"], weights)
+    return RoundResult(
+        told["samples"], told["metrics"], told["seconds"], weights, told.get("kinds", {})
+    )
 
 
 def _run_folder(setup: ClientSetup, base: Path) -> Path:
@@ -187,8 +190,8 @@ def _go_back(run: Path, step: int) -> None:
         best.unlink()
     if not store.path_of(step).is_dir():
         raise RoundFailed(
-            f"{run} has no checkpoint of step {step}, where this client's last round ended; remove "
-            f"{run.parent.parent.parent} to begin with a new optimizer"
+            f"{run} has no checkpoint of step {step}, where the round before this one ended; "
+            f"remove {run.parent.parent.parent} to begin with a new optimizer"
         )
 
 

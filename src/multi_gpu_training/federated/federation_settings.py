@@ -116,12 +116,16 @@ class FederatedSettings(BaseModel):
     @property
     def sampled(self) -> int:
         """Clients that are asked in a round."""
-        return max(1, int(self.clients * self.fraction))
+        return max(1, math.floor(self.clients * self.fraction + 1e-9))
 
     @property
     def needed(self) -> int:
         """Updates that a round needs. Fewer would not hide a client, or not be a fair mean."""
-        return max(1, math.ceil(self.sampled * self.min_replies))
+        return self.needed_of(self.sampled)
+
+    def needed_of(self, asked: int) -> int:
+        """The same where only so many could be asked."""
+        return max(1, math.ceil(asked * self.min_replies - 1e-9))
 
     @property
     def most_samples(self) -> int:

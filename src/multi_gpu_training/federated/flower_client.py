@@ -7,7 +7,7 @@ and validation metrics, and how long it took.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from multi_gpu_training.federated.client_run import (
 
 ARRAYS, CONFIG, METRICS, CLIENT = "arrays", "config", "metrics", "client"
 SAMPLES, SECONDS = "num-examples", "seconds"
+KINDS = "kinds"  # of the untrained model's weights: frozen parameters, buffers
 CLIPPING = "clipping_norm"  # as Flower's wrapper for clipping by clients calls it
 
 
@@ -60,7 +61,7 @@ def make_client_app(setup_of: Callable[[Context], ClientSetup]) -> ClientApp:
                 "with --require-secure; start the server with --secure"
             )
         if CLIPPING in message.content.config_records.get(CONFIG, {}):
-            return _message(fixedclipping_mod(message, context, call_next))
+            return clipped(message, context, call_next)
         return _message(call_next(message, context))
 
     app = ClientApp(mods=[guard])
@@ -73,6 +74,7 @@ def make_client_app(setup_of: Callable[[Context], ClientSetup]) -> ClientApp:
         if config["task"] == "init":
             found = do_round(setup, _task("init", config, {}))
             content[ARRAYS] = to_record(found.weights)
+            content[CLIENT][KINDS] = json.dumps(dict(found.kinds))
         return Message(content, reply_to=message)
 
     def evaluate(message: Message, context: Context) -> Message:
@@ -96,6 +98,17 @@ def make_client_app(setup_of: Callable[[Context], ClientSetup]) -> ClientApp:
     app.evaluate()(evaluate)
     app.train()(train)
     return app
+
+
+def clipped(message: Message, context: Context, call_next: Any) -> Message:
+    """Flower's clipping of the update, which divides by its norm."""
+    reply = _message(call_next(message, context))
+    if reply.has_error():
+        return reply
+    sent, found = message.content.array_records[ARRAYS], reply.content.array_records[ARRAYS]
+    if all(np.array_equal(sent[name].numpy(), array.numpy()) for name, array in found.items()):
+        return reply
+    return _message(fixedclipping_mod(message, context, lambda *_: reply))
 
 
 def _message(found: Any) -> Message:
@@ -123,6 +136,11 @@ def _masked_round(setup: ClientSetup, content: RecordDict) -> RecordDict:
     flat = parameters_to_ndarrays(asked.parameters)[0]
     weights = unflatten(flat, names, shapes, json.loads(str(asked.config["types"])))
     found = do_round(setup, _task("train", asked.config, weights))
+    fixed = set(json.loads(str(asked.config["fixed"])))
+    problem = changed(found.weights, weights, fixed)
+    if problem is not None:
+        raise RoundFailed(f"{problem} was frozen when the federation began, and has changed")
+    names = [name for name in names if name not in fixed]
     update = flatten(found.weights, names) - flatten(weights, names)
     refuse_unmaskable(
         update, found.samples, float(asked.config["range"]), int(asked.config["max_samples"])
@@ -165,6 +183,12 @@ def unflatten(
 
 
 # Records
+
+
+def changed(weights: Weights, before: Weights, names: Collection[str]) -> str | None:
+    """The first of these that is not as it was."""
+    found = (name for name in sorted(names) if not np.array_equal(weights[name], before[name]))
+    return next(found, None)
 
 
 def to_record(weights: Weights) -> ArrayRecord:

@@ -17,7 +17,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, Strategy
 
 from multi_gpu_training.checkpoint.run_lock import RunLock
@@ -38,14 +39,23 @@ from multi_gpu_training.federated.flower_client import (
     ARRAYS,
     CLIENT,
     CONFIG,
+    KINDS,
     METRICS,
     SAMPLES,
     SECONDS,
+    changed,
     from_record,
     to_record,
 )
 from multi_gpu_training.federated.message_traffic import CountedGrid
-from multi_gpu_training.federated.privacy import DPStrategy, private_strategy
+from multi_gpu_training.federated.privacy import (
+    STATISTICS,
+    DPStrategy,
+    clip,
+    only_the_server_clips,
+    private_strategy,
+    refuse_statistics,
+)
 from multi_gpu_training.federated.rounds import RoundRecord, describe, error_text, reasons
 from multi_gpu_training.federated.secure_aggregation import secure_round
 from multi_gpu_training.safe_files import make_private, read_json, write_atomically
@@ -87,6 +97,8 @@ class ServerState:
     history: list[dict[str, Any]] = field(default_factory=list)
     moments: dict[str, Weights] = field(default_factory=dict)  # of FedAdam and FedAvgM
     privacy: dict[str, Any] = field(default_factory=dict)  # of the accountant
+    frozen: list[str] = field(default_factory=list)  # weights that no client trains
+    buffers: list[str] = field(default_factory=list)  # such as BatchNorm's statistics
 
 
 class FederatedServer:
@@ -140,8 +152,10 @@ class FederatedServer:
         }
         told = found.state
         self.say(f"resuming after round {found.step}")
+        statistics = [name for name in arrays if name.endswith(STATISTICS)]
         return ServerState(
-            federation, found.step, arrays, told["history"], moments, told["privacy"]
+            *(federation, found.step, arrays, told["history"], moments, told["privacy"]),
+            *(told.get("frozen", []), told.get("buffers", statistics)),
         )
 
     def _compare(self, before: FederatedSettings) -> None:
@@ -182,6 +196,8 @@ class FederatedServer:
                         "extra": {},
                         "history": state.history,
                         "privacy": state.privacy,
+                        "frozen": state.frozen,
+                        "buffers": state.buffers,
                     },
                 )
             ),
@@ -198,7 +214,10 @@ class FederatedServer:
             inner.momentum_vector = [state.moments["m"][name] for name in state.weights]
         if isinstance(self.strategy, DPStrategy) and state.privacy:
             assert self.strategy.accountant is not None
-            self.strategy.accountant.load_state_dict(state.privacy)
+            # The limit may have been changed; Flower wants the one that it has now.
+            limit = {"max_epsilon": self.settings.dp_max_epsilon}
+            config = {**state.privacy["config"], **limit}
+            self.strategy.accountant.load_state_dict({**state.privacy, "config": config})
 
     # The rounds
 
@@ -215,11 +234,15 @@ class FederatedServer:
         if not state.weights:
             state.weights = self._first_weights(counted)
             self._save()
+        if settings.dp != "off":
+            refuse_statistics(state.weights)
         while state.number < settings.rounds:
             record = self._round(counted, context)
             state.number += 1
             state.history.append(vars(record))
             last = state.number == settings.rounds
+            if settings.dp != "off":
+                self._save()  # clients are about to see these weights: they must be accounted for
             if state.number % settings.evaluate_every == 0 or last:
                 self._evaluate(counted, record)
             self._save()
@@ -254,7 +277,7 @@ class FederatedServer:
     def _needed(self, asked: int) -> int:
         if self.settings.dp != "off":
             return asked  # the noise is made for all of them
-        return max(1, math.ceil(asked * self.settings.min_replies))
+        return self.settings.needed_of(asked)
 
     def _attempt(
         self, grid: CountedGrid, context: Context, nodes: list[int], record: RoundRecord
@@ -266,19 +289,38 @@ class FederatedServer:
         if isinstance(inner, FedAvgM):
             # It would go on from its own copy, which a resumed server does not have.
             inner.current_arrays = arrays
-        messages = list(
-            self.strategy.configure_train(record.round, arrays, config, grid.only(nodes))
-        )
+        private = settings.dp != "off"
+        # With --dp, what is not trained must not get noise; with --secure, it need not be masked.
+        fixed = {*self.state.frozen, *(self.state.buffers if private else ())}
+        try:
+            messages = list(
+                self.strategy.configure_train(record.round, arrays, config, grid.only(nodes))
+            )
+        except PrivacyBudgetExhausted as error:
+            raise FederationFailed(
+                f"round {record.round} would take epsilon above --dp-max-epsilon "
+                f"{settings.dp_max_epsilon:g}, so the training ends here: {error}"
+            ) from None
+        if settings.dp == "server":
+            only_the_server_clips(messages)
         if settings.secure:
-            mean = secure_round(grid, context, settings, messages, old, self.names, record)
+            mean = secure_round(grid, context, settings, messages, old, fixed, self.names, record)
             good = [] if mean is None else [_as_reply(mean, old)]
             enough = bool(good) and len(record.counted) >= self._needed(len(nodes))
         else:
-            updates = self._judge(grid.ask(messages, settings.round_timeout_s), nodes, record)
+            replies = grid.ask(messages, settings.round_timeout_s)
+            updates = self._judge(replies, nodes, record, fixed if private else ())
             enough = len(updates) >= self._needed(len(nodes))
             record.drift = drift(updates, old) if enough else None
-            equal = settings.dp != "off"  # one client, one vote: else the noise is too small
-            good = [_as_reply(u.weights, old, 1 if equal else u.samples) for u in updates]
+            if private:  # one client, one vote: else the noise is too small
+                trained = {name: value for name, value in old.items() if name not in fixed}
+                clipped = [clip(u.weights, trained, settings.dp_clip) for u in updates]
+                good = [_as_reply(weights, trained) for weights in clipped]
+            else:
+                good = [_as_reply(u.weights, old, u.samples) for u in updates]
+                fixed = {
+                    n for n in fixed if all(np.array_equal(u.weights[n], old[n]) for u in updates)
+                }
         np.random.seed()  # Flower draws the noise of --dp from here: nobody must know its seed
         found, _ = self.strategy.aggregate_train(record.round, good if enough else [])
         if found is None or not enough:
@@ -289,7 +331,8 @@ class FederatedServer:
         # Flower's server optimizers compute in float64: keep the model's types.
         new = {name: value.astype(old[name].dtype) for name, value in from_record(found).items()}
         if isinstance(inner, FedAdam | FedAvgM):
-            new |= mean_statistics(good)
+            new |= mean_buffers(good, self.state.buffers)
+        new |= {name: old[name] for name in fixed}  # a mean of equal numbers is rounded
         if not all(np.isfinite(value).all() for value in new.values()):
             raise FederationFailed(
                 f"round {record.round} gave weights that are not finite; lower --server-lr or "
@@ -298,19 +341,31 @@ class FederatedServer:
         return new
 
     def _judge(
-        self, replies: Iterable[Message], nodes: Sequence[int], record: RoundRecord
+        self,
+        replies: Iterable[Message],
+        nodes: Sequence[int],
+        record: RoundRecord,
+        fixed: Collection[str],
     ) -> list[ClientUpdate]:
-        """The updates that count, in the order of their clients' names; why the others do not."""
+        """The updates that count, in the order of their clients' names; why the others do not.
+        `fixed`: weights that must be as they were."""
         updates: list[ClientUpdate] = []
+        old = self.state.weights
         waiting = {node: self.names[node] for node in nodes}
         for message in replies:
             node = message.metadata.src_node_id
             name = waiting.pop(node, None)
             if name is None:
                 continue  # a second answer, or an answer of somebody who was not asked
-            found = read_update(message, name, self.state.weights, self.settings.max_samples)
+            found = read_update(message, name, old, self.settings.max_samples)
+            moved = None if isinstance(found, str) else changed(found.weights, old, fixed)
             if isinstance(found, str):
                 record.left_out[name] = found
+            elif moved is not None:
+                record.left_out[name] = (
+                    f"{moved} was frozen, or a buffer, when the federation began, and has changed; "
+                    "--dp cannot average it"
+                )
             else:
                 updates.append(found)
         for name in waiting.values():
@@ -400,7 +455,12 @@ class FederatedServer:
                 if reply.has_error():
                     reasons.append(f"{self.names[node]}: {error_text(reply)}")
                 elif ARRAYS in reply.content.array_records:
-                    return from_record(reply.content.array_records[ARRAYS])
+                    weights = from_record(reply.content.array_records[ARRAYS])
+                    told = reply.content.config_records.get(CLIENT, {})
+                    kinds = json.loads(str(told.get(KINDS, "{}")))
+                    self.state.frozen = [n for n in kinds.get("frozen", []) if n in weights]
+                    self.state.buffers = [n for n in kinds.get("buffers", []) if n in weights]
+                    return weights
                 else:
                     reasons.append(f"{self.names[node]}: its reply has no weights")
         raise FederationFailed("no client could build its model: " + "; ".join(reasons))
@@ -497,7 +557,10 @@ def read_update(
     if most_samples is not None and samples > most_samples:
         return f"it claims {samples} samples, above --max-samples {most_samples}"
     numbers = {key: float(value) for key, value in metrics.items() if _number(value)}
-    return ClientUpdate(name, weights, samples, numbers, distance(weights, old))
+    norm = distance(weights, old)
+    if not math.isfinite(norm):
+        return "its update is too large for a number"
+    return ClientUpdate(name, weights, samples, numbers, norm)
 
 
 def _number(value: Any) -> bool:
@@ -528,15 +591,15 @@ def _metrics(reply: Message) -> dict[str, Any]:
     return dict(reply.content.metric_records.get(METRICS, {}))
 
 
-def mean_statistics(replies: Sequence[Message]) -> Weights:
-    """The clients' mean of BatchNorm's statistics. A server optimizer would take them for weights,
-    and make variances negative."""
+def mean_buffers(replies: Sequence[Message], names: Collection[str]) -> Weights:
+    """The clients' mean of BatchNorm's statistics and the like. A server optimizer would take them
+    for weights, and make variances negative."""
     total = sum(reply.content.metric_records[METRICS][SAMPLES] for reply in replies)
     found: Weights = {}
     for reply in replies:
         share = reply.content.metric_records[METRICS][SAMPLES] / total
         for name, array in reply.content.array_records[ARRAYS].items():
-            if name.endswith(("running_mean", "running_var")):
+            if name in names:
                 value = array.numpy()
                 found[name] = found.get(name, np.zeros_like(value)) + share * value
     return found
@@ -547,9 +610,10 @@ def mean_statistics(replies: Sequence[Message]) -> Weights:
 
 def distance(some: Weights, others: Weights) -> float:
     """The norm of the difference, over all weights."""
-    total = sum(
-        float(np.square(some[name].astype(np.float64) - others[name]).sum()) for name in others
-    )
+    with np.errstate(over="ignore"):
+        total = sum(
+            float(np.square(some[name].astype(np.float64) - others[name]).sum()) for name in others
+        )
     return math.sqrt(total)
 
 

@@ -23,6 +23,7 @@ class RoundRecord:
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     epsilon: float | None = None
+    rounding: float | None = None  # SecAgg+: the largest error of an element of the mean update
 
 
 def describe(record: RoundRecord, rounds: int) -> str:
@@ -33,6 +34,8 @@ def describe(record: RoundRecord, rounds: int) -> str:
         parts.append(f"drift {record.drift:.2f}")
     if record.epsilon is not None:
         parts.append(f"epsilon {record.epsilon:.2f}")
+    if record.rounding is not None:
+        parts.append(f"rounded to {record.rounding:.1g}")
     sent = record.bytes_out + record.bytes_in
     parts += [f"{sent / 2**20:.1f} MiB", f"{record.seconds:.1f} s"]
     return ", ".join(parts) + reasons(record)

@@ -9,7 +9,7 @@ for shares that do not exist.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,12 @@ def secure_round(
     settings: FederatedSettings,
     messages: Sequence[Message],
     old: Weights,
+    fixed: Collection[str],
     names: Mapping[int, str],
     record: RoundRecord,
 ) -> Weights | None:
     """The weighted mean of the clients' weights, of which the server sees nothing else; None where
-    too few clients stayed."""
+    too few clients stayed. `fixed`: those that nobody trains, which stay as they are."""
     order = sorted(old)
     nodes = [message.metadata.dst_node_id for message in messages]
     facts: dict[str, Any] = {
@@ -52,6 +53,7 @@ def secure_round(
         "names": json.dumps(order),
         "shapes": json.dumps([list(old[name].shape) for name in order]),
         "types": json.dumps([str(old[name].dtype) for name in order]),
+        "fixed": json.dumps(sorted(fixed)),
         "range": settings.secure_range,
         "max_samples": settings.most_samples,
     }
@@ -85,9 +87,13 @@ def secure_round(
     for node, result in asked.results.items():
         metrics = {k: float(v) for k, v in result.metrics.items() if isinstance(v, int | float)}
         record.counted[names[node]] = {"samples": result.num_examples, **metrics}
-    moved = flatten(old, order) + asked.mean
-    shapes = [list(old[name].shape) for name in order]
-    return unflatten(moved, order, shapes, [str(old[name].dtype) for name in order])
+    record.rounding = quantisation_error(
+        settings, [int(figures["samples"]) for figures in record.counted.values()]
+    )
+    trained = [name for name in order if name not in fixed]
+    moved = flatten(old, trained) + asked.mean
+    shapes = [list(old[name].shape) for name in trained]
+    return {**old, **unflatten(moved, trained, shapes, [str(old[n].dtype) for n in trained])}
 
 
 def quantisation_error(settings: FederatedSettings, samples: Sequence[int]) -> float:

@@ -119,7 +119,7 @@ class FederatedRound(Measurement):
         if self.asked["task"] == "init":
             self._keep_weights(run)
             if run.placement.is_main:
-                self.write(0, {}, self.samples[0])
+                self.write(0, {}, self.samples[0], untrained(run.model))
             raise SystemExit(0)
         end = run.step + self._steps(run)
         run.config.max_steps, run.config.epochs = end, ENDLESS
@@ -174,10 +174,17 @@ class FederatedRound(Measurement):
         if run.placement.is_main:
             save_file(sendable(state), Path(self.request.out, OUTGOING))
 
-    def write(self, step: int, metrics: dict[str, float], samples: int) -> None:
+    def write(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        samples: int,
+        kinds: dict[str, list[str]] | None = None,
+    ) -> None:
         finite = {name: float(v) for name, v in metrics.items() if math.isfinite(v)}
         took = time.monotonic() - self.begun
         told = {"step": step, "samples": samples, "metrics": finite, "seconds": took}
+        told |= {"kinds": kinds or {}}
         # Last: where this file is, the weights are whole.
         write_atomically(Path(self.request.out, RESULT), json.dumps(told))
 
@@ -213,13 +220,35 @@ class ProximalTerm(Callback):
 
 
 def sendable(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The floating-point tensors by name, in types that numpy has. Counters stay with the client:
-    a mean of them means nothing."""
+    """The floating-point tensors by name, in types that numpy has; of complex ones, the real and
+    imaginary parts. Counters stay with the client: a mean of them means nothing."""
     found = {}
     for name, tensor in state.items():
-        if isinstance(tensor, Tensor) and tensor.is_floating_point():
-            kind = tensor.dtype if tensor.dtype == torch.float64 else torch.float32
-            found[name] = tensor.detach().to("cpu", kind, copy=True).contiguous()
+        if is_averaged(tensor):
+            real = as_real(tensor.detach())
+            kind = real.dtype if real.dtype == torch.float64 else torch.float32
+            found[name] = real.to("cpu", kind, copy=True).contiguous()
+    return found
+
+
+def is_averaged(tensor: object) -> bool:
+    return isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def untrained(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Which of the tensors that are sent are frozen parameters, and which are buffers."""
+    found: dict[str, list[str]] = {"frozen": [], "buffers": []}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not is_averaged(tensor):
+            continue
+        if not isinstance(tensor, torch.nn.Parameter):
+            found["buffers"].append(plain_name(name))
+        elif not tensor.requires_grad:
+            found["frozen"].append(plain_name(name))
     return found
 
 
@@ -227,7 +256,7 @@ def sendable(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def load_weights(model: torch.nn.Module, weights: dict[str, Tensor], where: str) -> None:
     """Copy weights into the model as it lies on its ranks; the error names all that do not fit."""
     own = {plain_name(name): t for name, t in model.state_dict().items()}
-    floats = {n: t for n, t in own.items() if isinstance(t, Tensor) and t.is_floating_point()}
+    floats = {name: as_real(tensor) for name, tensor in own.items() if is_averaged(tensor)}
     problems = [f"{name} is missing" for name in sorted(floats.keys() - weights.keys())]
     problems += [f"{name} is not in this model" for name in sorted(weights.keys() - floats.keys())]
     problems += [

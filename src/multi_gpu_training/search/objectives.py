@@ -14,8 +14,14 @@ from multi_gpu_training.monitoring.event_segments import marked_events
 from multi_gpu_training.monitoring.loggers.jsonl_logger import logged_metrics
 from multi_gpu_training.safe_output import brief
 
-SMALL = ("loss", "error", "perplexity", "wer", "cer", "rmse", "mse", "mae", "nll", "regret")
-LARGE = ("accuracy", "f1", "auc", "precision", "recall", "reward", "return", "score", "iou", "map")
+# Words that say which way is better. The first also at the end of a word, as in logloss; the others
+# alone: cancer and answer are no error rates, a heatmap no mean average precision.
+SMALL = ("loss", "error", "perplexity", "rmse", "mse", "mae", "nll", "regret"), ("wer", "cer")
+LARGE = (
+    ("accuracy", "f1", "auc", "auroc", "precision", "recall", "reward", "return", "score", "iou"),
+    ("map",),
+)
+UNSURE = ("neg", "negative", "minus", "inverse", "brier", "crps", "fid")  # turn it around
 # Facts of a run rather than metrics of its model, and which way is better.
 FACTS: dict[str, Literal["min", "max"]] = {
     "parameters": "min",
@@ -51,10 +57,12 @@ def read_objective(text: str) -> SearchObjective:
     if name in FACTS:
         return SearchObjective(name, FACTS[name])
     words = name.lower().replace("/", "_").replace("-", "_").split("_")
-    if any(word.endswith(SMALL) for word in words):
-        return SearchObjective(name, "min")
-    if any(word.endswith(LARGE) for word in words):
-        return SearchObjective(name, "max")
+    small, large = (
+        any(word.endswith(ends) or word in alone for word in words)
+        for ends, alone in (SMALL, LARGE)
+    )
+    if small != large and not any(word in UNSURE for word in words):
+        return SearchObjective(name, "min" if small else "max")
     raise ConfigError(
         f"--metric {brief(name)}: the name does not say whether small or large values are good; "
         f"write {name[:80]}:min or {name[:80]}:max"

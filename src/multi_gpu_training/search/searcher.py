@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
+from multi_gpu_training.search.objectives import SearchObjective
 from multi_gpu_training.search.study import SearchError, Study, TrialRecord
 from multi_gpu_training.search.trial_run import RunningTrial, TrialEnd, TrialEnding
 
@@ -150,7 +151,7 @@ class Searcher:
         active.running.stop(save=False)
         del self._active[number]
         if end.ending is TrialEnding.COMPLETE:
-            end = checked(end, [one.metric for one in self.study.objectives])
+            end = checked(end, self.study.objectives)
         self._tell(active.record, end)
         self._judge(end)
 
@@ -172,14 +173,19 @@ class Searcher:
             raise error
 
 
-def checked(end: TrialEnd, names: Sequence[str]) -> TrialEnd:
-    """A result that Optuna can take; NaN is a failure with its reason."""
+def checked(end: TrialEnd, objectives: Sequence[SearchObjective]) -> TrialEnd:
+    """A result that Optuna can take; NaN is a failure with its reason, and so is a loss of minus
+    infinity, which would be the best of all."""
+    names = [one.metric for one in objectives]
     if len(end.values) != len(names):
         reason = f"it gave {len(end.values)} values for {len(names)} metrics ({', '.join(names)})"
         return TrialEnd(TrialEnding.FAILED, reason=reason, fatal=True)
     wrong = [name for name, value in zip(names, end.values, strict=True) if math.isnan(value)]
     if wrong:
         return TrialEnd(TrialEnding.FAILED, reason=f"{', '.join(wrong)} is NaN at the end")
+    for one, value in zip(objectives, end.values, strict=True):
+        if math.isinf(value) and one.better(value, 0.0):
+            return TrialEnd(TrialEnding.FAILED, reason=f"{one.metric} is {value:g} at the end")
     return end
 
 

@@ -9,8 +9,10 @@ adamw,sgd          one of these
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from multi_gpu_training.config_file import ALIASES, read_override
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = "learning_rate=1e-5..1e-1:log, batch_size=16..256:step=16 or schedule=constant,cosine"
 MOST_CHOICES = 1000
+# One of several choices: in quotes where it holds a comma.
+CHOICE = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|[^,]*?)\s*(?:,|$)""")
+LIKE_A_RANGE = re.compile(r"[-+.\d][-+.\de]*?\.\.[-+.\d]")
 # Fields that say where and how a trial runs; the search sets them itself.
 NOT_SEARCHED = {
     *("save_dir", "local_dir", "run_name", "recipe", "resume", "resume_anyway", "rank"),
@@ -65,7 +70,7 @@ class Parameter:
         count = math.floor((self.high - self.low) / step + 1e-9) + 1
         if count > MOST_CHOICES:
             raise ConfigError(f"{self.name} has {count:,} values in a grid; use a larger step")
-        found = [self.low + number * step for number in range(count)]
+        found = [spaced(self.low, step, number) for number in range(count)]
         return [int(value) for value in found] if self.whole else found
 
     def extremes(self) -> list[Any]:
@@ -135,9 +140,30 @@ def read_parameter(name: str, spec: Any) -> Parameter:
     if isinstance(spec, list | tuple):
         return _choices(name, list(spec))
     text = str(spec)
-    if ".." in text:
+    parts = split_choices(text)
+    if len(parts) == 1 and ".." in text:
         return _range(name, text)
-    return _choices(name, [read_override(f"{name}={part}")[1] for part in text.split(",")])
+    problem = None
+    if any(LIKE_A_RANGE.match(part) for part in parts):
+        problem = "give one range, or a list of values"
+    elif not all(parts):
+        problem = 'a value is missing; for none write null, for an empty text ""'
+    if problem is not None:
+        raise ConfigError(f"--param {name}={brief(text, 80)}: {problem}")
+    return _choices(name, [read_override(f"{name}={part}")[1] for part in parts])
+
+
+def split_choices(text: str) -> list[str]:
+    """What stands between the commas; a comma in quotes is none."""
+    found, start = [], 0
+    while True:
+        match = CHOICE.match(text, start)
+        if match is None:  # a quote that ends before the comma: read_override names it
+            return text.split(",")
+        found.append(match[1])
+        if not match[0].endswith(","):
+            return found
+        start = match.end()
 
 
 def _choices(name: str, values: list[Any]) -> Parameter:
@@ -152,8 +178,11 @@ def _choices(name: str, values: list[Any]) -> Parameter:
             f"--param {name}: {brief(odd[0])} is neither text, number nor true or false; "
             "only those can be searched"
         )
-    if len({(type(value), value) for value in values}) < len(values):
-        raise ConfigError(f"--param {name}={brief(values)} repeats a value; name each once")
+    if len(set(values)) < len(values):
+        raise ConfigError(
+            f"--param {name}={brief(values)} repeats a value; name each once (1, 1.0 and true are "
+            "the same to Optuna)"
+        )
     if len(values) > MOST_CHOICES:
         raise ConfigError(f"--param {name} has {len(values):,} values; use {MOST_CHOICES} at most")
     return Parameter(name, tuple(values))
@@ -174,7 +203,11 @@ def _range(name: str, text: str) -> Parameter:
     low, high = _number(first, asked), _number(last, asked)
     whole = all(_is_whole(end) for end in (first, last)) and (step is None or step == int(step))
     problem = None
-    if low >= high:
+    if "..." in text:
+        problem = "three dots; write 0.5 for .5"
+    elif whole and max(abs(low), abs(high)) >= 2**53:
+        problem = "whole numbers from 2**53 on are not exact; use smaller ones"
+    elif low >= high:
         problem = "the first number must be smaller than the second"
     elif log and low <= 0:
         problem = "a logarithmic scale needs numbers above 0; raise the first or drop :log"
@@ -185,8 +218,13 @@ def _range(name: str, text: str) -> Parameter:
     if problem is not None:
         raise ConfigError(f"{asked}: {problem}")
     if step is not None:  # as Optuna would do, with a warning
-        high = low + math.floor((high - low) / step + 1e-9) * step
+        high = spaced(low, step, math.floor((high - low) / step + 1e-9))
     return Parameter(name, (), low, high, log, step, whole)
+
+
+def spaced(low: float, step: float, number: int) -> float:
+    """low + number * step as people count: 0.1 + 2 * 0.1 is 0.3."""
+    return float(Decimal(str(low)) + number * Decimal(str(step)))
 
 
 def _is_whole(text: str) -> bool:
