@@ -240,6 +240,22 @@ def test_top_prints_once_where_there_is_no_terminal_and_asks_before_it_acts(
     assert not screen.open
 
 
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_top_shows_each_rank_whole_in_terminals_of_any_width(tmp_path: Path, width: int) -> None:
+    folder = Folder(tmp_path / "runs" / "r" / "run")
+    folder.start()
+    folder.time_steps([{"forward": 2.0, "backward": 4.0}] * 2, steps=20)
+    folder.log(20)
+    runs = LiveRuns([str(tmp_path / "runs")])
+    runs.poll()
+    console = Console(file=io.StringIO(), width=width)
+    console.print(TopScreen(runs).render(40))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    ranks = [row for row in shown.splitlines() if "ffff" in row]
+    assert [row.strip("│ ")[0] for row in ranks] == ["0", "1"]
+    assert "k=checkpoint .=other" in shown and "…" not in shown
+
+
 def test_a_dashboard_for_others_needs_a_token_that_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -250,11 +250,10 @@ def _headline(told: Values) -> str:
     return ", ".join(parts) + f"\n{told['verdict']}"
 
 
-def _rank_table(told: Values) -> Table:
+def _rank_table(told: Values) -> Group:
     table = Table(box=None, pad_edge=False, header_style="bold")
     gpu = any(row["gpu_use"] is not None for row in told["rank_rows"])
-    legend = " ".join(f"{letter}={phase}" for phase, (letter, _) in PHASE_STYLES.items())
-    for name in ("rank", "device", "GPU use" if gpu else "CPU use", "memory", f"phases ({legend})"):
+    for name in ("rank", "device", "GPU use" if gpu else "CPU use", "memory", "phases"):
         table.add_column(name, no_wrap=True)
     longest = max(
         (sum(row["phases"].values()) for row in told["rank_rows"] if row["phases"]), default=0
@@ -271,7 +270,8 @@ def _rank_table(told: Values) -> Table:
             memory,
             _phase_bar(row["phases"], longest),
         )
-    return table
+    legend = " ".join(f"{letter}={phase}" for phase, (letter, _) in PHASE_STYLES.items())
+    return Group(table, Text(legend, style="dim"))  # as a heading it would push the ranks out
 
 
 def _bar(share: float | None, width: int) -> Text:
