@@ -153,6 +153,11 @@ def test_the_single_gpu_script_of_the_readme_runs(tmp_path: Path) -> None:
     run_program(readme_scripts()["before"], tmp_path)
 
 
+def test_the_script_to_copy_is_the_one_of_the_readme() -> None:
+    copied = ROOT / "examples" / "migration" / "one_gpu_after.py"
+    assert copied.read_text() == readme_scripts()["after"]
+
+
 def test_two_ranks_learn_with_the_readme_script_what_one_learns(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
