@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.search import search
 from multi_gpu_training.search.run_search import Slots, StudyFolder
 from multi_gpu_training.search.settings import SearchSettings, read_settings
+from multi_gpu_training.search.study import SearchError
 
 PARAMS = {"x": "0.0..1.0", "kind": ["a", "b"]}
 
@@ -138,6 +143,40 @@ def test_a_resumed_search_whose_storage_is_gone_is_refused(tmp_path: Path) -> No
     (folder / "trials").mkdir()  # as trials that are runs leave it
     with pytest.raises(ConfigError, match="the storage knows no study"):
         search(lambda p: p["x"], {"x": "0..9"}, folder=folder, metric="loss", trials=2, resume=True)
+
+
+def test_a_storage_that_fails_is_told_in_one_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+
+    def objective(params: dict[str, Any]) -> float:
+        with closing(sqlite3.connect(folder / "study.db")) as base:
+            base.execute("DROP TABLE trial_values")
+        return 1.0
+
+    with pytest.raises(SearchError, match=r"storage failed: no such table.*resume=True"):
+        search(objective, PARAMS, folder=folder, metric="loss", trials=2)
+
+
+@pytest.mark.engines
+def test_a_search_waits_for_another_program_that_locks_its_storage(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    hold = "import sqlite3, sys, time; base = sqlite3.connect(sys.argv[1], timeout=9)\n"
+    hold += "base.execute('BEGIN EXCLUSIVE'); print('', flush=True); time.sleep(9)"
+    held: list[subprocess.Popen[bytes]] = []
+
+    def objective(params: dict[str, Any]) -> float:
+        if not held:
+            command = [sys.executable, "-c", hold, str(folder / "study.db")]
+            held.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+            assert held[0].stdout is not None and held[0].stdout.readline()
+        return params["x"]
+
+    try:
+        found = search(objective, PARAMS, folder=folder, metric="loss", trials=2)
+    finally:
+        held[0].kill()
+        held[0].communicate()
+    assert [one.state for one in found.trials] == ["complete"] * 2
 
 
 def test_ctrl_c_ends_a_function_at_once(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("optuna", reason="optuna is not installed (extra: search)")
 
 from multi_gpu_training.cli.train_command import TrainFlags
 from multi_gpu_training.cli.train_command import resolve as resolve_training
+from multi_gpu_training.data.feeding import batch_sizes
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.measure.memory_model import MemoryModel
 from multi_gpu_training.monitoring.events import EventFile
@@ -76,6 +77,23 @@ def test_the_best_trial_is_a_config_that_mgt_train_takes(tmp_path: Path) -> None
     _, config, _ = resolve_training(TrainFlags(file, 1, {}, {}, []))
     assert config.run_name == "trial-0003" and config.resume == "auto"
     assert place.command[-2:] == ["--num-gpus", "2"] and file in place.command
+
+
+def test_the_best_trial_keeps_its_global_batch_on_any_number_of_gpus(tmp_path: Path) -> None:
+    for given, expected in (
+        ({}, (32, 64)),
+        ({"batch_size": 16, "gradient_accumulation_steps": 2}, (16, 64)),
+        ({"global_batch_size": 48}, (None, 48)),
+    ):
+        settings = settings_for(settings=given).model_copy(update={"gpus_per_trial": 2})
+        folder = StudyFolder(tmp_path / str(expected), settings, resume=False)
+        path = folder.write_best(record(learning_rate=0.0123))
+        folder.close()
+        _, config, _ = resolve_training(TrainFlags(str(path), 1, {}, {}, []))
+        sizes = batch_sizes(config, 1), batch_sizes(config, 4)
+        assert {one.global_batch for one in sizes} == {expected[1]} == {config.global_batch_size}
+        if expected[0] is not None:
+            assert config.batch_size == expected[0]
 
 
 def test_a_secret_is_refused_rather_than_written(tmp_path: Path) -> None:

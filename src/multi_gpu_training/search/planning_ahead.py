@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
-from multi_gpu_training.config_file import split
+from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.data.feeding import batch_sizes
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.measure.case import Case
@@ -84,18 +83,7 @@ def batch_check(
 
 def per_rank_batch(settings: SearchSettings, ranks: int, params: Mapping[str, Any]) -> int:
     """The samples that a rank takes at a time in this trial."""
-    return batch_sizes(trial_config(settings, params), ranks).per_rank
-
-
-def trial_config(settings: SearchSettings, params: Mapping[str, Any]) -> MultiGPUConfig:
-    """The config of a trial; of a script only what the search knows of it."""
-    if settings.is_script:
-        return MultiGPUConfig(**params)
-    from multi_gpu_training.recipes.recipe import find_recipe
-
-    recipe = find_recipe(settings.target)
-    fields, own = split({**settings.settings, **params}, recipe.options.model_fields)
-    return recipe.config(fields, recipe.options(**own))
+    return batch_sizes(settings.trial_config(params), ranks).per_rank
 
 
 def forecast_search(settings: SearchSettings, slots: Slots) -> list[str]:

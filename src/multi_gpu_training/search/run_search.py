@@ -33,7 +33,13 @@ from multi_gpu_training.safe_output import brief
 from multi_gpu_training.search.objectives import SearchObjective
 from multi_gpu_training.search.searcher import Searcher, Shown
 from multi_gpu_training.search.settings import FILE, SearchSettings
-from multi_gpu_training.search.study import Study, TrialRecord, require_optuna, sqlite_url
+from multi_gpu_training.search.study import (
+    Study,
+    TrialRecord,
+    require_optuna,
+    sqlite_url,
+    storage_problems,
+)
 from multi_gpu_training.search.trial_run import (
     FunctionTrial,
     RunningTrial,
@@ -234,7 +240,7 @@ class StudyFolder:
             return None
         values: dict[str, Any] = dict(best.params)
         if not self.settings.is_script and self.settings.target:
-            values = self.config_of(values)
+            values = {**self.config_of(values), **self.settings.batch_of(values)}
         path = self.path / "best.yaml"
         write_atomically(path, as_yaml(values))
         return path
@@ -313,16 +319,18 @@ def run_search(
             shown,
             pruning=settings.pruner != "none",
         )
-        try:
-            with LauncherSignals() as signals:
-                if function is None:  # a function runs here: Ctrl-C must reach it at once
-                    signals.listen()
-                searcher.run(signals)
-        finally:
-            result = SearchResult(
-                path, study.objectives, study.records(), study.best(), study.importances
-            )
-            folder.write_best(result.best)
+        again = "resume=True" if function is not None else f"`mgt search {path} --resume`"
+        with storage_problems(again):
+            try:
+                with LauncherSignals() as signals:
+                    if function is None:  # a function runs here: Ctrl-C must reach it at once
+                        signals.listen()
+                    searcher.run(signals)
+            finally:
+                result = SearchResult(
+                    path, study.objectives, study.records(), study.best(), study.importances
+                )
+                folder.write_best(result.best)
         return result
     finally:
         folder.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 from multi_gpu_training.launch.signals import AskedToEnd, LauncherSignals
 from multi_gpu_training.search.objectives import SearchObjective
-from multi_gpu_training.search.study import SearchError, Study, TrialRecord
+from multi_gpu_training.search.study import SearchError, Study, TrialRecord, storage_problem
 from multi_gpu_training.search.trial_run import RunningTrial, TrialEnd, TrialEnding
 
 LOOK_EVERY_S = 0.2
@@ -77,6 +77,7 @@ class Searcher:
                     signals.pause(self.pause_s)
         except BaseException as error:
             save = isinstance(error, AskedToEnd | KeyboardInterrupt)
+            save = save or storage_problem(error) is not None
             for active in self._active.values():
                 active.running.stop(save=save)
             raise

@@ -221,19 +221,33 @@ class SearchSettings(BaseModel):
                         f"{unknown_key(name, known)}; a script reads a trial's values as fields of "
                         "its MultiGPUConfig, so only those can be searched"
                     )
-            MultiGPUConfig(**values)
-            return
+        try:
+            self.trial_config(values)
+        except ValidationError as error:
+            found = error.errors()[0]
+            raise ConfigError(f"{brief(found['input'])}: {found['msg'].lower()}") from None
+
+    def trial_config(self, values: Mapping[str, Any]) -> MultiGPUConfig:
+        """The config of a trial; of a script only what the search knows of it."""
+        if self.is_script:
+            return MultiGPUConfig(**values)
         from multi_gpu_training.config_file import split
         from multi_gpu_training.recipes.recipe import find_recipe
 
         recipe = find_recipe(self.target)
         fields, own = split({**self.settings, **values}, recipe.options.model_fields)
-        try:
-            options = recipe.options(**own)
-        except ValidationError as error:
-            found = error.errors()[0]
-            raise ConfigError(f"{brief(found['input'])}: {found['msg'].lower()}") from None
-        recipe.config(fields, options)
+        return recipe.config(fields, recipe.options(**own))
+
+    def batch_of(self, values: Mapping[str, Any]) -> dict[str, int]:
+        """What keeps the global batch of a recipe's trial on any number of GPUs."""
+        from multi_gpu_training.data.feeding import batch_sizes
+        from multi_gpu_training.recipes.recipe import find_recipe
+
+        config = self.trial_config(values)
+        if find_recipe(self.target).build is None or config.global_batch_size is not None:
+            return {}
+        sizes = batch_sizes(config, self.gpus_per_trial)
+        return {"batch_size": sizes.per_rank, "global_batch_size": sizes.global_batch}
 
     def save(self, folder: Path) -> None:
         kept = storable(self.model_dump())

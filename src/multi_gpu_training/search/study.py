@@ -29,6 +29,7 @@ SAMPLERS = ("tpe", "optuna-tpe", "random", "grid", "cmaes", "nsga2", "pbt")
 PRUNERS = ("none", "median", "hyperband", "asha")
 RUN, REASON, ENDING, PARENT = "mgt:run", "mgt:reason", "mgt:ending", "mgt:parent"
 MEMORY = "memory"  # a storage that ends with the process, for functions
+BUSY_S = 60.0  # that SQLite waits for another program
 ONE_OBJECTIVE = ("cmaes", "pbt")
 # Where `tpe` differs from Optuna's own defaults (10); benchmarks/search.md has the studies.
 STARTUP_TRIALS = 5
@@ -83,7 +84,7 @@ class Study:
         self.objectives = list(objectives)
         self._distributions = {one.name: one.distribution() for one in space}
         try:
-            self._storage = optuna.storages.get_storage(None if storage == MEMORY else storage)
+            self._storage = optuna.storages.get_storage(opened(storage))
             self._study = optuna.create_study(
                 storage=self._storage,
                 study_name=name,
@@ -374,6 +375,42 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def opened(url: str | None) -> Any:
+    """What Optuna opens. SQLite waits long for other programs that read or write the same file."""
+    if url is None or not url.startswith("sqlite"):
+        return None if url == MEMORY else url
+    from optuna.storages import RDBStorage
+
+    return RDBStorage(url, engine_kwargs={"connect_args": {"timeout": BUSY_S}})
+
+
+def storage_problem(error: BaseException) -> str | None:
+    """What the storage's driver says, where the storage failed."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import SQLAlchemyError
+
+    if not isinstance(error, StorageInternalError | SQLAlchemyError):
+        return None
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (redact(str(error)).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+@contextmanager
+def storage_problems(again: str) -> Iterator[None]:
+    """Tell them in one sentence; `again`: how to go on."""
+    try:
+        yield
+    except Exception as error:
+        problem = storage_problem(error)
+        if problem is None:
+            raise
+        raise SearchError(
+            f"the search's storage failed: {problem}; running trials were asked to save. Mend it, "
+            f"then continue with {again}"
+        ) from None
 
 
 class SearchError(MultiGPUError):

@@ -221,6 +221,10 @@ class TrialRun:
             return TrialEnd(
                 TrialEnding.FAILED, reason=not_logged(missing, self._readings), fatal=True
             )
+        if not self._readings.history:
+            names = ", ".join(one.metric for one in self._objectives)
+            reason = f"--metric {names}: the run never logs them all at the same step"
+            return TrialEnd(TrialEnding.FAILED, reason=reason, fatal=True)
         values = final_values(self._readings, self._objectives, self._value)
         return TrialEnd(TrialEnding.COMPLETE, tuple(values))
 
