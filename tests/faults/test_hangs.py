@@ -199,6 +199,19 @@ def test_the_line_of_a_thread_is_the_users_own() -> None:
     assert "test_hangs.py" in found[0].line
 
 
+@pytest.mark.parametrize(
+    "library",
+    [
+        "/usr/lib/python3/dist-packages/torch/autograd/graph.py",
+        "/home/me/.local/lib/python3.12/site-packages/torch/autograd/graph.py",
+        "/opt/shared/lib/python3.11/site-packages/torch/autograd/graph.py",
+    ],
+)
+def test_the_users_line_is_named_wherever_torch_is_installed(library: str) -> None:
+    stack = Stack(((library, 800, "_engine_run_backward"), ("/home/me/train.py", 3, "step")))
+    assert stack.line == "/home/me/train.py:3 in step"
+
+
 def test_ranks_name_each_other_where_no_launcher_watches() -> None:
     """Rank 1 falls silent, as one does that was stopped; rank 0 reports it, rank 2 does not."""
     progress_slot.note_step(9, begun=True)

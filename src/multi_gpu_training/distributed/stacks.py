@@ -26,7 +26,8 @@ from multi_gpu_training.python_internals import frames_by_thread
 SAMPLE_EVERY_S = 1.0
 STACKS_SIGNAL = QUIET_SIGNAL
 PACKAGE = f"{Path(__file__).parents[1]}/"
-LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib"))
+STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+INSTALLED = ("/site-packages/", "/dist-packages/")  # of this environment or one that it extends
 _RECIPES = PACKAGE + "recipes/"
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?+) in (.*)$')
@@ -64,7 +65,8 @@ class Stack:
 def _own_frame(files: list[str]) -> int:
     """Which of the files of a stack, innermost first, a user wants to hear about."""
     for index, file in enumerate(files):
-        if file.startswith(_RECIPES) or not (file.startswith((PACKAGE, "<", *LIBRARIES))):
+        library = file.startswith((PACKAGE, "<", *STANDARD)) or any(p in file for p in INSTALLED)
+        if file.startswith(_RECIPES) or not library:
             return index
     ours = [index for index, file in enumerate(files) if file.startswith(PACKAGE)]
     return ours[0] if ours else 0
