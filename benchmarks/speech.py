@@ -30,7 +30,7 @@ from multi_gpu_training import Callback, MultiGPUConfig, MultiGPUTrainingManager
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.speech import SpeechOptions, build
-from multi_gpu_training.recipes.speech.corpora import read_corpus
+from multi_gpu_training.recipes.speech.corpora import Division, read_corpus
 from multi_gpu_training.recipes.speech.dataset import Batch, Buckets, Clip, Speech
 from multi_gpu_training.recipes.speech.objective import MASKS, Objective, evaluate
 from multi_gpu_training.recipes.speech.speech_model import SIZES, Recogniser
@@ -125,7 +125,7 @@ def utterances(args: argparse.Namespace) -> Speech:
     buckets = Buckets([samples], [labels], 1, 1600)
     # The same ones again and again, so that no epoch ends between two looks at the clock.
     clips *= -(-(args.warm_up + args.steps + 1) // 4)
-    return Speech(clips, RATE, buckets, varied=False)
+    return Speech(clips, RATE, buckets)
 
 
 def torchs_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -219,7 +219,7 @@ def digits(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Each training in a process of its own; they share the device."""
     names = [SPEAKER] if "digits" in args.parts else []
     if "speakers" in args.parts:
-        corpus = read_corpus(Path(args.data), "fsdd", None)
+        corpus = read_corpus(Path(args.data), "fsdd", Division())
         names += sorted({entry.speaker for entry in corpus.train})
     with tempfile.TemporaryDirectory() as folder:
         outs = {name: Path(folder) / f"{i}.json" for i, name in enumerate(names)}

@@ -357,9 +357,9 @@ def seen(dataset: Speech, ranks: int, workers: int = 0) -> dict[int, tuple[Tenso
 def test_an_utterance_is_varied_and_padded_alike_on_any_rank_and_worker() -> None:
     data = load(None)
     clips = data.train[:40]
-    lengths = [longest(clip.samples, True) for clip in clips]
+    lengths = [longest(clip.samples, 0.15) for clip in clips]
     buckets = Buckets(lengths, [len(clip.labels) for clip in clips], 3, 80)
-    dataset = Speech(clips, data.rate, buckets, varied=True)
+    dataset = Speech(clips, data.rate, buckets, speed=0.15)
     reference = seen(dataset, 1)
     assert len(reference) == 40
     for index, (_, _, padded) in reference.items():  # whatever its speed is this time

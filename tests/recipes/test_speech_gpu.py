@@ -27,6 +27,8 @@ def batch(device: str) -> Batch:
         targets,
         torch.tensor([9, 5, 4, 8]),
         torch.rand(4, DRAWS, generator=generator),
+        0.9 + 0.2 * torch.rand(4, 2, generator=generator),
+        torch.zeros(4, dtype=torch.int64),
     )
     return Batch(*(t.to(device) for t in made))
 

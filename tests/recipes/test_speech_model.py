@@ -159,6 +159,8 @@ def test_the_loss_reads_no_value_on_the_host() -> None:
             torch.tensor([[1, 2], [3, 0]]),
             torch.tensor([2, 1]),
             torch.rand(2, DRAWS),
+            torch.ones(2, 2),
+            torch.zeros(2, dtype=torch.int64),
         )
         faked = Batch(*(fake.from_tensor(t) for t in batch))
         mean, weight = Objective(augment=True)(recogniser, faked)

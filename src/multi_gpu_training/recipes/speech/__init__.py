@@ -9,27 +9,61 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.recipe import Announce, Job, Options, Recipe
-from multi_gpu_training.recipes.speech.corpora import RATES, Layout, find_layout
+from multi_gpu_training.recipes.resumed_options import resumed_options
+from multi_gpu_training.recipes.speech.augmentation import Augmentation
+from multi_gpu_training.recipes.speech.corpora import (
+    RATES,
+    Division,
+    Layout,
+    SplitName,
+    find_layout,
+)
 from multi_gpu_training.recipes.speech.dataset import Buckets, Speech, longest
-from multi_gpu_training.recipes.speech.objective import Objective, evaluate
+from multi_gpu_training.recipes.speech.features import NormaliseName
+from multi_gpu_training.recipes.speech.lexicon import Lexicon, choose_lexicon
+from multi_gpu_training.recipes.speech.objective import Decoder, Objective, evaluate
 from multi_gpu_training.recipes.speech.speech_data import SpeechData, Timing, built_in, from_folder
 from multi_gpu_training.recipes.speech.speech_model import SIZES, NormName, Recogniser, SizeName
 from multi_gpu_training.recipes.speech.speech_pipeline import describe_speech
+from multi_gpu_training.recipes.speech.synthetic import Synthesis
 from multi_gpu_training.recipes.speech.voice import RATE
+
+# What a run of version 0.1 did, which had none of these options.
+BEFORE: dict[str, Any] = {
+    "split": "official",
+    "normalise": "bands",
+    "speed": 0.15,
+    "pitch": 0.0,
+    "vocal_tract": 0.0,
+    "noise": 0.0,
+    "reverb": 0.0,
+    "gain": 0.0,
+    "spec_augment": True,
+    "lexicon": "none",
+    "synthetic_voices": 0,
+}
+VARIATIONS = ("speed", "pitch", "vocal_tract", "noise", "reverb", "gain", "spec_augment")
 
 
 class SpeechOptions(Options):
     """What this recipe can be told beside the settings of every run."""
 
-    data_dir: str | None = Field(None, description="folder of speech; None is the built-in voice")
+    data_dir: str | None = Field(
+        None, description="folder of speech, or table of path,text; None is the built-in voice"
+    )
     layout: Layout = Field("auto", description="of data_dir; auto: by what it holds")
+    split: SplitName = Field(
+        "auto",
+        description="official: the corpus's own test; speaker: test on speakers not trained on; "
+        "auto: by speaker where three or more are known, and the test has no others",
+    )
     held_out_speaker: str | None = Field(None, description="tested on, and not trained on")
     alphabet: str = Field("english", description="english, data, or the characters themselves")
     sample_rate: int | None = Field(
@@ -39,42 +73,77 @@ class SpeechOptions(Options):
         "auto", description="small for digits and the built-in voice, base (7.17M) for sentences"
     )
     norm: NormName = Field("layer", description="of the convolutions; batch obeys sync_bn")
+    normalise: NormaliseName = Field(
+        "auto",
+        description="features, by the loudness and the bands of the utterance; running: of what "
+        "was heard so far; bands: as up to version 0.1; auto: running if streaming, else utterance",
+    )
     streaming: bool = Field(False, description="memories look back only, not ahead as well")
-    augment: bool = Field(True, description="other speeds, and SpecAugment")
+    augment: bool = Field(True, description="vary training utterances, as the next options say")
+    speed: float = Field(0.2, ge=0, le=0.5, description="slower or faster by up to this share")
+    pitch: float = Field(0.2, ge=0, le=0.5, description="lower or higher by up to this share")
+    vocal_tract: float = Field(
+        0.2, ge=0, le=0.5, description="shorter or longer by up to this share (VTLP)"
+    )
+    noise: float = Field(0.7, ge=0, le=1, description="share of utterances with noise")
+    reverb: float = Field(0.5, ge=0, le=1, description="share of utterances in a room")
+    gain: float = Field(6.0, ge=0, le=40, description="quieter or louder by up to so many dB")
+    spec_augment: bool = Field(True, description="hide bands and stretches of time")
     buckets: int = Field(6, ge=1, le=10_000, description="lengths that batches are padded to")
     decoder: Literal["greedy", "beam"] = Field("greedy", description="how tests are read")
     beam_width: int = Field(8, ge=1, le=10_000, description="decoder=beam: prefixes that are kept")
+    lexicon: str = Field(
+        "auto",
+        description="words that are read: data (those of the training), none, or a file with one "
+        "per line; auto: data where training says up to 100 words, ten times each on average",
+    )
+    synthetic_voices: int = Field(
+        0, ge=0, le=10_000, description="trained on as well, spoken by espeak-ng, if installed"
+    )
+    synthetic_language: str = Field("en", description="of synthetic voices, as espeak-ng calls it")
 
 
 def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
     """Model, data, loss and error rates of this recipe; the optimizer is AdamW."""
     check(options)
+    keep_resumed(options, resumed_options(config))
     size_name, rate = choose_size(options)
     size = SIZES[size_name]
     timing = Timing(round(rate / 100), size.subsampling)
-    data = load_speech(options, timing)
-    model = Recogniser(size, data.alphabet.classes, data.rate, options.norm, options.streaming)
+    data = load_speech(options, timing, config.seed)
+    normalise = options.normalise
+    if normalise == "auto":
+        normalise = "running" if options.streaming else "utterance"
+    model = Recogniser(
+        size, data.alphabet.classes, data.rate, options.norm, options.streaming, normalise
+    )
     train, test = datasets(data, options, timing)
-    lines = [data.describe(), *data.notes]
-    if options.augment:
-        lines.append("training at other speeds (0.85 to 1.15) and with SpecAugment")
+    trained = [data.alphabet.decode(clip.labels) for clip in data.train]
+    words = choose_lexicon(
+        options.lexicon, data.alphabet, trained, closed=options.data_dir is not None
+    )
+    lexicon = None if words is None else Lexicon(words, data.alphabet)
+    decoder = Decoder(options.decoder, options.beam_width, lexicon)
+    augmentation = augmentation_of(options, data.rate)
+    warp = augmentation is not None and bool(options.pitch or options.vocal_tract)
     return Job(
         model=model,
         dataset=train,
         val_dataset=test,
-        loss_fn=Objective(options.augment),
-        eval_fn=partial(
-            evaluate, alphabet=data.alphabet, decoder=options.decoder, width=options.beam_width
-        ),
-        callbacks=[Announce(*lines)],
+        loss_fn=Objective(options.augment and options.spec_augment, warp),
+        eval_fn=partial(evaluate, alphabet=data.alphabet, decoder=decoder, groups=data.groups),
+        augment=augmentation,
+        callbacks=[Announce(*announced(data, options, words))],
         description=describe_speech(
             model,
             data.alphabet,
             data.rate,
             options.norm,
             options.streaming,
+            normalise,
             options.decoder,
             options.beam_width,
+            words,
         ),
     )
 
@@ -83,19 +152,76 @@ def check(options: SpeechOptions) -> None:
     """Options that would do nothing are an error."""
     problems = []
     if options.data_dir is None:
-        given = options.model_dump(include={"layout", "held_out_speaker"})
+        given = options.model_dump(include={"layout", "held_out_speaker", "split", "synthetic_voices"})
         problems = [
             f"{name}={value} is for a folder of speech; set data_dir, or drop it"
             for name, value in given.items()
-            if value not in (None, "auto")
+            if value not in (None, "auto", "official", 0)
         ]
     if "beam_width" in options.model_fields_set and options.decoder != "beam":
         problems.append(
             f"beam_width={options.beam_width} does nothing with decoder={options.decoder}; set "
             "decoder=beam, or drop it"
         )
+    if not options.augment:
+        problems += [
+            f"{name}={getattr(options, name)} does nothing with augment=false; drop one of them"
+            for name in VARIATIONS
+            if name in options.model_fields_set and getattr(options, name)
+        ]
+    if "synthetic_language" in options.model_fields_set and not options.synthetic_voices:
+        problems.append(
+            f"synthetic_language={options.synthetic_language} does nothing with "
+            "synthetic_voices=0; set synthetic_voices, or drop it"
+        )
+    if options.streaming and options.normalise == "utterance":
+        problems.append(
+            "normalise=utterance needs the whole utterance, and streaming=true has what was heard "
+            "so far; use normalise=running, or drop it"
+        )
     if problems:
         raise ConfigError(problems)
+
+
+def keep_resumed(options: SpeechOptions, had: dict[str, Any] | None) -> None:
+    """Go on as the resumed run did where the user says nothing else. Written into `options`, and
+    so into the checkpoints of this run."""
+    if had is None:
+        return
+    for name, before in BEFORE.items():
+        idle = name in VARIATIONS and not options.augment
+        if name not in options.model_fields_set and not idle:
+            setattr(options, name, had.get(name, before))
+
+
+def augmentation_of(options: SpeechOptions, rate: int) -> Augmentation | None:
+    """What is done to training utterances on the device; None for nothing."""
+    given = options.model_dump(include={"pitch", "vocal_tract", "noise", "reverb", "gain"})
+    if not options.augment or not any(given.values()):
+        return None
+    return Augmentation(rate, **given)
+
+
+def announced(data: SpeechData, options: SpeechOptions, words: list[str] | None) -> list[str]:
+    lines = [data.describe(), *data.notes]
+    if options.augment:
+        given = {name: getattr(options, name) for name in VARIATIONS}
+        told = ", ".join(
+            name if value is True else f"{name} {value:g}" for name, value in given.items() if value
+        )
+        lines.append(f"training utterances vary in: {told or 'nothing'}")
+    if words is not None:
+        where = "training transcripts" if options.lexicon in ("auto", "data") else options.lexicon
+        lines.append(f"reads only the {len(words):,} words of {where} (lexicon=none reads any)")
+        known = set(words)
+        said = [word for clip in data.test for word in data.alphabet.decode(clip.labels).split()]
+        unknown = sum(word not in known for word in said)
+        if unknown:
+            lines.append(
+                f"of {len(said):,} words in the test, {unknown:,} are not among them and cannot "
+                "be read"
+            )
+    return lines
 
 
 def choose_size(options: SpeechOptions) -> tuple[SizeName, int]:
@@ -103,37 +229,41 @@ def choose_size(options: SpeechOptions) -> tuple[SizeName, int]:
     if options.data_dir is None:
         layout, rate = "voice", RATE
     else:
-        folder = Path(options.data_dir).expanduser()
+        place = Path(options.data_dir).expanduser()
         layout = options.layout
         if layout == "auto":
-            layout = find_layout(folder) if folder.is_dir() else "fsdd"  # missing is said later
+            layout = find_layout(place) if place.exists() else "fsdd"  # missing is said later
         rate = RATES[layout]
     size: SizeName = "small" if layout in ("voice", "fsdd") else "base"
     return (size if options.size == "auto" else options.size), options.sample_rate or rate
 
 
-def load_speech(options: SpeechOptions, timing: Timing) -> SpeechData:
+def load_speech(options: SpeechOptions, timing: Timing, seed: int = 0) -> SpeechData:
     if options.data_dir is None:
         return built_in(timing, options.alphabet, options.sample_rate)
     return from_folder(
         Path(options.data_dir).expanduser(),
         options.layout,
-        options.held_out_speaker,
+        Division(options.split, options.held_out_speaker, seed),
         timing,
         options.alphabet,
         options.sample_rate,
+        Synthesis(options.synthetic_voices, options.synthetic_language, seed)
+        if options.synthetic_voices
+        else None,
     )
 
 
 def datasets(data: SpeechData, options: SpeechOptions, timing: Timing) -> tuple[Speech, Speech]:
     """Training and test part, padded to the same few lengths."""
+    speed = options.speed if options.augment else 0.0
     # At their slowest: a bucket must hold what any epoch may draw.
-    lengths = [longest(clip.samples, options.augment) for clip in data.train]
+    lengths = [longest(clip.samples, speed) for clip in data.train]
     labels = [len(clip.labels) for clip in data.train]
     buckets = Buckets(lengths, labels, options.buckets, 10 * timing.hop)
     return (
-        Speech(data.train, data.rate, buckets, varied=options.augment),
-        Speech(data.test, data.rate, buckets, varied=False),
+        Speech(data.train, data.rate, buckets, speed),
+        Speech(data.test, data.rate, buckets),
     )
 
 

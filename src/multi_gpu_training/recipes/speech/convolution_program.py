@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multi_gpu_training.recipes.speech.features import FLOOR, LogMel, inside, normalise
+from multi_gpu_training.recipes.speech.features import LogMel, inside
 from multi_gpu_training.recipes.speech.lmu import DelayMemory, impulse_response
 from multi_gpu_training.recipes.speech.speech_model import Block, Recogniser
 
@@ -36,7 +36,7 @@ class ConvolutionLogMel(LogMel):
     kernels: Tensor
 
     def __init__(self, features: LogMel) -> None:
-        super().__init__(features.sample_rate, features.mels)
+        super().__init__(features.sample_rate, features.mels, features.normalise)
         at = torch.arange(self.width, dtype=torch.float64)
         wave = torch.arange(self.points // 2 + 1, dtype=torch.float64)[:, None]
         angle = 2 * math.pi / self.points * wave * at
@@ -44,15 +44,16 @@ class ConvolutionLogMel(LogMel):
         kernels = torch.cat([angle.cos(), -angle.sin()]) * window
         self.register_buffer("kernels", kernels.float().unsqueeze(1), persistent=False)
 
-    def forward(self, sound: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, sound: Tensor, samples: Tensor, warps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert warps is None  # they vary training utterances alone
         wave = sound.to(self.kernels.dtype) / 32768.0
         wave = wave * inside(samples, sound.shape[1])
         wave = F.pad(wave, (self.width // 2, self.width - self.width // 2))
         real, imaginary = F.conv1d(wave.unsqueeze(1), self.kernels, stride=self.hop).chunk(2, 1)
         power = (real.square() + imaginary.square()).transpose(1, 2)
-        levels = (power @ self.filters).clamp(min=FLOOR).log()
-        lengths = self.lengths(samples)
-        return normalise(levels, lengths), lengths
+        return self.normalised(power @ self.filters, samples)
 
 
 class ConvolutionMemory(DelayMemory):

@@ -16,7 +16,14 @@ from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.recipes.speech.audio import read_sound
 from multi_gpu_training.recipes.speech.features import DRAWS
 
-SPEEDS = (0.85, 1.15)  # how much slower or faster an utterance may be trained on
+
+@dataclass(frozen=True)
+class Group:
+    """Test utterances that are measured together: those of a speaker, who is trained on as well
+    where `known` says so (see `corpora.divide`)."""
+
+    speaker: str = ""
+    known: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,7 @@ class Clip:
     """One utterance. `shortest` is how few samples its text can be read from.
 
     sound: int16 samples, or None where they are read from `path` when they are wanted.
+    group: in a test, the number of its group.
     """
 
     labels: tuple[int, ...]
@@ -31,6 +39,7 @@ class Clip:
     shortest: int
     path: Path | None = None
     sound: Tensor | None = None
+    group: int = 0
 
     @property
     def possible(self) -> bool:
@@ -44,12 +53,15 @@ class Utterance(NamedTuple):
     room: int
     labels: tuple[int, ...]
     draws: Tensor
+    group: int
 
 
 class Batch(NamedTuple):
     """sound (batch, samples) int16, targets (batch, labels), and how much of each row counts.
 
-    draws: random numbers of each utterance, for augmentation on the device.
+    draws: random numbers of each utterance, for SpecAugment on the device.
+    warps: (batch, 2) by which pitch and vocal tract scale its frequencies; ones where nothing does.
+    groups: the group of each utterance, in a test.
     """
 
     sound: Tensor
@@ -57,6 +69,8 @@ class Batch(NamedTuple):
     targets: Tensor
     sizes: Tensor
     draws: Tensor
+    warps: Tensor
+    groups: Tensor
 
 
 # Batches of utterances of about one length
@@ -131,7 +145,7 @@ class BucketedBatches:
 
 @dataclass(frozen=True, eq=False)
 class Speech(Dataset[Utterance]):
-    """Clips at `rate`; with `varied`, at another speed at each look.
+    """Clips at `rate`; at each look at another speed, up to `speed` slower or faster.
 
     The draws come from torch's global generator, which the loader seeds for each utterance: they
     depend on (seed, epoch, utterance) and not on the rank that looks.
@@ -140,7 +154,7 @@ class Speech(Dataset[Utterance]):
     clips: Sequence[Clip]
     rate: int
     buckets: Buckets
-    varied: bool
+    speed: float = 0.0
 
     def __len__(self) -> int:
         return len(self.clips)
@@ -152,12 +166,12 @@ class Speech(Dataset[Utterance]):
             assert clip.path is not None
             sound = read_sound(clip.path, self.rate)
         draws = torch.rand(DRAWS + 1)
-        if self.varied:
-            sound = at_speed(sound, float(draws[-1]), clip.shortest)
-        return Utterance(sound, self.room(clip), clip.labels, draws[:-1])
+        if self.speed:
+            sound = at_speed(sound, self.speed, float(draws[-1]), clip.shortest)
+        return Utterance(sound, self.room(clip), clip.labels, draws[:-1], clip.group)
 
     def room(self, clip: Clip) -> int:
-        return longest(clip.samples, self.varied)
+        return longest(clip.samples, self.speed)
 
     # What the loader asks a dataset that knows better than to take samples as they come.
 
@@ -177,15 +191,18 @@ class Speech(Dataset[Utterance]):
             sound[i, : samples[i]] = utterance.sound
             targets[i, : sizes[i]] = torch.tensor(utterance.labels)
         draws = torch.stack([u.draws for u in utterances])
-        return Batch(sound, torch.tensor(samples), targets, torch.tensor(sizes), draws)
+        warps = torch.ones(len(utterances), 2)
+        groups = torch.tensor([u.group for u in utterances])
+        lengths = torch.tensor(samples), torch.tensor(sizes)
+        return Batch(sound, lengths[0], targets, lengths[1], draws, warps, groups)
 
     def subset(self, indices: Sequence[int]) -> Speech:
         return replace(self, clips=[self.clips[i] for i in indices])
 
 
-def at_speed(sound: Tensor, draw: float, shortest: int) -> Tensor:
+def at_speed(sound: Tensor, speed: float, draw: float, shortest: int) -> Tensor:
     """The same at another speed and pitch, but never too short for its text."""
-    slow, fast = SPEEDS
+    slow, fast = 1 - speed, 1 + speed
     samples = max(round(len(sound) / (slow + (fast - slow) * draw)), shortest, 1)
     if samples == len(sound) or len(sound) < 2:
         return sound
@@ -193,6 +210,6 @@ def at_speed(sound: Tensor, draw: float, shortest: int) -> Tensor:
     return moved.view(-1).round().to(torch.int16)
 
 
-def longest(samples: int, varied: bool) -> int:
+def longest(samples: int, speed: float) -> int:
     """Samples of an utterance at its slowest."""
-    return round(samples / SPEEDS[0]) if varied else samples
+    return round(samples / (1 - speed))

@@ -6,6 +6,7 @@ No length is read on the host and no shape depends on values, so that a step can
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,20 +14,33 @@ from torch import Tensor, nn
 
 DRAWS = 8  # random numbers of a sample: place and width of two bands and two stretches of time
 FLOOR = 1e-6  # power below which all sound is silence
+QUIET = 1e-3  # of the loudness of an utterance: what lies below it tells of rooms, not of words
+HEARD_BEFORE = 20.0  # frames
+NormaliseName = Literal["auto", "utterance", "running", "bands"]
 
 
 class LogMel(nn.Module):
     """16-bit sound (batch, samples) -> features (batch, frames, mels) of mean 0 and spread 1.
 
-    Each utterance is normalised by its own frames. Frames behind its end are zero; what was
-    padded there changes nothing.
+    Each utterance is normalised by its own frames, with normalise=running by those up to now.
+    Frames behind its end are zero; what was padded there changes nothing.
     """
 
     window: Tensor
     filters: Tensor
+    bins: Tensor
+    edges: Tensor
 
-    def __init__(self, sample_rate: int, mels: int, window_s: float = 0.025, hop_s: float = 0.01):
+    def __init__(
+        self,
+        sample_rate: int,
+        mels: int,
+        normalise: str = "bands",
+        window_s: float = 0.025,
+        hop_s: float = 0.01,
+    ):
         super().__init__()
+        self.normalise = normalise
         self.sample_rate = sample_rate
         self.mels = mels
         self.hop = round(hop_s * sample_rate)
@@ -36,13 +50,21 @@ class LogMel(nn.Module):
         self.register_buffer("window", window.float(), persistent=False)
         filters = mel_filters(sample_rate, self.points, mels)
         self.register_buffer("filters", filters.float(), persistent=False)
+        bins, edges = mel_bins(sample_rate, self.points, mels)
+        self.register_buffer("bins", bins.float(), persistent=False)
+        self.register_buffer("edges", edges.float(), persistent=False)
 
     def lengths(self, samples: Tensor) -> Tensor:
         """Frames of utterances with so many samples."""
         return samples // self.hop + 1
 
-    def forward(self, sound: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """Features, and how many frames of each utterance are its own."""
+    def forward(
+        self, sound: Tensor, samples: Tensor, warps: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Features, and how many frames of each utterance are its own.
+
+        `warps` (batch, 2) scale the frequencies of each utterance, as `warped_bins` says.
+        """
         with torch.autocast(sound.device.type, enabled=False):
             wave = sound.to(self.window.dtype) / 32768.0
             wave = wave * inside(samples, sound.shape[1])
@@ -50,9 +72,40 @@ class LogMel(nn.Module):
             wave = F.pad(wave, (self.width // 2, self.width - self.width // 2))
             frames = wave.unfold(1, self.width, self.hop)[:, : sound.shape[1] // self.hop + 1]
             power = torch.fft.rfft(frames * self.window, n=self.points).abs().square()
-            levels = (power @ self.filters).clamp(min=FLOOR).log()
-            lengths = self.lengths(samples)
-            return normalise(levels, lengths), lengths
+            filters = self.filters if warps is None else self.warped_filters(warps)
+            return self.normalised(power @ filters, samples)
+
+    def normalised(self, power: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Features of the power in each band, and how many frames count."""
+        lengths = self.lengths(samples)
+        if self.normalise == "bands":
+            return normalise(power.clamp(min=FLOOR).log(), lengths), lengths
+        ways = {"utterance": normalise_utterance, "running": normalise_running}
+        return ways[self.normalise](power, lengths), lengths
+
+    def warped_filters(self, warps: Tensor) -> Tensor:
+        """(batch, points / 2 + 1, mels): what each band hears when the voice is another."""
+        warps = warps.to(self.filters.dtype)
+        nyquist = self.sample_rate / 2
+        spacing = self.sample_rate / self.points
+        bins = warped_bins(self.bins, nyquist, warps[:, :1], warps[:, 1:]).unsqueeze(2)
+        left, centre, right = self.edges[:-2], self.edges[1:-1], self.edges[2:]
+        # As in `mel_filters`, where bins now lie further apart.
+        apart = (spacing * warps.prod(1)).view(-1, 1, 1)
+        left, right = torch.minimum(left, centre - apart), torch.maximum(right, centre + apart)
+        rising, falling = (bins - left) / (centre - left), (right - bins) / (right - centre)
+        return torch.minimum(rising, falling).clamp(min=0.0)
+
+
+def warped_bins(bins: Tensor, nyquist: float, pitch: Tensor, tract: Tensor) -> Tensor:
+    """(batch, bins): where each frequency comes to lie.
+
+    A vocal tract of another length scales frequencies up to a bend, and what lies above so that
+    the highest one stays (VTLP, Jaitly and Hinton 2013). Pitch then scales all of them.
+    """
+    bend = 0.8 * nyquist * tract.clamp(max=1.0)  # where the bend comes to lie
+    above = nyquist - (nyquist - bend) / (nyquist - bend / tract) * (nyquist - bins)
+    return pitch * torch.where(bins <= bend / tract, bins * tract, above)
 
 
 def normalise(levels: Tensor, lengths: Tensor) -> Tensor:
@@ -65,20 +118,50 @@ def normalise(levels: Tensor, lengths: Tensor) -> Tensor:
     return apart / (spread + 1e-2)
 
 
+def normalise_utterance(power: Tensor, lengths: Tensor) -> Tensor:
+    """Levels over the loudness of the utterance, down to QUIET; then by `normalise`.
+
+    How loud it was recorded, and how quiet its pauses are, then tells nothing.
+    """
+    mask = inside(lengths, power.shape[1]).unsqueeze(2)
+    count = lengths.view(-1, 1, 1).to(power.dtype)
+    loud = torch.where(mask, power, 0.0).sum(1, keepdim=True).mean(2, keepdim=True) / count
+    return normalise((power / loud.clamp(min=FLOOR) + QUIET).log(), lengths)
+
+
+def normalise_running(power: Tensor, lengths: Tensor) -> Tensor:
+    """The same by what was heard up to each frame: no frame changes what came before it."""
+    mask = inside(lengths, power.shape[1]).unsqueeze(2)
+    heard = torch.arange(1, power.shape[1] + 1, device=power.device, dtype=power.dtype)
+    heard = heard.view(1, -1, 1)
+    loud = power.mean(2, keepdim=True).cumsum(1) / heard
+    levels = (power / loud.clamp(min=FLOOR) + QUIET).log()
+    apart = levels - levels.cumsum(1) / heard
+    # As if HEARD_BEFORE frames of spread 1 had been heard: the first ones say little.
+    spread = ((apart.square().cumsum(1) + HEARD_BEFORE) / (heard + HEARD_BEFORE)).sqrt()
+    return torch.where(mask, apart / spread, 0.0)
+
+
 def inside(lengths: Tensor, size: int) -> Tensor:
     """(batch, size): whether a place lies before the end of its utterance."""
     return torch.arange(size, device=lengths.device) < lengths.unsqueeze(1)
 
 
-def mel_filters(sample_rate: int, points: int, mels: int) -> Tensor:
-    """(points / 2 + 1, mels): triangles that are evenly spaced on the mel scale; float64."""
+def mel_bins(sample_rate: int, points: int, mels: int) -> tuple[Tensor, Tensor]:
+    """Hertz of each bin of a spectrum, and of the mels + 2 edges of the bands; float64."""
 
     def to_mel(hertz: float) -> float:
         return 2595.0 * math.log10(1.0 + hertz / 700.0)
 
     edges = torch.linspace(to_mel(20.0), to_mel(sample_rate / 2), mels + 2, dtype=torch.float64)
     hertz = 700.0 * (10.0 ** (edges / 2595.0) - 1.0)
-    bins = torch.arange(points // 2 + 1, dtype=torch.float64)[:, None] * sample_rate / points
+    return torch.arange(points // 2 + 1, dtype=torch.float64) * sample_rate / points, hertz
+
+
+def mel_filters(sample_rate: int, points: int, mels: int) -> Tensor:
+    """(points / 2 + 1, mels): triangles that are evenly spaced on the mel scale; float64."""
+    bins, hertz = mel_bins(sample_rate, points, mels)
+    bins = bins[:, None]
     left, centre, right = hertz[:-2], hertz[1:-1], hertz[2:]
     # A triangle may be narrower than a bin; then its nearest bin still hears it.
     left = torch.minimum(left, centre - sample_rate / points)

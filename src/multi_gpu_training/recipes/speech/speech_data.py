@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,8 +20,15 @@ from multi_gpu_training.recipes.speech.audio import (
     read_sound,
     resampling_problem,
 )
-from multi_gpu_training.recipes.speech.corpora import Layout, SpokenFile, read_corpus
-from multi_gpu_training.recipes.speech.dataset import Clip
+from multi_gpu_training.recipes.speech.corpora import (
+    Division,
+    Layout,
+    SpeechCorpus,
+    SpokenFile,
+    read_corpus,
+)
+from multi_gpu_training.recipes.speech.dataset import Clip, Group
+from multi_gpu_training.recipes.speech.synthetic import Synthesis, speak_with, version
 from multi_gpu_training.recipes.user_data import refuse
 
 IN_MEMORY_S = 7200  # a corpus of up to two hours is read once: 230 MB at 16 kHz
@@ -49,9 +56,10 @@ class Timing:
         samples: int,
         path: Path | None = None,
         sound: Tensor | None = None,
+        group: int = 0,
     ) -> Clip:
         labels = tuple(alphabet.encode(text))
-        return Clip(labels, samples, self.shortest(labels), path, sound)
+        return Clip(labels, samples, self.shortest(labels), path, sound, group)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class SpeechData:
     train: list[Clip]
     test: list[Clip]
     notes: list[str]
+    groups: list[Group] = field(default_factory=lambda: [Group()])
 
     def describe(self) -> str:
         hours = sum(clip.samples for clip in self.train) / self.rate / 3600
@@ -87,55 +96,86 @@ def built_in(timing: Timing, alphabet: str, rate: int | None) -> SpeechData:
         for part in parts
     )
     name = "built-in synthetic voice (letters as tones, no real speech)"
-    return _without_impossible(name, voice.RATE, chosen, train, test, [])
+    return _without_impossible(name, voice.RATE, chosen, train, test, [], [Group()])
 
 
 def from_folder(
     folder: Path,
     layout: Layout,
-    held_out: str | None,
+    division: Division,
     timing: Timing,
     alphabet: str,
     rate: int | None,
+    synthesis: Synthesis | None = None,
 ) -> SpeechData:
-    """What a folder holds, every file's head read and every problem named."""
-    corpus = read_corpus(folder, layout, held_out)
+    """What a folder or a table holds, every file's head read and every problem named."""
+    corpus = read_corpus(folder, layout, division)
     rate = rate or corpus.rate
     entries = [*corpus.train, *corpus.test]
-    headers = read_headers(entries)
+    headers, problems = read_headers(entries)
+    chosen = None
+    try:
+        texts = [(entry.where or str(entry.path), entry.text) for entry in entries]
+        chosen = choose_alphabet(alphabet, texts)
+    except DataError as error:
+        if not corpus.problems and not problems:
+            raise
+        problems += error.problems
+    refuse([*corpus.problems, *problems])
+    assert chosen is not None
     rates = {header.rate: str(e.path) for header, e in zip(headers, entries, strict=True)}
-    problems = {path: resampling_problem(found, rate) for found, path in rates.items()}
-    refuse([f"{path}: {problem}" for path, problem in problems.items() if problem is not None])
-    chosen = choose_alphabet(alphabet, [(str(entry.path), entry.text) for entry in entries])
+    cannot = {path: resampling_problem(found, rate) for found, path in rates.items()}
+    refuse([f"{path}: {problem}" for path, problem in cannot.items() if problem is not None])
     seconds = sum(header.samples / header.rate for header in headers)
     # What is small is read once; the rest by the loader's workers, epoch after epoch.
     sounds: list[Tensor | None] = [None] * len(entries)
     if seconds <= IN_MEMORY_S:
         with ThreadPoolExecutor(READERS) as pool:
             sounds = list(pool.map(lambda entry: read_sound(entry.path, rate), entries))
+    groups = test_groups(corpus)
+    numbers = {group: number for number, group in enumerate(groups)}
     clips = []
     for entry, header, sound in zip(entries, headers, sounds, strict=True):
         samples = header.samples_at(rate) if sound is None else len(sound)
-        clips.append(timing.clip(chosen, entry.text, samples, entry.path, sound))
-    name = corpus.name + (f", speaker {held_out} held out" if held_out else "")
+        group = numbers.get(Group(entry.speaker, entry.known), 0)
+        clips.append(timing.clip(chosen, entry.text, samples, entry.path, sound, group))
+    name: str = corpus.name
+    if division.held_out is not None:
+        name += f", speaker {division.held_out} held out"
     cut = len(corpus.train)
-    notes = conversions(headers, rate)
-    return _without_impossible(name, rate, chosen, clips[:cut], clips[cut:], notes)
+    train, test = clips[:cut], clips[cut:]
+    notes = [*corpus.notes, *conversions(headers, rate)]
+    if synthesis is not None:
+        said = speak_with(synthesis, [entry.text for entry in corpus.train], rate)
+        train += [timing.clip(chosen, text, len(sound), sound=sound) for sound, text in said]
+        notes.append(
+            f"trained on {cut:,} recordings, and on {len(said):,} utterances of "
+            f"{synthesis.voices:,} synthetic voices ({version()})"
+        )
+    return _without_impossible(name, rate, chosen, train, test, notes, groups)
 
 
-def read_headers(entries: Sequence[SpokenFile]) -> list[Header]:
-    """What every file says about itself; all files that are no audio are named at once."""
+def test_groups(corpus: SpeechCorpus) -> list[Group]:
+    """Whose utterances the test holds, in a fixed order."""
+    found = {Group(entry.speaker, entry.known) for entry in corpus.test}
+    return sorted(found, key=lambda group: (group.known, group.speaker))
 
-    def look(entry: SpokenFile) -> Header | DataError:
+
+def read_headers(entries: Sequence[SpokenFile]) -> tuple[list[Header], list[str]]:
+    """What every file says about itself, and what is wrong with those that are no audio."""
+
+    def look(entry: SpokenFile) -> Header | str:
         try:
             return read_header(entry.path)
         except DataError as error:
-            return error
+            return f"{entry.where}: {error.problems[0]}" if entry.where else error.problems[0]
 
     with ThreadPoolExecutor(READERS) as pool:
         found = list(pool.map(look, entries))
-    refuse([item.problems[0] for item in found if isinstance(item, DataError)])
-    return [item for item in found if isinstance(item, Header)]
+    return (
+        [item for item in found if isinstance(item, Header)],
+        [item for item in found if isinstance(item, str)],
+    )
 
 
 def conversions(headers: Sequence[Header], rate: int) -> list[str]:
@@ -152,7 +192,13 @@ def conversions(headers: Sequence[Header], rate: int) -> list[str]:
 
 
 def _without_impossible(
-    name: str, rate: int, alphabet: Alphabet, train: list[Clip], test: list[Clip], notes: list[str]
+    name: str,
+    rate: int,
+    alphabet: Alphabet,
+    train: list[Clip],
+    test: list[Clip],
+    notes: list[str],
+    groups: list[Group],
 ) -> SpeechData:
     """Training without clips that are too short for their text. Tests keep theirs: an utterance
     that cannot be read is an error of the recogniser, not of the test."""
@@ -177,4 +223,5 @@ def _without_impossible(
             "they count as errors and have no loss"
         ]
     # Neighbours of one length need little padding; the order of a test does not matter.
-    return SpeechData(name, rate, alphabet, kept, sorted(test, key=lambda c: c.samples), notes)
+    ordered = sorted(test, key=lambda clip: clip.samples)
+    return SpeechData(name, rate, alphabet, kept, ordered, notes, groups)

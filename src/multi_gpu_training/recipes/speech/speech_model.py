@@ -52,10 +52,11 @@ class Recogniser(nn.Module):
         sample_rate: int,
         norm: NormName = "layer",
         streaming: bool = False,
+        normalise: str = "bands",
     ) -> None:
         super().__init__()
         self.size = size
-        self.features = LogMel(sample_rate, size.mels)
+        self.features = LogMel(sample_rate, size.mels, normalise)
         halvings = size.subsampling.bit_length() - 1
         widths = [size.mels] + [size.width] * halvings
         self.subsampling = nn.ModuleList(
@@ -71,9 +72,11 @@ class Recogniser(nn.Module):
         samples: Tensor,
         draws: Tensor | None = None,
         masks: tuple[float, float] = (0.0, 0.0),
+        warps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`draws` are the random numbers of SpecAugment, `masks` its shares of bands and time."""
-        x, lengths = self.features(sound, samples)
+        """`draws` are the random numbers of SpecAugment, `masks` its shares of bands and time;
+        `warps` makes other voices (see `LogMel`)."""
+        x, lengths = self.features(sound, samples, warps)
         if draws is not None:
             x = spec_augment(x, lengths, draws, *masks)
         for halving in self.subsampling:

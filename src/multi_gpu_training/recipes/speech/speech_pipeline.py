@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from multi_gpu_training.recipes.speech.audio import (
     resampling_problem,
 )
 from multi_gpu_training.recipes.speech.convolution_program import without_fourier
-from multi_gpu_training.recipes.speech.ctc import BLANK
-from multi_gpu_training.recipes.speech.objective import beam
+from multi_gpu_training.recipes.speech.lexicon import Lexicon
+from multi_gpu_training.recipes.speech.objective import Decoder, surest_frames
 from multi_gpu_training.recipes.speech.speech_model import Recogniser, Size
 
 EXPORTED_S = 10  # of sound that an exported recogniser takes, where the user sets no length
@@ -37,16 +38,24 @@ def describe_speech(
     rate: int,
     norm: str,
     streaming: bool,
+    normalise: str,
     decoder: str,
     beam_width: int,
+    lexicon: list[str] | None,
 ) -> dict[str, Any]:
     return {
         "recipe": "speech",
         "alphabet": alphabet.characters,
-        "model": {**asdict(model.size), "norm": norm, "streaming": streaming},
+        "model": {
+            **asdict(model.size),
+            "norm": norm,
+            "streaming": streaming,
+            "normalise": normalise,
+        },
         "preprocessing": {"sample_rate": rate, "channels": 1, "dtype": "int16"},
         "decoder": decoder,
         "beam_width": beam_width,
+        "lexicon": lexicon,
     }
 
 
@@ -69,8 +78,21 @@ class SpeechPipeline(Pipeline):
         given = self.arguments
         size = Size(**{field.name: given[field.name] for field in fields(Size)})
         return Recogniser(
-            size, self.alphabet.classes, self.rate, given["norm"], bool(given["streaming"])
+            size,
+            self.alphabet.classes,
+            self.rate,
+            given["norm"],
+            bool(given["streaming"]),
+            given.get("normalise", "bands"),  # up to version 0.1
         )
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """As tests were read in the training."""
+        words = self.description.get("lexicon")
+        lexicon = None if words is None else Lexicon(words, self.alphabet)
+        name = self.description.get("decoder", "greedy")
+        return Decoder(name, int(self.description.get("beam_width", 8)), lexicon)
 
     def export_program(
         self, model: nn.Module, length: int | None
@@ -137,33 +159,20 @@ class SpeechPipeline(Pipeline):
     def read(self, outputs: tuple[Tensor, ...], samples: Sequence[Any]) -> list[Result]:
         scores, lengths = outputs
         chances = scores.double().log_softmax(2)
-        found = [
-            self._text(row[:length].exp()) for row, length in zip(chances, lengths, strict=True)
+        texts = self.decoder(chances, lengths)
+        rows = zip(chances, lengths.tolist(), texts, samples, strict=True)
+        return [
+            {**self._result(row[:length], text), "seconds": len(sound) / self.rate}
+            for row, length, text, sound in rows
         ]
-        if self.description.get("decoder") == "beam":
-            texts = beam(chances, lengths, int(self.description["beam_width"]))
-            for result, text in zip(found, texts, strict=True):
-                result["text"] = self.alphabet.decode(text)
-        for result, sound in zip(found, samples, strict=True):
-            result["seconds"] = len(sound) / self.rate
-        return found
 
-    def _text(self, chances: Tensor) -> Result:
-        """The likeliest class of each frame, read as text. A character is as sure as its surest
-        frame, a word and the text as the mean of their characters."""
-        characters = self.alphabet.characters
-        spelled: list[list[Any]] = []
-        best = chances.max(1)
-        before = BLANK
-        for number, chance in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-            if number != BLANK and number == before:
-                spelled[-1][1] = max(spelled[-1][1], chance)
-            elif number != BLANK:
-                spelled.append([characters[number - 1], chance])
-            before = number
+    def _result(self, log_probs: Tensor, labels: Sequence[int]) -> Result:
+        """A text and how sure it is. A character is as sure as its surest frame, a word and the
+        text as the mean of their characters."""
         words: list[tuple[str, list[float]]] = []
         fresh = True
-        for character, chance in spelled:
+        for label, chance in zip(labels, surest_frames(log_probs, labels), strict=True):
+            character = self.alphabet.characters[label - 1]
             if character == " ":
                 fresh = True
                 continue
@@ -194,7 +203,18 @@ class SpeechPipeline(Pipeline):
         found = super().run_options(data_dir)
         if data_dir is None:
             return found
-        return found.model_copy(update={"sample_rate": self.rate})
+        # Other data have a layout and speakers of their own.
+        other = {"layout": "auto", "split": "official", "held_out_speaker": None}
+        return found.model_copy(update={**other, "sample_rate": self.rate})
+
+    @classmethod
+    def checked_options(cls, given: Mapping[str, Any], trust: bool) -> Options:
+        from multi_gpu_training.recipes.speech import BEFORE, VARIATIONS
+
+        known = {**BEFORE, **given}
+        if not known.get("augment", True):
+            known = {name: value for name, value in known.items() if name not in VARIATIONS}
+        return super().checked_options(known, trust)
 
     def parts(self, job: Job, part: str) -> list[Dataset[Any]]:
         if (job.description or {}).get("alphabet") != self.description["alphabet"]:
@@ -204,7 +224,7 @@ class SpeechPipeline(Pipeline):
             )
         found = super().parts(job, part)
         # Training data are varied in speed; here they are as they were spoken.
-        return found if part == "val" else [replace(job.dataset, varied=False), job.val_dataset]
+        return found if part == "val" else [replace(job.dataset, speed=0.0), job.val_dataset]
 
 
 PIPELINE = SpeechPipeline

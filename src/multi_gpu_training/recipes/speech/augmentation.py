@@ -1,0 +1,98 @@
+"""Training utterances as other voices, rooms and microphones would give them.
+
+Tensor operations on the device, keyed by (seed, epoch, utterance): the number of ranks changes
+nothing, and a step with them can be one graph. Speed is changed in `dataset`, since it moves the
+length; pitch and the vocal tract are warps of the frequency axis, which `features` applies.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from multi_gpu_training.data.randomness import SampleRandom
+from multi_gpu_training.recipes.speech.dataset import Batch
+from multi_gpu_training.recipes.speech.features import inside
+
+ROOM_S = 0.3  # of an impulse response; what comes later is below hearing here
+REVERB_S = (0.1, 0.6)  # time until a room is 60 dB quieter
+DIRECT_DB = (0.0, 15.0)  # how much louder the voice is than its room
+NOISE_DB = (5.0, 35.0)  # how much louder the voice is than the noise
+STEEPEST = 2.0  # of a noise: power falls with frequency to this exponent, 0 (white) or more
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """`augment` of a training.
+
+    pitch, vocal_tract: by how much frequencies are scaled at most, as a share.
+    noise, reverb: the share of utterances that get some. gain: at most so many decibels.
+    """
+
+    rate: int
+    pitch: float
+    vocal_tract: float
+    noise: float
+    reverb: float
+    gain: float
+
+    def __call__(self, batch: Batch, random: SampleRandom) -> Batch:
+        # What is drawn comes in one piece, so that one switch changes no other's numbers.
+        u = random.uniform(8)
+        warps = torch.stack([spread(u[:, 0], self.pitch), spread(u[:, 1], self.vocal_tract)], 1)
+        sound = batch.sound
+        if self.noise or self.reverb or self.gain:
+            sound = self.heard(sound.float(), batch.samples, u[:, 2:], random)
+        return batch._replace(sound=sound, warps=warps)
+
+    def heard(self, sound: Tensor, samples: Tensor, u: Tensor, random: SampleRandom) -> Tensor:
+        """Sound as a microphone in a room hears it."""
+        taps = round(ROOM_S * self.rate)
+        size = sound.shape[1]
+        points = even(size + taps)
+        mask = inside(samples, size)
+        loud = (sound.square() * mask).sum(1, keepdim=True) / samples.clamp(min=1).unsqueeze(1)
+        spectrum = torch.fft.rfft(sound * mask, n=points)
+        if self.reverb:
+            room = self.room(taps, u[:, 0:3], random)
+            spectrum = spectrum * (1 + torch.fft.rfft(room, n=points))
+        if self.noise:
+            spectrum = spectrum + self.hiss(points, loud, u[:, 3:6], random)
+        heard: Tensor = torch.fft.irfft(spectrum, n=points)[:, :size]
+        return heard
+
+    def room(self, taps: int, u: Tensor, random: SampleRandom) -> Tensor:
+        """(batch, taps): what follows the direct sound; all zero where there is no room."""
+        at = torch.arange(1, taps + 1, device=u.device) / self.rate
+        fading = (-math.log(1000) / between(u[:, 0], REVERB_S).unsqueeze(1) * at).exp()
+        echo = random.normal(taps) * fading
+        echo = echo / echo.square().sum(1, keepdim=True).sqrt()
+        level = 10 ** (-between(u[:, 1], DIRECT_DB) / 20) * (u[:, 2] < self.reverb)
+        return echo * level.unsqueeze(1)
+
+    def hiss(self, points: int, loud: Tensor, u: Tensor, random: SampleRandom) -> Tensor:
+        """The spectrum of noise of a random colour, so much quieter than the voice."""
+        waves = points // 2 + 1
+        at = torch.arange(waves, device=u.device).clamp(min=points // 256)
+        size = (at.log() * (-STEEPEST / 2 * u[:, :1])).exp()
+        power = 2 * size.square().sum(1, keepdim=True) / points**2
+        wanted = loud * 10 ** (-between(u[:, 1:2], NOISE_DB) / 10) * (u[:, 2:3] < self.noise)
+        angle = 2 * math.pi * random.uniform(waves)
+        return torch.polar(size * (wanted / power).sqrt(), angle)
+
+
+def spread(u: Tensor, share: float) -> Tensor:
+    """Factors from 1 / (1 + share) to 1 + share, as often above 1 as below."""
+    return ((2 * u - 1) * math.log1p(share)).exp()
+
+
+def between(u: Tensor, ends: tuple[float, float]) -> Tensor:
+    return ends[0] + (ends[1] - ends[0]) * u
+
+
+def even(size: int) -> int:
+    """A length that Fourier transforms are quick at."""
+    return -(-size // 512) * 512
