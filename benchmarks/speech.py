@@ -5,9 +5,15 @@
 
 step      the 7.17M model on batches of 16 utterances of ten seconds, through the trainer
 digits    FSDD's official split
-speakers  FSDD once for each speaker, tested on and not trained on
+speakers  FSDD once for each speaker, tested on and not trained on; --only names some of them
 
-The trainings of digits and speakers run beside each other, one process each.
+The trainings of digits and speakers run beside each other on a GPU, one process each, and one
+after the other on a CPU (--jobs). What --set gives are options of the recipe:
+
+    python benchmarks/speech.py --parts speakers --data ../fsdd --set synthetic_voices=100
+
+A training that ends is written to --out at once. Decoded are the last epoch's weights: with the
+words of the training and without, by the best path and by beam search.
 """
 
 from __future__ import annotations
@@ -19,6 +25,9 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +46,12 @@ from multi_gpu_training.recipes.speech.speech_model import SIZES, Recogniser
 
 RATE, CHARACTERS = 16000, 150
 SPEAKER = "official split"
+# How the test is read: with the recipe's list of words and without, and by beam search.
+WAYS: dict[str, dict[str, Any]] = {
+    "words": {"name": "greedy"},
+    "words, beam": {"name": "beam", "width": 64},
+    "any text": {"name": "greedy", "lexicon": None},
+}
 
 
 def main() -> None:
@@ -63,8 +78,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0, help="length of an utterance")
     parser.add_argument("--steps", type=int, default=60, help="measured, after --warm-up")
     parser.add_argument("--warm-up", type=int, default=30)
-    parser.add_argument("--epochs", type=int, default=60, help="of digits")
+    parser.add_argument("--epochs", type=int, default=30, help="of digits")
     parser.add_argument("--lr", type=float, default=2e-3, help="of digits")
+    parser.add_argument("--only", help="speakers, as in lucas,george")
+    parser.add_argument("--set", action="append", default=[], help="option of the recipe, NAME=X")
+    parser.add_argument("--jobs", type=int, help="trainings at a time; all of them on a GPU")
+    parser.add_argument("--seed", type=int, default=0, help="of digits")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--out", help="write the results there as JSON")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -220,45 +239,65 @@ def digits(args: argparse.Namespace) -> list[dict[str, Any]]:
     names = [SPEAKER] if "digits" in args.parts else []
     if "speakers" in args.parts:
         corpus = read_corpus(Path(args.data), "fsdd", Division())
-        names += sorted({entry.speaker for entry in corpus.train})
-    with tempfile.TemporaryDirectory() as folder:
-        outs = {name: Path(folder) / f"{i}.json" for i, name in enumerate(names)}
-        running = {name: start(args, name, out) for name, out in outs.items()}
-        for process in running.values():
-            process.wait()
-        rows = [
-            json.loads(out.read_text()) if out.exists() else {"test": name, "error": "see above"}
-            for name, out in outs.items()
-        ]
-    print(f"\nFSDD, {args.epochs} epochs, {machine(args.device)}\n")
-    print("| tested on | WER greedy | CER greedy | WER beam | parameters | seconds |")
-    print("|---|---|---|---|---|---|")
+        wanted = args.only.split(",") if args.only else None
+        found = sorted({entry.speaker for entry in corpus.train})
+        names += [name for name in found if wanted is None or name in wanted]
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    jobs = args.jobs or (len(names) if on_gpu else 1)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        outs = [(name, Path(folder) / f"{i}.json") for i, name in enumerate(names)]
+        for row in pool.map(lambda job: trained(args, *job), outs):
+            rows.append(row)
+            if args.out:
+                Path(args.out).write_text(json.dumps({"digits": rows}, indent=2) + "\n")
+    print(f"\nFSDD, {args.epochs} epochs, seed {args.seed}, {machine(args.device)}\n")
+    print(
+        f"| tested on | {' | '.join(f'WER {way}' for way in WAYS)} | CER | parameters | seconds |"
+    )
+    print("|---" * (len(WAYS) + 4) + "|")
     for row in rows:
         if "error" in row:
             print(f"| {row['test']} | {row['error']} |")
             continue
+        rates = " | ".join(f"{row['ways'][way]:.2%}" for way in WAYS)
         print(
-            f"| {row['test']} | {row['wer']:.2%} | {row['cer']:.2%} | {row['beam_wer']:.2%} | "
-            f"{row['parameters']:,} | {row['seconds']:.0f} |"
+            f"| {row['test']} | {rates} | {row['cer']:.2%} | {row['parameters']:,} | "
+            f"{row['seconds']:.0f} |"
         )
+    unseen = [row for row in rows if "error" not in row and row["test"] != SPEAKER]
+    if unseen:
+        worst = {way: max(row["ways"][way] for row in unseen) for way in WAYS}
+        mean = {way: sum(row["ways"][way] for row in unseen) / len(unseen) for way in WAYS}
+        for told, figures in (("mean", mean), ("worst", worst)):
+            rates = " | ".join(f"{figures[way]:.2%}" for way in WAYS)
+            print(f"| {told} of {len(unseen)} unseen speakers | {rates} | | | |")
     return rows
 
 
-def start(args: argparse.Namespace, name: str, out: Path) -> subprocess.Popen[bytes]:
+def trained(args: argparse.Namespace, name: str, out: Path) -> dict[str, Any]:
     words = [sys.executable, __file__, "--one", name, "--data", args.data, "--out", str(out)]
     words += ["--device", args.device, "--epochs", str(args.epochs), "--lr", str(args.lr)]
-    return subprocess.Popen(words + (["--quick"] if args.quick else []))
+    words += ["--seed", str(args.seed), *(f"--set={given}" for given in args.set)]
+    subprocess.run(words + (["--quick"] if args.quick else []))
+    if out.exists():
+        row: dict[str, Any] = json.loads(out.read_text())
+        return row
+    return {"test": name, "error": "see above"}
 
 
 def train_digits(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """The recipe as it stands, and its test read once more with a beam."""
+    """The recipe as it stands, and its test read in other ways as well."""
     recipe = find_recipe("speech")
-    options = SpeechOptions(data_dir=args.data, held_out_speaker=None if name == SPEAKER else name)
+    which = {"split": "official"} if name == SPEAKER else {"held_out_speaker": name}
+    given = dict(setting.split("=", 1) for setting in args.set)
+    options = SpeechOptions(data_dir=args.data, **{**which, **given})
     with tempfile.TemporaryDirectory() as folder:
         config = recipe.config(
             {
                 "device": args.device,
                 "training_mode": "single",
+                "seed": args.seed,
                 "epochs": args.epochs,
                 "learning_rate": args.lr,
                 "batch_size": 32,
@@ -274,30 +313,27 @@ def train_digits(args: argparse.Namespace, name: str) -> dict[str, Any]:
         torch.manual_seed(config.seed)
         job = build(config, options)
         started = time.perf_counter()
-        result = manager.fit(
-            job.model,
-            job.dataset,
-            job.val_dataset,
-            loss_fn=job.loss_fn,
-            eval_fn=job.eval_fn,
-            callbacks=job.callbacks,
-        )
-        seconds = time.perf_counter() - started
-        with_beam = {**job.eval_fn.keywords, "decoder": "beam"}
-
-        def read(model: nn.Module, batch: Batch, metrics: Any) -> None:
-            evaluate(model, batch, metrics, **with_beam)
-
-        manager.eval_fn = read
+        used = time.process_time()
+        result = manager.fit(**vars(job))
+        seconds, used = time.perf_counter() - started, time.process_time() - used
+        decoder = job.eval_fn.keywords["decoder"]
+        ways = {}
         assert manager.val_loader is not None
-        beam = manager.evaluate(manager.val_loader)
+        for way, change in WAYS.items():
+            manager.eval_fn = partial(
+                evaluate, **{**job.eval_fn.keywords, "decoder": replace(decoder, **change)}
+            )
+            ways[way] = manager.evaluate(manager.val_loader)["wer"]
     return {
         "test": name,
         **result.metrics,
-        "beam_wer": beam["wer"],
+        "ways": ways,
         "utterances": len(job.val_dataset),
+        "trained_on": len(job.dataset),
         "parameters": sum(p.numel() for p in job.model.parameters()),
         "seconds": seconds,
+        "process_seconds": used,
+        "options": options.model_dump(),
         "history": [epoch["val"]["wer"] for epoch in result.history],
     }
 

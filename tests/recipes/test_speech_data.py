@@ -71,9 +71,10 @@ def write_festvox(folder: Path, count: int = 21) -> Path:
 
 
 def load(folder: Path | None, **options: Any) -> SpeechData:
+    seed = options.pop("seed", 0)
     chosen = SpeechOptions(data_dir=None if folder is None else str(folder), **options)
     _, rate = choose_size(chosen)
-    return load_speech(chosen, Timing(rate // 100, 2))
+    return load_speech(chosen, Timing(rate // 100, 2), seed)
 
 
 def texts(data: SpeechData, part: str) -> list[str]:

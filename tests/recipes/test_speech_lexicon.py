@@ -79,8 +79,7 @@ def test_rows_of_a_batch_are_read_as_alone_and_padding_says_nothing() -> None:
     for row, log_probs in zip(batch, rows, strict=True):
         row[: len(log_probs)] = log_probs
     alone = [
-        lexicon.best_paths(log_probs[None], torch.tensor([len(log_probs)]))[0]
-        for log_probs in rows
+        lexicon.best_paths(log_probs[None], torch.tensor([len(log_probs)]))[0] for log_probs in rows
     ]
     assert lexicon.best_paths(batch, torch.tensor(lengths)) == alone
 

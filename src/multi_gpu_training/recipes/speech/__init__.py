@@ -152,7 +152,9 @@ def check(options: SpeechOptions) -> None:
     """Options that would do nothing are an error."""
     problems = []
     if options.data_dir is None:
-        given = options.model_dump(include={"layout", "held_out_speaker", "split", "synthetic_voices"})
+        given = options.model_dump(
+            include={"layout", "held_out_speaker", "split", "synthetic_voices"}
+        )
         problems = [
             f"{name}={value} is for a folder of speech; set data_dir, or drop it"
             for name, value in given.items()

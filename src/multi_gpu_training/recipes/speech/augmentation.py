@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from multi_gpu_training.data.randomness import SampleRandom
@@ -41,7 +42,7 @@ class Augmentation:
 
     def __call__(self, batch: Batch, random: SampleRandom) -> Batch:
         # What is drawn comes in one piece, so that one switch changes no other's numbers.
-        u = random.uniform(8)
+        u = random.uniform(9)
         warps = torch.stack([spread(u[:, 0], self.pitch), spread(u[:, 1], self.vocal_tract)], 1)
         sound = batch.sound
         if self.noise or self.reverb or self.gain:
@@ -52,7 +53,7 @@ class Augmentation:
         """Sound as a microphone in a room hears it."""
         taps = round(ROOM_S * self.rate)
         size = sound.shape[1]
-        points = even(size + taps)
+        points = even(size + taps + 1)
         mask = inside(samples, size)
         loud = (sound.square() * mask).sum(1, keepdim=True) / samples.clamp(min=1).unsqueeze(1)
         spectrum = torch.fft.rfft(sound * mask, n=points)
@@ -61,17 +62,18 @@ class Augmentation:
             spectrum = spectrum * (1 + torch.fft.rfft(room, n=points))
         if self.noise:
             spectrum = spectrum + self.hiss(points, loud, u[:, 3:6], random)
-        heard: Tensor = torch.fft.irfft(spectrum, n=points)[:, :size]
+        louder = 10 ** ((2 * u[:, 6:7] - 1) * self.gain / 20)
+        heard: Tensor = torch.fft.irfft(spectrum * louder, n=points)[:, :size]
         return heard
 
     def room(self, taps: int, u: Tensor, random: SampleRandom) -> Tensor:
-        """(batch, taps): what follows the direct sound; all zero where there is no room."""
+        """(batch, taps + 1): what follows the direct sound; all zero where there is no room."""
         at = torch.arange(1, taps + 1, device=u.device) / self.rate
         fading = (-math.log(1000) / between(u[:, 0], REVERB_S).unsqueeze(1) * at).exp()
         echo = random.normal(taps) * fading
         echo = echo / echo.square().sum(1, keepdim=True).sqrt()
         level = 10 ** (-between(u[:, 1], DIRECT_DB) / 20) * (u[:, 2] < self.reverb)
-        return echo * level.unsqueeze(1)
+        return F.pad(echo * level.unsqueeze(1), (1, 0))
 
     def hiss(self, points: int, loud: Tensor, u: Tensor, random: SampleRandom) -> Tensor:
         """The spectrum of noise of a random colour, so much quieter than the voice."""

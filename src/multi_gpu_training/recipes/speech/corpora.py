@@ -307,7 +307,9 @@ def read_tables(place: Path, name: Found) -> SpeechCorpus:
     tested = "dev" if "dev" in parts else "test"
     if {"dev", "test"} <= parts:
         count = sum(part == "test" for part, _ in entries)
-        notes.append(f"left alone: {count:,} utterances of the test part, since there is a dev part")
+        notes.append(
+            f"left alone: {count:,} utterances of the test part, since there is a dev part"
+        )
     train = [entry for part, entry in entries if part == "train"]
     test = [entry for part, entry in entries if part == tested]
     return SpeechCorpus(name, train, test, problems=problems, notes=tuple(notes))

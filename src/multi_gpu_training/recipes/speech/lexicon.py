@@ -40,7 +40,7 @@ class Lexicon:
             for label in labels:
                 node = self.children[node].get(label) or self._grow(node, label)
             self.word[node] = number
-        self._ends = torch.tensor([n for n, word in enumerate(self.word) if word >= 0])
+        self.ends = torch.tensor([n for n, word in enumerate(self.word) if word >= 0])
 
     def _grow(self, node: int, label: int) -> int:
         self.children[node][label] = len(self.parent)
@@ -96,7 +96,7 @@ class _Search:
 
     def __init__(self, lexicon: Lexicon, batch: int, time: int) -> None:
         self.lexicon = lexicon
-        self.ends = lexicon._ends
+        self.ends = lexicon.ends
         self.end_words = torch.tensor([lexicon.word[n] for n in self.ends.tolist()])
         self.parent = torch.tensor(lexicon.parent)
         self.labels = torch.tensor(lexicon.label)
@@ -129,9 +129,7 @@ class _Search:
         skipped_record = self.label_record[:, self.parent]
         label, label_record = better(self.label, self.label_record, before, before_record)
         label, label_record = better(label, label_record, skipped, skipped_record)
-        blank, blank_record = better(
-            self.blank, self.blank_record, self.label, self.label_record
-        )
+        blank, blank_record = better(self.blank, self.blank_record, self.label, self.label_record)
         space, space_record = self._spaces(frame, moment)
         self.label = label + frame[:, self.labels]
         self.label[:, ROOT] = NEVER
