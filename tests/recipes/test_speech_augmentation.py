@@ -12,6 +12,7 @@ from multi_gpu_training.data.randomness import SampleRandom
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.speech import SpeechOptions, keep_resumed
+from multi_gpu_training.recipes.speech.audio import trimmed
 from multi_gpu_training.recipes.speech.augmentation import NOISE_DB, Augmentation
 from multi_gpu_training.recipes.speech.dataset import Batch
 from multi_gpu_training.recipes.speech.features import DRAWS, LogMel, mel_filters, warped_bins
@@ -224,3 +225,21 @@ def test_a_run_of_version_01_goes_on_as_it_was() -> None:
     later = SpeechOptions()
     keep_resumed(later, options.model_dump())
     assert later.model_dump() == options.model_dump()
+
+
+# Silence around the voice
+
+
+def test_silence_at_both_ends_is_cut_off_and_pauses_stay() -> None:
+    voice = speechlike()[0]
+    voice[1600:3200] = 0
+    hiss = torch.randn(3000, generator=torch.Generator().manual_seed(7)).to(torch.int16)
+    sound = torch.cat([hiss, voice, hiss])
+    cut = trimmed(sound, RATE, 30.0)
+    assert len(voice) - 600 <= len(cut) <= len(voice) + 480
+    assert torch.equal(trimmed(cut, RATE, 30.0), cut)
+    assert torch.equal(trimmed(sound, RATE, 0.0), sound)
+    assert torch.equal(trimmed(sound, RATE, 30.0, shortest=len(sound) - 10), sound)
+    silence = torch.zeros(4000, dtype=torch.int16)
+    assert torch.equal(trimmed(silence, RATE, 30.0), silence)
+    assert torch.equal(trimmed(sound[:50], RATE, 30.0), sound[:50])

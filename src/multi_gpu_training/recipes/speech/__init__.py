@@ -39,6 +39,7 @@ from multi_gpu_training.recipes.speech.voice import RATE
 BEFORE: dict[str, Any] = {
     "split": "official",
     "normalise": "bands",
+    "trim": 0.0,
     "speed": 0.15,
     "pitch": 0.0,
     "vocal_tract": 0.0,
@@ -77,6 +78,12 @@ class SpeechOptions(Options):
         "auto",
         description="features, by the loudness and the bands of the utterance; running: of what "
         "was heard so far; bands: as up to version 0.1; auto: running if streaming, else utterance",
+    )
+    trim: float = Field(
+        30.0,
+        ge=0,
+        le=120,
+        description="cut off what is so many dB quieter than the voice at both ends; 0: nothing",
     )
     streaming: bool = Field(False, description="memories look back only, not ahead as well")
     augment: bool = Field(True, description="vary training utterances, as the next options say")
@@ -141,6 +148,7 @@ def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
             options.norm,
             options.streaming,
             normalise,
+            options.trim if options.data_dir is not None else 0.0,
             options.decoder,
             options.beam_width,
             words,
@@ -250,6 +258,7 @@ def load_speech(options: SpeechOptions, timing: Timing, seed: int = 0) -> Speech
         timing,
         options.alphabet,
         options.sample_rate,
+        options.trim,
         Synthesis(options.synthetic_voices, options.synthetic_language, seed)
         if options.synthetic_voices
         else None,
@@ -264,8 +273,8 @@ def datasets(data: SpeechData, options: SpeechOptions, timing: Timing) -> tuple[
     labels = [len(clip.labels) for clip in data.train]
     buckets = Buckets(lengths, labels, options.buckets, 10 * timing.hop)
     return (
-        Speech(data.train, data.rate, buckets, speed),
-        Speech(data.test, data.rate, buckets),
+        Speech(data.train, data.rate, buckets, speed, options.trim),
+        Speech(data.test, data.rate, buckets, 0.0, options.trim),
     )
 
 

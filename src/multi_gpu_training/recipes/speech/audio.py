@@ -19,6 +19,7 @@ from multi_gpu_training.recipes.user_data import library
 
 # What an utterance may be. 2**26 values are 70 minutes of one channel at 16 kHz.
 SLOWEST, FASTEST, MOST_CHANNELS, MOST_VALUES = 1_000, 768_000, 64, 2**26
+MARGIN = 2  # hundredths of a second that stay before and behind the voice
 MOST_KERNELS = 2**23  # numbers in the filters of a resampling
 
 
@@ -91,6 +92,24 @@ def read_sound(path: Path, rate: int) -> Tensor:
     if found != rate:
         mono = resample(mono, int(found), rate)
     return mono.round().clamp(-32768, 32767).to(torch.int16)
+
+
+def trimmed(sound: Tensor, rate: int, decibels: float, shortest: int = 0) -> Tensor:
+    """(samples,) without the silence at both ends: what lies so far below the loudest moment.
+
+    Sound that would become shorter than `shortest` is left as it is.
+    """
+    size = max(1, rate // 100)
+    moments = len(sound) // size
+    if not decibels or moments < 2:
+        return sound
+    power = sound[: moments * size].view(moments, size).double().square().mean(1)
+    loud = (power > power.max() * 10 ** (-decibels / 10)).nonzero().flatten()
+    if not len(loud):  # silence alone
+        return sound
+    start = max(0, int(loud[0]) - MARGIN) * size
+    kept = sound[start : (int(loud[-1]) + 1 + MARGIN) * size]
+    return kept if len(kept) >= max(shortest, 2 * size) else sound
 
 
 def _read_plain_wav(path: Path, samples: bool) -> tuple[Header, Any] | None:

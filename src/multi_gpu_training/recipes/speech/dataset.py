@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from multi_gpu_training.data.order import derive_seed
-from multi_gpu_training.recipes.speech.audio import read_sound
+from multi_gpu_training.recipes.speech.audio import read_sound, trimmed
 from multi_gpu_training.recipes.speech.features import DRAWS
 
 
 @dataclass(frozen=True)
-class Group:
+class SpeakerGroup:
     """Test utterances that are measured together: those of a speaker, who is trained on as well
     where `known` says so (see `corpora.divide`)."""
 
@@ -155,6 +155,7 @@ class Speech(Dataset[Utterance]):
     rate: int
     buckets: Buckets
     speed: float = 0.0
+    trim: float = 0.0  # decibels, of sound that is read here
 
     def __len__(self) -> int:
         return len(self.clips)
@@ -165,6 +166,7 @@ class Speech(Dataset[Utterance]):
         if sound is None:
             assert clip.path is not None
             sound = read_sound(clip.path, self.rate)
+            sound = trimmed(sound, self.rate, self.trim, clip.shortest)
         draws = torch.rand(DRAWS + 1)
         if self.speed:
             sound = at_speed(sound, self.speed, float(draws[-1]), clip.shortest)

@@ -40,7 +40,7 @@ class Spoken:
 
 
 @dataclass
-class Manifest:
+class SpeechManifest:
     """The rows of all tables, and everything that is wrong with them."""
 
     rows: list[Spoken] = field(default_factory=list)
@@ -60,10 +60,10 @@ def is_common_voice(folder: Path) -> bool:
     return (folder / "clips").is_dir() and (folder / "train.tsv").is_file()
 
 
-def read_manifest(place: Path) -> Manifest:
+def read_manifest(place: Path) -> SpeechManifest:
     """The rows of a table, or of the tables of a folder."""
     tables = [place] if place.is_file() else tables_of(place)
-    manifest = Manifest()
+    manifest = SpeechManifest()
     if not tables:
         raise DataError(
             f"data_dir={str(place)!r} holds {contents(place)}: no table of recordings; put "
@@ -85,7 +85,7 @@ def read_manifest(place: Path) -> Manifest:
 class _Reader:
     """Takes the rows of one table into a manifest."""
 
-    def __init__(self, manifest: Manifest, table: Path, part: str) -> None:
+    def __init__(self, manifest: SpeechManifest, table: Path, part: str) -> None:
         self.manifest, self.table, self.part = manifest, table, part
 
     def problem(self, text: str, line: int | None = None) -> None:
@@ -171,7 +171,7 @@ def _column(names: Sequence[str], known: Iterable[str]) -> str | None:
     return next((name for name in known if name in names), None)
 
 
-def _check_repeats(manifest: Manifest) -> None:
+def _check_repeats(manifest: SpeechManifest) -> None:
     """A recording that is named twice counts twice, or is tested on after it was trained on."""
     first: dict[Path, Spoken] = {}
     for row in manifest.rows:

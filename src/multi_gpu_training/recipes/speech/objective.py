@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from multi_gpu_training.recipes.speech.alphabet import Alphabet
 from multi_gpu_training.recipes.speech.ctc import BLANK, ctc_loss, possible
-from multi_gpu_training.recipes.speech.dataset import Batch, Group
+from multi_gpu_training.recipes.speech.dataset import Batch, SpeakerGroup
 from multi_gpu_training.recipes.speech.lexicon import ROOT, Lexicon
 from multi_gpu_training.training.metrics import MetricsCollector
 
@@ -76,7 +76,7 @@ def evaluate(
     *,
     alphabet: Alphabet,
     decoder: Decoder,
-    groups: Sequence[Group] = (Group(),),
+    groups: Sequence[SpeakerGroup] = (SpeakerGroup(),),
 ) -> None:
     """Add the loss, and the word and character errors, of one batch.
 
@@ -86,7 +86,7 @@ def evaluate(
     logits, lengths = model(batch.sound, batch.samples)
     losses, characters = losses_of(logits, lengths, batch)
     numbers = batch.groups.tolist()
-    of_rows = [groups[number] if number < len(groups) else Group() for number in numbers]
+    of_rows = [groups[number] if number < len(groups) else SpeakerGroup() for number in numbers]
     counted = torch.tensor([not group.known for group in of_rows], device=losses.device)
     weight = (characters * counted).sum()
     metrics.add("loss", (losses.double() * counted).sum(), weight)
@@ -94,6 +94,7 @@ def evaluate(
     rows: list[Any] = batch.targets.tolist()
     wanted = [row[:size] for row, size in zip(rows, batch.sizes.tolist(), strict=True)]
     named = named_speakers(groups)
+    add_error_rates(metrics, [""], [""])  # first in every table, whoever speaks first
     for group, text, labels in zip(of_rows, read, wanted, strict=True):
         found, reference = alphabet.decode(text), alphabet.decode(labels)
         add_error_rates(metrics, [found], [reference], "_known" if group.known else "")
@@ -103,7 +104,7 @@ def evaluate(
             metrics.add(name, edits(found.split(), words), len(words))
 
 
-def named_speakers(groups: Sequence[Group]) -> Sequence[Group]:
+def named_speakers(groups: Sequence[SpeakerGroup]) -> Sequence[SpeakerGroup]:
     """Those with a figure of their own: of few speakers, all."""
     return groups if 1 < len(groups) <= MOST_SPEAKERS else ()
 

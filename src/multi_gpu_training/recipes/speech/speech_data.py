@@ -19,6 +19,7 @@ from multi_gpu_training.recipes.speech.audio import (
     read_header,
     read_sound,
     resampling_problem,
+    trimmed,
 )
 from multi_gpu_training.recipes.speech.corpora import (
     Division,
@@ -27,7 +28,7 @@ from multi_gpu_training.recipes.speech.corpora import (
     SpokenFile,
     read_corpus,
 )
-from multi_gpu_training.recipes.speech.dataset import Clip, Group
+from multi_gpu_training.recipes.speech.dataset import Clip, SpeakerGroup
 from multi_gpu_training.recipes.speech.synthetic import Synthesis, speak_with, version
 from multi_gpu_training.recipes.user_data import refuse
 
@@ -70,7 +71,7 @@ class SpeechData:
     train: list[Clip]
     test: list[Clip]
     notes: list[str]
-    groups: list[Group] = field(default_factory=lambda: [Group()])
+    groups: list[SpeakerGroup] = field(default_factory=lambda: [SpeakerGroup()])
 
     def describe(self) -> str:
         hours = sum(clip.samples for clip in self.train) / self.rate / 3600
@@ -96,7 +97,7 @@ def built_in(timing: Timing, alphabet: str, rate: int | None) -> SpeechData:
         for part in parts
     )
     name = "built-in synthetic voice (letters as tones, no real speech)"
-    return _without_impossible(name, voice.RATE, chosen, train, test, [], [Group()])
+    return _without_impossible(name, voice.RATE, chosen, train, test, [], [SpeakerGroup()])
 
 
 def from_folder(
@@ -106,6 +107,7 @@ def from_folder(
     timing: Timing,
     alphabet: str,
     rate: int | None,
+    trim: float = 0.0,
     synthesis: Synthesis | None = None,
 ) -> SpeechData:
     """What a folder or a table holds, every file's head read and every problem named."""
@@ -136,8 +138,10 @@ def from_folder(
     numbers = {group: number for number, group in enumerate(groups)}
     clips = []
     for entry, header, sound in zip(entries, headers, sounds, strict=True):
+        if sound is not None:
+            sound = trimmed(sound, rate, trim, timing.shortest(chosen.encode(entry.text)))
         samples = header.samples_at(rate) if sound is None else len(sound)
-        group = numbers.get(Group(entry.speaker, entry.known), 0)
+        group = numbers.get(SpeakerGroup(entry.speaker, entry.known), 0)
         clips.append(timing.clip(chosen, entry.text, samples, entry.path, sound, group))
     name: str = corpus.name
     if division.held_out is not None:
@@ -155,9 +159,9 @@ def from_folder(
     return _without_impossible(name, rate, chosen, train, test, notes, groups)
 
 
-def test_groups(corpus: SpeechCorpus) -> list[Group]:
+def test_groups(corpus: SpeechCorpus) -> list[SpeakerGroup]:
     """Whose utterances the test holds, in a fixed order."""
-    found = {Group(entry.speaker, entry.known) for entry in corpus.test}
+    found = {SpeakerGroup(entry.speaker, entry.known) for entry in corpus.test}
     return sorted(found, key=lambda group: (group.known, group.speaker))
 
 
@@ -198,7 +202,7 @@ def _without_impossible(
     train: list[Clip],
     test: list[Clip],
     notes: list[str],
-    groups: list[Group],
+    groups: list[SpeakerGroup],
 ) -> SpeechData:
     """Training without clips that are too short for their text. Tests keep theirs: an utterance
     that cannot be read is an error of the recogniser, not of the test."""

@@ -22,6 +22,7 @@ from multi_gpu_training.recipes.speech.audio import (
     read_sound,
     resample,
     resampling_problem,
+    trimmed,
 )
 from multi_gpu_training.recipes.speech.convolution_program import without_fourier
 from multi_gpu_training.recipes.speech.lexicon import Lexicon
@@ -39,6 +40,7 @@ def describe_speech(
     norm: str,
     streaming: bool,
     normalise: str,
+    trim: float,
     decoder: str,
     beam_width: int,
     lexicon: list[str] | None,
@@ -52,7 +54,12 @@ def describe_speech(
             "streaming": streaming,
             "normalise": normalise,
         },
-        "preprocessing": {"sample_rate": rate, "channels": 1, "dtype": "int16"},
+        "preprocessing": {
+            "sample_rate": rate,
+            "channels": 1,
+            "dtype": "int16",
+            **({"trim_db": trim} if trim else {}),  # up to version 0.1 nothing was cut off
+        },
         "decoder": decoder,
         "beam_width": beam_width,
         "lexicon": lexicon,
@@ -152,8 +159,10 @@ class SpeechPipeline(Pipeline):
         return path.suffix.lower() in SOUND_ENDINGS
 
     def collate(self, samples: Sequence[Any]) -> tuple[Tensor, ...]:
-        lengths = torch.tensor([len(sound) for sound in samples])
-        padded = torch.nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
+        decibels = float(self.preprocessing.get("trim_db", 0.0))
+        voices = [trimmed(sound, self.rate, decibels) for sound in samples]
+        lengths = torch.tensor([len(voice) for voice in voices])
+        padded = torch.nn.utils.rnn.pad_sequence(voices, batch_first=True)
         return padded, lengths
 
     def read(self, outputs: tuple[Tensor, ...], samples: Sequence[Any]) -> list[Result]:
