@@ -68,7 +68,7 @@ def test_parts_come_from_a_column_or_from_one_table_each(tmp_path: Path) -> None
     whole = [{**row, "split": part} for row, part in zip(rows, parts, strict=True)]
     data = load(write_table(tmp_path / "all.csv", whole), split="official")
     assert (len(data.train), heard(data, "test")) == (16, ["16", "17", "18", "19"])
-    assert data.notes == ["left alone: 4 utterances of the test part, for there is a dev part"]
+    assert data.notes == ["left alone: 4 utterances of the test part, since there is a dev part"]
     (tmp_path / "all.csv").unlink()
     for name, chosen in (("train", rows[:16]), ("dev", rows[16:20]), ("test", rows[20:])):
         write_table(tmp_path / f"{name}.csv", chosen)
