@@ -83,24 +83,28 @@ class MultiGPUConfig(BaseModel):
     # Where it runs
     training_mode: TrainingMode = Field(
         TrainingMode.DISTRIBUTED_DATA_PARALLEL,
-        description="a process per GPU (DDP), fully_sharded (FSDP2), data_parallel, single, or "
-        "auto: what fits",
+        description="distributed_data_parallel (DDP, a process per GPU), fully_sharded (FSDP2), "
+        "data_parallel, single, or auto: choose by what fits into memory",
     )
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = Field(
-        "auto", description="auto: the first that is available"
+        "auto", description="auto: the first one available"
     )
     device_ids: list[Annotated[int, Field(ge=0, lt=2**15)]] | None = Field(
         None,
         min_length=1,
         max_length=2**15,
-        description="GPUs to use, counted inside CUDA_VISIBLE_DEVICES; None is all",
+        description="GPUs to use, numbered as in CUDA_VISIBLE_DEVICES; None: all",
     )
-    share_gpu: bool = Field(False, description="allow several ranks on one GPU (testing, gloo)")
+    share_gpu: bool = Field(
+        False, description="allow several ranks on one GPU (for tests, over gloo)"
+    )
     world_size: Annotated[int, Field(gt=0, le=2**20)] | None = Field(
         None, description="number of ranks; None: one per GPU"
     )
-    rank: RankNumber | None = Field(None, description="only for ranks that are started by hand")
-    local_rank: RankNumber | None = Field(None, description="rank on this machine; None: rank")
+    rank: RankNumber | None = Field(None, description="set it only if you start each rank by hand")
+    local_rank: RankNumber | None = Field(
+        None, description="rank on this machine; None: the same as rank"
+    )
     backend: Literal["nccl", "gloo"] | None = Field(
         None, description="None: nccl with GPUs, else gloo"
     )
@@ -108,142 +112,155 @@ class MultiGPUConfig(BaseModel):
         timedelta(minutes=30),
         gt=timedelta(0),
         le=timedelta(seconds=1e9),
-        description="how long a collective may take; seconds in YAML",
+        description="how long a collective operation may take; seconds in YAML",
     )
 
     # How much at a time
     batch_size: PositiveInt = Field(32, description="samples per GPU and micro-batch")
     global_batch_size: PositiveInt | None = Field(
-        None, description="samples per step over all ranks, kept when the number of GPUs changes"
+        None, description="samples per step over all ranks; stays the same on any number of GPUs"
     )
     gradient_accumulation_steps: PositiveInt = Field(1, description="micro-batches per step")
     epochs: PositiveInt = Field(10, description="passes over the data")
-    max_steps: PositiveInt | None = Field(None, description="ends the run after so many steps")
+    max_steps: PositiveInt | None = Field(None, description="end the run after this many steps")
     steps_per_epoch: PositiveInt | None = Field(
-        None, description="length of an epoch over a stream that has none"
+        None, description="epoch length for a stream that has no length"
     )
 
     balance: Literal["auto", "equal", "measured", "dynamic"] = Field(
         "auto",
-        description="shares of a batch: equal, measured (by speed and memory), dynamic (measured "
-        "again each epoch), or auto: measured where ranks have different GPUs",
+        description="how ranks share a batch: equal, measured (by speed and memory), dynamic "
+        "(measured every epoch), or auto: measured if ranks have different GPUs, else "
+        "equal",
     )
     share_weights: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None = Field(
-        None, min_length=1, description="relative share of the batch per rank"
+        None,
+        min_length=1,
+        description="share of the batch per rank, such as [2, 1]; nothing is measured then",
     )
 
     # Speed
     step_execution: Literal["auto", "graph", "compile", "eager"] = Field(
-        "auto", description="run a step as one CUDA graph, compiled, or operation by operation"
+        "auto",
+        description="run a step as one CUDA graph, compiled, or operation by operation; auto: the "
+        "fastest that is safe",
     )
     fast_defaults: bool = Field(
         True,
-        description="turn on what is faster on a GPU, unless set otherwise; false: all off",
+        description="turn on everything that is faster on a GPU unless you set it yourself; false: "
+        "all of it off",
     )
     channels_last: bool | None = Field(
-        None, description="lay convolutions out channels last; None: on GPUs"
+        None, description="use the channels-last memory layout for convolutions; None: on GPUs"
     )
     fused_optimizer: bool | None = Field(
-        None, description="Adam, AdamW and SGD as one kernel; None: on GPUs"
+        None, description="run Adam, AdamW and SGD as one kernel; None: on GPUs"
     )
-    cudnn_benchmark: bool = Field(False, description="let cuDNN try its algorithms")
+    cudnn_benchmark: bool = Field(False, description="let cuDNN time its algorithms and pick one")
 
     # Arithmetic
     use_mixed_precision: bool | None = Field(
         None,
-        description="16-bit arithmetic; None: on GPUs that have bf16, for convolutions, recurrent "
-        "layers and models of a million parameters and more",
+        description="compute in 16 bits; None: on GPUs with bf16, for convolutions, recurrent "
+        "layers and models with a million parameters or more",
     )
     mixed_precision_dtype: Literal["auto", "bf16", "fp16"] = Field(
-        "auto", description="auto: bf16 where the GPU has it, else fp16 with loss scaling"
+        "auto", description="auto: bf16 if the GPU has it, else fp16 with loss scaling"
     )
     allow_tf32: bool | None = Field(
-        None, description="TF32 matrix products on Ampere and later; None: yes"
+        None, description="use TF32 for matrix products on Ampere and later; None: yes"
     )
     max_grad_norm: PositiveFloat | None = Field(
-        None, description="clips the gradient of a step to this norm"
+        None, description="clip the gradient of a step to this norm"
     )
     max_grad_value: PositiveFloat | None = Field(
-        None, description="clamps each element of the gradient, after max_grad_norm"
+        None, description="clamp each element of the gradient, after max_grad_norm"
     )
     use_gradient_checkpointing: bool = Field(
-        False, description="recomputes activations in backward: less memory, more time"
+        False, description="recompute activations in backward: less memory, more time"
     )
-    sync_bn: bool = Field(False, description="BatchNorm over all ranks")
+    sync_bn: bool = Field(False, description="compute BatchNorm statistics over all ranks")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        0, description="of order, augmentation and noise; seed the initial weights yourself"
+        0,
+        description="seeds sample order, augmentation and noise; seed the initial weights yourself",
     )
     deterministic: bool = Field(
-        False, description="deterministic kernels: needed for identical bits on GPUs"
+        False, description="use deterministic kernels; needed for identical bits on GPUs"
     )
 
     # Learning rate
-    learning_rate: PositiveFloat = Field(1e-3, description="of the default AdamW")
+    learning_rate: PositiveFloat = Field(1e-3, description="learning rate of the default AdamW")
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
-        1e-2, description="of the default AdamW"
+        1e-2, description="weight decay of the default AdamW"
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="scales the rate by the global batch, or by its square root"
+        "none", description="scale the learning rate by the global batch, or by its square root"
     )
     base_batch_size: PositiveInt | None = Field(
-        None, description="the batch that learning_rate was chosen for; None is batch_size"
+        None, description="the batch size that learning_rate was chosen for; None: batch_size"
     )
     warmup_epochs: Annotated[float, Field(ge=0, le=1e9)] = Field(
-        0.0, description="epochs of warm-up"
+        0.0, description="warm-up in epochs; fractions are allowed"
     )
     warmup_steps: NaturalInt = Field(0, description="warm-up in steps, instead of warmup_epochs")
     warmup_max_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="largest part of the run that is warm-up; 0.1 for a recipe's own warm-up"
+        1.0,
+        description="largest part of the run that warm-up may take; 0.1 for a recipe's own warm-up",
     )
     schedule: str = Field(
         "constant",
         json_schema_extra={"enum": list(SCHEDULES)},
         description="cosine and linear fall to 0 at the end of the run",
     )
-    schedule_step_epochs: PositiveInt = Field(30, description="schedule=step: epochs between drops")
-    schedule_gamma: Annotated[float, Field(gt=0, le=1)] = Field(0.1, description="factor of a drop")
+    schedule_step_epochs: PositiveInt = Field(
+        30, description="schedule=step: epochs between two drops"
+    )
+    schedule_gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.1, description="schedule=step: factor of each drop"
+    )
     scheduler_unit: Literal["step", "epoch"] = Field(
-        "step", description="what a scheduler you bring counts"
+        "step", description="whether your own scheduler counts steps or epochs"
     )
 
     # Averaged weights
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="exponential moving average of the weights, for validation and checkpoints",
+        description="keep an exponential moving average of the weights for validation and "
+        "checkpoints",
     )
     swa_start: NaturalInt | None = Field(
-        None, description="stochastic weight averaging (SWA): the step of the first average"
+        None, description="stochastic weight averaging (SWA): step at which averaging begins"
     )
     swa_every: PositiveInt | None = Field(
-        None, description="optimizer steps between weights that SWA averages; None: an epoch"
+        None, description="steps between two weights that SWA averages; None: an epoch"
     )
 
     # DDP
     find_unused_parameters: bool = Field(
-        False, description="allows parameters without gradient; otherwise an error names them"
+        False, description="allow parameters without a gradient; otherwise an error names them"
     )
-    broadcast_buffers: bool = Field(True, description="buffers follow those of rank 0")
+    broadcast_buffers: bool = Field(True, description="send rank 0's buffers to the other ranks")
     use_gradient_as_bucket_view: bool = Field(
-        True, description="gradients share memory with the buffers of the exchange"
+        True, description="let gradients share memory with the communication buckets"
     )
     bucket_cap_mb: Annotated[float, Field(gt=0, le=1e6)] = Field(
-        25.0, description="size of a buffer of the exchange"
+        25.0, description="size of a communication bucket"
     )
     reduce_bucket_size: PositiveInt | None = Field(None, description="bucket_cap_mb in bytes")
     static_graph: bool = Field(
-        False, description="promises that every step uses the same parameters"
+        False, description="promise that every step uses the same parameters"
     )
     use_fp16_allreduce: bool = Field(False, description="the same as fp16_compression")
     fp16_compression: bool = Field(False, description="send gradients in 16 bits")
     consistency_check_every: NaturalInt = Field(
-        500, description="steps between comparisons of the replicas; 0 is never"
+        500, description="steps between two comparisons of the replicas; 0: never"
     )
 
     # Sharding (training_mode=fully_sharded)
     fsdp_blocks: list[str] | None = Field(
         None,
         min_length=1,
-        description="classes or names of the modules that are gathered as one; None: the model's "
+        description="classes or names of modules that are gathered together; None: the model's "
         "repeated blocks",
     )
     fsdp_reshard: bool = Field(
@@ -253,140 +270,154 @@ class MultiGPUConfig(BaseModel):
     )
     fsdp_copy_size: Annotated[int, Field(gt=0, le=2**20)] | Literal["machine"] | None = Field(
         None,
-        description="ranks that hold one copy of the model together: a number, or machine (all "
-        "ranks of one); None: all",
+        description="number of ranks that share one copy of the model, or machine (the ranks of "
+        "one machine); None: all",
     )
     tensor_parallel: Annotated[int, Field(gt=0, le=2**10)] = Field(
-        1, description="neighbouring ranks that compute each layer together, by the model's plan"
+        1,
+        description="number of neighbouring ranks that compute each layer together, by the model's "
+        "plan",
     )
     fsdp_gather_dtype: Literal["bf16"] | None = Field(
-        None, description="send parameters in 16 bits, with mixed precision; None: as they are"
+        None, description="with mixed precision, send parameters in 16 bits; None: as they are"
     )
 
     # Feeding
     num_workers: NaturalInt = Field(0, description="loader processes per rank")
-    pin_memory: bool = Field(True, description="pinned host memory, on GPUs")
+    pin_memory: bool = Field(True, description="use pinned host memory, on GPUs")
     prefetch_factor: PositiveInt | None = Field(
-        None, description="batches that each worker loads ahead; None: 2"
+        None, description="batches that each worker loads in advance; None: 2"
     )
-    persistent_workers: bool = Field(False, description="keeps workers between epochs")
-    shuffle: bool = Field(True, description="a new order each epoch; a DataLoader keeps its own")
+    persistent_workers: bool = Field(False, description="keep workers alive between epochs")
+    shuffle: bool = Field(
+        True, description="draw a new order each epoch; a DataLoader keeps its own"
+    )
     data_on_gpu: bool | None = Field(
-        None, description="keep a TensorDataset on the GPU; None: where gpu_data_gb allows it"
+        None, description="keep a TensorDataset on the GPU; None: if it fits into gpu_data_gb"
     )
     gpu_data_gb: PositiveFloat | None = Field(
-        None, description="memory for data on the GPU; None: a quarter of what is free"
+        None, description="GPU memory that data may take; None: a quarter of the free memory"
     )
 
     # Keeping
-    enable_fault_tolerance: bool = Field(True, description="writes checkpoints and handles faults")
+    enable_fault_tolerance: bool = Field(True, description="write checkpoints and handle faults")
     checkpoint_frequency: PositiveInt = Field(1000, description="steps between checkpoints")
     checkpoint_interval_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] | None = (
         Field(
             None,
-            description="least seconds between checkpoints written beside training, of which the "
-            "newest and the best wait meanwhile; None: 1 on a GPU, else 0",
+            description="least seconds between two background checkpoints; meanwhile the newest "
+            "and the best wait in memory; None: 1 on a GPU, else 0",
         )
     )
     grace_s: Seconds = Field(
-        30.0, description="seconds a run has to save and end after SIGTERM, SIGUSR1 or Ctrl-C"
+        30.0, description="seconds a run may take to save and exit after SIGTERM, SIGUSR1 or Ctrl-C"
     )
     hang_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="seconds after which a step is a hang; None: 20 usual steps, at least 120"
+        None,
+        description="seconds without progress that count as a hang; None: 20 usual steps, at least "
+        "120",
     )
     max_restarts: NaturalInt = Field(
-        3, description="restarts of the ranks after failures, within restart_window_s"
+        3, description="how often ranks may restart after failures, within restart_window_s"
     )
     restart_window_s: Annotated[float, Field(gt=0)] = Field(
         3600.0, description="seconds after which a restart no longer counts"
     )
     recovery_timeout: Seconds = Field(
-        300.0, description="seconds the ranks have to find each other, also after a restart"
+        300.0, description="seconds that ranks wait for each other at start-up and after a restart"
     )
-    keep_last: PositiveInt = Field(3, description="newest intact checkpoints kept")
-    keep_best: PositiveInt = Field(1, description="best checkpoints by best_metric kept as well")
+    keep_last: PositiveInt = Field(
+        3, description="how many of the newest intact checkpoints to keep"
+    )
+    keep_best: PositiveInt = Field(
+        1, description="how many of the best checkpoints (by best_metric) to keep as well"
+    )
     on_save_failure: Literal["continue", "stop"] = Field(
-        "continue", description="what training does when a checkpoint cannot be written"
+        "continue", description="what to do when a checkpoint cannot be written"
     )
     on_out_of_memory: Literal["split", "stop"] = Field(
         "split",
-        description="a step that does not fit into memory: compute it in smaller parts, or stop",
+        description="when a step does not fit into memory: compute it in smaller parts, or stop",
     )
     on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
         "stop",
-        description="a step whose gradient is NaN or infinite: stop with a diagnosis, skip "
-        "it, or go back to the last checkpoint and skip its batch",
+        description="when a gradient is NaN or infinite: stop with a diagnosis, skip the step, or "
+        "go back to the last checkpoint and skip the batch",
     )
     on_loss_spike: Literal["ignore", "warn", "rollback", "stop"] = Field(
-        "warn", description="a loss far above those before it, as logged"
+        "warn", description="when the logged loss jumps far above earlier ones"
     )
     on_divergence: Literal["stop", "rollback"] = Field(
-        "stop", description="replicas that differ where they should be equal"
+        "stop", description="when replicas differ that should be equal"
     )
-    resume: str | None = Field(
-        None, description="auto, or a checkpoint: its folder, or its URL in object storage"
-    )
+    resume: str | None = Field(None, description="auto, or a checkpoint's folder or URL")
     signing_key_file: str | None = Field(
         None,
-        description="file with a key: checkpoints are signed with it, and only those that are "
-        "signed with it are resumed from",
+        description="key file: sign checkpoints with it, and resume only from checkpoints signed "
+        "with it",
     )
     resume_anyway: bool = Field(
         False,
-        description="resume although a changed setting (seed, data, optimizer) makes it another "
-        "training; MGT_RESUME_ANYWAY=1 does the same",
+        description="resume even though a changed setting (seed, data, optimizer) makes it a "
+        "different training; MGT_RESUME_ANYWAY=1 does the same",
     )
     best_metric: str | None = Field(
-        None, description="validation metric that names the best checkpoint; None is loss"
+        None, description="validation metric that picks the best checkpoint; None: loss"
     )
     best_metric_mode: Literal["auto", "min", "max"] = Field(
-        "auto", description="auto: losses and errors small, everything else large"
+        "auto",
+        description="whether small or large values are better; auto: small for losses and errors, "
+        "large for everything else",
     )
     early_stopping_patience: PositiveInt | None = Field(
-        None, description="epochs without a better best_metric before the run ends"
+        None, description="end the run after this many epochs without a better best_metric"
     )
 
     # Watching
     save_dir: str = Field(
-        "runs", validate_default=True, description="where runs are kept: a folder, or a URL (s3://)"
+        "runs", validate_default=True, description="where runs are kept: a folder or a URL (s3://)"
     )
     local_dir: str | None = Field(
         None,
-        description="with a URL: where local copies of runs lie; None: below ~/.cache",
+        description="if save_dir is a URL: where to keep local copies; None: below ~/.cache",
     )
     upload_every: Annotated[float, Field(gt=0)] = Field(
-        30.0, description="with a URL: seconds between uploads of events and other small files"
+        30.0,
+        description="if save_dir is a URL: seconds between uploads of events and other small files",
     )
     upload_wait_s: Annotated[float, Field(ge=0)] = Field(
-        300.0, description="with a URL: seconds that the end of a run waits for its last uploads"
+        300.0,
+        description="if save_dir is a URL: seconds that a run waits at its end for uploads",
     )
-    recipe: str = Field("custom", description="folder of the run below save_dir")
+    recipe: str = Field("custom", description="subfolder of save_dir for this run")
     run_name: str | None = Field(
-        None, description="name of the run's folder, without slashes; None: the time of its start"
+        None, description="name of the run's folder, without slashes; None: its start time"
     )
     forecast: str | None = Field(
-        None, description="forecast.json of `mgt estimate`, kept with the run for its report"
+        None, description="forecast.json of `mgt estimate`, to compare with in the report"
     )
     log_every: PositiveInt = Field(20, description="steps between log entries")
-    tensorboard: bool = Field(True, description="TensorBoard curves, if it is installed")
+    tensorboard: bool = Field(
+        True, description="write TensorBoard curves, if TensorBoard is installed"
+    )
     loggers: list[str] = Field(
         [],
-        description="where metrics go besides the run's events: csv, tensorboard, wandb, mlflow, "
-        "trackio",
+        description="where to send metrics, besides the run's events: csv, tensorboard, wandb, "
+        "mlflow, trackio",
     )
     logger_options: dict[str, dict[str, Any]] = Field(
         {}, description="options by logger, such as {wandb: {project: mine, mode: online}}"
     )
     validate_every: PositiveInt | None = Field(
-        None, description="optimizer steps between validations inside an epoch"
+        None, description="steps between two validations inside an epoch; None: only at its end"
     )
     validate_at_start: bool = Field(False, description="validate once before the first step")
     limit_val_batches: PositiveInt | None = Field(
-        None, description="validate on the first so many global batches of each set; None: on all"
+        None, description="validate on this many global batches of each set; None: on all"
     )
     f1_average: Literal["macro", "micro", "binary"] = Field(
         "macro",
-        description="what `f1` is: the mean over classes, over all samples, or that of class 1",
+        description="what `f1` averages over: classes (macro), samples (micro), or only class 1",
     )
     progress: Literal["auto", "bar", "lines", "off"] = Field(
         "auto", description="auto: a bar on a terminal, else lines; off: warnings and errors only"
@@ -398,12 +429,12 @@ class MultiGPUConfig(BaseModel):
         2.0, description="seconds between two readings of the device"
     )
     report: bool = Field(
-        True, description="write report.html and metrics.png after 10 s of training and more"
+        True, description="write report.html and metrics.png if training takes at least 10 s"
     )
     profile_steps: str | None = Field(
         None, description="steps to trace with torch.profiler, such as 20-24 or 20-24,200-202"
     )
-    profile_ranks: str = Field("0", description="ranks that are traced: 0 or 0,3, or all")
+    profile_ranks: str = Field("0", description="ranks to trace: 0 or 0,3, or all")
 
     @field_validator("schedule")
     @classmethod

@@ -260,7 +260,7 @@ def test_a_dashboard_for_others_needs_a_token_that_was_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = mgt_here(monkeypatch, capsys, "dashboard", tmp_path, "--host", "0.0.0.0", "--port", "-1")
-    assert said.code == 2 and "whoever reaches this port could stop your runs" in said.err
+    assert said.code == 2 and "anyone who reaches this port could stop your runs" in said.err
     assert "--port -1: use 0 to 65535" in said.err
     said = mgt_here(monkeypatch, capsys, "dashboard", tmp_path, "--port", "-1", "--token", "short")
     assert said.code == 2 and "--token has 5 characters; use at least 12" in said.err

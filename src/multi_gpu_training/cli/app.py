@@ -30,7 +30,7 @@ app = typer.Typer(
 
 @app.callback()
 def options(
-    debug: Annotated[bool, Option(help="show tracebacks; works after any command too")] = False,
+    debug: Annotated[bool, Option(help="show tracebacks; also works after a command")] = False,
 ) -> None:
     """Train a PyTorch model on many GPUs and get what one GPU computes."""
 
@@ -74,10 +74,10 @@ Prices = partial(Option, rich_help_panel="What it costs")
 AnyTarget = partial(Argument, callback=no_flag, autocompletion=complete_target)
 Target = Annotated[str, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
-Warmup = Annotated[int | None, Option(help="steps before; 40 on GPUs, 5 on CPUs")]
+Warmup = Annotated[int | None, Option(help="steps before measuring; 40 on GPUs, 5 on CPUs")]
 AsJson = Annotated[bool, Option("--json", help="for programs")]
 WatchedRuns = Annotated[
-    list[str] | None, Argument(metavar="[RUNS]...", help="folders or URLs; default runs/")
+    list[str] | None, Argument(metavar="[RUNS]...", help="folders or URLs; default: runs/")
 ]
 Nodes = Annotated[
     str | None, Machines("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")
@@ -85,7 +85,8 @@ Nodes = Annotated[
 NodeRank = Annotated[int | None, Machines()]
 MasterAddr = Annotated[str | None, Machines()]
 ClusterToken = Annotated[
-    str | None, Machines(help="file of `mgt cluster token`, the same everywhere", callback=a_path)
+    str | None,
+    Machines(help="file made by `mgt cluster token`, the same everywhere", callback=a_path),
 ]
 InsecureNetwork = Annotated[
     bool, Machines("--insecure-network", help="no token: trust the network")
@@ -94,7 +95,7 @@ EngineName = Annotated[
     str | None,
     Machines(help="local, torchrun, elastic, slurm, ray or kubernetes"),
 ]
-RayAddress = Annotated[str | None, Machines(help="of --engine ray: auto, or HOST:PORT")]
+RayAddress = Annotated[str | None, Machines(help="for --engine ray: auto, or HOST:PORT")]
 RayOptions = Annotated[
     str | None, Machines(help="cpus_per_rank=N,gpus_per_rank=0|1,working_dir=FOLDER")
 ]
@@ -105,9 +106,11 @@ OF_ENGINES: tuple[str, ...] = (
     *("witness", "allow_minority"),
 )
 _WITNESS = (
-    "HOST:PORT of `mgt cluster witness`, or a file that all machines share: decides who goes on"
+    "HOST:PORT of `mgt cluster witness`, or a file that all machines share: decides who continues"
 )
-_MINORITY = "go on with half of the machines or fewer: others may train the same run"
+_MINORITY = (
+    "continue with half of the machines or fewer, even if the others still train the same run"
+)
 WitnessPlace = Annotated[str | None, Machines(help=_WITNESS)]
 AllowMinority = Annotated[bool, Machines("--allow-minority", help=_MINORITY)]
 
@@ -144,24 +147,28 @@ def train(
     multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp, single or auto")] = None,
     num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
-    share_gpu: Annotated[bool | None, Place(help="several ranks on one GPU, for tests")] = None,
+    share_gpu: Annotated[
+        bool | None, Place(help="allow several ranks on one GPU, for tests")
+    ] = None,
     batch_size: Annotated[int | None, Training(help="samples per GPU")] = None,
     epochs: Annotated[int | None, Training(help="passes over the data")] = None,
-    max_steps: Annotated[int | None, Training(help="end after so many steps")] = None,
+    max_steps: Annotated[int | None, Training(help="end after this many steps")] = None,
     lr: Annotated[float | None, Training(help="learning rate")] = None,
     lr_scaling: Annotated[str | None, Training(help="linear, sqrt or none")] = None,
-    warmup_epochs: Annotated[float | None, Training(help="until the rate is reached")] = None,
+    warmup_epochs: Annotated[float | None, Training(help="epochs of warm-up")] = None,
     grad_accum_steps: Annotated[int | None, Training(help="micro-batches per step")] = None,
     mode: Annotated[str | None, Training(help="the recipe's variant")] = None,
     data_dir: Annotated[str | None, Training(help="your data")] = None,
     save_dir: Annotated[str | None, Training(help="where runs are kept: a folder or URL")] = None,
-    run_name: Annotated[str | None, Training(help="of its folder there; default the time")] = None,
+    run_name: Annotated[
+        str | None, Training(help="name of its folder there; default: the time")
+    ] = None,
     resume: Annotated[str | None, Training(help="auto, or a checkpoint (folder, URL)")] = None,
     resume_anyway: Annotated[
-        bool | None, Training("--resume-anyway", help="although seed or data changed")
+        bool | None, Training("--resume-anyway", help="even if seed or data changed")
     ] = None,
-    seed: Annotated[int | None, Training(help="of weights, order and noise")] = None,
-    deterministic: Annotated[bool | None, Training(help="the same bits in each run")] = None,
+    seed: Annotated[int | None, Training(help="seeds weights, order and noise")] = None,
+    deterministic: Annotated[bool | None, Training(help="the same bits in every run")] = None,
     engine: EngineName = None,
     ray_address: RayAddress = None,
     ray_options: RayOptions = None,
@@ -176,9 +183,9 @@ def train(
     # torch.distributed.launch adds it; the environment says the same.
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
-    """Train a recipe, or what a YAML config says, on all GPUs.
+    """Train a recipe or a YAML config on all GPUs.
 
-    Every setting of `mgt config-schema` can be given as --flag VALUE or key=value.
+    Give any setting of `mgt config-schema` as --flag VALUE or key=value.
     """
     from multi_gpu_training.cli.train_command import TrainFlags, train
     from multi_gpu_training.distributed.cluster_token import remember
@@ -198,11 +205,11 @@ def resume(
     num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
     epochs: Annotated[int | None, Training(help="passes over the data, in all")] = None,
-    max_steps: Annotated[int | None, Training(help="end after so many steps, in all")] = None,
+    max_steps: Annotated[int | None, Training(help="end after this many steps, in all")] = None,
     lr: Annotated[float | None, Training(help="learning rate")] = None,
-    data_dir: Annotated[str | None, Training(help="where the data lie now")] = None,
+    data_dir: Annotated[str | None, Training(help="where the data is now")] = None,
     resume_anyway: Annotated[
-        bool | None, Training("--resume-anyway", help="although seed or data changed")
+        bool | None, Training("--resume-anyway", help="even if seed or data changed")
     ] = None,
     engine: EngineName = None,
     ray_address: RayAddress = None,
@@ -217,9 +224,9 @@ def resume(
     allow_minority: AllowMinority = False,
     local_rank: Annotated[int | None, Option(hidden=True)] = None,
 ) -> None:
-    """Go on with a run of a recipe, with the settings in its config.yaml.
+    """Continue a run of a recipe with the settings in its config.yaml.
 
-    Every setting and option can be given again, as for `mgt train`; a table shows what changed.
+    You may give any setting or option again, as for `mgt train`; a table shows what changed.
     """
     from multi_gpu_training.cli.train_command import TrainFlags, train
     from multi_gpu_training.distributed.cluster_token import remember
@@ -241,11 +248,11 @@ def run(
     share_gpu: Annotated[bool, Option("--share-gpu")] = False,
     max_restarts: Annotated[
         int | None,
-        Option(min=0, help="default: what the config of the script allows", show_default=False),
+        Option(min=0, help="default: as the script's config says", show_default=False),
     ] = None,
     recovery_timeout: Annotated[
         float,
-        Option(min=1.0, help="seconds the machines have to find each other, also after a failure"),
+        Option(min=1.0, help="seconds to wait for the other machines, also after a failure"),
     ] = 300.0,
     engine: Annotated[
         str | None,
@@ -261,7 +268,7 @@ def run(
     master_port: int | None = None,
     cluster_token: Annotated[
         str | None,
-        Option(help="file of `mgt cluster token`, the same on every machine", callback=a_path),
+        Option(help="file made by `mgt cluster token`, the same everywhere", callback=a_path),
     ] = None,
     insecure_network: Annotated[
         bool, Option("--insecure-network", help="no token: trust the network")
@@ -285,7 +292,7 @@ def launch(
     ] = None,
     dry_run: Annotated[bool, Option(help="show the command, do not run it")] = False,
 ) -> None:
-    """Ask what to train, on how many GPUs and at which rate, show the command and run it."""
+    """Ask what to train, on how many GPUs and at which rate; show the command and run it."""
     from multi_gpu_training.cli.launch_command import launch
 
     raise typer.Exit(launch(recipe, dry_run))
@@ -295,11 +302,11 @@ def launch(
 def verify(
     ctx: typer.Context,
     target: Annotated[str, AnyTarget(metavar="RECIPE|CONFIG|SCRIPT.py")],
-    ranks: Annotated[str, Option(help="compared with one rank")] = "2,3",
+    ranks: Annotated[str, Option(help="numbers of ranks to compare with one")] = "2,3",
     steps: Annotated[int, Option(help="optimizer steps")] = 8,
     device: Device = "auto",
 ) -> None:
-    """Prove that several ranks compute what one computes, or name why they do not."""
+    """Check that several ranks compute what one computes; if not, name the cause."""
     from multi_gpu_training.cli.verify_command import verify_target
 
     raise typer.Exit(verify_target([target, *ctx.args], ranks, steps, device))
@@ -313,19 +320,20 @@ def check(
     device: Device = "auto",
     num_gpus: Annotated[int, Place(help="-1: all; without GPUs, CPU ranks")] = -1,
     save_dir: Annotated[str, Option(help="where runs will be kept")] = "runs",
-    timeout: Annotated[float, Option(help="seconds that anything may hang")] = 60.0,
+    timeout: Annotated[float, Option(help="seconds after which a check counts as hung")] = 60.0,
     as_json: AsJson = False,
     save_curve: Annotated[
         str | None, Option(help="all-reduce times as CSV, for `mgt estimate --curve`")
     ] = None,
     engine: Annotated[
-        str | None, Machines(help="test this one: local, torchrun, elastic, slurm, ray, kubernetes")
+        str | None,
+        Machines(help="which one to test: local, torchrun, elastic, slurm, ray, kubernetes"),
     ] = None,
     ray_address: RayAddress = None,
     ray_options: RayOptions = None,
     nnodes: Annotated[
         str | None,
-        Machines("--nnodes", "--nodes", help="machines: 2, or of LEAST:MOST the most"),
+        Machines("--nnodes", "--nodes", help="machines: 2, or the MOST of LEAST:MOST"),
     ] = None,
     node_rank: NodeRank = None,
     master_addr: MasterAddr = None,
@@ -353,31 +361,29 @@ def bench(
     ctx: typer.Context,
     target: Target = "image",
     ranks: Annotated[int | None, Option(help="default: every GPU; without GPUs, 2")] = None,
-    steps: Annotated[int, Option(help="measured steps of a case")] = 50,
+    steps: Annotated[int, Option(help="steps to measure per case")] = 50,
     warmup: Warmup = None,
     device: Device = "auto",
-    modes: Annotated[str, Option(help="which of these to compare")] = "single,dp,ddp",
+    modes: Annotated[str, Option(help="what to compare")] = "single,dp,ddp",
     batch_sizes: Annotated[
         str | None, Option(help="like 128,256,512: speed and memory of each")
     ] = None,
     precision: Annotated[
         bool, Option("--precision", help="float32, mixed, and mixed with accumulation")
     ] = False,
-    tune: Annotated[
-        bool, Option("--tune", help="search the settings of DDP and print the winner")
-    ] = False,
+    tune: Annotated[bool, Option("--tune", help="try DDP settings and print the best")] = False,
     allow_compression: Annotated[
         bool, Option("--allow-compression", help="--tune may choose 16-bit gradients")
     ] = False,
     repeats: Annotated[
         int | None, Option(help="rounds over all cases; default 1, with --tune 3")
     ] = None,
-    timeout: Annotated[float, Option(help="seconds a case may take")] = 300.0,
+    timeout: Annotated[float, Option(help="longest time for a case, in seconds")] = 300.0,
     out: Annotated[
         str | None, Option(help="folder for bench.json, .md and .png; default runs/bench/TIME")
     ] = None,
 ) -> None:
-    """Measure a training on this machine: single, DP and DDP, batch sizes, precision, settings.
+    """Measure speed and memory here: single, DP and DDP, batch sizes, precision, DDP settings.
 
     Other flags and words are the recipe's or the script's, as for `mgt train`.
     """
@@ -392,34 +398,30 @@ def estimate(
     target: Target = "image",
     gpus: Annotated[str | None, Place(help="like 1,2,8; default 1, 2, 4 ... 1024")] = None,
     interconnect: Annotated[
-        str | None, Place(help="what connects them; without it: a list")
+        str | None, Place(help="what connects them; leave it out for a list")
     ] = None,
     curve: Annotated[
-        str | None, Place(help="CSV of all-reduce times of your own", callback=a_path)
+        str | None, Place(help="CSV of your own all-reduce times", callback=a_path)
     ] = None,
     gpus_per_node: Annotated[int, Place()] = 8,
     scaling: Annotated[
         str | None, Place(help="weak: same batch per GPU; strong: same global batch")
     ] = None,
-    strategy: Annotated[
-        str, Place(help="ddp: a copy of the model on each GPU; fsdp: a part")
-    ] = "ddp",
-    epochs: Annotated[float | None, Option(help="length of the training")] = None,
-    samples: Annotated[float | None, Option(help="the same, in samples")] = None,
-    price: Annotated[float | None, Prices(help="of a GPU and hour")] = None,
+    strategy: Annotated[str, Place(help="ddp: a whole model per GPU; fsdp: a part")] = "ddp",
+    epochs: Annotated[float | None, Option(help="length of the training, in epochs")] = None,
+    samples: Annotated[float | None, Option(help="length of the training, in samples")] = None,
+    price: Annotated[float | None, Prices(help="per GPU and hour")] = None,
     price_per: Annotated[str, Prices(help="gpu or node")] = "gpu",
     price_source: Annotated[
-        str | None, Prices(help="where the price is from, to be printed")
+        str | None, Prices(help="where the price comes from; printed with it")
     ] = None,
-    price_date: Annotated[str | None, Prices(help="of which day it is; default today")] = None,
+    price_date: Annotated[str | None, Prices(help="date of the price; default: today")] = None,
     catalog: Annotated[str | None, Prices(help="CSV in SkyPilot's format", callback=a_path)] = None,
-    accelerator: Annotated[str | None, Prices(help="its row, like H100")] = None,
-    instance: Annotated[str | None, Prices(help="or its instance type")] = None,
+    accelerator: Annotated[str | None, Prices(help="which accelerator in it, like H100")] = None,
+    instance: Annotated[str | None, Prices(help="or which instance type in it")] = None,
     region: Annotated[str | None, Prices()] = None,
     spot: Annotated[bool, Prices("--spot")] = False,
-    electricity: Annotated[
-        float | None, Prices(help="price of a kWh, for GPUs of your own")
-    ] = None,
+    electricity: Annotated[float | None, Prices(help="price per kWh, for your own GPUs")] = None,
     profile: Annotated[
         str | None,
         Option(help="profile.json of an earlier estimate: measure nothing", callback=a_path),
@@ -427,13 +429,13 @@ def estimate(
     steps: Annotated[int, Option(help="measured steps")] = 50,
     warmup: Warmup = None,
     device: Device = "auto",
-    timeout: Annotated[float, Option(help="seconds that measuring may take")] = 600.0,
+    timeout: Annotated[float, Option(help="longest time for measuring, in seconds")] = 600.0,
     as_json: AsJson = False,
     out: Annotated[
-        str | None, Option(help="folder for what is written; default runs/estimate/NAME-TIME")
+        str | None, Option(help="output folder; default: runs/estimate/NAME-TIME")
     ] = None,
 ) -> None:
-    """Know before you rent: measure one GPU, forecast time, memory and cost on many.
+    """Measure on one GPU; forecast time, memory and cost on many.
 
     Other flags and words are the recipe's or the script's, as for `mgt train`.
     """
@@ -447,44 +449,48 @@ def search(
     ctx: typer.Context,
     target: Annotated[str, AnyTarget(metavar="RECIPE|CONFIG|SCRIPT.py|STUDY")],
     param: Annotated[
-        list[str] | None, Option(help="NAME=LOW..HIGH[:log] or NAME=A,B,C; once for each")
+        list[str] | None, Option(help="NAME=LOW..HIGH[:log] or NAME=A,B,C; repeatable")
     ] = None,
     metric: Annotated[
-        list[str] | None, Option(help="as the run logs it; default val/loss; :min or :max")
+        list[str] | None, Option(help="a metric the run logs, with :min or :max; default: val/loss")
     ] = None,
-    trials: Annotated[int | None, Option(help="in all; default 20")] = None,
+    trials: Annotated[int | None, Option(help="how many in all; default: 20")] = None,
     sampler: Annotated[
         str | None, Option(help="tpe, optuna-tpe, random, grid, cmaes, nsga2 or pbt")
     ] = None,
     pruner: Annotated[str | None, Option(help="none, median, hyperband or asha")] = None,
-    seed: Annotated[int | None, Option(help="of the suggestions")] = None,
-    value: Annotated[str | None, Option(help="last or best validation of a trial")] = None,
+    seed: Annotated[int | None, Option(help="seeds the suggestions")] = None,
+    value: Annotated[str | None, Option(help="judge trials by last or best validation")] = None,
     population: Annotated[int | None, Option(help="pbt: members; default 5")] = None,
     generation_epochs: Annotated[int | None, Option(help="pbt: default 1")] = None,
-    parallel: Annotated[int | None, Place(help="trials at a time; default: by the GPUs")] = None,
+    parallel: Annotated[int | None, Place(help="trials at a time; default: one per GPU")] = None,
     gpus_per_trial: Annotated[int | None, Place(help="without GPUs, CPU ranks")] = None,
-    trials_per_gpu: Annotated[int | None, Place(help="small trials that share a GPU")] = None,
+    trials_per_gpu: Annotated[int | None, Place(help="how many small trials share a GPU")] = None,
     engine: Annotated[str | None, Place(help="where trials run: local or ray")] = None,
     ray_address: RayAddress = None,
     device: Annotated[str | None, Place(help="auto, cpu or cuda")] = None,
-    study: Annotated[str | None, Option(help="its name; default RECIPE-TIME")] = None,
-    save_dir: Annotated[str, Option(help="where searches are kept", callback=a_path)] = (
+    study: Annotated[str | None, Option(help="name of the search; default: RECIPE-TIME")] = None,
+    save_dir: Annotated[str, Option(help="where to keep searches", callback=a_path)] = (
         "runs/search"
     ),
-    storage: Annotated[str | None, Option(help="Optuna's URL; default SQLite beside it")] = None,
-    resume: Annotated[bool, Option("--resume", help="go on with the search STUDY")] = False,
-    trial_timeout: Annotated[float | None, Option(help="seconds a trial may take")] = None,
-    hang_timeout: Annotated[
-        float | None, Option(help="seconds without a sign of life; default 1800")
+    storage: Annotated[
+        str | None, Option(help="Optuna's URL; default: SQLite in the search's folder")
     ] = None,
-    repeat_best: Annotated[int | None, Option(help="train the K best again ...")] = None,
-    seeds: Annotated[int | None, Option(help="... with so many seeds each")] = None,
+    resume: Annotated[bool, Option("--resume", help="continue the search in this folder")] = False,
+    trial_timeout: Annotated[
+        float | None, Option(help="longest time for a trial, in seconds")
+    ] = None,
+    hang_timeout: Annotated[
+        float | None, Option(help="seconds a trial may be silent; default: 1800")
+    ] = None,
+    repeat_best: Annotated[int | None, Option(help="train the K best trials again ...")] = None,
+    seeds: Annotated[int | None, Option(help="... with this many seeds each")] = None,
     forecast: Annotated[
-        bool, Option("--forecast", help="measure one trial, say time and cost, and end")
+        bool, Option("--forecast", help="measure one trial, forecast time and cost, and exit")
     ] = False,
-    price: Annotated[float | None, Prices(help="of a GPU and hour")] = None,
+    price: Annotated[float | None, Prices(help="per GPU and hour")] = None,
 ) -> None:
-    """Search hyperparameters: every trial is an ordinary run, and nothing is lost by a kill.
+    """Search hyperparameters. Every trial is an ordinary run; a killed search can be resumed.
 
     Other flags and words are the recipe's or the script's, as for `mgt train`.
     """
@@ -502,22 +508,22 @@ def checkpoints(
         list[str],
         Argument(
             metavar="[upload] RUN | merge RUN OUT",
-            help="a run folder, its URL, or one checkpoint",
+            help="a run folder, its URL, or a checkpoint",
             callback=a_path,
         ),
     ],
     as_json: AsJson = False,
     to: Annotated[str | None, Option(help="upload: the run's URL, if not its save_dir")] = None,
-    wait: Annotated[float, Option(help="upload: seconds it may take")] = 3600.0,
+    wait: Annotated[float, Option(help="upload: longest time, in seconds")] = 3600.0,
     verify_key: Annotated[
         str | None,
-        Option(help="key file: what is not signed with it counts as damaged", callback=a_path),
+        Option(help="key file: checkpoints not signed with it count as damaged", callback=a_path),
     ] = None,
     like: Annotated[
-        str | None, Option(help="merge: a save_pretrained folder whose config OUT gets")
+        str | None, Option(help="merge: take config and tokenizer from this folder")
     ] = None,
 ) -> None:
-    """List what a run has saved, check every byte, and say which ones are intact.
+    """List the checkpoints of a run, check every byte, and say which are intact.
 
     Ends with 1 if there is none to go on from. `upload RUN` copies a local run to the object
     storage that is its save_dir, and ends with 1 if something is missing there then. `merge RUN
@@ -543,7 +549,7 @@ TrainedRun = Annotated[
     str, Argument(metavar="RUN", help="a run folder, a checkpoint, or its URL", callback=a_path)
 ]
 Checkpoint = Annotated[
-    str | None, Option(help="best, or step-N; default the best, else the newest")
+    str | None, Option(help="best or step-N; default: the best, else the newest")
 ]
 Trust = Annotated[bool, Option("--trust", help="import the code that the checkpoint names")]
 Ranks = Annotated[int, Option(help="-1: all; without GPUs, CPU ranks")]
@@ -553,11 +559,9 @@ Ranks = Annotated[int, Option(help="-1: all; without GPUs, CPU ranks")]
 def evaluate(
     run: TrainedRun,
     data: Annotated[
-        str | None, Option(help="other data, as --data-dir of mgt train", callback=a_path)
+        str | None, Option(help="other data, as for `mgt train --data-dir`", callback=a_path)
     ] = None,
-    part: Annotated[
-        str | None, Option(help="val or all; default val, and all of other data")
-    ] = None,
+    part: Annotated[str | None, Option(help="val or all; default: val, or all of --data")] = None,
     checkpoint: Checkpoint = None,
     num_gpus: Ranks = -1,
     batch_size: Annotated[int | None, Option(min=1)] = None,
@@ -565,7 +569,7 @@ def evaluate(
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a trained model on its validation data, or on others, on all GPUs."""
+    """Evaluate a trained model on its validation data or on other data, on all GPUs."""
     from multi_gpu_training.cli.evaluate_command import EvaluateFlags, evaluate
 
     flags = EvaluateFlags(run, data, part, checkpoint, num_gpus, batch_size, device, trust, as_json)
@@ -577,20 +581,24 @@ def predict(
     run: TrainedRun,
     inputs: Annotated[
         list[str] | None,
-        Argument(metavar="INPUT...", help="files, folders, texts; of ppo a number of episodes"),
+        Argument(metavar="INPUT...", help="files, folders or texts; for ppo, a number of episodes"),
     ] = None,
     task: Annotated[str | None, Option(help="generate or score (texts), play or act (ppo)")] = None,
     out: Annotated[str | None, Option(help="FILE.jsonl or FILE.csv", callback=a_path)] = None,
     form: Annotated[str | None, Option("--format", help="table, jsonl or csv")] = None,
     timeline: Annotated[
-        str | None, Option(help="of videos: FILE.csv or FILE.svg", callback=a_path)
+        str | None, Option(help="video: FILE.csv or FILE.svg", callback=a_path)
     ] = None,
-    every: Annotated[int | None, Option(help="of videos: frames between two clips")] = None,
-    new_tokens: Annotated[int | None, Option(help="generate: at most so many; 64")] = None,
-    temperature: Annotated[float | None, Option(help="generate: 0 takes the likeliest")] = None,
-    seed: Annotated[int | None, Option(help="generate: of the draws")] = None,
+    every: Annotated[int | None, Option(help="video: frames between two clips")] = None,
+    new_tokens: Annotated[
+        int | None, Option(help="generate: at most this many; default: 64")
+    ] = None,
+    temperature: Annotated[
+        float | None, Option(help="generate: 0 picks the likeliest token")
+    ] = None,
+    seed: Annotated[int | None, Option(help="generate: seeds the draws")] = None,
     record: Annotated[
-        str | None, Option(help="play: a folder for a GIF per episode", callback=a_path)
+        str | None, Option(help="play: folder for a GIF of each episode", callback=a_path)
     ] = None,
     checkpoint: Checkpoint = None,
     num_gpus: Ranks = -1,
@@ -598,7 +606,7 @@ def predict(
     device: Device = "auto",
     trust: Trust = False,
 ) -> None:
-    """Predict with a trained model: one result per input, in their order, on all GPUs.
+    """Predict with a trained model, on all GPUs: one result per input, in the same order.
 
     Ends with 1 if an input could not be used.
     """
@@ -630,12 +638,12 @@ def export(
         int | None, Option(min=2, help="longest input: samples of sound, tokens of a text")
     ] = None,
     license_name: Annotated[
-        str, Option("--license", help="of the weights, for the model card")
+        str, Option("--license", help="license of the weights, for the model card")
     ] = "unknown",
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export a trained model, and check the result against PyTorch on real samples."""
+    """Export a trained model and compare it with PyTorch on real samples."""
     from multi_gpu_training.cli.export_command import export_run
 
     raise typer.Exit(
@@ -657,7 +665,7 @@ def report(
     as_json: Annotated[bool, Option("--json", help="verdict and figures, for programs")] = False,
     html: Annotated[bool, Option(help="write the HTML file")] = True,
 ) -> None:
-    """Show what a run did and why it is slow, and how several runs compare."""
+    """Explain what a run did and why it is slow, or compare several runs."""
     from multi_gpu_training.cli.report_command import report
 
     raise typer.Exit(report(runs, out, as_json, html))
@@ -674,7 +682,7 @@ def profile(
     num_gpus: Annotated[int, Place(help="-1: all; without GPUs, CPU ranks")] = -1,
     device: Device = "auto",
 ) -> None:
-    """Trace a few steps of a training: kernels, exposed exchange, gaps, and what would gain most.
+    """Trace a few steps: kernels, exposed communication, gaps, and what to improve first.
 
     Of a run folder, show what its traces found. The traces open in Perfetto.
     """
@@ -707,9 +715,9 @@ def info() -> None:
 
 @app.command()
 def explain(
-    code: Annotated[str | None, Argument(help="such as MGT201; default: all")] = None,
+    code: Annotated[str | None, Argument(help="such as MGT201; default: all codes")] = None,
 ) -> None:
-    """Say what the code below an error message means, and what to do."""
+    """Explain the code below an error message and what to do."""
     from multi_gpu_training.cli.explain_command import explain
 
     raise typer.Exit(explain(code))
@@ -717,7 +725,7 @@ def explain(
 
 @app.command(name="config-schema")
 def config_schema() -> None:
-    """Print the JSON schema of a config file: every setting, and the options of every recipe."""
+    """Print the JSON schema of a config file: every setting and every recipe's options."""
     import json
 
     from multi_gpu_training.recipes.option_schemas import config_file_schema
@@ -735,14 +743,16 @@ def compress(
             "distil[:SHARE|NAME=VALUE]; joined by + they combine; repeat to compare"
         ),
     ],
-    max_drop: Annotated[str | None, Option(help="keep only what loses at most this: 1%")] = None,
+    max_drop: Annotated[
+        str | None, Option(help="keep only models that lose at most this, such as 1%")
+    ] = None,
     out: Annotated[str | None, Option(help="default: RUN-compressed", callback=a_path)] = None,
     device: Device = "auto",
-    epochs: Annotated[int | None, Option(help="of fine-tuning or distillation")] = None,
-    lr: Annotated[float | None, Option(help="learning rate of that training")] = None,
+    epochs: Annotated[int | None, Option(help="epochs of fine-tuning or distillation")] = None,
+    lr: Annotated[float | None, Option(help="learning rate of fine-tuning or distillation")] = None,
     trust: Annotated[bool, Option(help="import the code that the checkpoint names")] = False,
 ) -> None:
-    """Make a trained model smaller, and show size, speed and accuracy before and after."""
+    """Make a trained model smaller; compare size, speed and accuracy before and after."""
     from multi_gpu_training.cli.compress_command import compress
 
     raise typer.Exit(compress(run, method, out, max_drop, device, epochs, lr, trust))
@@ -752,18 +762,22 @@ def compress(
 def serve(
     ctx: typer.Context,
     run: Annotated[str, Argument(help="run folder or checkpoint", callback=a_path)],
-    host: Annotated[str, Option(help="address; by default only this machine")] = "127.0.0.1",
-    port: Annotated[int, Option(help="0: a free one")] = 8000,
+    host: Annotated[
+        str, Option(help="address to listen on; default: this machine only")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(help="0: pick a free port")] = 8000,
     device: Device = "auto",
     checkpoint: Annotated[str | None, Option(help="best or step-N")] = None,
-    task: Annotated[str | None, Option(help="generate, score, ... where there are several")] = None,
-    max_batch: Annotated[int, Option(help="inputs that are computed at once")] = 32,
-    max_delay_ms: Annotated[float, Option(help="that an input waits for others")] = 5.0,
-    max_waiting: Annotated[int, Option(help="inputs that may wait; beyond, 503")] = 1024,
-    max_body_mib: Annotated[float, Option(help="size of a request; beyond, 413")] = 10.0,
-    rate: Annotated[float, Option(help="requests per second and client, 0: any")] = 1000.0,
+    task: Annotated[
+        str | None, Option(help="generate, score, ... if the model has several")
+    ] = None,
+    max_batch: Annotated[int, Option(help="largest number of inputs computed together")] = 32,
+    max_delay_ms: Annotated[float, Option(help="longest wait of an input for others")] = 5.0,
+    max_waiting: Annotated[int, Option(help="inputs that may wait; more get 503")] = 1024,
+    max_body_mib: Annotated[float, Option(help="largest request; larger ones get 413")] = 10.0,
+    rate: Annotated[float, Option(help="requests per second and client; 0: unlimited")] = 1000.0,
     allow_host: Annotated[
-        list[str] | None, Option(help="name of this server, besides HOST")
+        list[str] | None, Option(help="another name of this server, besides HOST")
     ] = None,
     trust: Annotated[bool, Option(help="import the code that the checkpoint names")] = False,
 ) -> None:
@@ -777,17 +791,19 @@ def serve(
 @app.command()
 def dashboard(
     runs: WatchedRuns = None,
-    host: Annotated[str, Option(help="address; by default only this machine")] = "127.0.0.1",
-    port: Annotated[int, Option(help="0: a free one")] = 8765,
+    host: Annotated[
+        str, Option(help="address to listen on; default: this machine only")
+    ] = "127.0.0.1",
+    port: Annotated[int, Option(help="0: pick a free port")] = 8765,
     token: Annotated[
         str | None, Option(envvar="MGT_DASHBOARD_TOKEN", help="default: a new one each time")
     ] = None,
     allow_host: Annotated[
-        list[str] | None, Option(help="name of this server, besides HOST")
+        list[str] | None, Option(help="another name of this server, besides HOST")
     ] = None,
-    read_only: Annotated[bool, Option("--read-only", help="show runs, change nothing")] = False,
+    read_only: Annotated[bool, Option("--read-only", help="only show runs; no actions")] = False,
 ) -> None:
-    """Watch runs in a browser while they train; compare, save, stop them, change their rate."""
+    """Watch runs live in a browser: compare, save or stop them, change their learning rate."""
     from multi_gpu_training.cli.dashboard_command import dashboard
 
     folders = runs or ["runs"]
@@ -797,10 +813,10 @@ def dashboard(
 @app.command()
 def top(
     runs: WatchedRuns = None,
-    once: Annotated[bool, Option("--once", help="print the runs as they are, and end")] = False,
-    interval: Annotated[float, Option(help="seconds between two looks", min=0.2)] = 1.0,
+    once: Annotated[bool, Option("--once", help="print the current state and exit")] = False,
+    interval: Annotated[float, Option(help="seconds between updates", min=0.2)] = 1.0,
 ) -> None:
-    """Watch runs in the terminal while they train: ranks, phases, devices, events."""
+    """Watch runs live in the terminal: ranks, phases, devices, events."""
     from multi_gpu_training.cli.dashboard_command import top
 
     raise typer.Exit(top(runs or ["runs"], once, interval))
@@ -808,10 +824,10 @@ def top(
 
 @app.command()
 def jobs(
-    folder: Annotated[str, Argument(help="where jobs were submitted from", callback=a_path)] = ".",
+    folder: Annotated[str, Argument(help="folder that you submitted from", callback=a_path)] = ".",
     as_json: AsJson = False,
 ) -> None:
-    """List the Slurm jobs that were submitted from this folder, and how they stand."""
+    """List the Slurm jobs submitted from this folder, and their state."""
     from multi_gpu_training.cli.jobs_command import show_jobs
 
     raise typer.Exit(show_jobs(folder, as_json))
@@ -819,9 +835,9 @@ def jobs(
 
 @app.command()
 def cancel(
-    job: Annotated[list[str], Argument(metavar="JOB...", help="numbers that `mgt jobs` lists")],
+    job: Annotated[list[str], Argument(metavar="JOB...", help="job numbers, from `mgt jobs`")],
 ) -> None:
-    """End Slurm jobs. A job that runs saves first, and can be resumed."""
+    """Cancel Slurm jobs. A running job saves first and can be resumed."""
     from multi_gpu_training.cli.cancel_command import cancel_jobs
 
     raise typer.Exit(cancel_jobs(job))
@@ -835,7 +851,7 @@ app.add_typer(cluster, name="cluster")
 def token(
     file: Annotated[str, Argument(help="where to write it", callback=a_path)] = "cluster.token",
 ) -> None:
-    """Write a new token for the machines of a run. Only you can read it; copy it to each."""
+    """Write a new token that only you can read; copy it to each machine of the run."""
     from multi_gpu_training.cli.cluster_command import new_token
 
     raise typer.Exit(new_token(file))
@@ -844,7 +860,7 @@ def token(
 @cluster.command("witness")
 def serve_witness(
     address: Annotated[
-        str, Argument(metavar="HOST:PORT", help="where to listen, as nodes reach it")
+        str, Argument(metavar="HOST:PORT", help="where to listen; nodes must reach it")
     ],
     cluster_token: ClusterToken = None,
     insecure_network: InsecureNetwork = False,

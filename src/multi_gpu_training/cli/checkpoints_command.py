@@ -46,7 +46,8 @@ def show_checkpoints(run: str, as_json: bool, verify_key: str | None = None) -> 
     if not given.is_dir():
         found = "not a folder" if given.exists() else "no such folder"
         raise ConfigError(
-            f"mgt checkpoints {run}: {found}; give a run folder like runs/RECIPE/NAME"
+            f"mgt checkpoints {run}: {found}; give a run folder like runs/RECIPE/NAME",
+            code="MGT104",
         )
     return _show(inspect(given, read_signer(verify_key, signs=False)), as_json)
 

@@ -31,7 +31,7 @@ def dashboard(
 
     if token is None and not is_loopback(host):
         problems.append(
-            f"--host {host}: whoever reaches this port could stop your runs; give a --token, or "
+            f"--host {host}: anyone who reaches this port could stop your runs; give a --token, or "
             "set MGT_DASHBOARD_TOKEN, to let in only those who know it"
         )
     if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii()):
@@ -39,7 +39,7 @@ def dashboard(
             f"--token has {len(token)} characters; use at least {SHORTEST_TOKEN} plain ones"
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, code="MGT105" if missing else "MGT100")
     from multi_gpu_training.dashboard.dashboard_app import Dashboard
     from multi_gpu_training.dashboard.live_runs import LiveRuns
     from multi_gpu_training.serving import http_server

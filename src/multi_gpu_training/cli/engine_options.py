@@ -25,10 +25,10 @@ _SLURM: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "gpus_per_task": (
-        Annotated[int | None, _option(help="bind GPUs to tasks: each sees so many", min=1)],
+        Annotated[int | None, _option(help="bind GPUs to tasks: how many each task sees", min=1)],
         None,
     ),
-    "time": (Annotated[str | None, _option(help="limit of a job, such as 4:00:00")], None),
+    "time": (Annotated[str | None, _option(help="time limit of a job, such as 4:00:00")], None),
     "partition": (Annotated[str | None, _option(help="one that `sinfo` lists")], None),
     "sbatch": (
         Annotated[
@@ -50,7 +50,7 @@ _SLURM: dict[str, tuple[Any, Any]] = {
     "max_requeues": (
         Annotated[
             int | None,
-            _option(help="times a job continues after a time limit or lost node; 50", min=0),
+            _option(help="how often a job may continue after a time limit or lost node; 50", min=0),
         ],
         None,
     ),
@@ -58,7 +58,7 @@ _SLURM: dict[str, tuple[Any, Any]] = {
         Annotated[bool, _option("--dry-run", help="show the script or manifest")],
         False,
     ),
-    "detach": (Annotated[bool, _option("--detach", help="submit, and do not follow it")], False),
+    "detach": (Annotated[bool, _option("--detach", help="submit and return")], False),
 }
 _KUBERNETES: dict[str, tuple[Any, Any]] = {
     "image": (
@@ -69,7 +69,7 @@ _KUBERNETES: dict[str, tuple[Any, Any]] = {
         Annotated[str | None, _option(help="jobset, pytorchjob or trainjob", panel=_PODS)],
         None,
     ),
-    "namespace": (Annotated[str | None, _option(help="of the job", panel=_PODS)], None),
+    "namespace": (Annotated[str | None, _option(help="namespace of the job", panel=_PODS)], None),
     "claim": (
         Annotated[
             str | None,

@@ -28,19 +28,19 @@ FLAGS = "\n".join(
     if name not in _OWN
 )
 federated = typer.Typer(
-    no_args_is_help=True, help="Federated training with Flower: data stay with their clients."
+    no_args_is_help=True, help="Federated training with Flower: data stays with its clients."
 )
 
 Target = Annotated[str, Argument(metavar="RECIPE|SCRIPT.py", help="what each client trains")]
-Rounds = Annotated[int, Option(help="in all")]
-Clients = Annotated[int, Option(help="that take part")]
+Rounds = Annotated[int, Option(help="how many in all")]
+Clients = Annotated[int, Option(help="how many take part")]
 Strategy = Annotated[
     str, Option(help="fedavg, fedavgm (--server-momentum), fedprox (--mu) or fedadam (--server-lr)")
 ]
 SaveDir = Annotated[str, Option(help="folder of the federation")]
-Resume = Annotated[bool, Option("--resume", help="go on after the last saved round")]
+Resume = Annotated[bool, Option("--resume", help="continue after the last saved round")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
-Ranks = Annotated[int, Option("--num-gpus", help="of each client; without GPUs, CPU ranks")]
+Ranks = Annotated[int, Option("--num-gpus", help="GPUs per client; without GPUs, CPU ranks")]
 CaFile = Annotated[str | None, Option(help="CA certificate of the server")]
 
 
@@ -98,7 +98,7 @@ def server(
     resume: Resume = False,
     address: Annotated[str, Option(help="HOST:PORT to listen on")] = "0.0.0.0:9092",
     ca_file: CaFile = None,
-    certificate: Annotated[str | None, Option(help="of this server, PEM")] = None,
+    certificate: Annotated[str | None, Option(help="certificate of this server, PEM")] = None,
     key: Annotated[str | None, Option(help="private key of the certificate")] = None,
     client_keys: Annotated[
         str | None, Option(help="folder of the clients' public keys, *.pub")
@@ -129,12 +129,12 @@ def client(
     ctx: typer.Context,
     target: Target,
     server: Annotated[str, Option(help="HOST:PORT")],
-    name: Annotated[str, Option(help="that the server shows; default: this machine's")] = "",
+    name: Annotated[str, Option(help="name that the server shows; default: this machine's")] = "",
     save_dir: SaveDir = "runs/federated-client",
     device: Device = "auto",
     num_gpus: Ranks = 1,
     ca_file: CaFile = None,
-    key: Annotated[str | None, Option(help="private key that the server knows")] = None,
+    key: Annotated[str | None, Option(help="private key whose public part the server has")] = None,
     require_secure: Annotated[
         bool, Option("--require-secure", help="answer only with SecAgg+")
     ] = False,
@@ -167,8 +167,8 @@ def client(
 @federated.command()
 def keys(
     folder: Annotated[str, Argument(help="where to write them")],
-    host: Annotated[str, Option(help="name or address by which clients reach the server")],
-    client: Annotated[list[str], Option(help="name of a client; repeat")],
+    host: Annotated[str, Option(help="name or address at which clients reach the server")],
+    client: Annotated[list[str], Option(help="name of a client; repeatable")],
 ) -> None:
     """Make a CA, a server certificate and a key pair per client, to try a federation with TLS."""
     from multi_gpu_training.federated.federation_keys import make_keys

@@ -29,7 +29,7 @@ def serve(run: str, flags: dict[str, Any]) -> int:
     if missing:
         problems.append(f"mgt serve needs {' and '.join(missing)}; run {install('serve')}")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems, code="MGT105" if missing else "MGT100")
     from multi_gpu_training.delivery.loaded_model import load
     from multi_gpu_training.serving import http_server
     from multi_gpu_training.serving.http_limits import MIB, RequestLimits, is_loopback

@@ -67,8 +67,8 @@ def _healthy(run: RunRecord, steps: Steps) -> str:
     elif steps.mean_loaded_step > 2 * steps.step:
         other = 1 - steps.step / steps.mean_loaded_step
         text = (
-            f"nothing stands out but other work on the machine, which holds up the ranks for "
-            f"{other:.0%} of a step of {step}; of the rest"
+            f"nothing stands out except other work on the machine, which takes {other:.0%} of a "
+            f"step of {step}; of the rest"
         )
     elif len(steps.ranks) > 1 and not steps.unseen and max(transfer, waits) >= EVERYWHERE:
         where = "exchanging gradients costs much of it"

@@ -134,13 +134,13 @@ def _speed(
     team: Team, curve: Sequence[tuple[int, float]], link_gbps: float | None
 ) -> Iterator[Finding]:
     if team.ranks == 1:
-        yield SUMS.passed("one rank: there is nobody to exchange with")
+        yield SUMS.passed("one rank: nothing to exchange")
         return
     size, seconds = curve[-1]
     speed = bus_gbps(size, seconds, team.ranks)
     text = (
-        f"sums right; {curve[0][1] * 1e6:,.0f} us for {curve[0][0] // 1024} KiB, {speed:.2g} GB/s "
-        f"at {size // 2**20} MiB"
+        f"sums are right; {curve[0][1] * 1e6:,.0f} us for {curve[0][0] // 1024} KiB, "
+        f"{speed:.2g} GB/s at {size // 2**20} MiB"
     )
     facts = {"bus_gbps": speed, "curve": [list(point) for point in curve]}
     if link_gbps is not None:
@@ -158,14 +158,14 @@ def _speed(
 
 def _training(team: Team, found: dict[str, object]) -> Finding:
     topic, apart = GROUP.about("training step"), float(str(found["apart"]))
-    text = f"{found['steps']} steps of DDP on {team.ranks} ranks"
+    text = f"{found['steps']} DDP steps on {team.ranks} ranks"
     if found["replicas_differ"] or not apart <= TOLERANCE:  # NaN is not within it either
         return topic.fail(
-            f"{text} are not what one process computes: weights differ by {apart:.1e}"
+            f"{text} do not match one process: weights differ by {apart:.1e}"
             + (", and between ranks" if found["replicas_differ"] else ""),
             "do not train like this; `mgt verify image` looks for the cause",
         )
-    text += f" are those of one process (weights apart {apart:.0e})"
+    text += f" match one process (weights differ by {apart:.0e})"
     return topic.passed(text, apart=apart)
 
 

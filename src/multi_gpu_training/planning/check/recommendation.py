@@ -43,13 +43,13 @@ def recommend(
     reasons = [*_why(fit, speed, ranks_at_hand)]
     if fit.counted.get("in_memory"):
         workers = 0  # a worker would copy from memory what the rank itself can read
-        reasons.append("the data is in memory: loader workers would only carry it about")
+        reasons.append("the data is in memory: loader workers would only copy it")
     elif workers:
         reasons.append(f"{workers} loader workers for each rank's cores")
     else:
         reasons.append("no core is left for loader workers")
     mixed = "mixed" in fit.precision
-    reasons.append(f"{fit.precision} is what this training takes here")
+    reasons.append(f"this training computes in {fit.precision} here")
     settings = {**batch_settings(fit, speed), "num_workers": workers, "use_mixed_precision": mixed}
     return Recommendation(
         mode=speed.mode,
@@ -74,7 +74,7 @@ def _why(fit: TrainingFit, speed: MeasuredSpeed, ranks_at_hand: int) -> Iterator
     elif fit.too_busy:
         yield f"this machine is too busy to tell what {ranks_at_hand} {fit.unit}s give"
     elif ranks_at_hand > 1:
-        yield f"{ranks_at_hand} {fit.unit}s are hardly faster than one, or slower"
+        yield f"{ranks_at_hand} {fit.unit}s are hardly faster than one, or even slower"
 
 
 def batch_settings(fit: TrainingFit, speed: MeasuredSpeed) -> dict[str, Any]:

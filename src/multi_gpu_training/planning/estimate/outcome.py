@@ -228,7 +228,7 @@ def measured_lines(profile: StepProfile) -> list[str]:
         f"{profile.device}, {profile.precision}: batch {profile.per_rank_batch}"
         + (f" x {profile.accumulation} micro-batches" if profile.accumulation > 1 else "")
         + f", step {milliseconds(middle)} (10 % - 90 %: {milliseconds(low)} - "
-        f"{milliseconds(high)}), {number(rate)} samples/s, run as {profile.execution}",
+        f"{milliseconds(high)}), {number(rate)} samples/s, {profile.execution} steps",
         f"forward {milliseconds(profile.forward_s)}, backward {milliseconds(profile.backward_s)}, "
         f"optimizer {milliseconds(profile.optimizer_s)}",
         f"{counted(len(profile.buckets), 'bucket')} of gradients, "
@@ -240,12 +240,12 @@ def measured_lines(profile: StepProfile) -> list[str]:
         + (" ..." if len(profile.buckets) > 6 else ""),
     ]
     if profile.data_on_device:
-        lines.append("the data lie on the GPU: nothing is loaded")
+        lines.append("the data is on the GPU: nothing is loaded")
     elif profile.loader_rates:
         rates = ", ".join(
             f"{workers}: {number(found)}" for workers, found in sorted(profile.loader_rates.items())
         )
-        lines.append(f"samples/s that are read, by workers: {rates}")
+        lines.append(f"samples/s read, by number of workers: {rates}")
     if profile.memory:
         points = ", ".join(f"{p.per_rank_batch}: {memory(p.peak_bytes)}" for p in profile.memory)
         fitting = largest_batch(profile)

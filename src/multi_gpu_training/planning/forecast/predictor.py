@@ -19,8 +19,8 @@ from .timeline import Phases, exchange, sharded_exposed_s, straggler_s
 NOTICED = 0.02
 
 BAND_MEANING = (
-    "80 % of published trainings like this one lie inside: models, machines and projects that the "
-    "coefficients had not seen. The band of one holds 80 % of its measured steps."
+    "holds 80 % of comparable published trainings, on models, machines and projects left out of "
+    "the fit. The band of one rank holds 80 % of its measured steps."
 )
 
 
@@ -241,7 +241,9 @@ def _notes(question: Question, rows: Sequence[ForecastRow]) -> tuple[str, ...]:
             "more ranks than that may be slower."
         )
     if question.loader_rate is not None and question.node_loader_rate is None and rows:
-        notes.append("Every rank is taken to load as fast as the one measured: with its own cores.")
+        notes.append(
+            "Assumes that every rank loads data as fast as the measured one, with its own cores."
+        )
     unfilled = [row.gpus for row in rows if row.global_batch > question.epoch_samples]
     if unfilled:
         notes.append(
