@@ -113,6 +113,23 @@ def test_a_dry_run_shows_the_whole_job_on_a_machine_without_slurm(mgt: Mgt, tmp_
     assert not (tmp_path / "slurm-jobs").exists()
 
 
+def test_words_with_spaces_and_signs_reach_sbatch_whole(
+    mgt: Mgt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm(tmp_path)
+    folder = tmp_path / "my project %j"
+    folder.mkdir()
+    (folder / "train.py").touch()
+    monkeypatch.chdir(folder)
+    words = ("run", *SLURM, "--num-gpus", "1")
+    said = mgt(*words, "--dry-run", "--sbatch", r"comment=a #\b", "train.py")
+    # Slurm drops quotes, and a backslash even inside them; in the name of a log %% is %.
+    assert r"#SBATCH --comment='a #\\b'" in said.out
+    assert f"#SBATCH --output='{tmp_path}/my project %%j/slurm-jobs/%j.log'" in said.out
+    followed = mgt(*words, "--detach", "train.py")
+    assert f"its log is {folder}/slurm-jobs/17.log" in followed.err
+
+
 def test_ranks_of_a_recipe_are_not_told_where_they_run(mgt: Mgt) -> None:
     said = mgt(
         *("train", "image", *SLURM, "--num-gpus", "2", "--epochs=1", "--dry-run", "lr=0.1"),
@@ -143,7 +160,7 @@ def test_gpus_bound_to_tasks_and_nodes_of_several_kinds_are_asked_for(mgt: Mgt) 
 def test_a_task_has_as_many_ranks_as_slurm_gave_it_gpus() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3", "SLURM_GPUS_ON_NODE": "4"}) == 2
     assert visible_gpus({"SLURM_GPUS_ON_NODE": "4"}) == 4
-    assert visible_gpus({}) == 0
+    assert visible_gpus({}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == 0
 
 
 @pytest.mark.parametrize(
@@ -281,6 +298,37 @@ def test_a_detached_job_is_left_to_itself_and_can_be_cancelled(mgt: Mgt, tmp_pat
     assert "scancel 17 18_3" in called(tmp_path)
 
 
+def test_each_task_of_an_array_is_listed_and_one_that_ended_keeps_none_alive(
+    mgt: Mgt, tmp_path: Path
+) -> None:
+    fake_slurm(tmp_path, "RUNNING")
+    mgt("run", *SLURM, "--num-gpus", "2", "--detach", "--sbatch", "array=0-4", "train.py")
+    lines = [
+        f"JobId={number} ArrayJobId=17 ArrayTaskId={task} JobName=train JobState={state} "
+        f"Restarts={requeued} Reason=None ExitCode={code} NodeList=n1"
+        for number, task, state, requeued, code in [
+            (19, "1", "FAILED", 0, "3:0"),
+            (17, "2", "RUNNING", 2, "0:0"),
+            (20, "3-4", "PENDING", 0, "0:0"),
+        ]
+    ]
+    text = "\n".join(lines)
+    command(tmp_path, "scontrol", f"echo '{text}'")
+    forgotten = tmp_path / "slurm-jobs" / "17_0"
+    forgotten.mkdir()
+    (forgotten / "exit_code").write_text("0")
+    (tmp_path / "slurm-jobs" / "17_2.log").touch()
+    rows = json.loads(mgt("jobs", "--json").out)
+    assert [(row["job"], row["state"], row["requeued"]) for row in rows] == [
+        ("17_0", "ended with 0", ""),
+        ("17_1", "failed with 3", 0),
+        ("17_2", "running", 2),
+        ("17_3-4", "pending (None)", 0),
+    ]
+    assert [bool(row["log"]) for row in rows] == [False, False, True, False]
+    assert mgt("cancel", "17").code == 0  # though its first task has ended
+
+
 def test_a_check_names_what_the_queue_lacks(mgt: Mgt, tmp_path: Path) -> None:
     fake_slurm(tmp_path)
     command(
@@ -360,7 +408,8 @@ def test_the_token_of_a_job_stands_neither_in_a_file_nor_on_a_command_line(
     [
         (0, {}, False),
         (3, {}, False),  # the training's own error
-        (2, {"down": "n2"}, False),  # a config that no node can mend
+        (2, {}, False),  # a config that no node can mend
+        (2, {"down": "n2"}, True),  # a program that is missing on one node
         (143, {}, True),  # its ranks were asked to end
         (143, {"most": 2}, False),  # it was requeued twice already
         (143, {"state": "CANCELLED"}, False),
@@ -378,6 +427,18 @@ def test_a_job_is_requeued_when_that_helps(
     assert ("scontrol requeue 17" in called(tmp_path)) == requeued
     excluded = "scontrol update JobId=17 ExcNodeList=n2" in called(tmp_path)
     assert excluded == (requeued and "down" in kwargs)
+
+
+def test_one_task_of_an_array_is_requeued_without_the_others(
+    attempt: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The array's own number is the job id of one of its tasks.
+    task = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "2"}
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+    assert attempt(143, **task) == 143
+    assert "scontrol requeue 17_2\n" in called(tmp_path)
+    assert "scontrol -o show job 17_2\n" in called(tmp_path)
 
 
 def test_a_job_requeued_too_often_ends_before_it_trains(

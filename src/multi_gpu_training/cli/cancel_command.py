@@ -9,7 +9,7 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.slurm.slurm_commands import (
     SlurmRefused,
     cancel,
-    job_status,
+    job_statuses,
     require_slurm,
 )
 from multi_gpu_training.safe_output import brief
@@ -20,10 +20,11 @@ def cancel_jobs(jobs: Sequence[str]) -> int:
     if wrong:
         raise ConfigError(f"{brief(wrong[0])} is not the number of a job; `mgt jobs` lists them")
     require_slurm("mgt cancel")
-    over = {job: status for job in jobs if (status := job_status(job)) is None or status.ended}
+    stand = {job: job_statuses(job) for job in jobs}
+    over = {job: tasks for job, tasks in stand.items() if all(task.ended for task in tasks)}
     if over:
-        job, status = next(iter(over.items()))
-        how = "is not known to Slurm" if status is None else f"has ended as {status.state}"
+        job, tasks = next(iter(over.items()))
+        how = f"has ended as {tasks[0].state}" if tasks else "is not known to Slurm"
         raise ConfigError(f"job {job} {how}; `mgt jobs` lists those that run. None was cancelled")
     try:
         cancel(jobs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from rich.table import Table
 
 from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.launch.slurm.batch_script import JOBS, exit_code_file
-from multi_gpu_training.launch.slurm.slurm_commands import job_status, require_slurm
+from multi_gpu_training.launch.slurm.slurm_commands import job_statuses, require_slurm
 from multi_gpu_training.safe_output import printable
 
 
@@ -24,7 +26,7 @@ def show_jobs(folder: str, as_json: bool) -> int:
             "train --engine slurm` was typed"
         )
     require_slurm("mgt jobs")
-    found = [_row(script.stem, jobs) for script in scripts]
+    found = [row for script in scripts for row in _rows(script.stem, jobs)]
     if as_json:
         print(json.dumps(found, indent=1))
         return 0
@@ -35,25 +37,43 @@ def show_jobs(folder: str, as_json: bool) -> int:
     return 0
 
 
-def _row(job: str, folder: Path) -> dict[str, Any]:
-    log = folder / f"{job}.log"
-    shown = str(log) if log.exists() else ""
+def _rows(job: str, folder: Path) -> list[dict[str, Any]]:
+    """What is known of a job, or of each task of an array."""
     try:
-        status = job_status(job)
+        found = job_statuses(job)
     except LaunchError as error:
-        return _fields(job, "", f"unknown ({error})", "", "", shown)
-    if status is None:  # Slurm forgets a job minutes after its end
-        try:
-            code = int(exit_code_file(folder, job).read_text())
-        except (OSError, ValueError):
-            return _fields(job, "", "ended", "", "", shown)
-        return _fields(job, "", f"ended with {code}", "", "", shown)
-    state = status.state.lower()
-    if status.state == "PENDING":
-        state += f" ({status.reason})"
-    elif status.ended and status.exit_code:
-        state += f" with {status.exit_code}"
-    return _fields(job, status.name, state, status.restarts, status.nodes, shown)
+        return [_fields(job, "", f"unknown ({error})", "", "", _log(job, folder))]
+    rows = {}
+    for status in found:
+        name = f"{job}_{status.task}" if status.task else job
+        state = status.state.lower()
+        if status.state == "PENDING":
+            state += f" ({status.reason})"
+        elif status.ended and status.exit_code:
+            state += f" with {status.exit_code}"
+        rows[name] = _fields(
+            name, status.name, state, status.restarts, status.nodes, _log(name, folder)
+        )
+    # Slurm forgets a job minutes after its end.
+    for place in (folder / job, *folder.glob(f"{job}_*/")):
+        if place.name not in rows:
+            with suppress(OSError, ValueError):
+                state = f"ended with {int(exit_code_file(folder, place.name).read_text())}"
+                log = _log(place.name, folder)
+                rows[place.name] = _fields(place.name, "", state, "", "", log)
+    if not rows:
+        return [_fields(job, "", "ended", "", "", _log(job, folder))]
+    return [rows[name] for name in sorted(rows, key=_number)]
+
+
+def _number(name: str) -> tuple[int, ...]:
+    """The job and the first task that it stands for."""
+    return tuple(map(int, re.findall(r"\d+", name)[:2]))
+
+
+def _log(name: str, folder: Path) -> str:
+    log = folder / f"{name}.log"
+    return str(log) if log.exists() else ""
 
 
 def _fields(*values: Any) -> dict[str, Any]:

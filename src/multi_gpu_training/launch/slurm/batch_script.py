@@ -74,7 +74,8 @@ class Component:
             found.append(f"--gpus-per-node={self.gpus_per_node}")
         if self.partition is not None:
             found.append(f"--partition={self.partition}")
-        return [*found, *(f"--{option}" for option in self.options)]
+        pairs = (option.partition("=") for option in self.options)
+        return [*found, *(f"--{key}{equals}{_quoted(value)}" for key, equals, value in pairs)]
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,9 @@ class BatchJob:
             for option in part.options
         )
 
-    @property
-    def log(self) -> str:
-        """Where it writes, in sbatch's pattern."""
-        return str(self.folder / ("%A_%a.log" if self.is_array else "%j.log"))
+    def log(self, job: str) -> Path:
+        """Where a job writes; each task of an array has a log of its own."""
+        return self.folder / f"{job}{'_*' if self.is_array else ''}.log"
 
     def text(self) -> str:
         first, *further = self.components
@@ -115,7 +115,7 @@ class BatchJob:
         lead = LEAD_S if limit is None else max(30, min(LEAD_S, limit // 4))
         asked = [
             f"--job-name={self.name}",
-            f"--output={self.log}",
+            f"--output={_quoted(self._output)}",
             "--open-mode=append",
             "--requeue" if self.max_requeues else "--no-requeue",
             # To the batch script alone, which passes it on and has the job requeued.
@@ -137,6 +137,12 @@ class BatchJob:
             f"  -- {shlex.join(self.command)}",
         ]
         return "\n".join(lines) + "\n"
+
+    @property
+    def _output(self) -> str:
+        """The log in sbatch's pattern, in which the folder's own % stands for nothing."""
+        name = "%A_%a.log" if self.is_array else "%j.log"
+        return f"{str(self.folder).replace('%', '%%')}/{name}"
 
     def _flags(self) -> list[str]:
         flags = [f"--folder={self.folder}", f"--submission={self.submission}"]
@@ -286,6 +292,13 @@ def read_setup(path: str | None) -> str:
 def exit_code_file(folder: Path, key: str) -> Path:
     """Where a job leaves its exit code, for the time when Slurm has forgotten it."""
     return folder / key / "exit_code"
+
+
+def _quoted(text: str) -> str:
+    """A word of an #SBATCH line, which Slurm reads like a shell, but also \\ inside quotes."""
+    if re.fullmatch(r"[\w@%+=:,./\[\]-]*", text, re.ASCII):
+        return text
+    return shlex.quote(text.replace("\\", "\\\\"))
 
 
 def _inside_quotes(text: str) -> str:

@@ -43,7 +43,6 @@ from multi_gpu_training.launch.slurm.slurm_commands import (
 from multi_gpu_training.safe_files import make_private, write_atomically
 
 STOPPED = 143
-CONFIG_ERROR = 2
 PROBE_S = 90.0
 LOOK_EVERY_S = 0.2
 
@@ -77,7 +76,8 @@ class JobSupervisor:
         if self._limit_near or code == STOPPED:
             why = "the time limit is near" if self._limit_near else "its ranks were asked to end"
             return 0 if code == 0 else self._requeue(why, [])
-        if code not in (0, CONFIG_ERROR):
+        if code:
+            # Also after 2, a wrong config: Slurm ends a task with it whose program is missing.
             broken = self._broken_nodes()
             if broken:
                 return self._requeue(f"{', '.join(broken)} cannot run a process", broken, code)

@@ -49,7 +49,16 @@ def main() -> None:
         return
     env = os.environ
     Fence(flags.folder, int(env.get("SLURM_RESTART_COUNT", 0))).watch()
-    ranks = flags.ranks or visible_gpus(env) or 1
+    ranks = flags.ranks or visible_gpus(env)
+    if not ranks:
+        print(
+            "the job named no number of ranks, and Slurm gave this task no GPU "
+            f"(CUDA_VISIBLE_DEVICES={env.get('CUDA_VISIBLE_DEVICES', '')!r}); submit it with "
+            "--gpus-per-node N, or with --num-gpus N for CPU ranks",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.exit(2)
     tasks = int(env["SLURM_STEP_NUM_TASKS"])
     if flags.most_nodes:  # with one task each
         env[FULL_WORLD] = str(flags.most_nodes * ranks)
@@ -74,6 +83,8 @@ def launch(plan: LaunchPlan, command: Sequence[str]) -> int:
 def visible_gpus(env: Mapping[str, str]) -> int:
     """How many GPUs Slurm gave this task."""
     listed = env.get("CUDA_VISIBLE_DEVICES") or env.get("ROCR_VISIBLE_DEVICES") or ""
+    if listed == "NoDevFiles":  # Slurm's word for none
+        return 0
     if listed:
         return len(listed.split(","))
     return int(env.get("SLURM_GPUS_ON_NODE") or 0)

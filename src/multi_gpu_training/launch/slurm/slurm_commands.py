@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from multi_gpu_training.distributed.identity import slurm_key
 from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.safe_output import printable
 
@@ -54,6 +55,7 @@ class JobStatus:
     name: str = ""
     start: str = ""
     excluded: str = ""
+    task: str = ""  # of an array; one that waits may stand for several, such as 0-3
 
     @property
     def ended(self) -> bool:
@@ -162,17 +164,22 @@ def partitions() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def job_status(job: str) -> JobStatus | None:
-    """How a job stands; None where Slurm has forgotten it."""
+def job_statuses(job: str) -> list[JobStatus]:
+    """How a job stands, or each task of an array; empty where Slurm has forgotten it."""
     try:
         out = call("scontrol", "-o", "show", "job", job)
     except SlurmRefused as error:
         if "invalid job id" in error.said.lower():
-            return None
+            return []
         raise
-    # A heterogeneous job has a line per component, an array one per task. The first one decides.
-    lines = [line for line in out.splitlines() if line.strip()]
-    return parse_job(lines[0]) if lines else None
+    found = [parse_job(line) for line in out.splitlines() if line.strip()]
+    # A heterogeneous job has a line per component. The first one decides.
+    return found if any(status.task for status in found) else found[:1]
+
+
+def job_status(job: str) -> JobStatus | None:
+    """How a job that is not an array stands; None where Slurm has forgotten it."""
+    return next(iter(job_statuses(job)), None)
 
 
 def parse_job(line: str) -> JobStatus:
@@ -193,6 +200,7 @@ def parse_job(line: str) -> JobStatus:
         field("JobName"),
         field("StartTime"),
         field("ExcNodeList"),
+        field("ArrayTaskId"),
     )
 
 
@@ -217,5 +225,6 @@ def cancel(jobs: Sequence[str]) -> None:
 
 def own_job() -> str:
     """The id under which this job is requeued and asked about."""
+    # One task of an array has the array's own id as its job id, which would mean all tasks.
     # Of a heterogeneous job only the leader can be requeued.
-    return os.environ.get("SLURM_HET_JOB_ID") or os.environ["SLURM_JOB_ID"]
+    return slurm_key(os.environ) or os.environ["SLURM_JOB_ID"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import signal
 import sys
 import time
@@ -79,13 +80,14 @@ class SlurmEngine(Engine):
         began = time.time()
         self._job = submit(batch.text())
         (batch.folder / f"{self._job}.sh").write_text(batch.text())
-        log = Path(batch.log.replace("%j", self._job))
+        log = batch.log(self._job)
         _say(f"submitted job {self._job}; its log is {log}")
         if given.get("detach"):
             _say(f"`mgt jobs` shows how it stands, `mgt cancel {self._job}` ends it")
             self._outcome = RunOutcome()
             return
         signals.listen()
+        self._signals = signals
         self._follower = LogFollower(self._job, log, began)
 
     def watch(self) -> RunOutcome | None:
@@ -105,6 +107,9 @@ class SlurmEngine(Engine):
         cancel([self._job])
         deadline = time.monotonic() + CANCEL_S
         while self._follower.look() is None and time.monotonic() < deadline:
+            if self._signals.interrupts > 1:
+                _say(f"not waiting for job {self._job} any longer; `mgt jobs` shows how it ends")
+                return
             time.sleep(0.2)
 
     def close(self) -> None:
@@ -182,6 +187,7 @@ class LogFollower:
         self._job = job
         self._log = log
         self._place = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # reads may cut a letter
         # Where job ids began anew, an older job's log may lie there.
         with suppress(OSError):
             if log.stat().st_mtime < began:
@@ -231,7 +237,7 @@ class LogFollower:
             return  # the job has not begun
         self._place += len(new)
         if new:
-            sys.stdout.write(new.decode(errors="replace"))
+            sys.stdout.write(self._decoder.decode(new))
             sys.stdout.flush()
 
     @property
