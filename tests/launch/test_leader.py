@@ -9,6 +9,7 @@ import pytest
 
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.elastic.membership import (
+    CLAIM_S,
     LAST_CALL_S,
     LOST_S,
     Membership,
@@ -167,6 +168,25 @@ def test_a_node_that_was_started_anew_is_not_the_one_that_was_there() -> None:
     training(found, 0, 1)
     found.hear(node(1, start=1), 0.5)
     assert "was started anew" in str(found.broken(5.0))
+
+
+def test_two_machines_with_one_number_do_not_take_turns() -> None:
+    found = members(most=3)
+    first, second = node(1), node(1, start=1)
+    found.hear(first, 0.0)
+    assert found.claim(first, 0.5) is None
+    assert found.claim(second, 0.6) is second  # whether the first one lives is not known yet
+    found.hear(first, 1.0)
+    assert found.claim(second, 1.1) == first
+    assert found.claim(node(0, start=1), 1.2) == node(0)  # whoever leads is there
+    # One that fell silent has lost its place, and does not get it back from the second.
+    third = node(1, start=2)
+    assert found.claim(third, 2.0) is third
+    assert found.claim(third, 2.0 + CLAIM_S) is None
+    found.hear(third, 2.0 + CLAIM_S)
+    assert found.claim(first, 5.0) == third
+    found.leave(first)
+    assert found.left == set() and third.name in found.nodes
 
 
 def test_a_node_whose_ranks_failed_takes_the_others_along() -> None:

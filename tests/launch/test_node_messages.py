@@ -310,6 +310,18 @@ def test_nodes_that_were_started_differently_are_told() -> None:
         second.next_round()
 
 
+def test_a_second_launcher_with_the_same_number_is_refused_and_the_first_trains_on(
+    pair: tuple[Rendezvous, Rendezvous],
+) -> None:
+    first, second = pair
+    with (
+        node(1, first.me.port) as again,
+        pytest.raises(ConfigError, match="--node-rank 1 is taken by"),
+    ):
+        again.next_round()
+    assert first.why_again() is None and second.why_again() is None
+
+
 def test_everything_listens_on_one_address_alone() -> None:
     store = HostedStore(HERE, 0, 5.0, None)
     listener = MessageServer(HERE, 0, lambda message: {}, KEY)

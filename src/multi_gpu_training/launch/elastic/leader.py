@@ -183,8 +183,17 @@ class Leader:
             return {"problem": problem}
         if node.node_rank >= members.most or node.name == me.name:
             raise ValueError(f"{node.title} is not one of {members.most} nodes")
-        self.term = max(self.term, beat.term)
         at, news = now(), False
+        other = members.claim(node, at)
+        if other is node:
+            return {}
+        if other is not None:
+            where = f"{other.address}:{other.port}, whose launcher runs"
+            return {
+                "problem": f"--node-rank {node.node_rank} is taken by the machine at {where}; give "
+                f"each machine its own number, from 0 to {members.most - 1}"
+            }
+        self.term = max(self.term, beat.term)
         # A leader that has just been started does not count nodes of a run that goes on.
         if members.number or not node.round:
             news = members.hear(node, at)
@@ -238,8 +247,7 @@ class Leader:
 
     def hear_left(self, node: Node) -> None:
         """A node has ended its ranks and leaves."""
-        self.members.lose(node.name, "has left")
-        self.members.left.add(node.node_rank)
+        self.members.leave(node)
 
     def untold(self, me: Node) -> bool:
         """Whether nodes that are there have still to hear that the run has ended."""

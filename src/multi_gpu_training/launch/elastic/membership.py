@@ -24,6 +24,8 @@ from multi_gpu_training.launch.restart_policy import Fault
 LOST_S = 10.0
 # A run that may have more nodes than it needs waits this long for them before it begins.
 LAST_CALL_S = 10.0
+# A second launcher for a node number waits so long for a sign of life of the first.
+CLAIM_S = 2.0
 
 
 def _plain(name: str) -> str:
@@ -175,17 +177,36 @@ class Membership:
         self.places: dict[str, tuple[int, int]] = {}  # in the roster: index, and first rank
         self._names: set[str] = set()  # of the roster
         self._by_rank: dict[int, str] = {}
+        self._claims: dict[str, float] = {}  # second launchers for a number, and since when
+        self._replaced: dict[str, Node] = {}  # launchers that fell silent, and who took their place
         self._seen: dict[str, float] = {}
         self._confirmed: dict[str, float] = {}
         self._lost: dict[str, str] = {}  # name -> why
         self._since = now  # when the gathering of the next round began
         self._highest = 0  # round that any node has taken part in
 
+    def claim(self, node: Node, now: float) -> Node | None:
+        """The other launcher that has the number of this one; None if this one may have it.
+
+        The node itself is returned while that is not known yet.
+        """
+        if node.name in self._replaced:
+            return self._replaced[node.name]
+        other = self._by_rank.get(node.node_rank)
+        if other is None or other == node.name:
+            return None
+        since = self._claims.setdefault(node.name, now)
+        if other == self.leader or self._seen[other] > since:
+            return self.nodes[other]
+        # It was started anew, and the first one ended without a word.
+        return node if now - since < CLAIM_S else None
+
     def hear(self, node: Node, now: float) -> bool:
         """A node has told about itself; whether that is news."""
         other = self._by_rank.get(node.node_rank)
         if other is not None and other != node.name:
             self.lose(other, "was started anew")
+            self._replaced[other] = node
         if node.name in self._lost and node.phase != "waiting":
             return False  # it will learn that its round went on without it
         news = self.nodes.get(node.name) != node
@@ -218,6 +239,13 @@ class Membership:
         self.fresh.discard(name)
         if name in self._names:
             self._lost.setdefault(name, why)
+
+    def leave(self, node: Node) -> None:
+        """A node has ended its ranks and leaves."""
+        other = self._by_rank.get(node.node_rank)
+        self.lose(node.name, "has left")
+        if other in (None, node.name):  # else another launcher is that node by now
+            self.left.add(node.node_rank)
 
     def forget_silent(self, now: float) -> None:
         for name, seen in list(self._seen.items()):

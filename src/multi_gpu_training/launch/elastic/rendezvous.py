@@ -261,6 +261,8 @@ class Rendezvous:
             return None
         if view.ended is not None:
             return "the run was given up"
+        if self._contact.problem is not None:
+            return "the leader refuses this node"
         if self._cut_off() is not None:
             return self._cut_off()
         if view.number != self.me.round or self.me.name not in {n.name for n in view.roster}:
