@@ -113,6 +113,26 @@ def test_a_dry_run_shows_the_whole_job_on_a_machine_without_slurm(mgt: Mgt, tmp_
     assert not (tmp_path / "slurm-jobs").exists()
 
 
+@pytest.mark.parametrize("kind", ["VIRTUAL_ENV", "CONDA_PREFIX", "MGT_PYTHON", "", "none"])
+def test_a_job_uses_the_python_that_its_set_up_activates_or_else_the_submitters(
+    mgt: Mgt, tmp_path: Path, kind: str
+) -> None:
+    python = tmp_path / "env" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho the set-up\n")
+    python.chmod(0o755)
+    value = python if kind == "MGT_PYTHON" else tmp_path / "env"
+    (tmp_path / "setup.sh").write_text(f"set -eu\n{f'export {kind}={value}' if kind else ''}\n")
+    setup = () if kind == "none" else ("--setup-file", "setup.sh")
+    script = mgt("run", *SLURM, "--num-gpus", "1", "--dry-run", *setup, "train.py").out
+    # The user's own shell may have another environment active.
+    env = {"VIRTUAL_ENV": "/other", "CONDA_PREFIX": "/other", "PATH": "/usr/bin:/bin"}
+    script = script.replace(sys.executable, "/bin/echo")
+    done = subprocess.run(["/bin/bash"], input=script, env=env, capture_output=True, text=True)
+    wanted = "the set-up" if kind not in ("", "none") else "-m multi_gpu_training.launch.slurm"
+    assert done.stdout.startswith(wanted), done.stderr
+
+
 def test_words_with_spaces_and_signs_reach_sbatch_whole(
     mgt: Mgt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

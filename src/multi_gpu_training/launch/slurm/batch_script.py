@@ -127,12 +127,21 @@ class BatchJob:
         for component in further:
             lines += ["#SBATCH hetjob", *(f"#SBATCH {option}" for option in component.lines())]
         lines.append("")
+        lines.append(f'python="{_inside_quotes(self.python)}"')
         if self.setup:
-            lines += ["# --setup-file", self.setup.rstrip("\n"), ""]
+            # One that activates an environment means its Python; the shell of the user who
+            # submitted the job, whose variables sbatch passes on, may have another one active.
+            lines += [
+                "mgt_venv=${VIRTUAL_ENV:-} mgt_conda=${CONDA_PREFIX:-}",
+                *("# --setup-file", self.setup.rstrip("\n"), "# End of --setup-file"),
+                'if [ "${VIRTUAL_ENV:-$mgt_venv}" != "$mgt_venv" ]; then',
+                "  python=$VIRTUAL_ENV/bin/python",
+                'elif [ "${CONDA_PREFIX:-$mgt_conda}" != "$mgt_conda" ]; then',
+                "  python=$CONDA_PREFIX/bin/python",
+                "fi",
+            ]
         lines += [
-            # A set-up that activates an environment means its Python.
-            "python=${MGT_PYTHON:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}}",
-            f'exec "${{python:-{_inside_quotes(self.python)}}}" -m {_SUPERVISOR} \\',
+            f'exec "${{MGT_PYTHON:-$python}}" -m {_SUPERVISOR} \\',
             f"  {shlex.join(self._flags())} \\",
             f"  -- {shlex.join(self.command)}",
         ]
