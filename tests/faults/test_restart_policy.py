@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from multi_gpu_training import MultiGPUConfig
-from multi_gpu_training.launch.restart_policy import Fault, Limits, RestartPolicy, back_off
+from multi_gpu_training.launch.restart_policy import (
+    Fault,
+    Limits,
+    NodeLosses,
+    RestartPolicy,
+    back_off,
+)
 
 KILLED = "SIGKILL"
 
@@ -69,6 +75,14 @@ def test_a_rank_that_never_comes_to_a_step_is_not_started_for_ever() -> None:
     policy = RestartPolicy(Limits(99, window_s=3600.0))
     verdicts = [policy.judge(Fault(0, KILLED), float(n)) for n in range(3)]
     assert "three times before its first step with SIGKILL" in verdicts[2].reason
+
+
+def test_lost_nodes_are_excused_only_while_the_run_gets_further() -> None:
+    losses = NodeLosses()
+    assert [losses.excused(step) for step in (None, 5, 9)] == [True] * 3
+    # A training that brings down every node at the same step would be restarted for ever.
+    assert [losses.excused(step) for step in (9, 7, None)] == [False] * 3
+    assert losses.excused(10)
 
 
 def test_what_no_restart_can_mend_is_not_restarted() -> None:

@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import pytest
 from processes import Program, Said, mgt_here
 from ray_nodes import SOURCE, RayRun, add_node, quick_nodes, ray_nodes
 
+from multi_gpu_training.launch.ray_cluster.actor_ranks import ActorRanks
+from multi_gpu_training.launch.ray_cluster.rank_actor import RankLook, Site
 from multi_gpu_training.launch.ray_cluster.ray_engine import ranks_that_fit
 
 needs_ray = pytest.mark.skipif(
@@ -104,6 +108,68 @@ def test_without_a_number_a_node_gets_as_many_ranks_as_the_clusters_nodes_have_r
 ) -> None:
     head, small, large = {"CPU": 4.0}, {"CPU": 64.0, "GPU": 4.0}, {"CPU": 128.0, "GPU": 8.0}
     assert ranks_that_fit([head, small, large], wanted, rank) == ranks
+
+
+class Answers:
+    """A Ray whose one actor gives these answers, one after another; errors are raised."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        kinds = ("RayError", "RayActorError", "ObjectLostError", "GetTimeoutError")
+        self.exceptions = types.SimpleNamespace(
+            RayError=(base := type("RayError", (Exception,), {})),
+            **{kind: type(kind, (base,), {}) for kind in (*kinds[1:], "ActorDiedError")},
+        )
+        self.look = self.end = self.send = self
+
+    def remote(self, *_: object) -> object:
+        return object()
+
+    def wait(self, calls: list[object], **_: object) -> tuple[list[object], list[object]]:
+        return calls, []
+
+    def get(self, _: object, timeout: float | None = None) -> Any:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, str):
+            raise getattr(self.exceptions, answer)
+        return answer
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"NodeID": "n", "Alive": False}]
+
+    def kill(self, _: object) -> None:
+        pass
+
+
+def ranks_of(
+    ray: Answers, monkeypatch: pytest.MonkeyPatch, folder: Path, lease_s: float
+) -> ActorRanks:
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
+    monkeypatch.setattr("multi_gpu_training.launch.ray_cluster.actor_ranks.LEASE_S", lease_s)
+    return ActorRanks([ray], [Site("n", "10.0.0.2", "host", (), True, "", {}, ())], folder)
+
+
+@pytest.mark.parametrize("lost", ["ObjectLostError", "GetTimeoutError", "RayActorError"])
+def test_an_answer_that_is_lost_with_its_node_is_not_the_end_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: str
+) -> None:
+    look = RankLook(None, "S", b"", b"", b"", b"", False, {})
+    ranks = ranks_of(Answers(look, lost, look, lost), monkeypatch, tmp_path, 0.5)
+    assert [ranks.codes()[0] for _ in range(3)] == [None] * 3  # it may only be out of reach
+    deadline = time.monotonic() + 30
+    while ranks.codes()[0] is None:
+        assert time.monotonic() < deadline
+    assert ranks.lost == {0: True}
+
+
+def test_ranks_out_of_reach_count_as_running_until_their_lease_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ranks = ranks_of(Answers("ObjectLostError"), monkeypatch, tmp_path, 1.0)
+    began = time.monotonic()
+    ranks.end(signal.SIGTERM)
+    assert time.monotonic() - began >= 1.0 and ranks.lost == {0: True}
 
 
 # On a real cluster

@@ -107,6 +107,24 @@ class RestartPolicy:
         )
 
 
+class NodeLosses:
+    """Whether a lost node is nobody's fault: as long as the run gets further from loss to loss.
+
+    Where a scheduler replaces nodes for ever, a training that brings its nodes down would never
+    end.
+    """
+
+    def __init__(self) -> None:
+        self._furthest: int | None = None
+
+    def excused(self, step: int | None) -> bool:
+        """Whether this loss, at a step or before the first one, is not counted as a failure."""
+        reached = -1 if step is None else step
+        further = self._furthest is None or reached > self._furthest
+        self._furthest = reached if self._furthest is None else max(reached, self._furthest)
+        return further
+
+
 def back_off(restarts: int) -> float:
     """Seconds to wait before the next restart, after so many recent ones: 0, 1, 2, 4 ..."""
     return 0.0 if restarts == 0 else min(LONGEST_PAUSE_S, float(2 ** min(restarts - 1, 16)))

@@ -97,8 +97,8 @@ class ActorRanks(RankProcesses):
         for call in ready:
             rank = self._calls.pop(call)
             try:
-                look = ray.get(call)
-            except ray.exceptions.RayActorError as error:
+                look = ray.get(call, timeout=_ANSWER_S)
+            except _unheard() as error:
                 self._no_answer(rank, error)
                 continue
             except ray.exceptions.RayError as error:
@@ -174,10 +174,10 @@ class ActorRanks(RankProcesses):
                 look = ray.get(call, timeout=max(0.1, deadline - time.monotonic()))
                 if look is not None:
                     self._take(rank, look)
-            except ray.exceptions.RayActorError as error:
-                self._no_answer(rank, error)
             except ray.exceptions.GetTimeoutError:
                 self._ask_again(rank)
+            except _unheard() as error:
+                self._no_answer(rank, error)
             except ray.exceptions.RayError:
                 continue
         while self._calls:
@@ -195,6 +195,14 @@ class ActorRanks(RankProcesses):
             with suppress(Exception):
                 ray.kill(actor)
         self._actors, self._calls, self._codes = {}, {}, {}
+
+
+def _unheard() -> tuple[type[Exception], ...]:
+    """What Ray raises where an actor, or an answer that it gave, is out of reach."""
+    from ray import exceptions
+
+    # A long answer stays on the actor's node until it is fetched, and is lost with it.
+    return exceptions.RayActorError, exceptions.ObjectLostError, exceptions.GetTimeoutError
 
 
 class _Lines:

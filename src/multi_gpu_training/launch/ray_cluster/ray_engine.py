@@ -28,7 +28,7 @@ from multi_gpu_training.launch.local import LocalEngine, Meeting, rank_variables
 from multi_gpu_training.launch.ray_cluster.actor_ranks import ActorRanks
 from multi_gpu_training.launch.ray_cluster.rank_actor import LEASE_S, RankActor, Site
 from multi_gpu_training.launch.ray_cluster.ray_connection import RayOptions, connect
-from multi_gpu_training.launch.restart_policy import Fault, RestartVerdict
+from multi_gpu_training.launch.restart_policy import Fault, NodeLosses, RestartVerdict
 from multi_gpu_training.launch.signals import LauncherSignals
 from multi_gpu_training.portability import LOOPBACK_INTERFACE
 
@@ -60,6 +60,7 @@ class RayEngine(LocalEngine):
         self._patience_s = AT_START_S
         self._spare: Any = None  # a bundle that waits for room for another node
         self._next_look = 0.0
+        self._losses = NodeLosses()
 
     @classmethod
     def fits(cls, hosts: Hosts, config: MultiGPUConfig | None) -> bool:
@@ -334,11 +335,11 @@ class RayEngine(LocalEngine):
         assert isinstance(ranks, ActorRanks)
         limits = self._policy.limits
         if ranks.lost and all(ranks.lost.values()) and limits is not None and limits.restarts:
-            # As between bare machines, a lost node does not count as a failure of the training.
-            return RestartVerdict(
-                True,
-                "restarting every rank from the newest checkpoint, on the nodes that are left",
-            )
+            if self._losses.excused(fault.step):
+                return RestartVerdict(
+                    True,
+                    "restarting every rank from the newest checkpoint, on the nodes that are left",
+                )
         return super()._decide(fault, error)
 
     def _grow(self) -> None:
