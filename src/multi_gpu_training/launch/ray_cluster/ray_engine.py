@@ -334,12 +334,12 @@ class RayEngine(LocalEngine):
         ranks = self._running
         assert isinstance(ranks, ActorRanks)
         limits = self._policy.limits
-        if ranks.lost and all(ranks.lost.values()) and limits is not None and limits.restarts:
-            if self._losses.excused(fault.step):
-                return RestartVerdict(
-                    True,
-                    "restarting every rank from the newest checkpoint, on the nodes that are left",
-                )
+        node = ranks.lost and all(ranks.lost.values())
+        if node and limits is not None and limits.restarts and self._losses.excused(fault.step):
+            return RestartVerdict(
+                True,
+                "restarting every rank from the newest checkpoint, on the nodes that are left",
+            )
         return super()._decide(fault, error)
 
     def _grow(self) -> None:
