@@ -135,6 +135,29 @@ def test_a_script_keeps_its_arguments_and_one_node_needs_no_token(mgt: Mgt, tmp_
     assert container["resources"] == {} and container["volumeMounts"][1]["mountPath"] == "/data"
 
 
+def test_restarts_of_a_script_are_those_that_were_asked_for(mgt: Mgt, tmp_path: Path) -> None:
+    words = ("--num-gpus", "2", "--claim", "runs", "--max-restarts", "9")
+    manifest = shown(mgt, "jobset", "run", *words, "--recovery-timeout", "60", "train.py")
+    told = started(manifest, 0, tmp_path)
+    assert told[5:8] == ["--max-restarts=9", "--recovery-timeout=60", "train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (("--kind", "trainjob", "--max-requeues", "3"), "its runtime says how often"),
+        (("--pod", "runtime=mine"), "is for --kind trainjob"),
+        (("--pod", "gpu=amd.com/gpu"), "needs --gpus-per-node N"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    mgt: Mgt, words: tuple[str, ...], remedy: str
+) -> None:
+    kept = ("--num-gpus", "2", "--claim", "runs", "--dry-run")
+    said = mgt("run", *KUBERNETES, *kept, *words, "train.py")
+    assert said.code == 2 and said.err.count("  - ") == 1 and remedy in said.err, said.err
+
+
 def test_submitting_uses_kubectl_and_the_token_stands_on_no_command_line(
     mgt: Mgt, tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ class KubernetesJob:
     tolerations: tuple[Mapping[str, str], ...] = ()
     pod: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 0
+    launcher_flags: tuple[str, ...] = ()  # of `mgt run` in each pod; a recipe's config has them
 
     def manifest(self) -> Manifest:
         """The job itself, without the secret that its pods share."""
@@ -252,7 +253,7 @@ class KubernetesJob:
             line = f"{shlex.join([python, *self.command])} {words}"
         else:
             run = shlex.join([python, "-m", "multi_gpu_training", "run"])
-            line = f"{run} {words} {shlex.join(self.command)}"
+            line = f"{run} {words} {shlex.join([*self.launcher_flags, *self.command])}"
         return f'node="{node}"\nunset {_FOREIGN}\nexec {line}\n'
 
 

@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -126,6 +128,7 @@ def kubernetes_job(plan: LaunchPlan, job: RankJob) -> KubernetesJob:
         except ConfigError as error:
             problems += error.problems
     pod = parse_pod_options(given.get("pod") or (), problems)
+    problems += _idle_options(kind, given, pod, int(gpus))
     claim, _, mount = str(given.get("claim") or "").partition(":")
     command, keeps = _kept(job.command, claim, mount or MOUNT)
     if not keeps:
@@ -161,7 +164,31 @@ def kubernetes_job(plan: LaunchPlan, job: RankJob) -> KubernetesJob:
         tuple(tolerations),
         pod,
         MAX_RESTARTS if restarts is None else restarts,
+        () if command[:1] == ("-m",) else _launcher_flags(plan),
     )
+
+
+def _idle_options(
+    kind: str, given: Mapping[str, Any], pod: Mapping[str, str], gpus: int
+) -> Iterator[str]:
+    """What was asked for and would do nothing."""
+    if kind == "trainjob" and given.get("max_requeues") is not None:
+        yield (
+            "--max-requeues with --kind trainjob: its runtime says how often pods restart; drop it"
+        )
+    if kind != "trainjob" and "runtime" in pod:
+        yield f"--pod runtime={brief(pod['runtime'])} is for --kind trainjob; drop it"
+    if not gpus and "gpu" in pod:
+        yield f"--pod gpu={brief(pod['gpu'])} needs --gpus-per-node N: how many of them"
+
+
+def _launcher_flags(plan: LaunchPlan) -> tuple[str, ...]:
+    flags = []
+    if plan.max_restarts is not None:
+        flags.append(f"--max-restarts={plan.max_restarts}")
+    if plan.recovery_timeout != LaunchPlan.recovery_timeout:
+        flags.append(f"--recovery-timeout={plan.recovery_timeout:g}")
+    return tuple(flags)
 
 
 def _kept(command: tuple[str, ...], claim: str, mount: str) -> tuple[tuple[str, ...], bool]:
