@@ -127,6 +127,8 @@ def test_a_job_uses_the_python_that_its_set_up_activates_or_else_the_submitters(
     script = mgt("run", *SLURM, "--num-gpus", "1", "--dry-run", *setup, "train.py").out
     # The user's own shell may have another environment active.
     env = {"VIRTUAL_ENV": "/other", "CONDA_PREFIX": "/other", "PATH": "/usr/bin:/bin"}
+    if kind == "none":  # the job's own process runs outside
+        env |= {"MGT_TASK_PREFIX": "apptainer exec image.sif", "MGT_PYTHON": "/in/the/container"}
     script = script.replace(sys.executable, "/bin/echo")
     done = subprocess.run(["/bin/bash"], input=script, env=env, capture_output=True, text=True)
     wanted = "the set-up" if kind not in ("", "none") else "-m multi_gpu_training.launch.slurm"

@@ -141,7 +141,9 @@ class BatchJob:
                 "fi",
             ]
         lines += [
-            f'exec "${{MGT_PYTHON:-$python}}" -m {_SUPERVISOR} \\',
+            # With a container's command before it, MGT_PYTHON is a path in the container.
+            '[ -n "${MGT_TASK_PREFIX:-}" ] || python=${MGT_PYTHON:-$python}',
+            f'exec "$python" -m {_SUPERVISOR} \\',
             f"  {shlex.join(self._flags())} \\",
             f"  -- {shlex.join(self.command)}",
         ]
