@@ -4,13 +4,13 @@
       ConfigError         the request contradicts itself, the machine or the data (exit code 2)
         DataError         the dataset cannot serve the request
         ModelError        the model or the loss cannot be trained as asked
-      ShardError          a shard of a stream broke off while it was read
-      LaunchError         ranks could not be started or found each other
+      ShardError          a shard of a stream could not be read to its end
+      LaunchError         ranks could not be started, or did not find each other
       RankFailure         a rank of a running job died
-      CheckpointError     nothing intact to load, or it belongs to another model
-      DivergenceError     replicas that should be equal are not
+      CheckpointError     no intact checkpoint, or it belongs to another model
+      DivergenceError     replicas differ that should be equal
       NonFiniteLossError  the loss or a gradient became NaN or infinite
-      LossSpikeError      the loss jumped far above what it was
+      LossSpikeError      the loss jumped far above earlier values
       MemoryShortError    the smallest micro-batch does not fit into memory
 
 Every message says what was asked, what was found and what to do next. Each kind of failure also has
@@ -236,7 +236,7 @@ class StaleStepsError(MultiGPUError):
     def __init__(self, problem: str, step: int, saved: int | None) -> None:
         super().__init__(
             f"recorded steps up to step {step} are wrong: {problem}. Checkpoints after step "
-            f"{saved} are removed; the run goes on from there, without recording"
+            f"{saved} are removed; the run continues from there without recording"
         )
         self.saved = saved
 
@@ -260,7 +260,7 @@ class NonFiniteLossError(MultiGPUError):
     def describe(self, findings: Sequence[Any], names: Sequence[str], trainer: Any) -> None:
         """Add the diagnosis: (rank, (loss, samples, parameters)) of each bad micro-batch."""
         self.findings = list(findings)
-        lines = [f"step {self.step}: the gradient is not finite; no weight was moved by it"]
+        lines = [f"step {self.step}: the gradient is not finite; it changed no weight"]
         for rank, (loss, samples, bad) in findings[:4]:
             what = f"the loss is {loss}" if loss - loss != 0 else f"the loss is finite ({loss:g})"
             shown = ", ".join(map(str, samples[:64])) or "unknown"
@@ -268,10 +268,10 @@ class NonFiniteLossError(MultiGPUError):
             names = names or bad
             lines.append(f"rank {rank}: {what}; samples {shown}{more}")
         if not findings:
-            lines.append("the loss is finite on every rank, also when the step is computed again")
+            lines.append("the loss is finite on every rank, even when the step is computed again")
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            lines.append(f"parameters with such a gradient: {', '.join(names[:8])}{more}")
+            lines.append(f"parameters with a bad gradient: {', '.join(names[:8])}{more}")
         rate = float(trainer.optimizer.param_groups[0]["lr"])
         lines.append(
             f"Lower the learning rate (now {rate:g}), set max_grad_norm, or check these samples; "

@@ -98,7 +98,7 @@ class SetupArguments(TypedDict, total=False):
 
 
 class MultiGPUTrainingManager:
-    """Places this process, and trains a model over all ranks.
+    """Trains a model on all ranks.
 
         manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=32))
         manager.fit(model, dataset, val_dataset=val_dataset)
@@ -117,8 +117,8 @@ class MultiGPUTrainingManager:
         with trainer.step():
             trainer.backward(loss, optimizer=opt_d)
 
-    Started without a launcher
-    where there are several GPUs, this process becomes the supervisor of one rank per GPU.
+    Create it early in the script. If no launcher started this process and there are several GPUs,
+    it starts one rank per GPU, each of which runs the script, and supervises them.
     """
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
@@ -185,21 +185,26 @@ class MultiGPUTrainingManager:
         batch_size_fn: BatchSizeFn | None = None,
         description: Mapping[str, Any] | None = None,
     ) -> tuple[nn.Module, Loader, ValLoaders | None]:
-        """Place the model, share out the data, and continue from a checkpoint where asked to.
+        """Put the model on its device, split the data among ranks, and resume if asked to.
 
-        `model` may be a function that builds it, `optimizer` one that takes its parameters,
-        `scheduler` one that takes the optimizer. `augment(batch, random)` changes training batches
-        on the device; `random` gives numbers that belong to each sample (SampleRandom). Without a
-        `dataset`, your loop makes the batches that it gives to `train_step`. Returns the model on
-        its device and the loaders of this rank; without `val_dataset` the third is None, and with
-        several sets by name, {"clean": ..., "noisy": ...}, a dict of loaders.
-        `eval_fn` adds to the metrics of a validation: eval_fn(model, batch, metrics), or
-        torchmetrics objects. `states` are further objects with `state_dict`, saved and restored
-        with the run; (object, "per_rank") for one that differs between ranks.
-        `batch_size_fn(batch)` counts the samples of batches that you make yourself, where their
-        shapes do not say it. `description` stands in every checkpoint and tells `load` how to
-        rebuild the model: {"model": "package.module:Net", "arguments": {...}, "labels": [...]}.
-        `hooks` is the old name of `callbacks`.
+        Returns the model and this rank's loaders for training and validation. The third value is
+        None without `val_dataset`, and a dict of loaders if you name several sets:
+        {"clean": ..., "noisy": ...}.
+
+        `model` may be a function that builds the model, `optimizer` a function of its parameters,
+        `scheduler` a function of the optimizer. Without a `dataset`, your loop makes the batches
+        for `train_step`.
+
+        - `augment(batch, random)` changes training batches on the device; `random` draws numbers
+          that belong to each sample (SampleRandom).
+        - `eval_fn(model, batch, metrics)`, or torchmetrics objects, add validation metrics.
+        - `states` are further objects with a `state_dict`, saved and restored with the run; use
+          (object, "per_rank") for one that differs between ranks.
+        - `batch_size_fn(batch)` counts the samples of your own batches if their shapes do not
+          tell.
+        - `description` goes into every checkpoint and tells `load` how to rebuild the model:
+          {"model": "package.module:Net", "arguments": {...}, "labels": [...]}.
+        - `hooks` is the old name of `callbacks`.
         """
         self._set_up(
             Given(
@@ -233,11 +238,12 @@ class MultiGPUTrainingManager:
         states: dict[str, Any] | None = None,
         batch_size_fn: BatchSizeFn | None = None,
     ) -> ManualTrainer:
-        """Set up a training whose loop calls backward itself: modules, any number of optimizers,
-        and schedulers, which stay yours to advance and are saved with the run.
+        """Set up a training whose loop calls backward itself.
 
-        Modules move to the device where they are. With a `dataset`, `train_loader` gives its
-        batches; `loss_fn` and `eval_fn` are for the validation. The rest as in `setup_training`.
+        Takes modules, any number of optimizers, and schedulers in any order. Modules are moved to
+        the device and stay unwrapped. You advance the schedulers; they are saved with the run.
+        With a `dataset`, iterate over `train_loader`. `loss_fn` and `eval_fn` serve validation;
+        the other arguments are those of `setup_training`.
         """
         if self._measurement is not None and self._measurement.looks_into_steps:
             raise ConfigError(
@@ -304,9 +310,9 @@ class MultiGPUTrainingManager:
         epochs: int | None = None,
         **arguments: Unpack[SetupArguments],
     ) -> FitResult:
-        """Train for `epochs` (default: the config's) and return what came out.
+        """Train for `epochs` (default: the config's) and return the result.
 
-        Takes what `setup_training` takes.
+        The other arguments are those of `setup_training`.
         """
         if dataset is None:
             raise DataError(
@@ -324,34 +330,32 @@ class MultiGPUTrainingManager:
         return self.result()
 
     def train_epoch(self, train_loader: Iterable[Any], epoch: int) -> dict[str, float]:
-        """Train one pass over the loader; returns metrics over all ranks.
+        """Train one pass over the loader; return metrics over all ranks.
 
-        An epoch that a resumed run has finished already is not trained again: its recorded
-        metrics are returned.
+        If a resumed run has already finished this epoch, return its recorded metrics instead.
         """
         return self.loop.train_epoch(train_loader, epoch)
 
     def validate_epoch(self, val_loader: Iterable[Any] | None = None) -> dict[str, float]:
-        """Evaluate on every sample of the loader, once; returns metrics over all ranks."""
+        """Evaluate on every sample of the loader once; return metrics over all ranks."""
         return self.loop.validate_epoch(val_loader)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """Metrics of the model as it is now, over all ranks; records nothing. Every rank must call
-        it.
+        """Evaluate the model as it is now; return metrics over all ranks and record nothing.
 
-        `data`: a dataset or DataLoader, of which each sample counts once; several of them by name;
-        or batches of this rank, such as val_loader. None: the validation data. With `ema_decay` or
-        `swa_start` it is the averaged weights that are judged.
+        Every rank must call it. `data` is a dataset or DataLoader, of which each sample counts
+        once; a dict of several; or this rank's batches, such as val_loader. None: the validation
+        data. With `ema_decay` or `swa_start`, this evaluates the averaged weights.
         """
         return self.loop.evaluator.evaluate(self._evaluation_data(data, "evaluation"))
 
     def predict(self, data: Any = None, predict_fn: PredictFn | None = None) -> Any:
-        """Outputs for every sample, in the order of the data and each once, on every rank in host
-        memory. Every rank must call it.
+        """Return the outputs for all samples, in the order of the data, in host memory.
 
-        `data` as in `evaluate`; what a DataLoader shuffles comes in the dataset's order.
+        Every rank must call it and gets the whole result. `data` is as in `evaluate`; if a
+        DataLoader shuffles, outputs still come in the dataset's order.
         `predict_fn(model, batch)` returns tensors with one row per sample, lists with one entry
-        per sample, or tuples and dicts of those. By default the model is called with the batch
+        per sample, or tuples and dicts of those. By default, the model is called with the batch
         without its last entry, the target; a batch that is a single tensor or dict is the input.
         """
         data = self._evaluation_data(data, "prediction", in_order=True)
@@ -361,14 +365,18 @@ class MultiGPUTrainingManager:
         return self.loop.evaluator.predict(data, given)
 
     def gather(self, outputs: Iterable[tuple[Any, Any]]) -> Any:
-        """Outputs of your own loop over `val_loader`, from all ranks and in the order of the data:
-        give (batch, outputs) pairs. Every rank must call it."""
+        """Collect the outputs of your own loop over `val_loader` from all ranks, in data order.
+
+        Takes pairs of a batch and its outputs. Every rank must call it.
+        """
         return gather_outputs(outputs, self.placement)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[nn.Module]:
-        """The model with its averaged weights (`ema_decay`, `swa_start`) for the length of a `with`
-        block; as it is where nothing is averaged. Every rank must enter it."""
+        """Give the model its averaged weights (`ema_decay`, `swa_start`) inside a `with` block.
+
+        Changes nothing if no weights are averaged. Every rank must enter it.
+        """
         with self.loop.evaluator.ready_model() as model:
             yield model
 
@@ -376,7 +384,7 @@ class MultiGPUTrainingManager:
         if data is None:
             if self.val_loader is None:
                 raise ConfigError(
-                    f"there are no validation data for the {purpose}; give it a dataset, or "
+                    f"there is no validation data for the {purpose}; give it a dataset, or "
                     "val_dataset to setup_training"
                 )
             return self.val_loader
@@ -391,18 +399,20 @@ class MultiGPUTrainingManager:
     def save_checkpoint(
         self, best: bool = False, wait: bool = True, *, score: dict[str, Any] | None = None
     ) -> Path:
-        """Save the whole state now; when this returns it is safe on the disk. Every rank must
-        call it. With wait=False training may go on once the state is copied to the host; it is
-        written beside training. `score` says how good it is, for `keep_best`."""
+        """Save the whole state now. Every rank must call it.
+
+        When this returns, the state is safe on disk. With wait=False it returns as soon as the
+        state is copied to the host, and a thread writes it. `score` says how good the state is,
+        for `keep_best`.
+        """
         return self.loop.save_checkpoint(best, wait, score=score)
 
     def finish(self) -> None:
-        """End the run: its last checkpoint, summary, log, callbacks. `fit` calls it; after your
-        own loop, call it on every rank. A signal that came too late to stop the run ends the
-        process here.
+        """End the run: write its last checkpoint, summary and log, and call the callbacks.
 
-        While an error of this run is being handled (in `except` or `finally`), the run counts as
-        failed, and no rank waits for another.
+        `fit` calls it; after your own loop, call it on every rank. If a signal came too late to
+        stop the run, the process exits here. While an error of this run is being handled (in
+        `except` or `finally`), the run counts as failed, and no rank waits for another.
         """
         note_phase(Phase.ENDING)
         try:
@@ -457,8 +467,10 @@ class MultiGPUTrainingManager:
     # For callbacks and your own loop
 
     def shard(self, batch: Any) -> Any:
-        """This rank's rows of a batch that every rank has made alike, on its device. It knows what
-        part of the whole it is, for `train_step` and `trainer.step`."""
+        """Return this rank's rows of a batch that every rank made alike, on its device.
+
+        `train_step` and `trainer.step` know which part of the whole batch it is.
+        """
         state, placement = self.trainer.state, self.placement
         size = state.count_samples(batch)
         share = state.own_share(batch)
@@ -472,16 +484,20 @@ class MultiGPUTrainingManager:
         return part
 
     def steps_per_epoch(self, dataset: Data | None = None) -> int | None:
-        """Optimizer steps in an epoch over `dataset`, before or after `setup_training`; by default
-        that of the training. None where nobody knows: a stream without `steps_per_epoch`."""
+        """Optimizer steps per epoch over `dataset`, before or after `setup_training`.
+
+        Default: the training data. None if unknown: a stream without `steps_per_epoch`.
+        """
         if dataset is None and hasattr(self, "_training"):
             return self.train_loader.steps
         return count_steps(dataset, self.config, self.placement, self.trainer.strategy.replicas)
 
     @contextmanager
     def main_process_first(self, per_host: bool = True) -> Iterator[None]:
-        """Run a block on one rank of each machine, then on the others: a download, a cache.
-        per_host=False: on rank 0 alone first, where machines share their disks."""
+        """Run a block on one rank of each machine first, then on the others: a download, a cache.
+
+        per_host=False: on rank 0 first, if machines share their disks.
+        """
         identity = self.placement.identity
         first = identity.local_rank == 0 if per_host else identity.is_main
         if not first:
@@ -495,20 +511,22 @@ class MultiGPUTrainingManager:
     def find_learning_rate(
         self, lowest: float = 1e-7, highest: float = 1.0, steps: int = 100
     ) -> RateSearch:
-        """Train a few steps at rising rates and say which one lowers the loss fastest; then put
-        everything back as it was. After `setup_training`, on every rank."""
+        """Train a few steps at rising rates, suggest one, and restore the state from before.
+
+        Call it after `setup_training`, on every rank.
+        """
         if self._training.manual is not None:
             raise ConfigError("find_learning_rate takes train_step; after prepare, try rates in it")
         return search_rate(self.trainer, self.train_loader, lowest, highest, steps)
 
     @property
     def should_stop(self) -> bool:
-        """True once max_steps is reached or early stopping has seen enough."""
+        """True once max_steps is reached or early stopping ends the run."""
         return self.loop.should_stop
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, those before a resume included."""
+        """Optimizer steps so far, including those before a resume."""
         return self.trainer.step
 
     @property
@@ -517,7 +535,7 @@ class MultiGPUTrainingManager:
 
     @property
     def run(self) -> RunFolder:
-        """The run's folder, with the paths of what is in it."""
+        """The run's folder, and the paths of the files in it."""
         return self.records.folder
 
     @property
@@ -526,7 +544,7 @@ class MultiGPUTrainingManager:
 
     @property
     def evaluated(self) -> MetricsCollector:
-        """What this rank collected in the last evaluation."""
+        """The metrics that this rank collected in the last evaluation."""
         return self.loop.evaluator.evaluated
 
     def log(self, **metrics: float | Tensor) -> None:
@@ -534,9 +552,9 @@ class MultiGPUTrainingManager:
         self.records.loggers.log(metrics, self.step)
 
     def say(self, text: str) -> None:
-        """Show a line, on the main rank."""
+        """Print a line, on rank 0 only."""
         self.console.line(text)
 
     def show_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Show a table, on the main rank."""
+        """Print a table, on rank 0 only."""
         self.console.table(title, columns, rows)

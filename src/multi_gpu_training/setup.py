@@ -1,7 +1,7 @@
 """Builds one training: records, checkpoints, data, model, resumed state, callbacks, loop.
 
-`MultiGPUTrainingManager.setup_training` hands over what the user gives; `Training.build` reads from
-top to bottom in the order in which things come to be.
+`MultiGPUTrainingManager.setup_training` passes on the user's arguments; `Training.build` creates
+everything, in order, from top to bottom.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ from multi_gpu_training.training.trainer import MultiGPUTrainer
 
 @dataclass(frozen=True)
 class Given:
-    """What the user gives to `setup_training`, which explains it."""
+    """The arguments of `setup_training`, which explains them."""
 
     model: Any
     dataset: Data | None
@@ -113,8 +113,11 @@ class Given:
 
 
 class Training:
-    """The parts of one training. `build` makes them and `start` begins the run, both collective;
-    `close` lets go of folder, threads and signals, as far as they were taken."""
+    """The parts of one training.
+
+    `build` makes them and `start` begins the run; every rank must call both. `close` releases
+    folder, threads and signal handlers, as far as they were acquired.
+    """
 
     def __init__(
         self,
@@ -144,7 +147,7 @@ class Training:
         self.logger, self.folder = self.records.logger, self.records.folder.path
 
     def build(self, given: Given) -> None:
-        """Everything up to the loop, with the state of a checkpoint where there is one."""
+        """Build everything up to the loop, and restore a checkpoint if there is one."""
         self.fault_tolerance = self._open_checkpoints(given.states)
         checkpoint = self._find_checkpoint()
         self._build_data(given)  # loss_fn, eval_fn, train_loader, val_loader, sizes
@@ -159,7 +162,7 @@ class Training:
         self.fault_tolerance.register("requested", self.requested)
 
     def start(self, run: MeasuredRun) -> None:
-        """Nothing is missing any more: let steps be recorded, and tell the callbacks."""
+        """Once nothing is missing: allow steps to be recorded, and call the callbacks."""
         if self.measurement is not None:
             self.callbacks.extend(self.measurement.callbacks(run))
         self.trainer.execution.start()
@@ -169,7 +172,7 @@ class Training:
             call()
 
     def close(self, well: bool = False) -> None:
-        """well: the run has ended without an error."""
+        """Release what was acquired. well: the run ended without an error."""
         if well:
             drop_oom_hint(self.folder)
             if self.records.folder.url is not None:
@@ -184,7 +187,7 @@ class Training:
     # Checkpoints and faults
 
     def _open_checkpoints(self, states: Mapping[str, Any]) -> FaultToleranceManager:
-        """What is saved with the run; (object, "per_rank") is a state that differs by rank."""
+        """Save these with the run; (object, "per_rank") is a state that differs by rank."""
         folder = self.records.folder
         kept = FaultToleranceManager(
             self.config,
@@ -250,7 +253,7 @@ class Training:
         return path
 
     def _resume(self, checkpoint: Path) -> None:
-        """Bring back the state of a checkpoint, and its place in the data."""
+        """Restore the state of a checkpoint, and its place in the data."""
         state, loader, size = self.state, self.train_loader, self.sizes.global_batch
         try:
             self.fault_tolerance.resume(checkpoint)
@@ -414,7 +417,7 @@ class Training:
             say(self.averaged.describe())
 
     def _settle_shares(self) -> None:
-        """How much each rank computes, and in how small parts."""
+        """Decide how much each rank computes, and in how small parts."""
         oom = self.trainer.oom
         take_oom_hint(self.folder, oom, self.placement)
         if oom.parts > 1:
@@ -542,7 +545,7 @@ class Training:
             self.callbacks.add(NodeLines(identity.host, ranks, main_host))
 
     def _add_callbacks(self, given: Given) -> IntervalLog:
-        """All callbacks of the run, in the order in which events reach them."""
+        """Add all callbacks of the run, in the order in which events reach them."""
         config, trainer, state, loader = self.config, self.trainer, self.state, self.train_loader
         console, logger, add = self.console, self.logger, self.callbacks.add
         resident = isinstance(loader, ResidentLoader)
@@ -592,7 +595,7 @@ class Training:
 
 
 def no_request() -> None:
-    """Rank 0 alone looks for requests."""
+    """Look for requests, on rank 0 only."""
 
 
 def build_model(model: Any, config: MultiGPUConfig, in_parts: bool = False) -> nn.Module:
@@ -654,7 +657,7 @@ def _check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: Any, sets: l
 
 
 def _changed_options(have: dict[str, Any], checkpoint: Path) -> str:
-    """In words, the recipe's options that the checkpoint's run had and this one does not."""
+    """Describe the recipe options that the checkpoint's run had and this one does not."""
     had = read_manifest(checkpoint).get("options") or {}
     changed = [name for name, value in had.items() if have.get(name) != value]
     if not changed:

@@ -138,7 +138,7 @@ def test_on_nonfinite_stop_names_the_culprit_before_a_weight_is_poisoned(
         assert f"rank {found['bad_rank']}: {said}" in text
         samples = text.split("samples ")[1].splitlines()[0]
         assert str(BAD) in samples.split(", ")
-        assert "parameters with such a gradient" in text and "3.weight" in text
+        assert "parameters with a bad gradient" in text and "3.weight" in text
         assert found["faults"] == [("nonfinite", "stop", step, rank)]
         # Averages of BatchNorm, which the forward had changed already, as well.
         assert step > 1 and same(found["weights"], found["after"][step - 1])

@@ -1,7 +1,7 @@
-"""Callbacks: the one way to observe a run or to add to it.
+"""Callbacks: how to observe a run or add to it.
 
 Progress bar, log, phase timing, fault injection, `mgt verify` and `mgt bench` use the same events
-as your code. An event that nobody overrides costs nothing.
+as your code. An event that no callback overrides costs nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from multi_gpu_training.training.step import StepResult
 
 
 class Run(Protocol):
-    """What a callback may ask of a run; the manager is one."""
+    """What a callback gets as `run`; the manager is one."""
 
     config: MultiGPUConfig
     placement: Placement
@@ -40,7 +40,7 @@ class Run(Protocol):
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, those before a resume included."""
+        """Optimizer steps so far, including those before a resume."""
 
     @property
     def folder(self) -> Path:
@@ -48,13 +48,13 @@ class Run(Protocol):
 
     @property
     def evaluated(self) -> MetricsCollector:
-        """What this rank collected in the last validation."""
+        """The metrics that this rank collected in the last validation."""
 
     def say(self, text: str) -> None:
-        """Show a line, on the main rank."""
+        """Print a line, on rank 0 only."""
 
     def show_table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Show a table, on the main rank."""
+        """Print a table, on rank 0 only."""
 
     def log(self, **metrics: float | Tensor) -> None:
         """Send your own metrics to every logger, under the current step."""
@@ -84,11 +84,11 @@ class TrainingFault:
 
 
 class Callback:
-    """Override only what you need. This is the whole run:
+    """Override the events you need. A whole run looks like this:
 
         on_setup                        model, data and optimizer are ready, state is resumed
         for each epoch:
-            on_epoch_begin              again where a rollback goes back into the epoch
+            on_epoch_begin              again if a rollback returns into the epoch
             for each step:
                 on_step_begin
                 on_step_end             the weights have moved
@@ -96,33 +96,32 @@ class Callback:
                 on_checkpoint           rank 0: the files of a checkpoint are safe on the disk
             on_validation
             on_epoch_end
-        on_fault                        whenever something went wrong: what, and what is done
+        on_fault                        whenever something went wrong: what, and what was done
         on_end                          always, also after a failure
 
     and these are the parts of a step, for timing:
 
         on_input                        about to ask for a batch
         on_batch                        it has arrived
-        on_data_end                     there is none left, or the epoch ends early
+        on_data_end                     no batch is left, or the epoch ends early
         on_forward                      about to compute the loss of a micro-batch
         on_backward                     about to compute its gradients
-        on_exchange                     own gradients are there; ranks now wait for each other
-        on_optimizer                    last micro-batch only: gradients are those of the whole
-                                        step, not clipped yet (fp16: still scaled)
+        on_exchange                     this rank has its gradients; ranks now wait for each other
+        on_optimizer                    last micro-batch only: the gradients of the whole step,
+                                        before clipping (fp16: still scaled)
         on_micro_batch_end              also after a failure
-        on_save_begin, on_save_end      training stands still while its state is copied
+        on_save_begin, on_save_end      training pauses while its state is copied
         on_compare_begin, on_compare_end
                                         around the eager step that a CUDA graph is compared with
 
     Every rank gets every event, except on_checkpoint (rank 0) and on_fault (the rank that reports
-    it). Your own loop around `train_step` gets the events of its steps, but none of epochs and
-    input. A step that is replayed as a CUDA graph has no events from on_forward to
-    on_micro_batch_end. Checkpoints are written in the background, so on_checkpoint comes a few
-    steps after the step that was saved.
+    it). Your own loop around `train_step` gets step events, but no epoch and input events. A step
+    replayed as a CUDA graph has no events from on_forward to on_micro_batch_end. Checkpoints are
+    written in the background, so on_checkpoint comes a few steps after the step that was saved.
 
-    Rarely, steps are taken back and computed again, for example when a recorded step fails its
-    comparison with the eager one. Then on_step_end comes again for them, so that what you set or
-    count stays right. A callback that only watches sets `watches_only`.
+    Rarely, the run undoes steps and computes them again, for example when a recorded step fails
+    its comparison with the eager one. Then on_step_end comes again for these steps, so that what
+    you set or count stays right. Set `watches_only` in a callback that changes nothing.
     """
 
     watches_only = False

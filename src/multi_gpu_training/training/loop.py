@@ -1,13 +1,13 @@
 """The training loop: epochs, steps, validation, checkpoints, stopping, and going back.
 
-    run             all epochs, unless max_steps or early stopping ends it before
-    train_epoch     one pass over the data; after a rollback, again from the checkpoint's place
-    validate_epoch  every validation sample once; closes the epoch: record, best, checkpoint
-    save_checkpoint the whole state, written in the background
-    stop            a signal came: save where all ranks stand, and leave
+    run             trains all epochs, unless max_steps or early stopping ends the run first
+    train_epoch     makes one pass over the data; after a rollback, from the checkpoint's place
+    validate_epoch  evaluates each sample once and closes the epoch: record, best, checkpoint
+    save_checkpoint saves the whole state in the background
+    stop            after a signal: saves at a step that all ranks reached, and exits
 
 Everything that only watches (progress bar, log, timing, replica check) is a callback, called from
-here or by `trainer.train_step`. The loop knows checkpoints and the log only as protocols.
+here or by `trainer.train_step`. The loop sees checkpoints and the log only as protocols.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Checkpoints(Protocol):
     def due(self, step: int) -> bool: ...
 
     def holds(self, step: int) -> bool:
-        """Whether this step is the newest one that is saved or being written."""
+        """Whether this step is the newest that is saved or being written."""
 
     def poll(self) -> None:
-        """Between steps: tell what became of the last save, without waiting for it."""
+        """Between steps: report how the last save went, without waiting for it."""
 
     def save(self, facts: dict[str, Any], best: bool, wait: bool) -> Path: ...
 
@@ -62,28 +62,28 @@ class Checkpoints(Protocol):
         """Wait for a save that is being written."""
 
     def recover(self, error: Exception) -> None:
-        """Bring back the last checkpoint, if that is the policy for this error; else raise it."""
+        """Restore the last checkpoint if that is the policy for this error; else raise it."""
 
     def protect(self, step: int) -> None:
         """Keep the checkpoint of this step until another one is protected."""
 
     def skips(self, batch: Any) -> bool:
-        """Whether a batch is left out because it spoilt the training before."""
+        """Whether to leave out a batch because it caused a fault before."""
 
 
 class StepLog(Protocol):
-    """What the loop asks of the log of the steps. active: off where a loop logs by itself."""
+    """What the loop needs from the step log. active: false if a loop logs by itself."""
 
     active: bool
 
     def flush(self) -> None:
-        """Log the steps that were not logged yet; raises if their loss is not finite."""
+        """Log the steps not logged yet; raise if their loss is not finite."""
 
     def end_epoch(self) -> None:
-        """Wait for what is on its way; the steps since then count for the epoch alone."""
+        """Wait for pending metrics; steps not logged yet count for the epoch alone."""
 
     def went_back(self) -> None:
-        """The run stands at an earlier step again."""
+        """Tell the log that the run returned to an earlier step."""
 
 
 @dataclass
@@ -124,10 +124,9 @@ class TrainingLoop:
     # One epoch
 
     def train_epoch(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
-        """Train one pass over the loader; returns metrics over all ranks.
+        """Train one pass over the loader; return metrics over all ranks.
 
-        An epoch that a resumed run has finished already is not trained again: its recorded
-        metrics are returned.
+        If a resumed run has already finished this epoch, return its recorded metrics instead.
         """
         self._epoch = epoch
         if epoch < self.progress.epochs_done:
@@ -266,7 +265,7 @@ class TrainingLoop:
         return metrics
 
     def validate_epoch(self, loader: Iterable[Any] | None = None) -> dict[str, float]:
-        """Evaluate on every sample of the loader, once; returns metrics over all ranks."""
+        """Evaluate on every sample of the loader once; return metrics over all ranks."""
         loader = loader if loader is not None else self.val_loader
         if loader is None:
             raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
@@ -277,7 +276,7 @@ class TrainingLoop:
             raise self._out_of_reach("the validation") from error
 
     def _validate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Evaluate, and close the epoch that waits for it."""
+        """Evaluate, then close the epoch that waits for it."""
         recorded = self.progress.record_of(self._epoch) if loader is self.val_loader else None
         if self._trained is None and recorded is not None:
             return recorded["val"]  # a resumed run has validated this epoch before
@@ -311,7 +310,7 @@ class TrainingLoop:
             self._validate_inside_epoch()
 
     def _validate_inside_epoch(self) -> None:
-        """Validate between two steps; what is better than all before is saved."""
+        """Validate between two steps; save if the result is the best so far."""
         assert self.val_loader is not None
         metrics, step = self._validation(self.val_loader), self.trainer.step
         self._validated, self.progress.validated_step = (step, metrics), step
@@ -352,7 +351,7 @@ class TrainingLoop:
     def _close_epoch(
         self, epoch: int, train: dict[str, float], val: dict[str, float] | None
     ) -> None:
-        """Record an epoch, judge it, tell the callbacks and save it."""
+        """Record an epoch, compare it with the best, call the callbacks and save."""
         judged = train if val is None else val
         better = self.progress.finish_epoch(train, val, self._whole)
         if self._whole:
@@ -364,7 +363,7 @@ class TrainingLoop:
             self.save_checkpoint(best=better, wait=False, score=self.progress.score(judged))
 
     def _close_trained(self) -> None:
-        """An epoch that was trained but never validated is done all the same."""
+        """Close an epoch that was trained but never validated."""
         if self._trained is not None:
             (epoch, train), self._trained = self._trained, None
             self._close_epoch(epoch, train, None)

@@ -59,16 +59,16 @@ from multi_gpu_training.training.strategy.fsdp_strategy import FSDPStrategy
 
 
 class MultiGPUTrainer(ABC):
-    """Accumulates micro-batches and moves the weights. Every rank must call `train_step` the
-    same number of times.
+    """Accumulates micro-batches and updates the weights. All ranks must call `train_step` equally
+    often.
 
-    state: where the training stands. strategy: how the model is replicated. execution: how steps
-    run. nan_guard, oom: what happens to a step with a NaN, or without memory.
+    state: how far training has come. strategy: how the model is replicated. execution: how steps
+    run. nan_guard, oom: handle a step with a NaN, or one that runs out of memory.
 
-    say: shows a line. told: called with (kind, action, text, facts) of a fault that the step mends
-    by itself. record: writes an event. snapshot_other_state: keeps what steps change outside of
-    the trainer, for recorded steps that are taken back; returns what restores it. retract: called
-    with a step where recorded ones after it were wrong, and may have been saved.
+    say: prints a line. told: called with (kind, action, text, facts) after the step has handled a
+    fault by itself. record: writes an event. snapshot_other_state: copies what steps change outside
+    the trainer and returns a function that restores it, to undo recorded steps. retract: called
+    with the last good step if recorded steps after it were wrong and may have been saved.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class MultiGPUTrainer(ABC):
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far, those before a resume included."""
+        """Optimizer steps so far, including those before a resume."""
         return self.state.step
 
     @property
@@ -259,11 +259,11 @@ class MultiGPUTrainer(ABC):
     # The step
 
     def train_step(self, batch: Any) -> StepResult:
-        """Train on one micro-batch; the last one of a global batch moves the weights.
+        """Train on one micro-batch; the last one of a global batch updates the weights.
 
-        Batches of the manager's loader know their place, also unpacked, moved or changed. For any
-        other batch, the samples on all ranks are counted, and every
-        `gradient_accumulation_steps` calls form a step.
+        Batches from the manager's loader know their place in the global batch, even if you unpack,
+        move or change them. For any other batch, the samples on all ranks are counted, and
+        `gradient_accumulation_steps` calls make a step.
         """
         state, oom, execution = self.state, self.oom, self.execution
         note_step(state.step + 1, begun=True)

@@ -65,7 +65,9 @@ class ImageOptions(Options):
         description="vit, resnet, convnext, a folder, timm:NAME or package.module:function; "
         "None: by mode",
     )
-    model_args: dict[str, Any] = Field({}, description="of model, as in {hidden_size: 96}")
+    model_args: dict[str, Any] = Field(
+        {}, description="arguments of the model, such as {hidden_size: 96}"
+    )
     from_scratch: bool = Field(False, description="use only the config of model's folder")
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; only if you trust its author"
@@ -74,7 +76,9 @@ class ImageOptions(Options):
         None, description="folder of images, table, dataset or IDX files; None is digits"
     )
     dataset: DatasetName = Field("auto", description="auto: by data_dir and its name")
-    label_column: str | None = Field(None, description="of a table or dataset; None: label")
+    label_column: str | None = Field(
+        None, description="label column of a table or dataset; None: label"
+    )
     image_size: int | None = Field(
         None,
         ge=4,
@@ -82,20 +86,28 @@ class ImageOptions(Options):
         description=f"side of an image file; None: {IMAGE_SIZE}, or the model's own",
     )
     fit: Literal["auto", "crop", "pad", "stretch"] = Field(
-        "auto", description="how image files of other shapes fit; auto: crop, or the model's own"
+        "auto",
+        description="how to fit image files of other shapes; auto: crop, or as the model does",
     )
     val_share: float = Field(
-        0.1, gt=0, lt=1, description="of image files, where no part is for validation"
+        0.1,
+        gt=0,
+        lt=1,
+        description="share of image files for validation, if the data has no such part",
     )
     corrupt: Literal["error", "skip"] = Field(
-        "error", description="image files that cannot be decoded"
+        "error", description="what to do with image files that cannot be decoded"
     )
     check_images: Literal["auto", "all", "none"] = Field(
-        "auto", description=f"decode all before training; auto: up to {CHECKED_AT_ONCE:,}"
+        "auto", description=f"decode all files before training; auto: up to {CHECKED_AT_ONCE:,}"
     )
-    cache_dir: str | None = Field(None, description="what is known of the files; None: data_dir")
-    augment: bool = Field(True, description="shift images, and mirror those of clothes")
-    flip: bool | None = Field(None, description="mirror half of them; None: only clothes")
+    cache_dir: str | None = Field(
+        None, description="where to keep what is known about the files; None: data_dir"
+    )
+    augment: bool = Field(True, description="shift images; mirror them as flip says")
+    flip: bool | None = Field(
+        None, description="mirror half of the images; None: only in Fashion-MNIST"
+    )
 
 
 FILES_ONLY = (

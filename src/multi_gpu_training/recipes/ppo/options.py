@@ -37,7 +37,7 @@ class PPOOptions(Options):
     the passes over a rollout."""
 
     env: str = Field(default="trading", description="trading, or the id of a Gymnasium environment")
-    hide: list[int] = Field(default=[], description="observations the agent does not see, like 1,3")
+    hide: list[int] = Field(default=[], description="observations to hide from the agent, like 1,3")
     env_processes: bool = Field(
         default=False, description="step each Gymnasium environment in its own process"
     )
@@ -53,15 +53,15 @@ class PPOOptions(Options):
         default=None, description="environment steps to train on, instead of num_episodes"
     )
     eval_episodes: PositiveInt = Field(
-        default=20, description="episodes of the evaluation (Gymnasium)"
+        default=20, description="episodes per evaluation (Gymnasium)"
     )
     eval_steps: PositiveInt = Field(
-        default=10_000, description="steps after which an episode of the evaluation is cut off"
+        default=10_000, description="longest episode of an evaluation, in steps"
     )
 
     normalise: bool | None = Field(
         default=None,
-        description="bring observations and rewards to spread 1; None: where env is not trading",
+        description="scale observations and rewards to unit spread; None: unless env is trading",
     )
     window: Size | None = Field(
         default=None, description="observations the feature LSTM sees; None: 30 trading, else 1"
@@ -79,7 +79,8 @@ class PPOOptions(Options):
         default=None, description="a pass with a mean KL above 1.5 times this ends the update"
     )
     advantages: Literal["rollout", "minibatch", "none"] = Field(
-        default="rollout", description="over what advantages are normalised, always over all ranks"
+        default="rollout",
+        description="normalise advantages per rollout or minibatch (over all ranks), or not",
     )
     decay: Literal["none", "linear"] = Field(
         default="none", description="linear: learning rate and clip range fall to 0 over the run"
@@ -95,12 +96,12 @@ class PPOOptions(Options):
     market_days: Size = Field(default=2520, description="days of the generated market")
     episode_days: PositiveInt = 252
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.2, description="the last part of the days, for the test alone"
+        default=0.2, description="share of the days, at the end, kept for the test"
     )
     test_parts: PositiveInt = Field(
         default=10, description="parts of the test whose returns are compared, of 20 days or more"
     )
-    test_draws: PositiveInt = Field(default=5, description="random agents beside the agent")
+    test_draws: PositiveInt = Field(default=5, description="random agents to compare with")
     execution: Execution | None = Field(
         default=None,
         description="orders are filled at next_open, or at the close just seen. None: as the "
@@ -111,7 +112,7 @@ class PPOOptions(Options):
     max_shares: PositiveInt = Field(default=100, description="shares of an asset traded in a day")
     turbulence_quantile: Fraction = Field(
         default=0.99,
-        description="days more turbulent than this part of the training days: sell all",
+        description="sell everything on days more turbulent than this share of training days",
     )
 
     @field_validator("hide", mode="before")

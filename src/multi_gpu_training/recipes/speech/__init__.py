@@ -57,23 +57,27 @@ class SpeechOptions(Options):
     """What this recipe can be told beside the settings of every run."""
 
     data_dir: str | None = Field(
-        None, description="folder of speech, or table of path,text; None is the built-in voice"
+        None, description="folder of speech, or table of path,text; None: the built-in voice"
     )
-    layout: Layout = Field("auto", description="of data_dir; auto: by what it holds")
+    layout: Layout = Field("auto", description="layout of data_dir; auto: detect it")
     split: SplitName = Field(
         "auto",
         description="official: the corpus's own test; speaker: test on speakers not trained on; "
         "auto: by speaker where three or more are known, and the test has no others",
     )
-    held_out_speaker: str | None = Field(None, description="tested on, and not trained on")
+    held_out_speaker: str | None = Field(
+        None, description="test on this speaker, and do not train on it"
+    )
     alphabet: str = Field("english", description="english, data, or the characters themselves")
     sample_rate: int | None = Field(
-        None, ge=4000, le=192_000, description="None: that of the layout"
+        None, ge=4000, le=192_000, description="samples per second; None: that of the layout"
     )
     size: Literal["auto", SizeName] = Field(
         "auto", description="small for digits and the built-in voice, base (7.17M) for sentences"
     )
-    norm: NormName = Field("layer", description="of the convolutions; batch obeys sync_bn")
+    norm: NormName = Field(
+        "layer", description="normalisation of the convolutions; batch obeys sync_bn"
+    )
     normalise: NormaliseName = Field(
         "auto",
         description="features, by the loudness and the bands of the utterance; running: of what "
@@ -83,9 +87,9 @@ class SpeechOptions(Options):
         30.0,
         ge=0,
         le=120,
-        description="cut off what is so many dB quieter than the voice at both ends; 0: nothing",
+        description="cut off both ends if this many dB quieter than the voice; 0: never",
     )
-    streaming: bool = Field(False, description="memories look back only, not ahead as well")
+    streaming: bool = Field(False, description="let memories look back only, not ahead")
     augment: bool = Field(True, description="vary training utterances, as the next options say")
     speed: float = Field(0.2, ge=0, le=0.5, description="slower or faster by up to this share")
     pitch: float = Field(0.2, ge=0, le=0.5, description="lower or higher by up to this share")
@@ -94,11 +98,11 @@ class SpeechOptions(Options):
     )
     noise: float = Field(0.7, ge=0, le=1, description="share of utterances with noise")
     reverb: float = Field(0.5, ge=0, le=1, description="share of utterances in a room")
-    gain: float = Field(6.0, ge=0, le=40, description="quieter or louder by up to so many dB")
+    gain: float = Field(6.0, ge=0, le=40, description="quieter or louder by up to this many dB")
     spec_augment: bool = Field(True, description="hide bands and stretches of time")
     buckets: int = Field(6, ge=1, le=10_000, description="lengths that batches are padded to")
-    decoder: Literal["greedy", "beam"] = Field("greedy", description="how tests are read")
-    beam_width: int = Field(8, ge=1, le=10_000, description="decoder=beam: prefixes that are kept")
+    decoder: Literal["greedy", "beam"] = Field("greedy", description="how to decode the test")
+    beam_width: int = Field(8, ge=1, le=10_000, description="decoder=beam: prefixes to keep")
     lexicon: str = Field(
         "auto",
         description="words that are read: data (those of the training), none, or a file with one "
@@ -107,7 +111,9 @@ class SpeechOptions(Options):
     synthetic_voices: int = Field(
         0, ge=0, le=10_000, description="trained on as well, spoken by espeak-ng, if installed"
     )
-    synthetic_language: str = Field("en", description="of synthetic voices, as espeak-ng calls it")
+    synthetic_language: str = Field(
+        "en", description="language of synthetic voices, as espeak-ng calls it"
+    )
 
 
 def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:

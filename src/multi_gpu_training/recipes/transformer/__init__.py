@@ -44,26 +44,35 @@ SMALL = "small"
 class TransformerOptions(Options):
     """What this recipe can be told beside the settings of every run."""
 
-    task: Task = Field("causal", description="causal, masked or classification")
+    task: Task = Field("causal", description="what to train")
     model: str = Field(SMALL, description="small, a folder, a config file or a hub name")
     from_scratch: bool = Field(False, description="use only the model's config, not its weights")
     new_head: bool = Field(False, description="classification: a new head for the data's labels")
     trust_remote_code: bool = Field(
         False, description="run Python code that comes with the model; only if you trust its author"
     )
-    lora_rank: int = Field(0, ge=0, le=2**14, description="train adapters of this rank (peft)")
-    lora_alpha: float | None = Field(None, gt=0, description="of the adapters; None: 2 x lora_rank")
+    lora_rank: int = Field(
+        0,
+        ge=0,
+        le=2**14,
+        description="train LoRA adapters of this rank (peft); 0: train the whole model",
+    )
+    lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; None: 2 x lora_rank")
     lora_targets: str = Field("all-linear", description="layers with adapters: q_proj,v_proj ...")
-    layers: int = Field(2, gt=0, le=10_000, description="of model=small")
-    width: int = Field(128, gt=0, le=2**17, description="of model=small")
-    heads: int = Field(4, gt=0, le=2**17, description="of model=small")
-    dropout: float = Field(0.0, ge=0, lt=1, description="of model=small")
-    tokenizer: str | None = Field(None, description="bytes, a folder or a hub name; None: its own")
-    pad_token: str | None = Field(None, description="word of the tokenizer to pad with")
+    layers: int = Field(2, gt=0, le=10_000, description="model=small: number of layers")
+    width: int = Field(128, gt=0, le=2**17, description="model=small: width of a layer")
+    heads: int = Field(4, gt=0, le=2**17, description="model=small: attention heads")
+    dropout: float = Field(0.0, ge=0, lt=1, description="model=small: dropout")
+    tokenizer: str | None = Field(
+        None, description="bytes, a folder or a hub name; None: the model's own"
+    )
+    pad_token: str | None = Field(None, description="the tokenizer's token to pad with")
     data_dir: str | None = Field(None, description="folder or file with text; None is pydoc_data")
-    sequence_length: int = Field(128, gt=1, le=2**22, description="tokens of a sample")
-    layout: Literal["packed", "padded"] = Field("packed", description="padded: a line a sample")
-    mask_share: float = Field(0.15, gt=0, lt=1, description="masked: tokens to hide")
+    sequence_length: int = Field(128, gt=1, le=2**22, description="tokens per sample")
+    layout: Literal["packed", "padded"] = Field(
+        "packed", description="packed: join documents; padded: one line per sample"
+    )
+    mask_share: float = Field(0.15, gt=0, lt=1, description="masked: share of tokens to hide")
 
 
 def build(config: MultiGPUConfig, options: TransformerOptions) -> Job:

@@ -46,8 +46,8 @@ class VideoOptions(Options):
     """What this recipe can be told beside the settings of every run."""
 
     data_dir: str | None = Field(None, description="folder with Videos/; None: rendered videos")
-    architecture: Architecture = Field("fast", description="fast, or the guide's own: guide")
-    frames: int = Field(17, ge=1, le=4096, description="frames of a clip")
+    architecture: Architecture = Field("fast", description="the faster net, or that of the guide")
+    frames: int = Field(17, ge=1, le=4096, description="frames per clip")
     frame_size: int | None = Field(
         None,
         ge=8,
@@ -72,25 +72,28 @@ class VideoOptions(Options):
         None, description="table for all videos; None: the only one in data_dir, else one per video"
     )
     time_unit: Unit | None = Field(
-        None, description="seconds or frames, for tables whose header does not say"
+        None, description="unit of start and end, if the table's header does not say"
     )
     unlabelled: Unlabelled = Field(
-        "error", description="videos without annotation: error, skip, or background (a class)"
+        "error",
+        description="what to do with videos without labels; background: label them as a class",
     )
-    subject: str | None = Field(None, description="the only subject of a BORIS export to use")
-    ignore: str | None = Field(None, description="behaviours of a table to leave out, like a,b")
-    stride: int = Field(
-        1, ge=1, description="of the frames between start and end, every n-th makes a clip"
-    )
-    resize: bool = Field(False, description="scale videos of another size while reading")
+    subject: str | None = Field(None, description="use only this subject of a BORIS export")
+    ignore: str | None = Field(None, description="behaviours to leave out, like a,b")
+    stride: int = Field(1, ge=1, description="make a clip of every n-th labelled frame")
+    resize: bool = Field(False, description="scale videos of other sizes while reading")
     scaling: Scaling | None = Field(
         None,
-        description="letterbox: keep shapes, between grey bars; stretch: fill the frame. None: as "
-        "the resumed run did, else letterbox",
+        description="letterbox: keep the shape and add grey bars; stretch: fill the frame. None: "
+        "as the resumed run did, else letterbox",
     )
-    strict: bool = Field(False, description="stop at a video that cannot be read, not skip it")
-    cache_dir: str | None = Field(None, description="decoded frames; None: data_dir/FrameCache")
-    memory_gib: float = Field(4.0, ge=0, description="hold clips in memory up to this size")
+    strict: bool = Field(
+        False, description="stop at a video that cannot be read, instead of skipping it"
+    )
+    cache_dir: str | None = Field(
+        None, description="where to keep decoded frames; None: data_dir/FrameCache"
+    )
+    memory_gib: float = Field(4.0, ge=0, description="keep clips in memory up to this size")
     videos: int = Field(100, ge=10, description="how many videos to render without data_dir")
 
 
