@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -79,6 +79,16 @@ TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
     TrainingMode.FULLY_SHARDED: FullyShardedTrainer,
     TrainingMode.AUTO: AutoTrainer,
 }
+
+
+_MADE_BY_SETUP = frozenset(
+    ("_training", "records", "fault_tolerance", "model", "loss_fn", "train_loader", "sizes")
+    + ("control", "loop")
+)
+
+
+class _NotSetUpError(ConfigError, AttributeError):
+    """Something was asked of a manager before it had a training."""
 
 
 class SetupArguments(TypedDict, total=False):
@@ -164,6 +174,16 @@ class MultiGPUTrainingManager:
         self.sizes: BatchSizes
         self.control: Control
         self.loop: TrainingLoop
+
+    if not TYPE_CHECKING:  # else every name would pass for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _MADE_BY_SETUP or hasattr(type(self), name):
+                raise _NotSetUpError(
+                    f"manager.{name} needs a training, and this manager has none yet; call fit, "
+                    "setup_training or prepare first"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # Setting up
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from tiny import FEATURES, flat, line, manager_for, points, sgd, squares
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from multi_gpu_training import Callback, ConfigError, MultiGPUTrainingManager
@@ -57,9 +58,18 @@ def weigh(folder: Path) -> list[Tensor]:
         trainer.backward(loss)
     with pytest.raises(ModelError, match="need setup_training"):
         manager.trainer.train_step(tokens(0))
-    if ranks > 1:
-        with pytest.raises(ModelError, match="ranks would not exchange these"), trainer.step():
-            squares(model, list(tokens(0))).backward()
+    with pytest.raises(ModelError, match="ranks would not exchange these"), trainer.step():
+        squares(model, list(tokens(0))).backward()
+    for wrong in (-1, math.nan, "many", torch.ones(2)):
+        with pytest.raises(ModelError, match="give a number, 0 or more"), trainer.step():
+            trainer.backward(squares(model, list(tokens(0))), weight=wrong)
+    for other in (model, 3, [model]):
+        with pytest.raises(ModelError, match="give an optimizer that"), trainer.step():
+            trainer.backward(squares(model, list(tokens(0))), other)
+    before = flat(model)
+    with trainer.step():  # nothing counts, on any number of ranks
+        trainer.backward(squares(model, list(tokens(0))) * math.nan, weight=0)
+    assert before.isfinite().all() and torch.equal(flat(model), before)
     manager.finish()
     return [*found, flat(model)]
 
@@ -153,6 +163,22 @@ def test_a_nan_stops_a_loop_with_its_own_backward_or_is_skipped(tmp_path: Path) 
     assert not bad_batch(manager_for(tmp_path / "skip", on_nonfinite="skip")).any()
 
 
+def test_what_needs_a_training_says_so_before_there_is_one(tmp_path: Path) -> None:
+    manager = manager_for(tmp_path)
+    calls = {
+        "_training": lambda: manager.shard(tokens(0)),
+        "loop": lambda: manager.evaluate(points()),
+        "should_stop": lambda: manager.should_stop,
+        "train_loader": lambda: manager.train_loader,
+    }
+    for name, call in calls.items():
+        with pytest.raises(ConfigError, match=rf"manager.{name} needs a training, and this manag"):
+            call()
+    assert not hasattr(manager, "train_loader")
+    with pytest.raises(AttributeError, match="has no attribute 'trian_loader'"):
+        manager.trian_loader  # noqa: B018
+
+
 def test_what_prepare_cannot_train_is_refused(tmp_path: Path) -> None:
     model = line()
     cases: list[tuple[Any, dict[str, Any], str]] = [
@@ -160,6 +186,11 @@ def test_what_prepare_cannot_train_is_refused(tmp_path: Path) -> None:
         ((model,), {}, "1 modules and 0 optimizers"),
         ((model, sgd(model.parameters()), points()), {}, "prepare got a TensorDataset"),
         ((model, sgd([torch.zeros(1, requires_grad=True)])), {}, "nn.Parameter"),
+        (
+            (model, sgd(model.parameters()), StepLR(sgd(line().parameters()), 2)),
+            {},
+            "prepare got a StepLR of an optimizer that it did not get",
+        ),
         ((model, torch.optim.LBFGS(model.parameters())), {"max_grad_norm": 1.0}, "max_grad_norm"),
         ((model, sgd(model.parameters())), {"step_execution": "graph"}, "operation by operation"),
     ]

@@ -15,6 +15,7 @@ when the block ends moves there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -52,6 +53,10 @@ from multi_gpu_training.training.optimizer import needs_closure
 from multi_gpu_training.training.step import StepResult, no_gradient
 from multi_gpu_training.training.step_state import StepState
 
+_FOREIGN = (
+    "loss.backward() was called inside trainer.step(): ranks would not exchange these gradients, "
+    "and nothing would move along them; call trainer.backward(loss, optimizer=...)"
+)
 WATCHED_STEPS = 3  # in which a plain loss.backward() is noticed
 
 
@@ -86,6 +91,7 @@ class ManualTrainer:
         # Else a backward is kept from reaching what no optimizer here trains.
         self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
         self._inside = self._has_batch = False
+        self._called = False  # whether this step has had a backward of ours
         self._share: Share
         self._weight: Number = 1.0
         self._sharded: Share | None = None
@@ -163,6 +169,7 @@ class ManualTrainer:
             state.drop_gradients()
             self._unit = self._loss = self._norm = None
             self._noted = []
+            self._called = False
             for slot in self._slots:
                 slot.reset()
         given = batch
@@ -198,6 +205,8 @@ class ManualTrainer:
 
     def _end(self) -> None:
         state, share = self._state, self._share
+        if share.last and not self._called and any(p.grad is not None for p in self._trained()):
+            raise ModelError(_FOREIGN)
         for slot in self._slots if share.last else ():
             if slot.due:
                 if needs_closure(slot.optimizer):
@@ -289,6 +298,7 @@ class ManualTrainer:
             raise ModelError("trainer.backward(loss) belongs inside `with trainer.step():`")
         loss = _checked(loss)
         slots = self._chosen(optimizer)
+        self._called = True
         summed = _is_sum(reduction, weight, slots)
         if self._stood_in and self._sharded is None and not self._has_batch:
             raise ModelError(
@@ -297,13 +307,15 @@ class ManualTrainer:
                 "as there are ranks"
             )
         # What a stand-in weighs is nothing, whatever the loop counts in it.
-        weight = self._weight if weight is None or not self._weight else _plain_weight(weight)
+        given: Number = self._weight if weight is None else _plain_weight(weight)
+        weight = given if self._weight else 0.0
         samples = weight  # what the log divides by
         if summed:
             weight = float(weight > 0)
         last = last and self._share.last
         mean, device = loss.detach(), self._placement.device
         plain = self._placement.dp_size == 1 and last and not any(slot.open for slot in slots)
+        plain = plain and (isinstance(weight, Tensor) or weight > 0)
         if plain:
             scaled = loss
         elif not isinstance(weight, Tensor) and not weight > 0:
@@ -383,7 +395,12 @@ class ManualTrainer:
     ) -> list[OptimizerGradients]:
         if optimizer is None:
             return self._slots
-        wanted = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        wanted = [optimizer] if not isinstance(optimizer, Sequence) else list(optimizer)
+        if not all(isinstance(one, Optimizer) for one in wanted):
+            raise ModelError(
+                f"trainer.backward(loss, optimizer={optimizer!r:.60}): give an optimizer that "
+                "manager.prepare got, or a list of them; a weight goes by its name, weight=..."
+            )
         found = [slot for slot in self._slots if any(slot.optimizer is one for one in wanted)]
         if len(found) != len(wanted):
             raise ModelError(
@@ -394,10 +411,10 @@ class ManualTrainer:
 
     def _refuse_foreign(self, parameter: Tensor) -> None:
         if not self._own and self._inside:
-            raise ModelError(
-                "loss.backward() was called inside trainer.step(): ranks would not exchange these "
-                "gradients; call trainer.backward(loss, optimizer=...)"
-            )
+            raise ModelError(_FOREIGN)
+
+    def _trained(self) -> Iterator[Tensor]:
+        return (p for one in self.optimizers for group in one.param_groups for p in group["params"])
 
     # Moving the weights
 
@@ -552,9 +569,18 @@ def _is_sum(reduction: str, weight: Any, slots: Sequence[OptimizerGradients]) ->
 
 def _plain_weight(weight: Number) -> Number:
     """A weight that can be read without waiting for a GPU as a number, any other as a double."""
-    if isinstance(weight, Tensor):
-        return weight.detach().double().reshape(()) if weight.is_cuda else float(weight)
-    return float(weight)
+    try:
+        if isinstance(weight, Tensor) and weight.is_cuda:
+            return weight.detach().double().reshape(())
+        found = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise ModelError(
+            f"trainer.backward(loss, weight={weight!r:.60}): give a number, 0 or more: what the "
+            "mean was divided by, such as the number of tokens"
+        )
+    return found
 
 
 def _is_finite(grad: Tensor) -> bool:

@@ -36,6 +36,13 @@ def sort_out(
             f"prepare got {len(modules)} modules and {len(optimizers)} optimizers; it needs at "
             "least one of each: prepare(model, optimizer)"
         )
+    for scheduler in schedulers:
+        if not any(scheduler.optimizer is one for one in optimizers):
+            raise ModelError(
+                f"prepare got a {type(scheduler).__name__} of an optimizer that it did not get "
+                f"({type(scheduler.optimizer).__name__}): the rates of none would change; give "
+                "prepare its optimizer, or make the scheduler with one that prepare gets"
+            )
     known = {id(p) for module in modules for p in module.parameters()}
     loose = [
         p
