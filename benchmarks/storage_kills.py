@@ -313,7 +313,7 @@ def main() -> int:
             expected, steps = 0, 0
             for number in range(1, given.kills + 1):
                 trial = Trial(folder, url, 10**6, env)
-                trial.wait_for(lambda trial=trial: trial.resumed >= 0, 120)
+                trial.wait_for(lambda trial=trial: trial.resumed >= 0, 600)
                 row: dict[str, Any] = {"kill": number, "resumed": trial.resumed}
                 row |= {"expected": expected, "right": trial.resumed == expected}
                 if number == max(given.kills // 4, 1) and given.throttle:
@@ -325,7 +325,7 @@ def main() -> int:
                     row["answered_503"] = relay.refused
                     relay.throttle(False)
                     there = newest_there(direct)
-                    trial.wait_for(lambda there=there: newest_there(direct) > there, 180)
+                    trial.wait_for(lambda there=there: newest_there(direct) > there, 600)
                     row["throttling_told"] = sum("cannot upload" in e for e in trial.errors)
                 if number == given.kills // 2 and given.away:
                     relay.cut()
@@ -334,11 +334,11 @@ def main() -> int:
                     row["steps_while_away"] = trial.step - before
                     relay.open()
                     there = newest_there(direct)
-                    trial.wait_for(lambda there=there: newest_there(direct) > there, 180)
+                    trial.wait_for(lambda there=there: newest_there(direct) > there, 600)
                     row["failed_uploads_told"] = sum("cannot upload" in e for e in trial.errors)
                 time.sleep(source.uniform(0.5, 10.0))
                 sent = relay.sent
-                trial.wait_for(lambda sent=sent: relay.sent > sent + 2**17, 60)  # bytes flow
+                trial.wait_for(lambda sent=sent: relay.sent > sent + 2**17, 600)  # bytes flow
                 time.sleep(source.uniform(0.0, 0.4))
                 trial.kill()
                 wiped = number % 3 != 0

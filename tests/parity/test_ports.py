@@ -1,4 +1,4 @@
-"""Public training scripts, ported: on 1 and 2 ranks they train what the originals train."""
+"""Public training scripts, ported: on 1, 2 and 3 ranks they train what the originals train."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def test_a_ported_script_equals_the_original(
     from compare_ports import difference, train_original
 
     expected = train_original(name)
-    for ranks in (1, 2):
+    for ranks in (1, 2, 3):
         for found in run_ranks(ranks, train, name, tmp_path / str(ranks)):
             assert difference(found, expected) <= 1e-12
