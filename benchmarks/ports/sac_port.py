@@ -93,7 +93,7 @@ def original(model, device="cpu"):
     return {
         "alpha": alpha,
         "qloss": qloss.item(),
-        "t1": float(sum(p.sum() for p in t1.parameters())),
+        "t1": sum(p.detach().sum() for p in t1.parameters()).item(),
     }
 
 
@@ -180,5 +180,5 @@ def ported(model, config):
     return {
         "alpha": log_alpha.exp().item(),
         "qloss": qloss.item(),
-        "t1": float(sum(p.sum() for p in t1.parameters())),
+        "t1": sum(p.detach().sum() for p in t1.parameters()).item(),
     }
