@@ -292,6 +292,46 @@ def test_an_epoch_that_max_steps_cut_short_goes_on_behind_a_wrapper(tmp_path: Pa
         assert seen == ([0, 1, 2] if resume is None else [3, 4])
 
 
+def own_loop(folder: Path, steps: int, own_backward: bool, stream: bool) -> list[list[float]]:
+    """Train up to `steps`, as the documentation writes it; the samples of each step."""
+    data: Any = Stream() if stream else points(13)
+    manager = manager_for(folder, batch_size=4, run_name="run", resume="auto", max_steps=steps)
+    model, seen = line(), []
+    if own_backward:
+        trainer = manager.prepare(model, sgd(model.parameters()), dataset=data)
+    else:
+        manager.setup_training(model, data, loss_fn=squares, optimizer=sgd)
+    while not manager.should_stop:
+        for batch in manager.train_loader:
+            seen.append(batch[1].flatten().tolist())
+            if own_backward:
+                with trainer.step(batch) as (x, y):
+                    trainer.backward((model(x) - y).square().mean())
+            else:
+                manager.trainer.train_step(batch)
+            if manager.should_stop:
+                break
+    manager.save_checkpoint()
+    manager.finish()
+    return seen
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(zip(*points(13).tensors, strict=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("own_backward", [False, True])
+def test_an_own_loop_that_max_steps_ended_goes_on_inside_its_epoch(
+    tmp_path: Path, own_backward: bool, stream: bool
+) -> None:
+    whole = own_loop(tmp_path / "whole", 9, own_backward, stream)
+    parts = [own_loop(tmp_path / "parts", steps, own_backward, stream) for steps in (2, 7, 9)]
+    assert [len(part) for part in parts] == [2, 5, 2]
+    assert [samples for part in parts for samples in part] == whole
+
+
 def test_a_stream_read_here_leaves_the_global_generators_alone(tmp_path: Path) -> None:
     class Numbers(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:

@@ -20,7 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny import flat, line, manager_for, points, sgd
+from tiny import FEATURES, flat, line, manager_for, points, sgd
+from torch import nn
 from typer.testing import CliRunner
 
 from multi_gpu_training import Callback, MultiGPUConfig
@@ -406,6 +407,39 @@ def test_ranks_on_one_or_two_machines_continue_on_empty_disks(
         lines = (tmp_path / "seen" / f"rank-{rank}.jsonl").read_text().splitlines()
         kinds = [json.loads(text)["event"] for text in lines]
         assert kinds.count("rank") == 2 and kinds.count("run_end") == 2
+
+
+def train_sharded(folder: str, machine: str, ranks: int, epochs: int) -> tuple[int, torch.Tensor]:
+    rank, before = dist.get_rank(), dict(os.environ)
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # a disk of its own for each rank
+    try:
+        own = {"training_mode": "fsdp", "global_batch_size": 4}
+        more = {"epochs": epochs, "resume": "auto", "max_restarts": 0, "batch_size": 4 // ranks}
+        manager = manager_at(Path(folder), f"{machine}-{rank}", **own, **more)
+        model = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        begun = manager.setup_training(model, points(), optimizer=sgd) and manager.step
+        manager.loop.run()
+        manager.finish()
+        weights = [p.full_tensor().detach() for p in manager.model.parameters()]
+        return begun, torch.cat([weight.flatten() for weight in weights])
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_a_sharded_run_at_a_url_continues_on_empty_disks_and_other_numbers_of_ranks(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    [(_, expected), *_] = run_ranks(2, train_sharded, str(tmp_path / "whole"), "disk", 2, 3)
+    run_ranks(2, train_sharded, str(tmp_path / "moved"), "first", 2, 1)
+    for machine, ranks, epochs in (("second", 3, 2), ("third", 2, 3)):
+        for disk in (tmp_path / "moved").glob("*-[0-9]"):
+            shutil.rmtree(disk)
+        found = run_ranks(ranks, train_sharded, str(tmp_path / "moved"), machine, ranks, epochs)
+        assert [begun for begun, _ in found] == [4 * (epochs - 1)] * ranks
+    for _, weights in found:
+        assert torch.allclose(weights, expected, rtol=1e-12, atol=0)
 
 
 def test_event_files_arrive_whole_whatever_is_renamed_or_cut_off(tmp_path: Path) -> None:

@@ -387,7 +387,10 @@ class MultiGPUTrainer(ABC):
     def state_dict(self) -> dict[str, Any]:
         state = self.state
         epoch, position = state.epoch, state.position
-        if state.loader is not None:  # it knows of an epoch that the user's loop broke off
+        most = self.config.max_steps
+        # The loader knows of an epoch that the user's loop broke off. One that max_steps cut short
+        # is not broken off: with more steps, the run goes on inside it.
+        if state.loader is not None and (most is None or state.step < most):
             epoch, position = state.loader.place_after(epoch, position)
         return {
             "step": state.step,
