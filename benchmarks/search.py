@@ -4,9 +4,12 @@
     python benchmarks/search.py kills --kills 8  kill -9 of the search, a trial's launcher, a rank
     python benchmarks/search.py random --fashion fashion-mnist
                                                  TPE against random search, study by study
+    python benchmarks/search.py same             suggestions and values against a plain Optuna loop
 
-Each prints a table and exits with 1 where a promise is broken. `tests/search` holds the
-suggestions against plain Optuna, and NSGA-II against brute force.
+`same` and `random` take digits, and with --fashion a part of Fashion-MNIST.
+
+Each prints a table and exits with 1 where a promise is broken. `tests/search` holds NSGA-II against
+brute force, and suggestions with pruners against plain Optuna.
 """
 
 from __future__ import annotations
@@ -270,9 +273,56 @@ def against_random(args: argparse.Namespace, folder: Path) -> int:
     return 0 if well else 1
 
 
+def against_optuna(args: argparse.Namespace, folder: Path) -> int:
+    """The same studies by a plain Optuna loop: every suggestion and value, bit for bit."""
+    import optuna
+
+    from multi_gpu_training.search import search
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    tasks = {"digits": digits_data()}
+    if args.fashion is not None:
+        tasks["fashion"] = fashion_data(args.fashion)
+    print(
+        "| data | study seed | trials | same suggestions and values | best |\n|---|---|---|---|---|"
+    )
+    well = True
+    for task, data in tasks.items():
+        for seed in range(args.seed, args.seed + args.studies):
+
+            def objective(trial: Any, data: Parts = data) -> float:
+                values = {
+                    "learning_rate": trial.suggest_float("learning_rate", 1e-5, 1.0, log=True),
+                    "weight_decay": trial.suggest_float("weight_decay", 1e-6, 1.0, log=True),
+                    "width": trial.suggest_int("width", 4, 128, log=True),
+                    "dropout": trial.suggest_float("dropout", 0.0, 0.8),
+                    "optimizer": trial.suggest_categorical("optimizer", ["adamw", "sgd"]),
+                }
+                return trained(values, data, args.steps)
+
+            ours = search(
+                lambda values, data=data: trained(values, data, args.steps),
+                SPACE,
+                folder=folder / f"{task}-{seed}",
+                metric="val/loss",
+                trials=args.trials,
+                seed=seed,
+                storage="memory",
+            )
+            sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
+            plain = optuna.create_study(sampler=sampler)
+            plain.optimize(objective, n_trials=args.trials)
+            same = [(dict(one.params), one.values[0]) for one in ours.trials] == [
+                (one.params, one.value) for one in plain.trials
+            ]
+            well = well and same
+            print(f"| {task} | {seed} | {len(ours.trials)} | {same} | {plain.best_value:.4f} |")
+    return 0 if well else 1
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("ranks", "kills", "random"))
+    parser.add_argument("what", choices=("ranks", "kills", "random", "same"))
     parser.add_argument("--trials", type=int, default=30)
     parser.add_argument("--studies", type=int, default=5)
     parser.add_argument("--samplers", default="tpe,optuna-tpe,random", help="random: which")
@@ -286,7 +336,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="random: of the first study")
     parser.add_argument("--folder", type=Path, help="keep the studies there")
     args = parser.parse_args()
-    run = {"ranks": compare_ranks, "kills": kill_campaign, "random": against_random}[args.what]
+    every = {"ranks": compare_ranks, "kills": kill_campaign, "random": against_random}
+    run = {**every, "same": against_optuna}[args.what]
     if args.folder is not None:
         args.folder.mkdir(parents=True, exist_ok=True)
         return run(args, args.folder)
