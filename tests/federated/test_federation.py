@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,34 @@ def test_secure_aggregation_is_central_up_to_its_quantisation(tmp_path: Path) ->
     # Clients with few of the samples that it is set up for are rounded more: said in every round.
     assert found.history[0]["rounding"] == pytest.approx(bound)
     assert "rounded to 3e-06" in federation.lines[-1]
+
+
+def test_an_update_outside_the_range_is_refused_rather_than_clipped(tmp_path: Path) -> None:
+    secure: dict[str, Any] = {"secure": True, "max_samples": 10, "secure_range": 1e-4}
+    federation = Federation(tmp_path, rounds=1, retries=0, **secure)
+    with pytest.raises(FederationFailed):
+        federation.run()
+    assert "SecAgg+ holds up to 0.0001; start the server with a larger" in federation.lines[-1]
+
+
+def test_clients_of_very_unlike_sizes_weigh_by_their_samples_under_secure_aggregation(
+    tmp_path: Path,
+) -> None:
+    """One has a single sample, another has 30."""
+    parts = [(0, 1), (1, 9), (9, 17), (17, 47)]
+    federation = Federation(tmp_path, rounds=1, clients=4, local_steps=1, secure=True)
+    federation.settings = federation.settings.model_copy(update={"max_samples": 30})
+    plain = federation.client
+
+    def client(context: Context) -> ClientSetup:
+        first, last = parts[int(context.node_config["partition-id"])]
+        words = ["0.0", "100", "0", "1", "0", str(first), str(last)]
+        return replace(plain(context), words=words, part=None)
+
+    federation.client = client  # type: ignore[method-assign]
+    found = federation.run()
+    bound = quantisation_error(federation.settings, [1, 8, 8, 30])
+    assert 0 < apart(found.weights, central(1)) < bound < 1e-4
 
 
 def test_nothing_that_the_server_receives_looks_like_a_clients_update(tmp_path: Path) -> None:
@@ -540,8 +569,6 @@ def test_a_client_that_wants_secure_aggregation_answers_nothing_else(tmp_path: P
     plain = federation.client
 
     def client(context: Context) -> ClientSetup:
-        from dataclasses import replace
-
         return replace(plain(context), require_secure=True)
 
     federation.client = client  # type: ignore[method-assign]

@@ -58,13 +58,21 @@ class Complex(nn.Module):
 MODELS = (model, normed_model, frozen_model, Complex, fixed_model)
 
 
-def main(momentum: float, batch_size: int, part: int = 0, parts: int = 1, kind: int = 0) -> None:
+def main(
+    momentum: float,
+    batch_size: int,
+    part: int = 0,
+    parts: int = 1,
+    kind: int = 0,
+    first: int = 0,
+    last: int = SAMPLES,
+) -> None:
     shown = {"tensorboard": False, "monitor": False, "report": False}
     config = MultiGPUConfig(global_batch_size=batch_size, **shown)
     manager = MultiGPUTrainingManager(config)
     manager.fit(
         MODELS[kind](),
-        data(part, parts),
+        TensorDataset(*data(part, parts)[first:last]),
         data(part, parts),
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=lambda p: torch.optim.SGD(p, lr=RATE, momentum=momentum),
