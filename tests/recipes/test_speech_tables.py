@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import soundfile
+import torch
 from test_speech_data import load, texts, write_festvox, write_fsdd, write_librispeech, write_wav
+from torch import Tensor
 
 from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.speech import SpeechOptions, choose_size
+from multi_gpu_training.recipes.speech.alphabet import Alphabet
 from multi_gpu_training.recipes.speech.corpora import DIGITS
 from multi_gpu_training.recipes.speech.speech_data import SpeechData
+from multi_gpu_training.training.metrics import MetricsCollector
 
 SPEAKERS = ("ann", "bob", "eve", "joe")
 
@@ -219,3 +224,36 @@ def test_a_table_without_a_split_is_tested_on_speakers_who_are_not_trained_on(
     data = load(write_table(tmp_path / "speech.csv", write_clips(tmp_path)))
     assert (len(data.train), len(data.test)) == (18, 6)
     assert len(groups(data)) == 1
+
+
+class Heard(torch.nn.Module):
+    """A recogniser that hears "three" whatever is said."""
+
+    def __init__(self, alphabet: Alphabet) -> None:
+        super().__init__()
+        self.labels = alphabet.encode("thre") + [0] + alphabet.encode("e")
+        self.classes = alphabet.classes
+
+    def forward(self, sound: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+        path = torch.tensor(self.labels)
+        logits = 50.0 * torch.nn.functional.one_hot(path, self.classes).float()
+        return logits.expand(len(sound), -1, -1), torch.full((len(sound),), len(path))
+
+
+def test_unseen_and_known_speakers_are_measured_apart_and_each_by_name(tmp_path: Path) -> None:
+    write_four(tmp_path)
+    (tmp_path / "recordings/7_bob_0.wav").unlink()  # bob says three alone, in the official test
+    (tmp_path / "recordings/7_bob_4.wav").unlink()
+    recipe = find_recipe("speech")
+    chosen = SpeechOptions(data_dir=str(tmp_path), split="speaker", held_out_speaker="ann")
+    job = recipe.build(recipe.config({}), chosen)
+    test, metrics = job.val_dataset, MetricsCollector()
+    model = Heard(job.eval_fn.keywords["alphabet"])
+    for half in (range(7), range(7, len(test))):  # a batch may hold one kind alone
+        job.eval_fn(model, test.collate([test[i] for i in half]), metrics)
+    found = metrics.compute()
+    assert list(found)[1:3] == ["wer", "cer"]
+    assert found["wer"] == found["wer_of_ann"] == 0.5
+    assert found["wer_known"] == pytest.approx(4 / 10)
+    assert found["wer_known_of_bob"] == 0.0 and found["wer_known_of_eve"] == 0.5
+    assert sum(name.startswith("wer") for name in found) == 6

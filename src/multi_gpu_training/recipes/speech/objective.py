@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from multi_gpu_training.training.metrics import MetricsCollector
 
 MASKS = (0.2, 0.1)  # SpecAugment: the share of all bands and of the time that a mask may take
 MOST_SPEAKERS = 16  # with an error rate of their own
+PLAIN_NAME = re.compile(r"[\w.-]{1,40}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def evaluate(
     """Add the loss, and the word and character errors, of one batch.
 
     `wer` and the loss are those of speakers who are not trained on, where the test is by speaker;
-    `wer_known` is that of the others, and `wer_NAME` that of one of a few speakers.
+    `wer_known` is that of the others, `wer_of_NAME` that of one of a few speakers.
     """
     logits, lengths = model(batch.sound, batch.samples)
     losses, characters = losses_of(logits, lengths, batch)
@@ -100,13 +102,14 @@ def evaluate(
         add_error_rates(metrics, [found], [reference], "_known" if group.known else "")
         if group in named:
             words = reference.split()
-            name = f"wer_{group.speaker}" + ("_known" if group.known else "")
-            metrics.add(name, edits(found.split(), words), len(words))
+            name = "wer_known_of_" if group.known else "wer_of_"
+            metrics.add(name + group.speaker, edits(found.split(), words), len(words))
 
 
 def named_speakers(groups: Sequence[SpeakerGroup]) -> Sequence[SpeakerGroup]:
-    """Those with a figure of their own: of few speakers, all."""
-    return groups if 1 < len(groups) <= MOST_SPEAKERS else ()
+    """Those with a figure of their own: all, where they are few and have plain names."""
+    plain = all(PLAIN_NAME.fullmatch(group.speaker) for group in groups)
+    return groups if plain and 1 < len(groups) <= MOST_SPEAKERS else ()
 
 
 # From frames to text: the best path, or the best text over all its paths
