@@ -5,7 +5,8 @@
     mgt run --num-gpus 2 examples/finetune_hf.py --tiny
 
 --model-dir is a folder of `save_pretrained` with a tokenizer, --data a CSV with the columns `text`
-and `label`. The model computes its own loss, so `fit` needs none. `eval_fn` counts what is right.
+and `label`. The model computes its own loss, so `fit` needs none. `eval_fn` counts correct
+answers.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="over all GPUs")
     parser.add_argument("--lr", type=float, help="default: 2e-5 with --model-dir, else 1e-3")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a text")
+    parser.add_argument("--length", type=int, default=64, help="tokens per text")
     parser.add_argument("--tiny", action="store_true", help="one short epoch")
     args = parser.parse_args()
 
@@ -103,7 +104,7 @@ def main() -> None:
         config.num_labels = len(labels)
         model = BertForSequenceClassification(config)
     result = manager.fit(model, train, val, eval_fn=eval_fn)
-    manager.say(f"{', '.join(labels)}: {result.metrics['accuracy']:.1%} right")
+    manager.say(f"{', '.join(labels)}: {result.metrics['accuracy']:.1%} correct")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64, help="over all GPUs")
     parser.add_argument("--size", type=int, default=32, help="pixels")
-    parser.add_argument("--workers", type=int, default=0, help="loader processes of each GPU")
+    parser.add_argument("--workers", type=int, default=0, help="loader processes per GPU")
     args = parser.parse_args()
 
     manager = MultiGPUTrainingManager(

@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=128, help="over all GPUs")
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--samples", type=int, help="train on the first so many only")
+    parser.add_argument("--samples", type=int, help="train on only the first N samples")
     args = parser.parse_args()
 
     # With several GPUs, this starts the script once on each of them.

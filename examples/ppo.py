@@ -88,8 +88,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="PPO on CartPole.")
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--envs", type=int, default=8, help="over all ranks")
-    parser.add_argument("--steps", type=int, default=128, help="of each environment")
-    parser.add_argument("--passes", type=int, default=8, help="over what was collected")
+    parser.add_argument("--steps", type=int, default=128, help="steps per environment")
+    parser.add_argument("--passes", type=int, default=8, help="passes over each rollout")
     parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args()
 

@@ -23,8 +23,8 @@ from multi_gpu_training.search import search
 def main() -> None:
     parser = argparse.ArgumentParser(description="Search a learning rate and a schedule.")
     parser.add_argument("--trials", type=int, default=12)
-    parser.add_argument("--epochs", type=int, default=3, help="of each trial")
-    parser.add_argument("--samples", type=int, default=1500, help="that each trial trains on")
+    parser.add_argument("--epochs", type=int, default=3, help="epochs per trial")
+    parser.add_argument("--samples", type=int, default=1500, help="training samples per trial")
     parser.add_argument("--gpus-per-trial", type=int, help="without GPUs: CPU ranks")
     parser.add_argument("--folder", type=Path, default=Path("runs/search/mnist"))
     parser.add_argument("--resume", action="store_true", help="continue the search in --folder")

@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=64, help="texts over all GPUs")
     parser.add_argument("--accumulate", type=int, default=1, help="parts of a step, to save memory")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a text")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per text")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--tiny", action="store_true", help="eight steps of a tiny model")
     args = parser.parse_args()

@@ -635,7 +635,7 @@ def _check_sets(config: MultiGPUConfig, sets: list[str], val_dataset: Any) -> No
 
 
 def _check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: Any, sets: list[str]) -> None:
-    """A set that is not there, or a metric that the built-in evaluation never gives, is an error
+    """A set that does not exist, or a metric that the built-in evaluation never gives, is an error
     before training."""
     known = ["accuracy", "f1", "loss"]
     if config.best_metric is None:

@@ -1,4 +1,4 @@
-"""A disk that is full, over its quota or read-only: training goes on, nothing saved is lost."""
+"""A disk that is full, over its quota or read-only: training continues, nothing saved is lost."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_events_go_on_after_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFi
             continue
     assert [e["event"] for e in good] == ["before", "events_lost", "step"]
     assert good[1]["count"] == 3 and good[2]["number"] == 3
-    assert capsys.readouterr().err.count("training goes on") == 1
+    assert capsys.readouterr().err.count("training continues") == 1
 
 
 def test_curves_go_on_after_a_full_disk(

@@ -152,7 +152,7 @@ def test_a_failed_save_does_not_stop_training_and_the_next_one_works(
     assert "step-00000002" not in watch.order
     shown = capsys.readouterr().out
     assert shown.count("could not save step 2: no space") == 1
-    assert "Training goes on; the next save tries again" in shown
+    assert "Training continues; the next save tries again" in shown
     assert [event["step"] for event in events(tmp_path, "checkpoint_failed")] == [2]
 
 

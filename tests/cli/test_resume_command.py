@@ -114,7 +114,7 @@ def test_data_that_are_not_there_are_found_before_torch_is_imported(tmp_path: Pa
         timeout=60,
     )
     assert done.stdout.splitlines() == ["2 False"] * 3, done
-    assert "data_dir='fashon-mnist' is not there" in done.stderr
+    assert "data_dir='fashon-mnist' does not exist" in done.stderr
     assert "did you mean 'fashion-mnist'?" in done.stderr
     assert "data_dir='fashion-mnist' is an empty folder" in done.stderr
-    assert "data_dir='recordings' is not there" in done.stderr
+    assert "data_dir='recordings' does not exist" in done.stderr

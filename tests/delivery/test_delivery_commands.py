@@ -69,13 +69,13 @@ def test_wrong_requests_end_with_one_sentence_and_its_remedy(mgt: Mgt, tmp_path:
     weights = damaged / "checkpoints" / "step-00000012" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     for words, wanted in (
-        (("evaluate", "nowhere"), "nowhere is not there; give a run folder"),
+        (("evaluate", "nowhere"), "nowhere does not exist; give a run folder"),
         (("evaluate", run.parent), f"did you mean {run}?"),
         (("evaluate", damaged), "model.safetensors was changed; give another run"),
         (("evaluate", run, "--checkpoint", "step-7"), "has no step-7; it has step-00000012"),
         (("evaluate", run, "--part", "some"), "use val or all"),
         (("predict", run), "give at least one input"),
-        (("predict", run, "nothing.png"), "nothing.png is not there; give a file or a folder"),
+        (("predict", run, "nothing.png"), "nothing.png does not exist; give a file or a folder"),
         (("predict", run, run / "config.yaml"), "cannot be decoded"),
         (("predict", run, tmp_path, "--task", "sing"), "this image model can predict"),
         (("predict", run, tmp_path, "--format", "xml"), "use table, jsonl, csv"),

@@ -265,7 +265,7 @@ def test_a_run_folder_that_is_deleted_is_made_again_and_that_is_said(
     tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert torch.equal(train(tmp_path, callbacks=[Delete()]), whole)
-    assert "was deleted or moved while the run goes on" in capsys.readouterr().err
+    assert "was deleted or moved during the run" in capsys.readouterr().err
     run = tmp_path / "custom" / "it"
     lines = (run / "events" / "rank-0.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]

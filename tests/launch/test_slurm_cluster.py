@@ -151,7 +151,7 @@ def test_ctrl_c_cancels_the_job_and_a_closed_terminal_does_not(
         run.send(signal.SIGHUP)
         run.when(lambda: run.code is not None, 60, "the end of following")
         assert slurm.job(run.job)["JobState"] == "RUNNING"
-        assert "goes on without this terminal" in run.said()
+        assert "continues without this terminal" in run.said()
     with SlurmRun(slurm, tmp_path / "two", EPOCHS * 10, PAUSE_S) as run:
         run.submit("--nodes", "1")
         run.after(0, 2)

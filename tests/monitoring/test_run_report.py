@@ -191,7 +191,7 @@ def test_the_end_of_a_run_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_no_run_is_an_error_that_helps(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not there"):
+    with pytest.raises(ConfigError, match="does not exist"):
         read_run(tmp_path / "nowhere")
     whole_run(tmp_path / "image" / "first")
     with pytest.raises(ConfigError, match=r"not a run folder.*did you mean .*image/first\?"):

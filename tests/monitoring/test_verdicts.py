@@ -154,9 +154,7 @@ def test_checkpoints_that_come_too_often_are_named(folder: Any) -> None:
         run.add(0, "checkpoint", step * 0.03, step=step, stall_s=0.05, waited_s=0.0, write_s=0.1)
     verdict = judged(run)
     assert verdict.kind == "checkpoint"
-    assert (
-        "stands still for them 30% of the time, 50 ms each time, every 5 steps" in verdict.headline
-    )
+    assert "pauses for them 30% of the time, 50 ms each time, every 5 steps" in verdict.headline
     assert "checkpoint_frequency=200 would gain 44%" in verdict.headline
 
 

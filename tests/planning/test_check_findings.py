@@ -110,7 +110,7 @@ def test_a_healthy_machine_passes() -> None:
         ({"visible": 0, "cuda": None}, Level.FAIL, "without CUDA, and this machine has 2 GPUs"),
         ({"capabilities": {"NVIDIA B200": (10, 0)}}, Level.FAIL, "B200 is sm_100"),
         ({"hip": "6.4", "cuda": None}, Level.WARN, "AMD.*untested"),
-        ({"visible_devices": "0,7", "visible": 1}, Level.FAIL, "'7' is not there"),
+        ({"visible_devices": "0,7", "visible": 1}, Level.FAIL, "'7' does not exist"),
         ({"visible_devices": "", "visible": 0}, Level.WARN, "hides every GPU"),
         ({"visible_devices": "0,1", "visible": 1}, Level.FAIL, "names 2 GPUs and torch sees 1"),
     ],
@@ -137,12 +137,12 @@ def test_a_cpu_is_enough_unless_a_gpu_is_asked_for() -> None:
         ("1,0", None),
         ("GPU-bb", None),
         ("MIG-1234,MIG-5678", None),
-        ("0,5,1", r"'5' is not there: .*0 to 1, and hides all after it \(5, 1\)"),
+        ("0,5,1", r"'5' does not exist: .*0 to 1, and hides all after it \(5, 1\)"),
         ("GPU-cc", "not the number or UUID"),
         ("all", "not the number or UUID"),
         ("0,", "an empty entry"),
         ("1,1", "named twice"),
-        ("-2", "'-2' is not there"),
+        ("-2", "'-2' does not exist"),
     ],
 )
 def test_visible_devices_are_read_as_cuda_reads_them(value: str, says: str | None) -> None:

@@ -184,7 +184,7 @@ def test_everything_wrong_with_a_table_is_said_at_once(photos: Path) -> None:
     ]
     table.write_text("\n".join([*lines, "red/00.png,blue,"]))
     message = problem(photos)
-    assert "line 3: " in message and "such.png is not there" in message
+    assert "line 3: " in message and "such.png does not exist" in message
     assert "line 5: there is no label" in message
     assert "line 6: split='dev2' is unknown" in message
     assert f"line 7: red/00.png is in {table}, line 2 already" in message

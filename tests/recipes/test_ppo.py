@@ -352,7 +352,7 @@ def test_the_defaults_are_those_of_the_guide() -> None:
     ("words", "said"),
     [
         (["--env", "CartPole-v9"], ["CartPole-v9", "not registered"]),
-        (["--data-dir", "nowhere"], ["nowhere", "is not there"]),
+        (["--data-dir", "nowhere"], ["nowhere", "does not exist"]),
         (["--multi-gpu", "dp"], ["data_parallel", "ddp or single"]),
         (["schedule=cosine"], ["decay=linear"]),
         (["num_workers=2"], ["num_workers=2"]),

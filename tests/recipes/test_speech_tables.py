@@ -130,7 +130,7 @@ def test_everything_wrong_with_a_table_is_named_at_once_with_its_line(tmp_path: 
     table = write_table(tmp_path / "speech.csv", rows)
     found = problems(table)
     wanted = {
-        3: "wavs/nowhere.wav is not there; add the file or take the line out",
+        3: "wavs/nowhere.wav does not exist; add the file or take the line out",
         4: "says nothing of what is spoken in wavs/2.wav; write it down",
         5: "its split is 'holdout'; there are train, dev (or val) and test",
         7: f"wavs/5.wav is named before ({table}, line 6)",

@@ -29,7 +29,7 @@ def test_hub_name_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_folder_that_is_not_there_or_no_model(tmp_path: Path) -> None:
-    assert "model='./nowhere/bert' is not there" in problem(
+    assert "model='./nowhere/bert' does not exist" in problem(
         model="./nowhere/bert", tokenizer="bytes"
     )
     message = problem(model=str(tmp_path), tokenizer="bytes")

@@ -130,7 +130,7 @@ def test_an_outage_is_reported_once_and_never_stops_training_or_loses_the_local_
         manager.finish()
     told = capsys.readouterr().err
     assert told.count("cannot upload to") == 1
-    assert "Training goes on" in told and "not uploaded" in told and "step-00000008" in told
+    assert "Training continues" in told and "not uploaded" in told and "step-00000008" in told
     assert f"mgt checkpoints upload {local(tmp_path)}" in told
     assert "step-00000008" not in complete(tmp_path)
     events = (local(tmp_path) / "events" / "rank-0.jsonl").read_text()

@@ -30,7 +30,7 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.training.callbacks import RunLog
 
-_GOES_ON = "Training goes on; the next save tries again"
+_GOES_ON = "Training continues; the next save tries again"
 _GPU_INTERVAL_S = 1.0  # an epoch on a GPU may take milliseconds, and the disk more than that
 
 

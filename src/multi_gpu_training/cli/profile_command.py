@@ -27,7 +27,7 @@ def profile(words: list[str], steps: str | None, ranks: str, num_gpus: int, devi
     folder = Path(words[0])
     if folder.is_dir() and len(words) == 1:
         return show(folder)
-    command_of(words, "profile")  # refuses a script that is not there
+    command_of(words, "profile")  # refuses a script that does not exist
     problems = place_problems(device, 1.0)
     if problems:
         raise ConfigError(problems)

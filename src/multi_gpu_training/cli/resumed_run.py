@@ -32,7 +32,7 @@ def run_settings(run: str) -> dict[str, Any]:
         where, name = str(folder.parent.parent), folder.name
         if folder.parent.name != recipe:
             raise ConfigError(
-                f"mgt resume {brief(run)}: this is a run of {brief(recipe)}, but lies in a folder "
+                f"mgt resume {brief(run)}: this is a run of {brief(recipe)}, but is in a folder "
                 f"{folder.parent.name}/; move it to SAVE_DIR/{recipe}/{name}, where it was made"
             )
     return {"recipe": recipe, "save_dir": where, "run_name": name, "resume": "auto"}

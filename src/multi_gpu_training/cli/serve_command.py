@@ -50,7 +50,7 @@ def serve(run: str, flags: dict[str, Any]) -> int:
     shown = f"[{host}]" if ":" in host else host
     if not is_loopback(host):
         print(
-            f"--host {host}: whoever reaches this port can use the model; there is no password",
+            f"--host {host}: anyone who reaches this port can use the model; there is no password",
             file=sys.stderr,
         )
     taken.listen(http_server.BACKLOG)  # whoever reads the next line may connect at once

@@ -190,7 +190,7 @@ def check_data_dir(given: Any, recipe: str) -> None:
         elif path.exists():
             return
         else:
-            problem = f"is not there (looked at {path.absolute()})"
+            problem = f"does not exist (looked at {path.absolute()})"
             names = [found.name for found in path.parent.iterdir()] if path.parent.is_dir() else []
             close = difflib.get_close_matches(path.name, names, n=1)
     except OSError as error:

@@ -63,7 +63,7 @@ def other_checkpoints(path: Path) -> list[str]:
 
 def _no_run(given: Path) -> str:
     if not given.exists():
-        return f"{given} is not there; give a run folder such as runs/image/NAME"
+        return f"{given} does not exist; give a run folder such as runs/image/NAME"
     if not given.is_dir():
         return f"{given} is a file; give a run folder such as runs/image/NAME"
     runs = sorted(str(path.parent) for path in given.glob("*/checkpoints") if path.is_dir())

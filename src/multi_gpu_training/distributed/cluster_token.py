@@ -87,9 +87,9 @@ def network_key(what: str) -> bytes:
     if os.environ.get(INSECURE, "") not in ("", "0"):
         return PUBLIC_KEY
     raise ConfigError(
-        f"{what} needs a secret that the machines share: without one, whoever reaches their ports "
-        f"can join, change or end the run. Either {_MAKE_ONE}, or accept that with "
-        f"--insecure-network ({INSECURE}=1) inside a network of your own",
+        f"{what} needs a secret that the machines share: without one, anyone who reaches their "
+        f"ports can join, change or end the run. Either {_MAKE_ONE}, or accept that with "
+        f"--insecure-network ({INSECURE}=1) inside your own network",
         code="MGT503",
     )
 

@@ -71,7 +71,7 @@ class ServerPlace:
 
     def check(self) -> None:
         files = {"--ca-file": self.ca_file, "--certificate": self.certificate, "--key": self.key}
-        problems = [f"{flag} {name} is not there" for flag, name in files.items() if _gone(name)]
+        problems = [f"{flag} {name} does not exist" for flag, name in files.items() if _gone(name)]
         if self.insecure and (any(files.values()) or self.client_keys):
             problems.append("--insecure-network with certificates or keys; drop one of them")
         missing = [flag for flag, name in files.items() if name is None]
@@ -107,7 +107,7 @@ class ClientPlace:
         if not self.insecure:
             for flag, name in (("--ca-file", self.ca_file), ("--key", self.key)):
                 if name is None or _gone(name):
-                    problems.append(f"{flag} {name or ''} is not there; see `mgt federated keys`")
+                    problems.append(f"{flag} {name or ''} does not exist; see `mgt federated keys`")
         elif self.ca_file or self.key:
             problems.append("--insecure-network with --ca-file or --key; drop one of them")
         if problems:

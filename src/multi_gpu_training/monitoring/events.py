@@ -55,7 +55,7 @@ class EventFile:
             try:
                 self._open(path)
             except OSError as error:
-                print(f"no events are recorded: {error}; training goes on", file=sys.stderr)
+                print(f"no events are recorded: {error}; training continues", file=sys.stderr)
 
     def write(self, event: str, **fields: Any) -> None:
         if self._file is None:
@@ -133,16 +133,16 @@ class EventFile:
             if not self._missed:  # tried again with the next event
                 self._missed = True
                 print(
-                    f"warning: {self._path} was deleted or moved and cannot be made again "
-                    f"({error}); events go to where nobody finds them; training goes on",
+                    f"warning: {self._path} was deleted or moved and cannot be recreated "
+                    f"({error}); further events are lost; training continues",
                     file=sys.stderr,
                 )
             return
         self._missed = False
         old.close()
         text = (
-            f"{self._path} was deleted or moved while the run goes on, and was made again; what "
-            "it held is no longer there. Do not touch the folder of a run before its end"
+            f"{self._path} was deleted or moved during the run and has been recreated without its "
+            "old content. Do not touch the folder of a run before it ends"
         )
         print(f"warning: {text}", file=sys.stderr)
         note = {**self.identity, "time": time.time(), "clock": time.perf_counter()}
@@ -162,7 +162,7 @@ class EventFile:
         except OSError as error:
             problem = error
         if not self.lost:
-            print(f"an event could not be recorded: {problem}; training goes on", file=sys.stderr)
+            print(f"an event could not be recorded: {problem}; training continues", file=sys.stderr)
         return False
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class PhaseClock(Callback):
         self.running = False
 
     def detach(self) -> None:
-        """Training goes on without a clock."""
+        """Training continues without a clock."""
         self._state.placement.watch = None
         self._state.callbacks.remove(self)
 

@@ -55,7 +55,7 @@ def fetch(kind: str, option: str, name: str, trust: bool = False, **more: Any) -
     _check_files(option, name, path)
     if not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ModelError(
-            f"{option}={name!r} is not there; give a folder that save_pretrained has written, or "
+            f"{option}={name!r} does not exist; give a folder that save_pretrained has written, or "
             "a name of the Hugging Face hub",
             code="MGT404",
         )
@@ -77,7 +77,7 @@ def fetch(kind: str, option: str, name: str, trust: bool = False, **more: Any) -
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{option}={name!r} brings its own Python code, which is not run unless you trust "
-                "whoever wrote it: read it, then set trust_remote_code=true",
+                "its author: read it, then set trust_remote_code=true",
                 code="MGT404",
             ) from None
         if path.exists():

@@ -185,7 +185,7 @@ class Pipeline(ABC):
                 raise DataError(f"{word} holds no file that this {self.recipe} model takes")
             return [(str(one), one) for one in files]
         if not path.exists():
-            raise DataError(f"{word} is not there; give a file or a folder")
+            raise DataError(f"{word} does not exist; give a file or a folder")
         return [(str(path), path)]
 
     def takes(self, path: Path) -> bool:
@@ -253,7 +253,7 @@ class Pipeline(ABC):
         if code is not None and not trust:
             raise ModelError(
                 f"the checkpoint's options have {code}, which runs that code; allow it with "
-                "load(run, trust=True) or --trust if you trust whoever wrote the checkpoint",
+                "load(run, trust=True) or --trust if you trust the author of the checkpoint",
                 code="MGT404",
             )
         plain = kind()
@@ -415,7 +415,7 @@ def imported(path: str, trust: bool) -> Any:
     if not trust:
         raise ModelError(
             f"the checkpoint says that {brief(path)} builds its model, which runs that code; allow "
-            "it with load(run, trust=True) or --trust if you trust whoever wrote the checkpoint",
+            "it with load(run, trust=True) or --trust if you trust the author of the checkpoint",
             code="MGT404",
         )
     module, _, name = path.partition(":")

@@ -118,7 +118,7 @@ class RemoteFolder:
     # Reading
 
     def read(self, name: str, limit: int) -> bytes:
-        """The whole of a small file. FileNotFoundError if it is not there."""
+        """The whole of a small file. FileNotFoundError if it does not exist."""
         with self._explained(f"read {name}"):
             found: bytes = self._fs.cat_file(self._path(name), start=0, end=limit + 1)
         if len(found) > limit:

@@ -267,8 +267,8 @@ class Outage:
                 return
             self.going_on = True
         self._log.warning(
-            f"cannot upload to {self._plan.url} ({error}). Training goes on, everything is kept in "
-            f"{self._plan.folder}, and uploads are tried again"
+            f"cannot upload to {self._plan.url} ({error}). Training continues and keeps everything "
+            f"in {self._plan.folder}; uploads are tried again"
         )
 
     def over(self) -> None:

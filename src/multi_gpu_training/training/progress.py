@@ -97,7 +97,7 @@ class Progress:
         return better
 
     def find_metric(self, metrics: dict[str, float]) -> str:
-        """The name of the metric that names the best checkpoint; an error if it is not there."""
+        """The name of the metric that names the best checkpoint; an error if it does not exist."""
         if self.metric not in metrics and self.metric.removeprefix("val/") in metrics:
             self.metric = self.metric.removeprefix("val/")  # as it is called in the logs
         if not self._chosen and self.metric not in metrics and metrics:

@@ -93,7 +93,7 @@ class ElasticEngine(LocalEngine):
             ranks_on = self._interfaces.get("GLOO_SOCKET_IFNAME", "every interface")
             trust = "machines with the same cluster token are admitted"
             if self._key == PUBLIC_KEY:
-                trust = "without a token: whoever reaches these ports can join or end the run"
+                trust = "without a token: anyone who reaches these ports can join or end the run"
             say(
                 f"node {hosts.node_rank} listens on {address}:{self.nodes.me.port} for the other "
                 f"launchers, the leader on a free port for the ranks' store ({trust}); the ranks "

@@ -101,7 +101,9 @@ class SlurmEngine(Engine):
             return
         if number != signal.SIGINT:
             # A closed terminal or a login node that tidies up must not end hours of training.
-            _say(f"job {self._job} goes on without this terminal; `mgt cancel {self._job}` ends it")
+            _say(
+                f"job {self._job} continues without this terminal; `mgt cancel {self._job}` ends it"
+            )
             raise SystemExit(128 + number)
         _say(f"cancelling job {self._job}; it saves first")
         cancel([self._job])

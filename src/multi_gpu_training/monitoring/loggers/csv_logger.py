@@ -55,7 +55,7 @@ class CsvLogger:
             self._file = None
 
     def _give_up(self, error: Exception) -> None:
-        print(f"{self._path} cannot be written: {error}; training goes on", file=sys.stderr)
+        print(f"{self._path} cannot be written: {error}; training continues", file=sys.stderr)
         with contextlib.suppress(OSError):
             self.close()
         self._file = None

@@ -56,7 +56,7 @@ class TensorBoardLogger:
             self._interrupt(error)
 
     def _interrupt(self, error: OSError) -> None:
-        print(f"curves cannot be written: {error}; training goes on", file=sys.stderr)
+        print(f"curves cannot be written: {error}; training continues", file=sys.stderr)
         self._retry_at = time.monotonic() + RETRY_S
         self._drop()
 

@@ -123,7 +123,7 @@ class TrackerLogger:
         self._warned = True
         problem = " ".join(redact(problem).split())
         print(
-            f"warning: {self._tracker.name}: {problem}; training goes on, the run's events hold "
+            f"warning: {self._tracker.name}: {problem}; training continues, the run's events hold "
             "all metrics, and a resumed run sends what is missing",
             file=sys.stderr,
         )

@@ -134,7 +134,7 @@ class RunReader:
         folder, path = self.folder, Path(self.folder)
         try:
             if not path.is_dir():
-                there = "is a file, not a run folder" if os.path.lexists(path) else "is not there"
+                there = "is a file, not a run folder" if os.path.lexists(path) else "does not exist"
                 raise ConfigError(
                     f"mgt report: {folder} {there}; give runs/RECIPE/NAME", code="MGT104"
                 )

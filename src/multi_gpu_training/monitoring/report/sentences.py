@@ -86,7 +86,7 @@ def _checkpoint(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     facts = cause.facts
     every = facts["every"]
     stands = (
-        f"training stands still for them {facts['share']:.0%} of the time, "
+        f"training pauses for them {facts['share']:.0%} of the time, "
         f"{duration(facts['stall_s'])} each time"
     )
     if facts["at_ends"]:

@@ -225,7 +225,7 @@ def visible_problem(value: str, uuids: Sequence[str]) -> str | None:
         index = _index_of(entry, uuids)
         if index is None:
             numeric = entry.lstrip("-").isdecimal()
-            kind = "is not there" if numeric else "is not the number or UUID of a GPU here"
+            kind = "does not exist" if numeric else "is not the number or UUID of a GPU here"
             return f"{entry or 'an empty entry'!r} {kind}: this machine has {some}{hidden}"
         if index in seen:
             return f"GPU {index} is named twice, and CUDA then shows none"

@@ -81,7 +81,7 @@ class Asked:
         return self.folder is not None and not self.from_scratch and has_weights(self.name)
 
     def check(self) -> None:
-        """Raise where a folder is named that is not there."""
+        """Raise where a folder is named that does not exist."""
         if self.folder is not None and not self.folder.exists():
             raise ModelError(
                 f"model={self.name!r} is not a folder here; fetch a model of the hub first (hf "

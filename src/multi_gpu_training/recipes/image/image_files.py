@@ -203,7 +203,7 @@ def _only(tables: list[Path]) -> Path:
 
 
 def find_columns(rows: Sequence[Row], label_column: str | None) -> tuple[str | None, str | None]:
-    """The columns with paths and with labels; None for one that is not there."""
+    """The columns with paths and with labels; None for one that does not exist."""
     names = {name.lower(): name for _, row in rows for name in row}
     labels = (label_column.lower(),) if label_column else LABEL_COLUMNS
     return (
@@ -243,7 +243,7 @@ def from_tables(root: Path, tables: dict[str, Path], label_column: str | None) -
                 if file in lines:
                     problems.append(f"{place}: {name} is in {lines[file]} already; keep one")
                 elif not os.path.isfile(file):  # noqa: PTH113
-                    problems.append(f"{place}: {file} is not there; correct the path")
+                    problems.append(f"{place}: {file} does not exist; correct the path")
                 lines[file] = place
                 parts.setdefault(PARTS[into], ImageList()).add(ImageRef(file), label)
     refuse(problems)

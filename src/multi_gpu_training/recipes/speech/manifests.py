@@ -137,7 +137,7 @@ class _Reader:
             part = PARTS[asked]
         found = self._find(path.strip())
         if found is None:
-            return self.problem(f"{path} is not there; add the file or take the line out", line)
+            return self.problem(f"{path} does not exist; add the file or take the line out", line)
         who = "" if speaker is None else str(speaker).strip()
         where = f"{self.table}, line {line}"
         self.manifest.rows.append(Spoken(found, plain(text), who, part, where))

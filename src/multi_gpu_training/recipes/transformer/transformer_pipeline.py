@@ -314,7 +314,7 @@ class TransformerPipeline(Pipeline):
         path = Path(word)
         if len(word) > 255 or not path.is_file():
             if path.suffix in (".txt", *TABLES) and " " not in word:
-                raise DataError(f"{word} is not there; give a file, or a text")
+                raise DataError(f"{word} does not exist; give a file, or a text")
             return [(brief(word, 60), word)]
         if path.suffix in TABLES:
             texts = [text for (text,) in fields(path, ("text",))]

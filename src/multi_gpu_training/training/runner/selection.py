@@ -302,7 +302,7 @@ class StepExecution:
         if self.mode == "graph" and self._may_compile and self.switch.pays(recorded):
             problem = self.switch.begin(recorded, self._step[0])
             if problem is None:
-                self.say("step: another process is compiling it; training goes on")
+                self.say("step: another process is compiling it; training continues")
                 self._verified.longest_window = self.switch.look_every
             else:
                 self.say(f"step: not compiled, {problem}")
