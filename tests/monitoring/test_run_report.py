@@ -73,11 +73,11 @@ def test_the_page_needs_nothing_but_itself_and_says_everything(tmp_path: Path) -
     words = re.sub(r"\s+", " ", shown.words)
     for expected in (
         "image/first",
-        "Rank 1 waits 30 ms a step for data; rank 0 waits for rank 1; fix its loader and gain",
+        "Rank 1 waits 30 ms per step for data; rank 0 waits for rank 1; fix its loader and gain",
         "640 samples/s",
         "2.0 GB peak memory",
         "0.9 accuracy",
-        "step 100 saved (1.0 MB), training stood still 10.0 ms",
+        "step 100 saved (1.0 MB), training paused for 10.0 ms",
         "num_workers 3",
     ):
         assert expected in words, expected
@@ -207,7 +207,7 @@ def test_the_command_shows_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "elsewhere" / "page.html"
     done = CliRunner().invoke(app, ["report", str(folder.path), "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert "rank 1 waits 30 ms a step for data; rank 0 waits for rank 1" in done.output
+    assert "rank 1 waits 30 ms per step for data; rank 0 waits for rank 1" in done.output
     assert "rank 1 slowest" in done.output and "own time, step" in done.output
     assert out.exists() and not (folder.path / "report.html").exists()
     done = CliRunner().invoke(app, ["report", str(folder.path), "--json", "--no-html"])
@@ -238,8 +238,8 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
         ),
         (
             {"gpus": {"2": {"samples_per_s": 640.0, "step_time_s": 0.1, "low": 0.08, "high": 0.2}}},
-            "forecast 100 ms a step, actual 100 ms a step (+0%); inside the band 80 ms a step to "
-            "200 ms a step",
+            "forecast 100 ms per step, actual 100 ms per step (+0%); inside the band 80 ms per "
+            "step to 200 ms per step",
         ),
         (
             {

@@ -68,7 +68,7 @@ def test_all_ranks_that_wait_for_data_are_told_to_get_workers(folder: Any) -> No
     run.time_steps([healthy(input=15.0), healthy(input=14.0)])
     verdict = judged(run)
     assert (verdict.kind, verdict.causes[0].ranks) == ("data", ())
-    assert verdict.headline.startswith("every rank waits 15.5 ms a step for data; more loader")
+    assert verdict.headline.startswith("every rank waits 15.5 ms per step for data; more loader")
 
 
 def test_batches_that_come_late_now_and_then_count_too(folder: Any) -> None:
@@ -84,7 +84,7 @@ def test_batches_that_come_late_now_and_then_count_too(folder: Any) -> None:
     (run.path / "events" / "rank-1.jsonl").write_text(text + "\n")
     verdict = judged(run)
     assert (verdict.kind, verdict.causes[0].ranks) == ("data", (1,))
-    assert "waits 10.0 ms a step" in verdict.headline
+    assert "waits 10.0 ms per step" in verdict.headline
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -274,7 +274,7 @@ def in_some_steps(run: Folder, every: int, delayed: set[int], phase: str, delay:
         (
             "other",
             "hooks",
-            r"rank 1 spends 2\d ms a step between steps \(2\d\d ms in one step in 9\)",
+            r"rank 1 spends 2\d ms per step between steps \(2\d\d ms in one step in 9\)",
         ),
     ],
 )
@@ -325,7 +325,7 @@ def test_what_ranks_without_events_did_is_not_guessed(folder: Any, empty: bool) 
     path.write_text("") if empty else path.unlink()
     verdict = judged(run)
     assert verdict.kind == "unseen"
-    assert verdict.headline.startswith("rank 0 waits 42 ms a step for rank 1 (no events) or for ")
+    assert verdict.headline.startswith("rank 0 waits 42 ms per step for rank 1 (no events) or for ")
     assert verdict.notes == ["no events of rank 1: its file is missing or empty"]
 
 
@@ -335,7 +335,7 @@ def test_a_slow_loader_of_the_only_rank_with_events_is_not_everyones(folder: Any
     (run.path / "events" / "rank-0.jsonl").write_text("")
     verdict = judged(run)
     assert verdict.kind == "data"
-    assert verdict.headline.startswith("rank 1 waits 40 ms a step for data; fix its loader and ")
+    assert verdict.headline.startswith("rank 1 waits 40 ms per step for data; fix its loader and ")
     assert "up to" in verdict.headline
 
 
@@ -381,7 +381,7 @@ def test_replayed_steps_are_judged_by_their_real_length(folder: Any) -> None:
             run.add(rank, "phases", step=step, source="check", **eager, **interval)
     verdict = judged(run)
     assert (verdict.kind, verdict.causes[0].ranks) == ("data", (1,))
-    assert "rank 1 waits 300 us a step for data" in verdict.headline
+    assert "rank 1 waits 300 us per step for data" in verdict.headline
     assert any("replayed as CUDA graphs" in note for note in verdict.notes)
 
 

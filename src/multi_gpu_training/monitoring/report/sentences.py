@@ -23,11 +23,11 @@ def _data(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
         who = "every rank waits" if run.world_size > 1 else "training waits"
         workers = run.config.get("num_workers", 0)
         return (
-            f"{who} {duration(cause.seconds)} a step for data; more loader workers (num_workers is "
-            f"{workers}) or cheaper samples would {gain(cause)}"
+            f"{who} {duration(cause.seconds)} per step for data; more loader workers "
+            f"(num_workers is {workers}) or cheaper samples would {gain(cause)}"
         )
     return (
-        f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} a step for data"
+        f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} per step for data"
         f"{_waiting(steps, cause)}; fix {_its(cause)} loader and {gain(cause, _at_most(steps))}"
     )
 
@@ -37,12 +37,12 @@ def _compute(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     if "part" in facts:
         return (
             f"{_who(run, cause, 'compute')} {duration(facts['spike_s'])} longer than usual in "
-            f"{_part(facts['part'])}, {duration(cause.seconds)} a step on the mean"
+            f"{_part(facts['part'])}, {duration(cause.seconds)} per step on average"
             f"{_waiting(steps, cause)}; find what is done in those steps, and "
             f"{gain(cause, _at_most(steps))}"
         )
     return (
-        f"{ranks_do(cause.ranks, 'compute')} {duration(cause.seconds)} a step longer than the "
+        f"{ranks_do(cause.ranks, 'compute')} {duration(cause.seconds)} per step longer than the "
         f"others ({duration(facts['typical_s'])} instead of {duration(facts['usual_s'])})"
         f"{_waiting(steps, cause)}; look at {_its(cause)} device (other processes, clocks, heat), "
         f"or give it a smaller share (balance=measured), and {gain(cause, _at_most(steps))}"
@@ -55,7 +55,7 @@ def _hooks(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     if "part" in facts:
         often = f" ({duration(facts['spike_s'])} in {_part(facts['part'])})"
     return (
-        f"{_who(run, cause, 'spend')} {duration(cause.seconds)} a step between steps{often}, in "
+        f"{_who(run, cause, 'spend')} {duration(cause.seconds)} per step between steps{often}, in "
         f"hooks, the log or other Python{_waiting(steps, cause)}; make them cheaper and "
         f"{gain(cause, _at_most(steps))}"
     )
@@ -64,8 +64,8 @@ def _hooks(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
 def _unseen(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     others = "other ranks" if steps is None else strangers(steps)
     return (
-        f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} a step for {others} or for the "
-        "network: which of them, only the events that are missing could tell"
+        f"{ranks_do(cause.ranks, 'wait')} {duration(cause.seconds)} per step for {others} or for "
+        "the network: only the missing events could tell which"
     )
 
 
@@ -76,7 +76,7 @@ def _network(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     rate = f" ({cause.facts['rate'] / 1e6:,.1f} MB/s)" if sent else ""
     slow = "the network is slow" if cause.facts["slow"] else "the network is the limit"
     return (
-        f"{slow}: exchanging {size} takes {duration(cause.seconds)} a step on every rank{rate}, "
+        f"{slow}: exchanging {size} takes {duration(cause.seconds)} per step on every rank{rate}, "
         f"while no rank is late; a faster connection, gradient_accumulation_steps or "
         f"fp16_compression would {gain(cause, 'up to ')}"
     )
@@ -137,7 +137,7 @@ def _shared(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
 
 
 def _slow_down(cause: Cause) -> str:
-    return f"slow each other down, by about {duration(cause.seconds)} a step"
+    return f"slow each other down, by about {duration(cause.seconds)} per step"
 
 
 WORDS: dict[str, Callable[[RunRecord, Steps | None, Cause], str]] = {

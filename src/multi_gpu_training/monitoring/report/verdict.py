@@ -98,7 +98,7 @@ def _notes(run: RunRecord, steps: Steps | None, causes: list[Cause]) -> list[str
         steady = float(np.median(steps.waits, axis=1).max())
         if waits > 0.15 * steps.step and steady < 0.5 * waits:
             notes.append(
-                f"ranks wait for each other in turns, {duration(waits)} a step: none of them is "
+                f"ranks wait for each other in turns, {duration(waits)} per step: none of them is "
                 "slow, but their times vary (other work on the machine, uneven batches)"
             )
     if steps is not None:
@@ -106,7 +106,7 @@ def _notes(run: RunRecord, steps: Steps | None, causes: list[Cause]) -> list[str
         if queued > 0.15 * steps.loaded_step:
             notes.append(
                 f"the machine is busy: ranks stand ready without a core for up to "
-                f"{duration(queued)} a step, which is left out of the phases above"
+                f"{duration(queued)} per step, which is left out of the phases above"
             )
     crowd = [f for f in run.facts.values() if not f.get("device_uuid")]
     cores = min((int(f.get("machine_cores") or 0) for f in crowd), default=0)

@@ -59,7 +59,7 @@ def forecast_line(found: Figures) -> str | None:
         if not is_number(value):
             return "?"
         speed = forecast["figure"] == "samples_per_s"
-        return f"{number(value)} samples/s" if speed else f"{duration(value)} a step"
+        return f"{number(value)} samples/s" if speed else f"{duration(value)} per step"
 
     text = f"forecast {show(forecast['expected'])}, actual {show(forecast['actual'])}"
     if forecast["off"] is not None:
@@ -90,7 +90,7 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
     since = f"+{duration(max(0.0, at - run.began))}" if at is not None and run.began else ""
     if kind == "checkpoint":
         text = (
-            f"step {event.get('step')} saved ({size(event.get('bytes'))}), training stood still "
+            f"step {event.get('step')} saved ({size(event.get('bytes'))}), training paused for "
             f"{duration(float(event.get('stall_s') or 0) + float(event.get('waited_s') or 0))}"
         )
     elif kind in ("restart", "resume"):
