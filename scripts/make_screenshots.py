@@ -20,12 +20,42 @@ from rich.text import Text
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 RUN = "runs/image/shown"
+SLOW = "runs/custom/slow-loader"
+# A run with something to report: rank 1 reads its samples slowly.
+SLOW_LOADER = """
+import os
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
+
+config = MultiGPUConfig(global_batch_size=32, epochs=4, run_name="slow-loader", num_workers=0)
+manager = MultiGPUTrainingManager(config)
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 1600
+
+    def __getitem__(self, index):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.01)
+        return torch.full((3, 16, 16), index / 1600), index % 10
+
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))
+manager.fit(model, Images())
+"""
 # Picture -> its width in columns, and the command.
 SHOWN = {
     "help": (80, ["train", "image", "--help"]),
     "training": (100, ["train", "image", "--epochs", "20", "--run-name", "shown"]),
-    "report": (100, ["report", RUN]),
-    "report-wide": (200, ["report", RUN, "--no-html"]),
+    "report": (100, ["report", SLOW]),
+    "report-wide": (200, ["report", SLOW, "--no-html"]),
     "estimate": (
         100,
         [
@@ -53,6 +83,18 @@ def screenshot(name: str, width: int, words: list[str], folder: Path) -> None:
     console = Console(width=width, record=True, file=Path(os.devnull).open("w"))  # noqa: SIM115
     console.print(Text.from_ansi(f"$ mgt {' '.join(words)}\n{done.stdout.rstrip()}"))
     console.save_svg(str(PICTURES / f"{name}.svg"), title=f"{width} columns")
+
+
+def train_with_a_slow_loader(folder: Path) -> None:
+    shutil.rmtree(folder / SLOW, ignore_errors=True)
+    (folder / "slow_loader.py").write_text(SLOW_LOADER)
+    command = ["run", "--num-gpus", "2", "slow_loader.py"]
+    subprocess.run(
+        [sys.executable, "-m", "multi_gpu_training", *command],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def loss_curves(folder: Path) -> None:
@@ -87,6 +129,8 @@ if __name__ == "__main__":
         if picture in asked:
             if picture == "training":
                 shutil.rmtree(where / RUN, ignore_errors=True)
+            if picture == "report":
+                train_with_a_slow_loader(where)
             screenshot(picture, columns, command, where)
             print(f"{picture}.svg: mgt {' '.join(command)}")
     if "metrics" in asked:
