@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from multi_gpu_training.data.randomness import SampleRandom
+from multi_gpu_training.recipes.speech.augmentation import Augmentation
 from multi_gpu_training.recipes.speech.ctc import ctc_loss, possible
 from multi_gpu_training.recipes.speech.dataset import Batch
 from multi_gpu_training.recipes.speech.features import (
@@ -163,7 +165,10 @@ def test_the_loss_reads_no_value_on_the_host() -> None:
             torch.zeros(2, dtype=torch.int64),
         )
         faked = Batch(*(fake.from_tensor(t) for t in batch))
-        mean, weight = Objective(augment=True)(recogniser, faked)
+        augmentation = Augmentation(8000, 0.2, 0.2, noise=0.7, reverb=0.5, gain=6.0)
+        numbers = fake.from_tensor(torch.tensor([5, 2]))
+        faked = augmentation(faked, SampleRandom(numbers, 3))
+        mean, weight = Objective(augment=True, warp=True)(recogniser, faked)
         mean.backward()
         assert weight.shape == ()
 
