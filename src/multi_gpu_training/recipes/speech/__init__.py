@@ -109,7 +109,7 @@ class SpeechOptions(Options):
         "per line; auto: data where training says up to 100 words, ten times each on average",
     )
     synthetic_voices: int = Field(
-        0, ge=0, le=10_000, description="trained on as well, spoken by espeak-ng, if installed"
+        0, ge=0, le=1_000, description="trained on as well, spoken by espeak-ng, if installed"
     )
     synthetic_language: str = Field(
         "en", description="language of synthetic voices, as espeak-ng calls it"
