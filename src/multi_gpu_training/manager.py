@@ -265,12 +265,9 @@ class MultiGPUTrainingManager:
         With a `dataset`, iterate over `train_loader`. `loss_fn` and `eval_fn` serve validation;
         the other arguments are those of `setup_training`.
         """
-        if self._measurement is not None and self._measurement.looks_into_steps:
-            raise ConfigError(
-                "mgt verify, bench, check and estimate measure fit, train_epoch and train_step; "
-                "they cannot look into a loop with its own backward (manager.prepare)"
-            )
         model, optimizers, schedulers = sort_out(parts)
+        if self._measurement is not None:
+            self._measurement.check_own_backward(len(optimizers))
         self._set_up(
             Given(
                 model=model,

@@ -73,6 +73,30 @@ def test_fedprox_adds_the_pull_towards_the_server_to_every_step(tmp_path: Path) 
         assert np.allclose(plain.weights[name] - value, pull, atol=1e-14)
 
 
+TWO_OPTIMIZERS = """
+import torch
+from torch import nn
+from train_small import data
+from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
+
+manager = MultiGPUTrainingManager(MultiGPUConfig(device="cpu", progress="off"))
+nets = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]).double()
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+manager.prepare(nets, *optimizers, dataset=data())
+"""
+
+
+def test_fedprox_is_refused_where_several_optimizers_would_pull_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(SCRIPT).parent))
+    (tmp_path / "train.py").write_text(TWO_OPTIMIZERS)
+    client = replace(setup(tmp_path), target=str(tmp_path / "train.py"))
+    first = do_round(client, RoundTask("init", "f", 0, FACTS)).weights
+    with pytest.raises(ConfigError, match="2 optimizers; use --strategy fedavg"):
+        train(client, 1, first, mu=0.5)
+
+
 def test_another_model_is_refused_before_the_first_step(tmp_path: Path) -> None:
     client = setup(tmp_path)
     weights = do_round(client, RoundTask("init", "f", 0, FACTS)).weights

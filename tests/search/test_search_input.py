@@ -51,6 +51,7 @@ def asked(
         (["lerning_rate=0.1..1"], {}, "learning_rate"),
         (["learning_rate=-1..1"], {}, "greater than 0"),
         (["batch_size=0.5..1.5"], {}, "batch_size"),
+        (["batch_size=16..1e3"], {}, "valid integer"),
         (["schedule=constant,cosin"], {}, "cosine"),
         (["schedule=cosine,cosine"], {}, "name each once"),
         (["accumulation_steps=1,true"], {}, "the same to Optuna"),

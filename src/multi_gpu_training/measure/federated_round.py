@@ -55,6 +55,13 @@ class FederatedRound(Measurement):
         self.samples: list[int] = []  # of the training data, then of each validation set
         self.begun = time.monotonic()
 
+    def check_own_backward(self, optimizers: int) -> None:
+        if self.asked["mu"] and optimizers > 1:
+            raise ConfigError(
+                f"FedProx pulls at the weights once a step, and this loop moves them with "
+                f"{optimizers} optimizers; use --strategy fedavg, or one optimizer"
+            )
+
     def adapt(self, config: MultiGPUConfig) -> MultiGPUConfig:
         asked, settings = self.asked, dict(self.request.settings)
         given = {name: getattr(config, name) for name in config.model_fields_set}

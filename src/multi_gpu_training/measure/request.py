@@ -19,6 +19,7 @@ from torch import nn
 
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes, Loader, ValLoaders, batch_sizes
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.safe_files import write_atomically
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 from multi_gpu_training.training.trainer import MultiGPUTrainer
@@ -112,6 +113,15 @@ class Measurement:
 
     def __init__(self, request: MeasureRequest) -> None:
         self.request = request
+
+    def check_own_backward(self, optimizers: int) -> None:
+        """Raise where a loop that calls backward itself, with so many optimizers, cannot be
+        measured."""
+        if self.looks_into_steps:
+            raise ConfigError(
+                "mgt verify, bench, check and estimate measure fit, train_epoch and train_step; "
+                "they cannot look into a loop with its own backward (manager.prepare)"
+            )
 
     def adapt(self, config: MultiGPUConfig) -> MultiGPUConfig:
         """The user's config as this measurement needs it; what the user asked for is noted."""

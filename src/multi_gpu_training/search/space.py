@@ -77,7 +77,10 @@ class Parameter:
         """The values that are tried against the config before anything runs."""
         if self.choices:
             return list(self.choices)
-        return [int(self.low), int(self.high)] if self.whole else [self.low, self.high]
+        if self.whole:
+            return [int(self.low), int(self.high)]
+        inside = () if self.step is not None else (self.low + 0.381966 * (self.high - self.low),)
+        return [self.low, *inside, self.high]  # 16.0 and 1e3 are whole numbers, 391.8 is not
 
     def middle(self) -> Any:
         """A typical value."""
@@ -91,7 +94,7 @@ class Parameter:
         """As the command line writes it."""
         if self.choices:
             return ",".join(str(choice) for choice in self.choices)
-        low, high = self.extremes()
+        low, *_, high = self.extremes()
         step = f":step={self.step:g}" if self.step is not None else ""
         return f"{low}..{high}{':log' if self.log else ''}{step}"
 
