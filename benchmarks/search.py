@@ -124,7 +124,8 @@ def kill_campaign(args: argparse.Namespace, folder: Path) -> int:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     grid = ("--param", "learning_rate=0.01,0.1", "--param", "weight_decay=0.0,0.1")
-    words = (*grid, "--sampler", "grid", "--trials", "4", "--metric", "val/loss")
+    ranks = ("--gpus-per-trial", str(args.ranks))
+    words = (*grid, *ranks, "--sampler", "grid", "--trials", "4", "--metric", "val/loss")
     if not (folder / "quiet" / "report.html").exists():  # of an earlier campaign in --folder
         line = command(script, "quiet", folder, *words, "--parallel", str(args.parallel))
         subprocess.run(line, check=True)
@@ -132,7 +133,7 @@ def kill_campaign(args: argparse.Namespace, folder: Path) -> int:
 
     chance = random.Random(args.seed)
     study, kills, starts = folder / "killed", [], 0
-    words = (*words, "--parallel", str(args.parallel), "--gpus-per-trial", str(args.ranks))
+    words = (*words, "--parallel", str(args.parallel))
     process = subprocess.Popen(command(script, "killed", folder, *words))
     while True:
         deadline = time.monotonic() + chance.uniform(args.least_s, args.most_s)
