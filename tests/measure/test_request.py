@@ -12,10 +12,12 @@ import torch
 from tiny import line, manager_for, points, sgd, squares
 from torch import Tensor, nn
 
-from multi_gpu_training import Callback, MultiGPUConfig
+from multi_gpu_training import Callback, MultiGPUConfig, TrainingMode
+from multi_gpu_training.measure.case import Case, CaseResult
 from multi_gpu_training.measure.footprint import COUNTED, Footprint
 from multi_gpu_training.measure.meter import Meter
 from multi_gpu_training.measure.request import ASKED, VARIABLE, MeasureRequest, requested
+from multi_gpu_training.measure.script_runner import describe
 
 KINDS = ("meter", "footprint", "profiler", "recorder")
 
@@ -104,3 +106,9 @@ def test_steps_without_inner_events_have_the_samples_of_those_before(tmp_path: P
     manager.finish()
     record = json.loads((tmp_path / "out" / "rank-0.json").read_text())
     assert record["samples_per_step"] == 6 and len(record["step_times_s"]) == 4
+
+
+@pytest.mark.parametrize(("step_s", "shown"), [(1.39, "1,390 ms"), (0.0123, "12.3 ms")])
+def test_a_measured_case_is_told_in_plain_figures(step_s: float, shown: str) -> None:
+    found = CaseResult(Case("one rank", TrainingMode.SINGLE, 1), (step_s,) * 3, 32)
+    assert describe(found).startswith(f"one rank: {shown} per step, ")

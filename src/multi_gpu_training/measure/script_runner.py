@@ -208,7 +208,8 @@ def describe(found: CaseResult) -> str:
     name = found.case.name
     if found.ok and found.step_times_s:
         rate = f"{found.samples_per_s:,.0f} samples/s"
-        return f"{name}: {found.step_s * 1e3:.3g} ms per step, {rate}"
+        ms = found.step_s * 1e3
+        return f"{name}: {ms:{'.3g' if ms < 1000 else ',.0f'}} ms per step, {rate}"
     if found.ok:
         return f"{name}: done"
     return f"{name}: {'out of memory' if found.out_of_memory else found.error.splitlines()[0]}"

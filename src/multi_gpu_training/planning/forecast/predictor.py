@@ -232,8 +232,8 @@ def _notes(question: Question, rows: Sequence[ForecastRow]) -> tuple[str, ...]:
     beyond = [row.gpus for row in rows if row.extrapolated]
     if beyond:
         notes.append(
-            f"From {min(beyond)} GPUs the all-reduce time is carried on from the largest group "
-            "measured: latency with the depth of a tree, bandwidth as in a ring."
+            f"From {min(beyond)} GPUs on, all-reduce times are extrapolated from the largest "
+            "measured group: latency with the depth of a tree, bandwidth as in a ring."
         )
     if len(profile.step_times_s) < max(row.gpus for row in rows) > 1:
         notes.append(
