@@ -35,7 +35,7 @@ from multi_gpu_training.data.feeding import (
     training_loader,
     validation_loader,
 )
-from multi_gpu_training.data.loader import wait_for_no_worker
+from multi_gpu_training.data.loader import ShareLoader, wait_for_no_worker
 from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.data.sample_count import BatchSizeFn
@@ -314,6 +314,11 @@ class Training:
             self.val_loader = self.loaders_for(val_dataset, limit=limit)
         self.state.loader, self.state.augment = self.train_loader, given.augment
         self.trainer.oom.whole = self.sizes.per_rank
+        if isinstance(self.loss_fn, SupervisedLoss):
+            if given.augment is None and isinstance(self.train_loader, ShareLoader):
+                self.train_loader.before_pass = partial(self.loss_fn.look_at, dataset)
+            parts = self.placement.dp_size * replicas * config.gradient_accumulation_steps
+            self.loss_fn.has_parts = parts > 1
 
     def loaders_for(self, data: Any, what: str = "validation", **how: Any) -> Any:
         """This rank's shares of a dataset or DataLoader, or of several by name; anything else

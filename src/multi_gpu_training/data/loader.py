@@ -78,6 +78,7 @@ class ShareLoader(EpochLoader):
         self.dataset = dataset
         self.source = source
         self.feeding = feeding
+        self.before_pass: Callable[[], None] = lambda: None  # looks at the data, should they change
         self._template: Any = None  # (samples in it, batch) on the host, for empty shares
         self._fetch = self.make_fetch(feeding.num_workers == 0)
         if self._fetch.tensors is not None and feeding.device.type == "cpu":
@@ -118,6 +119,7 @@ class ShareLoader(EpochLoader):
 
     def plan(self) -> Iterator[Share]:
         feeding = self.feeding
+        self._refuse_other_length()
         found = shares(
             self.source,
             feeding.micro_size,
@@ -130,7 +132,20 @@ class ShareLoader(EpochLoader):
         )
         return (share for share in found if share.count) if feeding.evaluating else found
 
+    def _refuse_other_length(self) -> None:
+        """Without a sampler, the samples are counted once: schedules and a resume rely on it."""
+        if not isinstance(self.source, ShuffledBatches):
+            return
+        had, has = self.source.all_samples, len(self.dataset)  # type: ignore[arg-type]
+        if has != had:
+            raise DataError(
+                f"the dataset had {had} samples when the run was set up, and has {has} now; keep "
+                "its length, or give a DataLoader with a sampler that says which samples an epoch "
+                "has (the sampler's length may change)"
+            )
+
     def one_pass(self) -> Iterator[Any]:
+        self.before_pass()
         for share, batch in on_device(self.host_batches(), self.feeding.device):
             yield attach(batch, share)
         if not self.feeding.evaluating:
@@ -224,7 +239,13 @@ class Fetch(Dataset[Any]):
         seed_everything(seed)
         if self._own is not None:
             seed_all(self._own[1], seed)
-        return self.dataset[index]
+        try:
+            return self.dataset[index]
+        except NotImplementedError:  # torch's loader prefers __getitems__, too
+            several = getattr(self.dataset, "__getitems__", None)
+            if several is None:
+                raise
+            return several([index])[0]
 
 
 class WorkerStart:

@@ -20,6 +20,7 @@ from multi_gpu_training.data.order import (
     cut,
     derive_seed,
 )
+from multi_gpu_training.torch_internals import version
 
 
 class ResidentBatch:
@@ -56,7 +57,9 @@ class ResidentLoader(ShareLoader):
 
     def __init__(self, dataset: TensorDataset, source: GlobalBatchSource, feeding: Feeding) -> None:
         super().__init__(dataset, source, feeding)
-        self.tensors = tuple(tensor.to(feeding.device) for tensor in dataset.tensors)
+        self._on_host = dataset.tensors
+        self.tensors = tuple(tensor.to(feeding.device) for tensor in self._on_host)
+        self._versions = [version(tensor) for tensor in self._on_host]
         self._cut: tuple[Any, tuple[list[Micro], Tensor]] | None = None
         self._ahead: tuple[Any, EpochPlan] | None = None  # what it depends on, and the plan
 
@@ -71,6 +74,8 @@ class ResidentLoader(ShareLoader):
     def batches(self, with_indices: bool = False) -> Iterator[ResidentBatch]:
         """The micro-batches of the epoch, gathered only where they are used."""
         feeding = self.feeding
+        self.before_pass()
+        self._take_changes()
         micros, mine, order = self._take_plan()
         sample_seed = derive_seed(feeding.seed, self.epoch)
         epoch, tensors, place = self.epoch, self.tensors, 0
@@ -88,6 +93,13 @@ class ResidentLoader(ShareLoader):
             if type(self.source) is ShuffledBatches:  # a sampler of the user's may not draw early
                 # The device is busy with the last steps now; once they are done it would wait.
                 self._ahead = self._plan_depends_on(), self._plan_epoch()
+
+    def _take_changes(self) -> None:
+        """Bring what was written into the dataset's tensors since the last pass to the device."""
+        for number, (there, here) in enumerate(zip(self.tensors, self._on_host, strict=True)):
+            if there is not here and version(here) != self._versions[number]:
+                there.copy_(here)  # in place: a recorded step reads it where it lies
+                self._versions[number] = version(here)
 
     def _take_plan(self) -> EpochPlan:
         ahead, self._ahead = self._ahead, None

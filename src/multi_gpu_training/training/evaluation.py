@@ -22,12 +22,11 @@ from multi_gpu_training.training.loss import (
     LossFn,
     Pairs,
     SupervisedLoss,
-    criterion_weight,
-    ignored_label,
     is_classification,
     predict,
     read_loss,
 )
+from multi_gpu_training.training.loss_weights import ignored_label
 from multi_gpu_training.training.metric_states import is_metric, refuse_inexact
 from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.precision import Precision
@@ -138,7 +137,7 @@ def evaluate(
                 collected.add_mean(mean, count, pairs)
                 continue
             # A batch in which nothing counts has a mean of 0/0, and 0 x NaN is NaN.
-            counts = (weight > 0).to(mean.device)
+            counts = (weight != 0).to(mean.device)
             mean = torch.where(counts, mean, torch.zeros_like(mean))
             collected.add_mean(mean, weight, pairs)
     return collected
@@ -177,7 +176,7 @@ def _measure(
         valid = target != ignored_label(criterion)
         collected.add_predictions(output.argmax(1)[valid], target[valid], output.shape[1])
     _update(objects, output, target, collected)
-    return mean, criterion_weight(criterion, output, target), {}
+    return mean, loss_fn.weight_of(output, target), {}
 
 
 def _update(

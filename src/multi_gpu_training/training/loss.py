@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +23,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from multi_gpu_training.accelerator import wide_float, widened
+from multi_gpu_training.accelerator import wide_float
 from multi_gpu_training.errors import ModelError
-from multi_gpu_training.torch_internals import CriterionBase
+from multi_gpu_training.torch_internals import CriterionBase, version
+from multi_gpu_training.training.loss_weights import (
+    Divisor,
+    check_own_loss,
+    find_divisor,
+    has_class_weights,
+    ignored_label,
+    is_torchs_own,
+    own_loss_weight,
+    shifts_labels,
+)
 
 LossFn = Callable[[nn.Module, Any], Any]
 Pairs = Mapping[str, tuple[Tensor | float, Tensor | float]]
@@ -53,7 +64,7 @@ def read_loss(result: Any, device: torch.device) -> Loss:
                 code="MGT401",
             )
         if result[1] is not None:
-            weight = torch.as_tensor(result[1], dtype=wide_float(device), device=device).detach()
+            weight = _read_weight(result[1], device)
         metrics = _checked_pairs(result[2]) if len(result) == 3 else {}
     if not isinstance(mean, Tensor):
         raise ModelError(
@@ -96,6 +107,31 @@ def _checked_pairs(metrics: Any) -> Pairs:
                 code="MGT401",
             )
     return metrics
+
+
+def _read_weight(given: Any, device: torch.device) -> Tensor:
+    """What the mean was divided by: one number, which does not depend on what is trained."""
+    kind = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else ""
+    if isinstance(given, Tensor) and given.requires_grad and torch.is_grad_enabled():
+        raise ModelError(
+            "loss_fn returned (mean_loss, weight), and the weight has a gradient: a mean divided "
+            "by something that is trained does not add up from the parts of ranks and "
+            "micro-batches. Divide by a constant: compute the weight under torch.no_grad(), or "
+            "from .detach()ed values, also where the mean uses it",
+            code="MGT401",
+        )
+    try:
+        found = torch.as_tensor(given, dtype=wide_float(device), device=device).detach()
+        if found.numel() == 1:
+            return found.reshape(())
+    except (TypeError, ValueError, RuntimeError):
+        pass
+    raise ModelError(
+        f"loss_fn returned (loss, {kind or type(given).__name__}), but the second entry is the "
+        "weight of the mean, one number; return loss alone, (mean_loss, weight), or "
+        "(mean_loss, None, {name: (sum, weight)}) for metrics",
+        code="MGT401",
+    )
 
 
 def choose_loss(given: Any) -> LossFn:
@@ -206,10 +242,15 @@ class SupervisedLoss:
         self.criterion = criterion
         self.chosen_here = criterion is None
         self.every_label_counts = False  # then a mean is over samples, and nothing is counted
+        self._labels_seen: int | None = None  # how often they had been written to
         self._device: torch.device | None = None
         # Then the output need not be scores of classes: of an embedding, the criterion makes them.
         self.learns = criterion is not None and any(True for _ in criterion.parameters())
+        # Whether means of parts of a batch must add up: on several ranks, in micro-batches.
+        self.has_parts = False
         self._shifted: bool | None = None  # whether the model's own loss skips the first label
+        self._checked = False
+        self._divisor: Divisor | None = None
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         if isinstance(batch, Mapping):
@@ -225,16 +266,36 @@ class SupervisedLoss:
                 counted = (target != ignored_label(criterion)).sum()
             metrics["accuracy"] = (hits, counted)
         plain = isinstance(output, Tensor) and output.ndim == 2
-        if self.every_label_counts and plain and not _class_weights(criterion):
+        known = is_torchs_own(criterion) and not has_class_weights(criterion)
+        if self.every_label_counts and plain and known:
             return Loss(mean, None, metrics)
-        return Loss(mean, criterion_weight(criterion, output, target), metrics)
+        return Loss(mean, self.weight_of(output, target), metrics)
+
+    def weight_of(self, output: Any, target: Any) -> Tensor | None:
+        """What the criterion divided its mean by; None where that is the sample count."""
+        assert self.criterion is not None
+        if self._divisor is None:
+            self._divisor = find_divisor(self.criterion, output, target)
+            if self.has_parts and not self._divisor.adds_up:
+                warnings.warn(
+                    f"{type(self.criterion).__name__} is not a mean over samples or labels: each "
+                    "rank computes it over its own part of a batch, so results depend on the "
+                    "number of ranks and micro-batches. Where that matters, give a mean, or "
+                    "loss_fn(model, batch) -> (mean, weight)",
+                    stacklevel=2,
+                )
+        return self._divisor.weigh(output, target)
 
     def look_at(self, dataset: Any) -> None:
-        """See beforehand whether a TensorDataset has a label that does not count."""
+        """See beforehand whether a TensorDataset has a label that does not count. Again before
+        each pass: its tensors may have been written to."""
         if type(dataset) is not TensorDataset or dataset.tensors[-1].is_floating_point():
             return
-        ignored = dataset.tensors[-1] == ignored_label(self.criterion)
-        self.every_label_counts = not bool(ignored.any())
+        labels = dataset.tensors[-1]
+        seen = version(labels)
+        if seen != self._labels_seen:
+            self._labels_seen = seen
+            self.every_label_counts = not bool((labels == ignored_label(self.criterion)).any())
 
     @property
     def description(self) -> str:
@@ -280,16 +341,18 @@ class SupervisedLoss:
     ) -> Tensor | None:
         """How many labels a Hugging Face model averaged over; None where it is one per sample."""
         labels, logits = batch.get("labels"), getattr(output, "logits", None)
-        if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.ndim < 3:
-            return None
         shifted = self._shifted
-        if shifted is None:
-            shifted = shifts_labels(model, output.loss, logits, labels)
+        if shifted is None and isinstance(logits, Tensor) and isinstance(labels, Tensor):
+            tokens = logits.ndim > 2 and not labels.is_floating_point()
+            shifted = tokens and shifts_labels(model, output.loss, logits, labels)
             # Kept: a recorded or compiled step must not read numbers from the device.
             self._shifted = shifted if bool(output.loss.isfinite()) else None
-        return (
-            ((labels[..., 1:] if shifted else labels) != -100).sum().to(wide_float(labels.device))
-        )
+        if self.has_parts and not self._checked and torch.is_grad_enabled():
+            self._checked = True
+            check_own_loss(
+                model, batch, lambda part, out: own_loss_weight(model, part, out, bool(shifted))
+            )
+        return own_loss_weight(model, batch, output, bool(shifted))
 
 
 # Criteria that broadcast outputs and targets of different shapes, most of them with a warning.
@@ -303,16 +366,6 @@ _ELEMENTWISE = (
     nn.PoissonNLLLoss,
     nn.SoftMarginLoss,
 )
-
-
-def ignored_label(criterion: nn.Module | None) -> int:
-    """The label that counts for nothing."""
-    label: int = getattr(criterion, "ignore_index", -100)
-    return label
-
-
-def _class_weights(criterion: nn.Module) -> bool:
-    return getattr(criterion, "weight", None) is not None
 
 
 def predict(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -337,52 +390,6 @@ def is_classification(output: Any, target: Any) -> bool:
         and output.ndim == 2
         and target.ndim == 1
     )
-
-
-def criterion_weight(criterion: nn.Module, output: Any, target: Any) -> Tensor | None:
-    """What a criterion divided its mean by; None where that is the sample count."""
-    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
-        return None
-    if getattr(criterion, "reduction", None) == "batchmean":  # a sum over rows, by their number
-        return output.new_tensor(float(output.shape[0]), dtype=wide_float(output.device))
-    if not isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) or target.is_floating_point():
-        if output.ndim > 2 and not isinstance(criterion, nn.CTCLoss):
-            return output.new_tensor(float(target.numel()), dtype=wide_float(output.device))
-        return None
-    valid = target != criterion.ignore_index
-    if criterion.weight is None:
-        return widened(valid.sum())
-    safe = target.where(valid, torch.zeros_like(target))
-    return widened(criterion.weight)[safe].mul(valid).sum()
-
-
-def shifts_labels(model: nn.Module, loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
-    """Whether the model predicts the next token, so that the first label counts for nothing.
-
-    The model's own loss says so: it is the cross entropy of either the shifted labels or the
-    labels as they are. Where both fit, or neither does (label smoothing, further terms), the
-    name of the model decides, also under wrappers.
-    """
-    if logits.shape[:-1] != labels.shape:
-        return False
-    found = float(loss.detach())
-    plain = _mean_cross_entropy(logits, labels)
-    shifted = _mean_cross_entropy(logits[..., :-1, :], labels[..., 1:])
-    near = [abs(value - found) <= 1e-5 * abs(found) for value in (plain, shifted)]
-    if near[0] != near[1]:
-        return near[1]
-    names = [type(module).__name__ for module in model.modules()]
-    return any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-
-
-@torch.no_grad()
-def _mean_cross_entropy(logits: Tensor, labels: Tensor) -> float:
-    total, count = 0.0, 0
-    for row, wanted in zip(logits.detach(), labels, strict=True):  # one by one: logits are large
-        flat = row.double() if row.dtype == torch.float64 else row.float()
-        total += float(F.cross_entropy(flat.flatten(0, -2), wanted.flatten(), reduction="sum"))
-        count += int((wanted != -100).sum())
-    return total / count if count else float("nan")
 
 
 def token_cross_entropy(

@@ -58,7 +58,7 @@ class MetricsCollector:
         if isinstance(weight, Tensor):
             # A mean over nothing is NaN, and so is 0 x NaN.
             weight = weight.to(mean.device)
-            self.add("loss", torch.where(weight > 0, widened(mean) * weight, 0.0), weight)
+            self.add("loss", torch.where(weight != 0, widened(mean) * weight, 0.0), weight)
         elif isinstance(before, Tensor) and weight:
             self._sums["loss"] = torch.add(before, mean, alpha=weight)
             self._weights["loss"] = _plus(self._weights.get("loss"), weight)

@@ -165,12 +165,12 @@ class StepModule(nn.Module):
         # gradient of 0/0, whatever it is multiplied by: where it can be read, parameters get zeros
         # instead, as they do from a mean over at least one sample.
         zeros = None
-        if weight.device.type == "cpu" and not float(weight) > 0 and not mean.isfinite():
+        if weight.device.type == "cpu" and float(weight) == 0 and not mean.isfinite():
             mean = no_gradient(mean)
             zeros = self.zero_gradients()
             self.silent = True
         else:
-            mean = torch.where(weight > 0, mean, torch.zeros_like(mean))
+            mean = torch.where(weight != 0, mean, torch.zeros_like(mean))
         share = weight.to(self.tally.dtype)
         scaled = mean * (share * (ranks / window_count) if window_count else share)
         scaled = scaled if zeros is None else scaled + zeros

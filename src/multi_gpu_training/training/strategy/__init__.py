@@ -191,7 +191,7 @@ class Strategy(ABC):
     def _divide(self, total: Tensor, window_count: int) -> None:
         """total: the mean over ranks of their weights."""
         nominal = window_count / self.placement.dp_size if window_count else 1.0
-        factor = torch.where(total > 0, nominal / total, torch.ones_like(total))
+        factor = torch.where(total != 0, nominal / total, torch.ones_like(total))
         by_type: dict[torch.dtype, list[Tensor]] = {}
         for grad in self.gradients():
             by_type.setdefault(grad.dtype, []).append(

@@ -1,0 +1,330 @@
+"""What a mean was divided by is found, or asked for; a loss that is no such mean is named."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from tiny import FEATURES, flat, line, manager_for, points, sgd
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from multi_gpu_training import Callback
+from multi_gpu_training.errors import DataError, ModelError
+
+CLASSES = 3
+LossFn = Callable[[nn.Module, list[Tensor]], Any]
+
+
+def classes(samples: int = 22) -> TensorDataset:
+    inputs = points(samples, torch.float64).tensors[0]
+    return TensorDataset(inputs, torch.arange(samples) * torch.arange(samples) % CLASSES)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(FEATURES, CLASSES).double()
+
+
+def by_hand(loss_fn: LossFn) -> Tensor:
+    model, tensors = net(), classes().tensors
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        for start in range(0, 22, 8):
+            optimizer.zero_grad()
+            loss_fn(model, [tensor[start : start + 8] for tensor in tensors]).backward()
+            optimizer.step()
+    return flat(model)
+
+
+def fit(folder: Path, loss_fn: Any, **settings: Any) -> Tensor:
+    model = net()
+    how = {"global_batch_size": 8, "shuffle": False, "epochs": 2, **settings}
+    manager_for(folder, **how).fit(model, classes(), loss_fn=loss_fn, optimizer=sgd)
+    return flat(model)
+
+
+# Criteria
+
+
+class Tempered(nn.Module):
+    """Divides by the labels, or the weights of their classes, that count."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__()
+        self.entropy = nn.CrossEntropyLoss(**how)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.entropy(output / 0.7, target)
+
+
+class Focal(nn.CrossEntropyLoss):
+    """Divides by the samples, whatever its class weights are."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        each = F.cross_entropy(input, target, weight=self.weight, reduction="none")
+        return (each * (1 - input.softmax(1).gather(1, target[:, None])[:, 0])).mean()
+
+
+class Warmer(nn.CrossEntropyLoss):
+    """Divides by what its base class divides by."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input / 2, target)
+
+
+def criterion(name: str) -> nn.Module:
+    weight = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
+    return {
+        "ignoring": lambda: Tempered(ignore_index=1),
+        "weighted": lambda: Tempered(weight=weight),
+        "focal": lambda: Focal(weight),
+        "warmer": lambda: Warmer(weight),
+    }[name]()
+
+
+NAMES = ("ignoring", "weighted", "focal", "warmer")
+
+
+def fit_criteria(folder: Path, accumulation: int) -> list[Tensor]:
+    how = {"gradient_accumulation_steps": accumulation}
+    return [fit(folder / name, criterion(name), **how) for name in NAMES]
+
+
+def test_what_a_users_criterion_divides_by_is_found_out(tmp_path: Path) -> None:
+    parts = [*run_ranks(3, fit_criteria, tmp_path, 1), fit_criteria(tmp_path / "one", 2)]
+    for number, name in enumerate(NAMES):
+        made = criterion(name)
+        expected = by_hand(lambda model, batch, c=made: c(model(batch[0]), batch[1]))
+        for found in parts:
+            torch.testing.assert_close(found[number], expected, rtol=1e-12, atol=1e-12)
+
+
+class RootMeanSquare(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output.softmax(1), F.one_hot(target, CLASSES).double()).sqrt()
+
+
+class Counting(nn.Module):
+    """A mean that keeps a number in Python: trying it out must not advance that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, target)
+
+
+def test_a_criterion_that_is_not_a_mean_is_named_where_a_batch_has_parts(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="RootMeanSquare is not a mean over samples or labels"):
+        fit(tmp_path / "parts", RootMeanSquare(), gradient_accumulation_steps=2)
+    counting = Counting()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(tmp_path / "whole", RootMeanSquare())
+        fit(tmp_path / "mean", counting, gradient_accumulation_steps=2)
+    assert counting.calls == 2 * (2 + 2 + 2)
+
+
+# What a loss function returns
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (lambda out: out.sigmoid().sum(), "the weight has a gradient"),
+        (lambda out: {"accuracy": 1.0}, r"returned \(loss, dict\)"),
+        (lambda out: out.detach(), r"a tensor of shape \(8, 3\)"),
+    ],
+    ids=["trained", "metrics", "outputs"],
+)
+def test_what_is_not_a_weight_is_refused_before_training(
+    tmp_path: Path, second: Callable[[Tensor], Any], said: str
+) -> None:
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Any:
+        out = model(batch[0])
+        return F.cross_entropy(out, batch[1]), second(out)
+
+    with pytest.raises(ModelError, match=said):
+        fit(tmp_path, loss_fn)
+
+
+def signed(model: nn.Module, batch: list[Tensor]) -> Any:
+    weights = torch.where(batch[1] == 1, 0.5, -2.0).double()
+    each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return (each * weights).sum() / weights.sum(), weights.sum()
+
+
+def fit_signed(folder: Path) -> Tensor:
+    return fit(folder, signed)
+
+
+def test_weights_below_zero_count_as_they_are(tmp_path: Path) -> None:
+    expected = by_hand(lambda model, batch: signed(model, batch)[0])
+    for found in run_ranks(2, fit_signed, tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+# Models with a loss of their own
+
+
+class Scoring(nn.Module):
+    """Like a model of Hugging Face: it returns a loss and logits."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind = kind
+        self.config = SimpleNamespace(semantic_loss_ignore_index=255)
+        self.body = nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+        logits = self.body(inputs)
+        if self.kind == "pixels":
+            logits = logits.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 2, 3)
+            loss = F.cross_entropy(logits, labels, ignore_index=255)
+        elif self.kind == "sum":
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+        elif self.kind == "two means":
+            first = labels == 0
+            other = logits[first].square().sum() / first.sum().clamp(min=1)
+            loss = F.cross_entropy(logits, labels) + other
+        else:
+            loss = F.cross_entropy(logits, labels)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+class Named(Dataset[dict[str, Tensor]]):
+    def __init__(self, kind: str) -> None:
+        self.inputs, labels = classes().tensors
+        if kind == "pixels":
+            labels = labels[:, None, None].repeat(1, 2, 3)
+            labels[::3, 0] = 255
+            labels[1::5] = 255
+        if kind == "labels":
+            labels = labels.clone()
+            labels[::3] = -100
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.inputs[index], "labels": self.labels[index]}
+
+
+def fit_own(folder: Path, kind: str) -> Tensor:
+    model = Scoring(kind)
+    manager = manager_for(folder, global_batch_size=8, shuffle=False, epochs=2)
+    manager.fit(model, Named(kind), optimizer=sgd)
+    return flat(model)
+
+
+def fit_and_listen(folder: Path) -> tuple[list[Tensor], list[str]]:
+    """The weights where labels are ignored; what is said where the loss is no mean."""
+    weights, said = [fit_own(folder / kind, kind) for kind in ("labels", "pixels")], []
+    for kind in ("labels", "sum", "two means"):
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            try:
+                fit_own(folder / f"{kind} again", kind)
+            except ModelError as error:
+                said.append(str(error))
+                continue
+        said.append(" ".join(str(w.message) for w in heard))
+    return weights, said
+
+
+def test_a_models_own_loss_is_weighed_by_its_labels_and_checked(tmp_path: Path) -> None:
+    expected, alone = fit_and_listen(tmp_path / "one")
+    assert not any("own loss" in said for said in alone)
+    for weights, (mean, total, coupled) in run_ranks(3, fit_and_listen, tmp_path):
+        for found, wanted in zip(weights, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        assert "own loss" not in mean
+        assert "own loss of Scoring is a sum over the samples" in total
+        assert "own loss of Scoring is not one mean" in coupled
+
+
+# Data that change while they are used
+
+
+def test_labels_written_into_a_dataset_between_epochs_count_as_they_are(tmp_path: Path) -> None:
+    def ignore(labels: Tensor) -> None:
+        labels[::3] = -100
+
+    dataset, model = classes(), net()
+    hand, weights = classes(), net()
+
+    class Ignore(Callback):
+        def on_epoch_end(self, run: Any, epoch: int, metrics: Any) -> None:
+            ignore(dataset.tensors[1])
+
+    settings = {"global_batch_size": 8, "gradient_accumulation_steps": 2, "shuffle": False}
+    manager_for(tmp_path, epochs=2, **settings).fit(
+        model, dataset, loss_fn=nn.CrossEntropyLoss(), optimizer=sgd, callbacks=[Ignore()]
+    )
+    optimizer = sgd(weights.parameters())
+    for _ in range(2):
+        for start in range(0, 22, 8):
+            x, y = (tensor[start : start + 8] for tensor in hand.tensors)
+            optimizer.zero_grad()
+            F.cross_entropy(weights(x), y).backward()
+            optimizer.step()
+        ignore(hand.tensors[1])
+    torch.testing.assert_close(flat(model), flat(weights), rtol=1e-12, atol=1e-12)
+
+
+class Growing(Dataset[Any]):
+    def __init__(self) -> None:
+        self.size = 8
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return points(16)[index]
+
+
+def test_a_dataset_that_grows_is_refused_where_its_new_samples_would_be_left_out(
+    tmp_path: Path,
+) -> None:
+    dataset = Growing()
+
+    class Grow(Callback):
+        def on_epoch_end(self, run: Any, epoch: int, metrics: Any) -> None:
+            dataset.size = 16
+
+    with pytest.raises(DataError, match="had 8 samples when the run was set up, and has 16 now"):
+        manager_for(tmp_path, epochs=2).fit(line(), dataset, optimizer=sgd, callbacks=[Grow()])
+
+
+class Fetching(Dataset[Any]):
+    """Fetches whole batches alone, as torch's loader asks for them."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [points()[index] for index in indices]
+
+
+def test_a_dataset_may_fetch_batches_alone(tmp_path: Path) -> None:
+    found = []
+    for dataset in (Fetching(), points()):
+        model = line()
+        manager_for(tmp_path).fit(model, dataset, optimizer=sgd)
+        found.append(flat(model))
+    assert torch.equal(*found)
