@@ -153,3 +153,64 @@ def test_a_restarted_script_that_draws_other_data_goes_on_and_says_so(
     other = torch.utils.data.TensorDataset(*(tensor + 1 for tensor in points().tensors))
     train(tmp_path, 8, data=other)
     assert "other data of the same length" in capsys.readouterr().out
+
+
+class SetsTheRate(Callback):
+    """A schedule of the user's own, in a callback."""
+
+    def on_step_end(self, run: Any, result: Any) -> None:
+        run.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def test_a_rate_set_after_the_last_step_stays_where_a_resumed_run_is_longer(
+    tmp_path: Path,
+) -> None:
+    def lengths(folder: Path, *steps: int) -> list[float]:
+        rates = []
+        for most in steps:
+            settings = {"enable_fault_tolerance": True, "run_name": "it", "resume": "auto"}
+            manager = manager_for(folder, batch_size=2, max_steps=most, **settings)
+            watch = Watch()
+            manager.fit(
+                line(),
+                points(),
+                loss_fn=squares,
+                optimizer=lambda p: SGD(p, lr=0.1),
+                callbacks=[watch, SetsTheRate()],
+            )
+            rates += [group["lr"] for group in watch.groups]
+        return rates
+
+    assert lengths(tmp_path / "resumed", 3, 6) == lengths(tmp_path / "whole", 6)
+
+
+class Unfreezes(Callback):
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def on_epoch_end(self, run: Any, epoch: int, metrics: Any) -> None:
+        self.layer.requires_grad_(True)
+
+
+def test_what_was_unfrozen_in_mid_run_is_trained_after_a_resume(tmp_path: Path) -> None:
+    def weights(folder: Path, *steps: int, frozen: bool = True) -> torch.Tensor:
+        for number, most in enumerate(steps):
+            torch.manual_seed(1)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+            model[0].requires_grad_(not (frozen or number == 0))
+            settings = {"enable_fault_tolerance": True, "run_name": "it", "resume": "auto"}
+            how = {"batch_size": 2, "epochs": 3, "training_mode": "single", **settings}
+            manager_for(folder, max_steps=most, **how).fit(
+                model,
+                points(),
+                loss_fn=squares,
+                optimizer=SGD(model.parameters(), lr=0.05),
+                callbacks=[Unfreezes(model[0])] if frozen else [],
+            )
+        return flat(model)
+
+    whole = weights(tmp_path / "whole", 14)
+    assert torch.equal(weights(tmp_path / "resumed", 10, 14), whole)
+    # Who gives the model otherwise in the resumed script has their way.
+    stays = weights(tmp_path / "frozen", 10, frozen=False)
+    assert not torch.equal(weights(tmp_path / "frozen", 14, frozen=False), stays)

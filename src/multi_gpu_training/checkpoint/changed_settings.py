@@ -136,7 +136,8 @@ class RunDescription:
         self._renew_rate = not _SHAPE_THE_RATE.isdisjoint(change.name for change in changes)
         brought = isinstance(self._schedule, BroughtScheduler)
         if brought or self._renew_rate:  # else a rate that the user set in mid-run stays
-            trainer["schedule"] = self._schedule_state(saved, trainer["schedule"])
+            rates = [group["lr"] for group in snapshot.optimizer["groups"]]
+            trainer["schedule"] = self._schedule_state(saved, trainer["schedule"], rates)
         shown = [replace(c, effect=APPLIED) if c.effect == REFUSED else c for c in changes]
         adapted = replace(
             snapshot, optimizer=optimizer, state={**snapshot.state, "trainer": trainer}
@@ -251,16 +252,23 @@ class RunDescription:
         scaled = {k: group[k] * rate for k in ("lr", "initial_lr") if k in group and rate != 1.0}
         return {**group, **changed, **scaled}
 
-    def _schedule_state(self, saved: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    def _schedule_state(
+        self, saved: dict[str, Any], state: dict[str, Any], rates: Sequence[float]
+    ) -> dict[str, Any]:
+        """What the schedule goes on with; `rates` are the optimizer's, as they were saved."""
         if saved["schedule"] != self.facts["schedule"]:
             return copy.deepcopy(self._fresh_schedule)
         if "peaks" in state:
             # Without what the schedule has written so far: `settle` has it write anew. A peak that
             # the user set in mid-run keeps its relation to the others.
             now, then = self.facts["rates"], saved["rates"]
+            peaks, written = list(state["peaks"]), state.get("written", [])
+            for i, rate in enumerate(rates):  # one that the user set after the last step
+                if i < min(len(peaks), len(written)) and rate != written[i]:
+                    peaks[i] = rate / (state.get("factor") or 1.0)
             peaks = [
                 now[i] if i < len(now) and peak in then[i : i + 1] else peak * _ratio(now, then, i)
-                for i, peak in enumerate(state["peaks"])
+                for i, peak in enumerate(peaks)
             ]
             return {"peaks": peaks}
         found = copy.deepcopy(state)

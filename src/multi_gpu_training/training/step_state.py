@@ -6,7 +6,7 @@ trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, is_
 from typing import Any
@@ -27,6 +27,7 @@ from multi_gpu_training.distributed.batchnorm import ATTENDANCE
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import BETWEEN_STEPS, note_phase
 from multi_gpu_training.errors import DataError, ModelError
+from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.loss import SupervisedLoss
@@ -88,6 +89,7 @@ class StepState:
         # Called at the end of a micro-batch, before the generators are the user's again.
         self.watch_noise: Callable[[], None] | None = None
         self._epoch_key = EpochKey(placement.device)
+        self.frozen_at_start: list[str] = []  # names of parameters that the user gave as frozen
 
     # Which parameters are trained
 
@@ -104,6 +106,18 @@ class StepState:
         optimizer = vars(self).get("optimizer")
         groups = [] if optimizer is None else optimizer.param_groups
         self._groups = [list(group["params"]) for group in groups]
+
+    def frozen_names(self) -> list[str]:
+        """The parameters of the model that are not trained now."""
+        named = self.model.named_parameters()
+        return [plain_name(name) for name, p in named if not p.requires_grad]
+
+    def freeze_as(self, names: Sequence[str]) -> None:
+        """Train all parameters of the model but these, as the run did that saved them."""
+        kept = set(names)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad == (plain_name(name) in kept):
+                parameter.requires_grad_(not parameter.requires_grad)
 
     def parameters_changed(self) -> bool:
         """Whether the user froze, unfroze or added parameters since the last look.

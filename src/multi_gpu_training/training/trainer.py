@@ -168,6 +168,7 @@ class MultiGPUTrainer(ABC):
         state.model = model
         state.step_module = StepModule(model, loss_fn, state.precision)
         state.find_parameters()
+        state.frozen_at_start = state.frozen_names()
         self.strategy.wrap(state.step_module)
         if self.placement.breakable is not None and not manual:
             self.placement.on_broken = self.oom.join
@@ -400,6 +401,7 @@ class MultiGPUTrainer(ABC):
             "schedule": state.schedule.state_dict(),
             "memory": self.oom.state_dict(),
             "compiled": self.execution.switch.state_dict(),
+            "frozen": {"at_start": state.frozen_at_start, "now": state.frozen_names()},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -413,6 +415,11 @@ class MultiGPUTrainer(ABC):
         if "memory" in saved:
             self.oom.load_state_dict(saved["memory"])
         self.execution.switch.load_state_dict(saved.get("compiled"))
+        # What a callback froze or unfroze in mid-run; a script that gives its model otherwise now
+        # has its way.
+        frozen = saved.get("frozen")
+        if frozen is not None and frozen["at_start"] == state.frozen_at_start:
+            state.freeze_as(frozen["now"])
 
 
 class RefusingRunner(EagerRunner):
