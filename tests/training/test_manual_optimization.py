@@ -199,6 +199,26 @@ def test_what_prepare_cannot_train_is_refused(tmp_path: Path) -> None:
             manager_for(tmp_path, **settings).prepare(*parts)
 
 
+def test_gradients_that_did_not_come_from_the_trainer_are_refused(tmp_path: Path) -> None:
+    x, y = points().tensors
+    for number, fill in enumerate(("backward", "grad")):
+        model = line()
+        manager = manager_for(tmp_path / str(number))
+        trainer = manager.prepare(model, sgd(model.parameters()))
+        with (
+            pytest.raises(ModelError, match=r"did not come from trainer\.backward"),
+            trainer.step(),
+        ):
+            loss = F.mse_loss(model(x), y)
+            if fill == "backward":
+                loss.backward()
+            else:
+                grads = torch.autograd.grad(loss, [*model.parameters()])
+                for parameter, grad in zip(model.parameters(), grads, strict=True):
+                    parameter.grad = grad
+        manager.finish()
+
+
 def test_a_summed_loss_is_logged_per_sample_and_resumed_epochs_are_not_trained_again(
     tmp_path: Path,
 ) -> None:

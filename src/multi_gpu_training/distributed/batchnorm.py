@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ModelError
@@ -204,7 +206,7 @@ class _Normalise(torch.autograd.Function):
 @contextmanager
 def no_norm_alone() -> Iterator[None]:
     """Refuse, in a `with` block, a BatchNorm that would normalise over this rank's samples alone:
-    one outside the model, such as that of a teacher which the loss calls."""
+    one outside the model, such as that of a teacher which the loss calls, or a function."""
 
     def look(module: nn.Module, _: Any) -> None:
         if not isinstance(module, BatchNormBase) or isinstance(module, SyncBatchNorm):
@@ -220,9 +222,28 @@ def no_norm_alone() -> Iterator[None]:
 
     handle = register_module_forward_pre_hook(look)
     try:
-        yield
+        with _NoFunctionAlone():
+            yield
     finally:
         handle.remove()
+
+
+class _NoFunctionAlone(TorchFunctionMode):
+    """Refuses `F.batch_norm` with the statistics of a batch: only modules are synchronised."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = func in (F.batch_norm, torch.batch_norm)  # `training` is the sixth of both
+        if known and (args[5] if len(args) > 5 else kwargs.get("training", False)):
+            raise ModelError(
+                "sync_bn=true, but the model or the loss calls F.batch_norm in training, which "
+                "normalises each rank's samples alone; use nn.BatchNorm1d, 2d or 3d, or set "
+                "sync_bn=false",
+                code="MGT403",
+            )
+        return func(*args, **kwargs)
 
 
 _kinds: dict[type[BatchNormBase], type[SyncBatchNorm]] = {}

@@ -78,7 +78,7 @@ class OptimizerGradients:
 
     due: a backward came since the optimizer moved. open: they are this rank's alone, the sum of
     micro-batches with `weight` and `loss`. summed: their sum is wanted, not their mean. earlier:
-    those of losses before, exchanged already.
+    those of losses before, exchanged already. used: a backward came in this step.
     skipped: they were not finite, and the optimizer did not move in this step.
     """
 
@@ -89,7 +89,7 @@ class OptimizerGradients:
         self.reset()
 
     def reset(self) -> None:
-        self.due = self.open = self.skipped = self.summed = False
+        self.due = self.used = self.open = self.skipped = self.summed = False
         self.weight: Number = 0.0
         self.loss: Number = 0.0
         self.earlier: list[Tensor | None] = []

@@ -208,6 +208,13 @@ class ManualTrainer:
         if share.last and not self._called and any(p.grad is not None for p in self._trained()):
             raise ModelError(_FOREIGN)
         for slot in self._slots if share.last else ():
+            if not slot.used and any(p.grad is not None for p in slot.find_parameters()):
+                raise ModelError(
+                    f"parameters of {type(slot.optimizer).__name__} have gradients that did not "
+                    "come from trainer.backward (loss.backward() or torch.autograd.grad?): ranks "
+                    "have not exchanged them, and they would not be used; call "
+                    "trainer.backward(loss, optimizer=...), and then change p.grad as you like"
+                )
             if slot.due:
                 if needs_closure(slot.optimizer):
                     raise ModelError(
@@ -348,7 +355,7 @@ class ManualTrainer:
         self._loss = mean if self._loss is None else self._loss
         over_ranks = mean
         for slot in slots:
-            slot.due = True
+            slot.due = slot.used = True
             if not plain:
                 slot.open, slot.summed = True, summed
                 slot.weight, slot.loss = slot.weight + weight, slot.loss + part
