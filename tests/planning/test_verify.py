@@ -151,6 +151,24 @@ BUGS = {
         "manager.fit(nn.Sequential(Shift(6, 6), net), data, optimizer=sgd)",
         "parameter 0.bias is changed during the forward",
     ),
+    "noise that a function of torch draws inside": (
+        "manager.fit(net, data, optimizer=sgd, loss_fn=lambda m, b:"
+        " F.nll_loss(F.gumbel_softmax(m(b[0])).log(), b[1]))",
+        "draws random numbers in training (torch: dropout, noise, sampling)",
+    ),
+    "the hardest third of a batch": (
+        "def hardest(m, b):\n"
+        "    each = F.cross_entropy(m(b[0]), b[1], reduction='none')\n"
+        "    return each.topk(max(1, len(each) // 3)).values.mean()\n"
+        "manager.fit(net, data, optimizer=sgd, loss_fn=hardest)",
+        "computed over the batch as a whole",
+    ),
+    "gradients of one length by a hook": (
+        "for p in net.parameters():\n"
+        "    p.register_hook(lambda g: 0.1 * g / (g.norm() + 1e-8))\n"
+        "manager.fit(net, data, optimizer=sgd)",
+        "gradients are clipped per rank",
+    ),
     "rate scaled by the ranks": (
         "manager.fit(net, data, optimizer=lambda p: torch.optim.SGD(p, lr=1e-6 * WORLD))",
         "the rate is scaled by the number of ranks: 2e-06 on 2 ranks, 1e-06 on one",
@@ -223,6 +241,15 @@ def test_correct_scripts_pass(verified: Verified) -> None:
         "triplets = TensorDataset(*torch.randn(3, 24, 6))\n"
         "manager.fit(net, triplets, optimizer=sgd, callbacks=[Thaw()], "
         "loss_fn=lambda m, b: F.triplet_margin_loss(*map(m, b)))"
+    )
+    scripts["a first step in which nothing counts"] = (
+        "keep = torch.arange(60) % 4 // 3 * 1.0\n"
+        "keep[:20] = 0\n"
+        "def loss_fn(m, b):\n"
+        "    each = F.cross_entropy(m(b[0]), b[1], reduction='none') * b[2]\n"
+        "    return each.sum() / b[2].sum().clamp(min=1), b[2].sum()\n"
+        "loader = DataLoader(TensorDataset(x[:60], y[:60], keep), 10)\n"
+        "manager.fit(net, loader, loss_fn=loss_fn, optimizer=adamw)"
     )
     for name, script in scripts.items():
         report = verified(script, (2, 3))

@@ -25,6 +25,7 @@ _DRAWS = {
     *(Tensor.bernoulli, Tensor.multinomial),
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(F.rrelu, torch.rrelu),
+    F.gumbel_softmax,  # what a function of torch draws inside does not come by here
 }
 
 

@@ -126,7 +126,8 @@ class PlainReplay:
             total = total + loss.mean * weight.to(device)
             weights = weights + weight.to(device)
         optimizer.zero_grad()
-        (total / weights).backward()
+        # In a step in which nothing counts, gradients are zero.
+        (total / torch.where(weights != 0, weights, torch.ones_like(weights))).backward()
         for name, parameter in self.trained.named_parameters():
             if name in self.frozen[step]:  # and trained since
                 parameter.grad = None

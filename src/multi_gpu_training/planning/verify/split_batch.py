@@ -166,6 +166,8 @@ class SplitBatch:
             )
         structure = self.probe.get("structure", "unknown")
         given = any(micro["weight"] is not None for micro in self.micros)
+        if structure == "mean" and not given and not self._losses_add_up():
+            structure = "statistics"  # small blocks looked like a mean: the hardest one of each
         if structure == "sum":
             return (
                 "the loss is a sum over the samples, not a mean: its size depends on how many of "
@@ -208,6 +210,15 @@ class SplitBatch:
                 "pairs, statistics over the batch)"
             )
         return None
+
+    def _losses_add_up(self) -> bool:
+        """Whether the loss of the batch is the mean of those of the ranks' parts, by samples."""
+        counts = [micro["count"] for micro in self.micros]
+        losses = [part["loss"] for part in self.probe["parts"]]
+        if len(counts) != len(losses):
+            return True
+        mean = sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
+        return not differs(self.probe["whole"]["loss"], mean, self.tolerance)
 
     def gradient_cause(self) -> str | None:
         """The losses agree, the gradients do not: what happened between the two?"""
@@ -355,9 +366,10 @@ def _shares_of_ranks(
         return None
     lengths = [math.sqrt(sum(part[name][0] ** 2 for name in names)) for part in parts]
     after = [f * n * sum(weights) / w for f, n, w in zip(factors, lengths, weights, strict=True)]
-    if len(after) > 1 and max(after) - min(after) <= 1e-3 * max(after):
-        # Each rank's gradient had the same length when it was averaged.
-        return _CLIPPED
+    for same in (after, lengths):  # before the ranks' shares came to it, or after
+        if len(same) > 1 and max(same) - min(same) <= 1e-3 * max(same):
+            # Each rank's gradient had the same length when it was averaged.
+            return _CLIPPED
     shown = ", ".join(f"{factor:.3g}" for factor in factors)
     right = ", ".join(f"{weight / sum(weights):.3g}" for weight in weights)
     if any(abs(factor) < 1e-6 for factor in factors):
