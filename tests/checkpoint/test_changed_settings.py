@@ -214,3 +214,27 @@ def test_what_was_unfrozen_in_mid_run_is_trained_after_a_resume(tmp_path: Path) 
     # Who gives the model otherwise in the resumed script has their way.
     stays = weights(tmp_path / "frozen", 10, frozen=False)
     assert not torch.equal(weights(tmp_path / "frozen", 14, frozen=False), stays)
+
+
+class SetsToEval(Callback):
+    def __init__(self, norm: Any) -> None:
+        self.norm = norm
+
+    def on_epoch_end(self, run: Any, epoch: int, metrics: Any) -> None:
+        self.norm.eval()
+
+
+def test_what_a_callback_put_into_eval_mode_stays_so_after_a_resume(tmp_path: Path) -> None:
+    def weights(folder: Path, *steps: int) -> torch.Tensor:
+        for most in steps:
+            torch.manual_seed(1)
+            model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+            settings = {"enable_fault_tolerance": True, "run_name": "it", "resume": "auto"}
+            how = {"batch_size": 2, "epochs": 3, "training_mode": "single", **settings}
+            manager_for(folder, max_steps=most, **how).fit(
+                model, points(), points(), loss_fn=squares, callbacks=[SetsToEval(model[0])]
+            )
+        return flat(model)
+
+    assert torch.equal(weights(tmp_path / "resumed", 8, 14), weights(tmp_path / "whole", 14))
+    assert torch.equal(weights(tmp_path / "middle", 11, 14), weights(tmp_path / "whole again", 14))

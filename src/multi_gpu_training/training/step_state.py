@@ -89,7 +89,9 @@ class StepState:
         # Called at the end of a micro-batch, before the generators are the user's again.
         self.watch_noise: Callable[[], None] | None = None
         self._epoch_key = EpochKey(placement.device)
-        self.frozen_at_start: list[str] = []  # names of parameters that the user gave as frozen
+        # Names of the parameters that the user gave as frozen, and of the modules in eval mode.
+        self.frozen_at_start: list[str] = []
+        self.in_eval_at_start: list[str] = []
 
     # Which parameters are trained
 
@@ -200,6 +202,21 @@ class StepState:
             for module in self._in_eval if all_in_eval else in_eval:
                 module.training = False  # not what is inside, as `eval()` does
         self._in_eval = [module for module in modules if not module.training]
+
+    def names_in_eval(self) -> list[str]:
+        """The modules that stay in eval mode while the model is trained."""
+        named = [(plain_name(name), module) for name, module in self.model.named_modules()]
+        found = [name for name, module in named if not module.training]
+        if len(found) == len(named):  # during a validation, say
+            kept = {id(module) for module in self._in_eval}
+            found = [name for name, module in named if id(module) in kept]
+        return found
+
+    def take_modes(self, names_in_eval: Sequence[str]) -> None:
+        """Put these modules into eval mode and all others into train mode."""
+        kept = set(names_in_eval)
+        for name, module in self.model.named_modules():
+            module.training = plain_name(name) not in kept
 
     # Before a micro-batch is computed
 

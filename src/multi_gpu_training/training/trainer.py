@@ -169,6 +169,7 @@ class MultiGPUTrainer(ABC):
         state.step_module = StepModule(model, loss_fn, state.precision)
         state.find_parameters()
         state.frozen_at_start = state.frozen_names()
+        state.in_eval_at_start = state.names_in_eval()
         self.strategy.wrap(state.step_module)
         if self.placement.breakable is not None and not manual:
             self.placement.on_broken = self.oom.join
@@ -402,6 +403,7 @@ class MultiGPUTrainer(ABC):
             "memory": self.oom.state_dict(),
             "compiled": self.execution.switch.state_dict(),
             "frozen": {"at_start": state.frozen_at_start, "now": state.frozen_names()},
+            "in_eval": {"at_start": state.in_eval_at_start, "now": state.names_in_eval()},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -415,11 +417,13 @@ class MultiGPUTrainer(ABC):
         if "memory" in saved:
             self.oom.load_state_dict(saved["memory"])
         self.execution.switch.load_state_dict(saved.get("compiled"))
-        # What a callback froze or unfroze in mid-run; a script that gives its model otherwise now
-        # has its way.
-        frozen = saved.get("frozen")
+        # What a callback froze, unfroze or put into eval mode in mid-run; a script that gives its
+        # model otherwise now has its way.
+        frozen, in_eval = saved.get("frozen"), saved.get("in_eval")
         if frozen is not None and frozen["at_start"] == state.frozen_at_start:
             state.freeze_as(frozen["now"])
+        if in_eval is not None and in_eval["at_start"] == state.in_eval_at_start:
+            state.take_modes(in_eval["now"])
 
 
 class RefusingRunner(EagerRunner):
