@@ -41,6 +41,7 @@ MODULES = (
     "exactness_data",
     "exactness_loops",
     "exactness_attacks",
+    "exactness_strangers",
 )
 
 

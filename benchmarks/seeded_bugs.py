@@ -20,14 +20,15 @@ from pathlib import Path
 import seeded_scripts
 import seeded_scripts_later
 import seeded_scripts_more
+import seeded_scripts_strangers
 import torch
 
 from multi_gpu_training.planning.verify import VerifyReport, verify
 from multi_gpu_training.planning.verify.rank_server import RankServers
 
-SETS = (seeded_scripts, seeded_scripts_more, seeded_scripts_later)
-BUGS = seeded_scripts.BUGS | seeded_scripts_more.BUGS | seeded_scripts_later.BUGS
-CORRECT = seeded_scripts.CORRECT | seeded_scripts_more.CORRECT | seeded_scripts_later.CORRECT
+SETS = (seeded_scripts, seeded_scripts_more, seeded_scripts_later, seeded_scripts_strangers)
+BUGS = {name: bug for part in SETS for name, bug in part.BUGS.items()}
+CORRECT = {name: script for part in SETS for name, script in part.CORRECT.items()}
 
 
 def judge(name: str, report: VerifyReport | None) -> str:
@@ -74,7 +75,7 @@ def run_one(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=[], help="names, or parts of them")
-    parser.add_argument("--set", type=int, choices=(0, 1, 2), help="the scripts of one file")
+    parser.add_argument("--set", type=int, choices=range(len(SETS)), help="the scripts of one file")
     parser.add_argument("--ranks", default="2,3")
     parser.add_argument("--show", action="store_true", help="what verify says of each script")
     parser.add_argument("--out", type=Path)
