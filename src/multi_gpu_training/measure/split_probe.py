@@ -162,11 +162,14 @@ class SplitProbe:
     ) -> bool:
         """Whether gradients are averaged with the weights of the losses. In a ratio of sums whose
         divisor depends on the model they are not, and no weight makes its parts add up."""
-        for (a, b), found in pairs.items():
-            apart = single[a] - single[b]
-            if abs(apart) <= 1e-3 * abs(found):
-                continue  # the weight would be nothing but rounding
-            share = (found - single[b]) / apart
+        shares = {
+            (a, b): (found - single[b]) / (single[a] - single[b])
+            for (a, b), found in pairs.items()
+            if abs(single[a] - single[b]) > 1e-3 * abs(found)  # else nothing but rounding
+        }
+        if shares and all(min(abs(share), abs(share - 1)) < 1e-6 for share in shares.values()):
+            return False  # one of the two is selected: the hardest
+        for (a, b), share in shares.items():
             grads = [
                 self._measure(take_rows(self.batch, rows, self.count))["grads"]
                 for rows in (blocks[a], blocks[b], blocks[a] + blocks[b])
@@ -176,8 +179,8 @@ class SplitProbe:
                 for name in grads[2]
                 if name in grads[0] and name in grads[1]
             }
-            apart, _ = furthest({name: grads[2][name] for name in mixed}, mixed, 1e-3)
-            return apart <= 1e-4
+            off, _ = furthest({name: grads[2][name] for name in mixed}, mixed, 1e-3)
+            return off <= 1e-4
         return True
 
     def _of(self, rows: Sequence[int]) -> float:
