@@ -1953,8 +1953,6 @@ def deep(trial: Trial, *middle: nn.Module) -> nn.Module:
     return seeded(build, trial.dtype)
 
 
-
-
 @sharded("LARS as users write it, clipping")
 def _(trial: Trial) -> Outcome:
     return shard_and_train(
