@@ -19,6 +19,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,29 @@ def resident() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
-def train(folder: Path, steps: int) -> dict[str, Any]:
-    """Real steps; memory after each tenth of them."""
+def train(folder: Path, steps: int, progress: Path | None) -> dict[str, Any]:
+    """Real steps; memory after each hundredth of them.
+
+    `progress` is written as they go, so that a run that is cut off still tells how far it came.
+    """
     from tiny import FEATURES, line, manager_for, points, sgd, squares
 
     from multi_gpu_training import Callback
 
     assert FEATURES
     memory: list[float] = []
+    events = folder / "custom" / "long" / "events"
 
     class Watch(Callback):
         def on_step_end(self, run: Any, result: Any) -> None:
-            if result.step % (steps // 10) == 0:
+            if result.step % (steps // 100) == 0:
                 memory.append(resident())
-                print(f"  step {result.step:,}: {memory[-1]:.0f} MB", flush=True)
+                size = sum(file.stat().st_size for file in events.iterdir()) / 2**20
+                told = f"step {result.step:,}: {memory[-1]:.0f} MB, events {size:.1f} MB"
+                print(f"  {told}, after {time.monotonic() - begun:.0f} s", flush=True)
+                if progress is not None:
+                    facts = {"step": result.step, "memory_mb": memory, "events_mb": size}
+                    progress.write_text(json.dumps(facts) + "\n")
 
     settings = {"training_mode": "single", "batch_size": 16, "epochs": steps, "max_steps": steps}
     settings |= {"enable_fault_tolerance": True, "run_name": "long", "log_every": 1}
@@ -58,7 +68,7 @@ def train(folder: Path, steps: int) -> dict[str, Any]:
     manager.fit(line(), data, loss_fn=squares, optimizer=sgd, callbacks=[Watch()])
     seconds = time.monotonic() - begun
     # The first tenth still fills caches.
-    growth = memory[-1] - memory[1] if len(memory) > 2 else 0.0
+    growth = memory[-1] - memory[len(memory) // 10] if memory else 0.0
     return {"steps": steps, "seconds": seconds, "memory_mb": memory, "growth_mb": growth}
 
 
@@ -111,6 +121,27 @@ def simulate(folder: Path, days: float, ranks: int) -> dict[str, Any]:
             "growth_mb": resident() - before}  # fmt: skip
 
 
+class _Peak(threading.Thread):
+    """The peak memory of a program. `ru_maxrss` would count its parent's before the exec too."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.status = Path(f"/proc/{pid}/status")
+        self.mb = 0.0
+
+    def run(self) -> None:
+        while True:
+            try:
+                lines = self.status.read_text().splitlines()
+            except OSError:
+                return
+            peak = [line for line in lines if line.startswith("VmHWM")]
+            if not peak:  # it has ended
+                return
+            self.mb = max(self.mb, int(peak[0].split()[1]) / 1024)
+            time.sleep(0.02)
+
+
 def report(folder: Path) -> dict[str, Any]:
     """`mgt report` in its own process: time, peak memory, and what the events take."""
     sizes = [file.stat().st_size for file in (folder / "events").iterdir()]
@@ -120,9 +151,11 @@ def report(folder: Path) -> dict[str, Any]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as done:
         assert done.stdout is not None
+        peak = _Peak(done.pid)
+        peak.start()
         said = done.stdout.read()
-        _, status, used = os.wait4(done.pid, 0)
-        done.returncode = os.waitstatus_to_exitcode(status)
+        done.wait()
+        peak.join()
     after = os.times()
     cpu = (
         after.children_user + after.children_system - before.children_user - before.children_system
@@ -132,7 +165,7 @@ def report(folder: Path) -> dict[str, Any]:
         "files": len(sizes),
         "wall_s": time.monotonic() - begun,
     }
-    found |= {"cpu_s": cpu, "peak_mb": used.ru_maxrss / 1024, "code": done.returncode}
+    found |= {"cpu_s": cpu, "peak_mb": peak.mb, "code": done.returncode}
     found["said"] = said[-1500:]
     return found
 
@@ -145,6 +178,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     results: dict[str, Any] = {"python": platform.python_version(), "load": os.getloadavg()[0]}
+    progress = given.out and given.out.with_suffix(".progress.json")
     well = True
     for name, asked in (("trained", given.steps), ("simulated", given.days)):
         if not asked:
@@ -153,7 +187,7 @@ def main() -> int:
             folder = Path(temporary) / "custom" / "long"
             (folder / "events").mkdir(parents=True)
             if name == "trained":
-                told = train(Path(temporary), given.steps)
+                told = train(Path(temporary), given.steps, progress)
             else:
                 told = simulate(folder, given.days, given.ranks)
             told["report"] = report(folder)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import platform
@@ -34,6 +35,7 @@ from typing import Any
 import psutil
 import torch
 import yaml
+from failing_calls import ALL, NEW, WRITES, FailingCalls
 from subject import EVERY, Reference, Subject, ended_at_last, shared_memory, undisturbed
 
 PATIENCE_S = 300.0
@@ -133,7 +135,40 @@ def flip(subject: Subject, chance: random.Random) -> None:
     file.write_bytes(raw)
 
 
-OUTSIDE: dict[str, Callable[[Subject, random.Random], None]] = {
+def freeze(subject: Subject, chance: random.Random) -> None:
+    """All of it stands still and goes on, as in a suspended virtual machine."""
+    frozen = subject.tree()
+    for number, pause in ((signal.SIGSTOP, chance.uniform(0.5, 5.0)), (signal.SIGCONT, 0.0)):
+        for process in frozen:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+        time.sleep(pause)
+
+
+Strike = Callable[[Subject, random.Random], None]
+
+
+def _disk(number: int, calls: int, every: tuple[int, ...] = (1,)) -> Strike:
+    """Calls into its folder fail for a moment: all, those that write, or those that make files."""
+
+    def strike(subject: Subject, chance: random.Random) -> None:
+        calls_of(subject).fail(number, chance.choice(every), calls)
+        time.sleep(chance.uniform(0.2, 3.0))
+        calls_of(subject).work()
+
+    return strike
+
+
+def clock(subject: Subject, chance: random.Random) -> None:
+    """From now on the clocks of its processes are off, each by another amount."""
+    calls_of(subject).jump(chance.choice((-86_400, -3600, -5, 0, 5, 3600, 86_400, 10**8)))
+
+
+def calls_of(subject: Subject) -> FailingCalls:
+    return FailingCalls.at(subject.folder)
+
+
+OUTSIDE: dict[str, Strike] = {
     "kill-rank": kill_rank,
     "kill-worker": kill_worker,
     "kill-launcher": kill_launcher,
@@ -143,6 +178,12 @@ OUTSIDE: dict[str, Callable[[Subject, random.Random], None]] = {
     "interrupt": interrupt,
     "no-space": no_space,
     "flip": flip,
+    "freeze": freeze,
+    "io-error": _disk(errno.EIO, ALL, (1, 2, 3, 7)),
+    "stale": _disk(errno.ESTALE, ALL, (1, 2, 3, 7)),
+    "read-only": _disk(errno.EROFS, WRITES),
+    "no-inodes": _disk(errno.ENOSPC, NEW),
+    "clock": clock,
 }
 # From inside: what `fail_at` does.
 INSIDE = {
@@ -216,11 +257,11 @@ class Ordeal:
     def _strike(self) -> None:
         """Let it train for a moment, and do something to it; sometimes while it starts."""
         subject, chance = self.subject, self.chance
-        began = time.time()
+        recorded = subject.steps_recorded()
         if chance.random() < 0.15:
             delay = chance.uniform(0, self.start_s)
         else:
-            moving = subject.wait(lambda: subject.steps_since(began) > 0, PATIENCE_S)
+            moving = subject.wait(lambda: subject.steps_recorded() != recorded, PATIENCE_S, 0.1)
             if not moving:
                 return
             delay = chance.uniform(0, 2.0)
@@ -281,11 +322,15 @@ class Soak:
         kinds = [kind for kind in self.kinds if kind != "oom" or with_oom]
         reference = self.references[noise]
         chance = random.Random(1000 * self.given.seed + number)
-        settings = {"keep_last": 4, **self.settings}
-        subject = Subject(self.folder / str(number), STEPS, WIDTH, noise, **settings)
+        folder = self.folder / str(number)
+        # The calls that fail are told by their paths, which must be whole.
+        settings = {"keep_last": 4, "save_dir": str(folder / "runs"), **self.settings}
+        subject = Subject(folder, STEPS, WIDTH, noise, **settings)
+        subject.variables = FailingCalls.at(folder).environment
         with ended_at_last(subject):
             ordeal = Ordeal(subject, chance, kinds, reference.start_s)
             ordeal.run(self.deadline)
+            calls_of(subject).work()
             code = subject.ended
             processes = ordeal.processes + len(subject.left(within_s=5))
             apart = difference(subject, reference) if code == 0 else float("inf")

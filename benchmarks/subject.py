@@ -85,6 +85,7 @@ class Subject:
         self.faults: list[dict[str, Any]] = []  # from inside: arguments of fail_at
         self.port: int | None = None  # where the ranks meet; None: a free one
         self.launch: list[str] = []  # what starts its ranks; [] is our own launcher
+        self.variables: dict[str, str] = {}  # of its environment, beside the usual ones
         self.given = {"steps": steps, "width": width, "dropout": dropout, "settings": settings}
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True)
@@ -104,6 +105,7 @@ class Subject:
             "TMPDIR": str(self.temporary),
             MARK: str(self.folder),
             **({} if self.port is None else {"MASTER_PORT": str(self.port)}),
+            **self.variables,
         }
         with (self.folder / "out.txt").open("a") as out:
             self.launcher = subprocess.Popen(
@@ -185,6 +187,10 @@ class Subject:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+    def steps_recorded(self) -> int:
+        """How many steps its events tell of; does not depend on its clock."""
+        return sum(e.get("event") == "step" for e in self.events())
 
     def steps_since(self, when: float) -> int:
         """How many steps were recorded since then."""
