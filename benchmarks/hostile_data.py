@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
+from hostile_data_newer import ODD_NEWER, newer
 from hostile_trial import attempt, mgt
 
 ONE = ("--multi-gpu", "single", "--num-gpus", "1", "device=cpu", "max_steps=2", "progress=off")
@@ -558,7 +559,8 @@ GROUPS: dict[str, tuple[tuple[str, ...], Callable[[], Iterator[tuple[str, Make]]
     "transformer": (("train", "transformer", *ONE, "--data-dir", "data"), transformer),
     "model": (("train", "transformer", *ONE, "model=./data", "tokenizer=bytes", "sequence_length=16"), models),
 }  # fmt: skip
-ODD = {
+GROUPS |= newer(ONE)
+ODD = ODD_NEWER | {
     "no samples",
     "AU head",
     "folder",
@@ -571,10 +573,11 @@ ODD = {
 }
 
 
-def cases() -> list[Case]:
+def cases(groups: list[str]) -> list[Case]:
     return [
         Case(f"{group}: {name}", words, make, name not in ODD)
-        for group, (words, each) in GROUPS.items()
+        for group in groups
+        for words, each in [GROUPS[group]]
         for name, make in each()
     ]
 
@@ -595,6 +598,8 @@ def tried(case: Case) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="only cases whose name holds one of these")
+    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--part", default="", help="2/5: every fifth, from the second on")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -604,7 +609,8 @@ def main() -> int:
     wanted = [word for word in given.only.split(",") if word]
     bad: dict[str, list[str]] = {}
     count, begun = 0, time.monotonic()
-    for case in cases():
+    part, parts = map(int, (given.part or "1/1").split("/"))
+    for case in cases(given.groups.split(","))[part - 1 :: parts]:
         if wanted and not any(word in case.name for word in wanted):
             continue
         count += 1

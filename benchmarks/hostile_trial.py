@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # What mgt itself needs on top of the parent, with room; a believed header asks for far more.
 MEMORY = 1 << 30
@@ -127,8 +128,11 @@ def _be_the_child(call: Callable[[], object], folder: Path, writer: int) -> None
         os._exit(code & 0xFF)
 
 
-def mgt(*words: str, env: dict[str, str] | None = None) -> Callable[[], None]:
-    """`mgt WORDS`, to be called in the child. No rank process is ever started."""
+def mgt(
+    *words: str, env: dict[str, str] | None = None, servers: bool = False
+) -> Callable[[], None]:
+    """`mgt WORDS`, to be called in the child. No rank process is ever started, and no server unless
+    `servers` says so."""
 
     def call() -> None:
         from multi_gpu_training.cli import main
@@ -140,12 +144,46 @@ def mgt(*words: str, env: dict[str, str] | None = None) -> Callable[[], None]:
             os._exit(0)
 
         LocalEngine.start = started  # type: ignore[method-assign]
+        if not servers:
+            _without_servers()
         os.environ.update(env or {})
         sys.argv = ["mgt", *words]
         sys.orig_argv = [sys.executable, *sys.argv]
         main()
 
     return call
+
+
+def _without_servers() -> None:
+    """What would run until Ctrl-C, train, or start another program, ends at once as accepted."""
+    from multi_gpu_training.cli import profile_command
+    from multi_gpu_training.federated import deployment, simulation
+    from multi_gpu_training.launch.elastic import witness
+    from multi_gpu_training.search import run_search
+    from multi_gpu_training.serving import http_server
+
+    def begun(*_: object, **__: object) -> None:
+        print("IT WOULD HAVE BEGUN", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(0)
+
+    for place, name in (
+        (deployment, "_start"),
+        (run_search, "run_search"),
+        (http_server, "serve_until_signal"),
+        (witness, "WitnessServer"),
+    ):
+        assert hasattr(place, name), name
+        setattr(place, name, begun)
+
+    def traced(command: list[str], asked: Any, num_gpus: int) -> None:
+        words = profile_command._started(command, asked.device, num_gpus)
+        mgt(*words[words.index("multi_gpu_training") + 1 :])()
+
+    profile_command._traced = traced  # type: ignore[assignment]
+    # Flower need not be here: what is wrong is said before it is imported.
+    for module in (deployment, simulation):
+        module.require_flower = lambda *_, **__: None  # type: ignore[assignment]
 
 
 def files_below(folder: Path) -> dict[str, tuple[int, int]]:

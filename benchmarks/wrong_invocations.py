@@ -23,31 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import itertools
 
 from hostile_trial import attempt, files_below, mgt
-
-ONE = ("--multi-gpu", "single", "--num-gpus", "1", "device=cpu", "max_steps=2", "progress=off")
-HUGE = "9" * 5000
-SURROGATE = "\udc80\udcff"  # what Python makes of bytes that are not UTF-8
-DEEP = "[" * 20_000
-
-
-@dataclass(frozen=True)
-class Invocation:
-    words: tuple[str, ...]
-    says: tuple[str, ...] = ()  # what its message must mention
-    env: dict[str, str] = field(default_factory=dict)
-    fails: bool = True  # False: it may also be accepted
-
-    @property
-    def name(self) -> str:
-        text = " ".join([*(f"{k}={v}" for k, v in self.env.items()), "mgt", *self.words])
-        return text.encode(errors="backslashreplace").decode()[:160].replace("\n", "\\n")
+from invocation import DEEP, HUGE, ONE, SURROGATE, Invocation
+from wrong_invocations_newer import NEWER, prepare_newer
 
 
 def train(*words: str, says: tuple[str, ...] = (), fails: bool = True) -> Invocation:
@@ -319,6 +302,7 @@ GROUPS = {
     "files": files,
     "machines": machines,
     "others": others,
+    **NEWER,
 }
 
 
@@ -372,7 +356,7 @@ def prepare(folder: Path) -> None:
 
 def invocations(groups: list[str]) -> list[Invocation]:
     found = [each for name in groups for each in GROUPS[name]()]
-    return list({each.name: each for each in found}.values())
+    return list({(each.words, *each.env.items()): each for each in found}.values())
 
 
 def tried(invocation: Invocation, folder: Path) -> tuple[list[str], float]:
@@ -413,6 +397,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--groups", default=",".join(GROUPS))
     parser.add_argument("--only", default="", help="only invocations that hold one of these words")
+    parser.add_argument("--part", default="", help="2/5: every fifth, from the second on")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -426,8 +411,14 @@ def main() -> int:
         folder = base / "here"
         folder.mkdir()
         prepare(folder)
+        if set(NEWER) & set(given.groups.split(",")):
+            prepare_newer(folder)
         known = {path.name for path in folder.iterdir()}
-        for invocation in invocations(given.groups.split(",")):
+        chosen = invocations(given.groups.split(","))
+        if given.part:
+            part, parts = map(int, given.part.split("/"))
+            chosen = chosen[part - 1 :: parts]
+        for invocation in chosen:
             if wanted and not any(word in invocation.name for word in wanted):
                 continue
             problems, seconds = tried(invocation, folder)

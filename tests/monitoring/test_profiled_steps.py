@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from processes import mgt_here
 from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training import Callback, ConfigError, MultiGPUConfig
+from multi_gpu_training.cli.profile_command import profile
 from multi_gpu_training.monitoring.profiling.trace_intervals import length, merged, without
 from multi_gpu_training.monitoring.profiling.trace_summary import (
     read_trace,
@@ -176,3 +178,66 @@ def test_chosen_steps_are_traced_and_the_report_says_what_they_found(
 def test_steps_that_cannot_be_traced_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         MultiGPUConfig(**settings)
+
+
+def _step(**changes: Any) -> bytes:
+    whole = {"ph": "X", "name": "ProfilerStep#5", "cat": "user_annotation"}
+    event = {**whole, "ts": 0, "dur": 10, "tid": 1, **changes}
+    return gzip.compress(json.dumps({"traceEvents": [event]}).encode())
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"hello",
+        gzip.compress(os.urandom(3000))[:40] + bytes(500),  # damaged inside
+        gzip.compress(b"x" * 10**6)[:-9],
+        gzip.compress(b'{"traceEvents": ' + b"[" * 200_000),
+        gzip.compress(b'{"traceEvents": [{}, '),
+        gzip.compress(b"[1]"),
+        _step(dur=0),
+        _step(dur=float("nan")),
+        _step(dur=10**400),
+        _step(tid=[1]),
+        _step(name="ProfilerStep#" + "9" * 5000),
+    ],
+    ids=[
+        "text",
+        "damaged",
+        "cut",
+        "deep",
+        "unfinished",
+        "a list",
+        "no time",
+        "NaN",
+        "10**400",
+        "thread",
+        "number",
+    ],
+)
+def test_a_trace_that_is_none_is_named_and_not_shown(
+    tmp_path: Path, raw: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "profile").mkdir()
+    (tmp_path / "profile" / "rank-0.json.gz").write_bytes(raw)
+    with pytest.raises(ConfigError, match="there is no profile in it"):
+        profile([str(tmp_path)], None, "0", -1, "auto")
+    assert "cannot be read: " in capsys.readouterr().out
+
+
+def test_a_trace_that_is_a_fifo_or_lies_elsewhere_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("fifo", "linked"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "fifo" / "profile").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "profile" / "rank-0.json.gz")
+    with pytest.raises(ConfigError, match="no profile"):
+        profile([str(tmp_path / "fifo")], None, "0", -1, "auto")
+    assert "cannot be read" in capsys.readouterr().out
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "rank-0.json.gz").write_bytes(_step())
+    (tmp_path / "linked" / "profile").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        profile([str(tmp_path / "linked")], None, "0", -1, "auto")
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["rank-0.json.gz"]

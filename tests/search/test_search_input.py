@@ -52,6 +52,8 @@ def asked(
         (["learning_rate=-1..1"], {}, "greater than 0"),
         (["batch_size=0.5..1.5"], {}, "batch_size"),
         (["batch_size=16..1e3"], {}, "valid integer"),
+        (["batch_size=1..1e3:step=0.5"], {}, "batch_size"),  # both ends would do
+        (["training_mode=single,tdp"], {}, "training_mode"),
         (["schedule=constant,cosin"], {}, "cosine"),
         (["schedule=cosine,cosine"], {}, "name each once"),
         (["accumulation_steps=1,true"], {}, "the same to Optuna"),

@@ -15,6 +15,7 @@ from rich.console import Console
 from multi_gpu_training.cli.measured_script import command_of, place_problems
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError, MultiGPUError
+from multi_gpu_training.safe_output import printable
 
 if TYPE_CHECKING:
     from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest
@@ -72,22 +73,30 @@ def _started(command: list[str], device: str, num_gpus: int) -> list[str]:
 
 def show(folder: Path) -> int:
     from multi_gpu_training.monitoring.profiling.trace_summary import write_summary
-    from multi_gpu_training.monitoring.profiling.trace_view import profiles_of, show_profiles
+    from multi_gpu_training.monitoring.profiling.trace_view import (
+        MOST_PROFILES,
+        profiles_of,
+        show_profiles,
+    )
 
     problems: list[str] = []
-    for trace in sorted((folder / "profile").glob("rank-*.json.gz")):
+    place = folder / "profile"
+    if place.is_symlink():  # summaries are written beside the traces
+        raise ConfigError(f"{place} is a symbolic link; give the run that the traces belong to")
+    for trace in sorted(place.glob("rank-*.json.gz"))[:MOST_PROFILES]:
         summary = trace.with_name(trace.name.removesuffix(".json.gz") + ".summary.json")
         if not summary.exists():  # the run was killed before it could read its traces
             try:
                 write_summary(trace)
-            except (OSError, ValueError, KeyError, EOFError, MultiGPUError) as error:
-                problems.append(f"{trace.name} cannot be read: {error}")
+            except (OSError, ValueError, MultiGPUError) as error:
+                reason = getattr(error, "strerror", None) or error
+                problems.append(f"{trace.name} cannot be read: {reason!s:.200}")
     found = profiles_of(folder, problems)
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 120
     for problem in problems:
-        console.print(problem, markup=False)
+        console.print(printable(problem), markup=False)
     if not found:
         raise ConfigError(
             f"mgt profile {folder}: there is no profile in it; train with profile_steps=20-24, or "

@@ -111,7 +111,7 @@ class Recipe:
         # A warm-up that the user asks for stays as it is; the recipe's gives way to a short run.
         if not {"warmup_epochs", "warmup_steps"} & given.keys():
             defaults["warmup_max_share"] = 0.1
-        if TrainingMode(given.get("training_mode", "ddp")) is TrainingMode.DATA_PARALLEL:
+        if given.get("training_mode") in ("dp", TrainingMode.DATA_PARALLEL):
             defaults.pop("sync_bn", None)  # a default must not stand in the way of a mode
         return MultiGPUConfig(**{**defaults, **given})
 

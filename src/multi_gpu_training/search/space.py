@@ -79,8 +79,8 @@ class Parameter:
             return list(self.choices)
         if self.whole:
             return [int(self.low), int(self.high)]
-        inside = () if self.step is not None else (self.low + 0.381966 * (self.high - self.low),)
-        return [self.low, *inside, self.high]  # 16.0 and 1e3 are whole numbers, 391.8 is not
+        inside = self.low + (self.step or 0.381966 * (self.high - self.low))
+        return [self.low, inside, self.high]  # 16.0 and 1e3 are whole numbers, 391.8 is not
 
     def middle(self) -> Any:
         """A typical value."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,14 +23,19 @@ from multi_gpu_training.monitoring.profiling.trace_intervals import (
     within,
     without,
 )
-from multi_gpu_training.safe_files import write_atomically
+from multi_gpu_training.safe_files import open_regular, write_atomically
 
 STEP = "ProfilerStep#"  # the name by which other viewers know steps, too
 MOST_BYTES = 2**28  # of a trace, unpacked
+MOST_EVENTS = 1_000_000  # 30 steps of 5,000 kernels have a third
+MOST_NAME = 4096  # characters of a kernel's name
+MOST_TIME = 1e18  # microseconds
 MOST_ROWS = 12
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 NEGLIGIBLE = 0.01  # shares of a step that are not worth a line
 US = 1e-6
+_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
+_SPACES = re.compile(r"\s*")
 KINDS = {
     "matrix products and convolutions": re.compile(
         r"gemm|cutlass|cublas|conv|wgrad|dgrad|xmma|::(add|bad)?d?b?mm|nvjet|aten::linear", re.I
@@ -59,30 +66,62 @@ def short_name(kernel: str) -> str:
 
 
 def write_summary(trace: Path) -> Path:
-    """Summarise a trace into a small file beside it."""
+    """Summarise a trace into a small file beside it. A ValueError says why that is impossible."""
     path = trace.with_name(trace.name.removesuffix(".json.gz") + ".summary.json")
-    write_atomically(path, json.dumps(summarise(read_trace(trace)), indent=1))
+    try:
+        text = json.dumps(summarise(read_trace(trace)), indent=1, allow_nan=False)
+    except (LookupError, TypeError, ArithmeticError, RecursionError, EOFError, zlib.error) as error:
+        # Whoever prepared the folder may have put anything there.
+        raise ValueError(f"it is not a trace of torch.profiler ({type(error).__name__})") from None
+    write_atomically(path, text)
     return path
 
 
 def read_trace(path: Path) -> list[Event]:
-    with gzip.open(path) as file:
-        text = file.read(MOST_BYTES + 1)
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"{path.name} is larger than {MOST_BYTES >> 20} MiB unpacked")
-    found = json.loads(text)
-    events = found.get("traceEvents") if isinstance(found, dict) else None
-    if not isinstance(events, list):
-        raise ValueError(f"{path.name} is not a trace")
-    return [event for event in events if isinstance(event, dict) and _is_whole(event)]
+    """The events of a trace, one after the other: most of a hostile one is never kept."""
+    with os.fdopen(open_regular(path), "rb") as file, gzip.open(file) as unpacked:
+        raw = unpacked.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB unpacked")
+    text = raw.decode()
+    del raw
+    start = _EVENTS.search(text)
+    if start is None:
+        raise ValueError("it is not a trace of torch.profiler")
+    decode, found, place = json.JSONDecoder().raw_decode, [], _next(text, start.end())
+    while text[place] != "]":
+        event, place = decode(text, place)
+        if isinstance(event, dict) and _is_whole(event):
+            event["name"] = event["name"][:MOST_NAME]
+            found.append(event)
+            if len(found) > MOST_EVENTS:
+                raise ValueError(f"it has more than {MOST_EVENTS:,} events; trace fewer steps")
+        place = _next(text, place)
+        if text[place] == ",":
+            place = _next(text, place + 1)
+    return found
+
+
+def _next(text: str, place: int) -> int:
+    """Where the next character stands that is no space."""
+    found = _SPACES.match(text, place)
+    return found.end() if found else place
 
 
 def _is_whole(event: Event) -> bool:
-    timed = ("ts", "dur") if event.get("ph") == "X" else ("ts",)
-    numbers = all(isinstance(event.get(key), int | float) for key in timed)
+    timed = event.get("ph") == "X"
     return (
-        numbers and isinstance(event.get("name"), str) and isinstance(event.get("args", {}), dict)
+        _is_time(event.get("ts"))
+        and (not timed or (_is_time(event.get("dur")) and event["dur"] >= 0))
+        and (not timed or isinstance(event.get("tid"), int | str))
+        and isinstance(event.get("name"), str)
+        and isinstance(event.get("args", {}), dict)
     )
+
+
+def _is_time(value: Any) -> bool:
+    """Whether it is a number of microseconds; not NaN, and nothing that a float cannot hold."""
+    return isinstance(value, int | float) and -MOST_TIME < value < MOST_TIME
 
 
 def summarise(events: list[Event]) -> dict[str, Any]:
@@ -109,6 +148,8 @@ def summarise(events: list[Event]) -> dict[str, Any]:
         exchange = [event for event in spans if event["name"].startswith("gloo:")]
         rows = _by_name(_without_children(work), {})
     wall = window[1] - window[0]
+    if wall <= 0:
+        raise ValueError("its steps take no time")
     busy, talking = _times(work, window), _times(exchange, window)
     idle = without([window], merged([*busy, *talking]))
     each = US / len(steps)
