@@ -263,10 +263,10 @@ def image_folders() -> Iterator[tuple[str, Make]]:
 
     def undecodable(data: Path) -> None:
         classes({})(data)
-        os.mkdir(os.fsencode(data) + b"/\xff\xfe")
+        folder = data / os.fsdecode(b"\xff\xfe")
+        folder.mkdir()
         for number in range(2):
-            with open(os.fsencode(data) + b"/\xff\xfe/%d.png" % number, "wb") as file:
-                file.write(picture("png"))
+            (folder / f"{number}.png").write_bytes(picture("png"))
 
     yield "class that is not UTF-8", undecodable
     yield "links in a circle", classes({"a/loop": lambda path: path.symlink_to("../../data")})

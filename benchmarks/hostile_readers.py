@@ -45,7 +45,7 @@ READERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "load": (("export", "run", "--to", "safetensors", "--out", "exported-again"), ("checkpoints", "merge", "run", "merged.safetensors")),
     "run": (("resume", "run", "--max-steps", "6", "--num-gpus", "1", "--multi-gpu", "single"), ("top", "run", "--once"), ("dashboard view",)),
     "export": (("predict", "exported", "picture.png", "--num-gpus", "1"), ("export", "exported", "--to", "safetensors", "--out", "exported-again")),
-    "profile": (("profile", "run"), ("report", "run")),
+    "profile": (("profile", "run"),),
     "search": (("search", "study", "--resume"),),
 }  # fmt: skip
 

@@ -169,7 +169,7 @@ def _without_servers() -> None:
 
     for place, name in (
         (deployment, "_start"),
-        (run_search, "run_search"),
+        (run_search.Searcher, "run"),
         (http_server, "serve_until_signal"),
         (witness, "WitnessServer"),
     ):

@@ -222,3 +222,18 @@ def test_what_only_runs_can_do_is_refused_for_a_function_and_a_missing_script_is
     with pytest.raises(ConfigError, match="no such file"):
         search(str(tmp_path / "train.py"), {"learning_rate": "1e-4..1e-1:log"}, **given)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("line", ["settings: 5", "settings: [1]", "words: 5", "words: [1, 2]"])
+def test_a_yaml_file_with_values_of_the_wrong_kind_is_refused_by_name(
+    tmp_path: Path, line: str
+) -> None:
+    file = tmp_path / "search.yaml"
+    file.write_text(f"target: image\nparams: {{lr: [0.1, 0.2]}}\n{line}\n")
+    with pytest.raises(ConfigError, match=f"search.yaml: {line.partition(':')[0]}="):
+        asked(tmp_path, [], target=str(file))
+
+
+def test_a_price_that_is_infinite_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="price"):
+        asked(tmp_path, [RATE], price=float("inf"))

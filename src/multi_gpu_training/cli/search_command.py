@@ -145,8 +145,14 @@ def from_target(target: str, words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"{target} has no `target`; add one, as in `target: image`", code="MGT103"
             )
-        own = values.pop("settings", {}) or {}
-        below = from_target(inner, values.pop("words", []) or [])
+        own = values.pop("settings", None) or {}
+        if not isinstance(own, dict):
+            raise ConfigError(
+                f"{target}: settings={brief(own)} is not a mapping; write `settings:` with lines "
+                "such as `epochs: 5` below it",
+                code="MGT103",
+            )
+        below = from_target(inner, _words(values.pop("words", None), target))
         metric = values.pop("metric", None)
         if metric is not None:
             values["metric"] = [metric] if isinstance(metric, str) else metric
@@ -157,6 +163,18 @@ def from_target(target: str, words: Sequence[str]) -> dict[str, Any]:
     if not isinstance(recipe, str):
         raise ConfigError(f"{target} names no recipe; add `recipe: image` to it", code="MGT103")
     return {"target": recipe, "settings": _own(merge(flatten(values), fixed))}
+
+
+def _words(given: Any, target: str) -> list[str]:
+    """The arguments of a script as its YAML file lists them."""
+    listed = [] if given is None else given
+    if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
+        raise ConfigError(
+            f"{target}: words={brief(given)} is not a list of texts; write them as in "
+            'words: ["--depth", "3"]',
+            code="MGT103",
+        )
+    return listed
 
 
 def _own(fixed: Mapping[str, Any]) -> dict[str, Any]:

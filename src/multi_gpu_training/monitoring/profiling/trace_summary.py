@@ -89,13 +89,15 @@ def read_trace(path: Path) -> list[Event]:
     if start is None:
         raise ValueError("it is not a trace of torch.profiler")
     decode, found, place = json.JSONDecoder().raw_decode, [], _next(text, start.end())
+    count = 0
     while text[place] != "]":
         event, place = decode(text, place)
+        count += 1
+        if count > MOST_EVENTS:
+            raise ValueError(f"it has more than {MOST_EVENTS:,} events; trace fewer steps")
         if isinstance(event, dict) and _is_whole(event):
             event["name"] = event["name"][:MOST_NAME]
             found.append(event)
-            if len(found) > MOST_EVENTS:
-                raise ValueError(f"it has more than {MOST_EVENTS:,} events; trace fewer steps")
         place = _next(text, place)
         if text[place] == ",":
             place = _next(text, place + 1)
