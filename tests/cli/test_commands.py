@@ -423,3 +423,25 @@ def test_verify_starts_ranks_of_its_own(tmp_path: Path) -> None:
         assert "one rank against a plain PyTorch loop" in program.out
         assert program.nothing_left()
     assert not (tmp_path / "runs").exists()
+
+
+REPORT = """
+import sys
+from pathlib import Path
+from multi_gpu_training.cli import main
+Path("run/events").mkdir(parents=True)
+Path("run/events/rank-0.jsonl").write_text(
+    '{"v": 1, "run": "x", "rank": 0, "world_size": 1, "time": 1.7e9, "event": "rank", "step": 0}'
+)
+sys.argv = ["mgt", "report", "run"]
+try:
+    main()
+except SystemExit as end:
+    print("ended with", end.code, "torch" in sys.modules)
+"""
+
+
+def test_a_report_is_made_without_torch(tmp_path: Path) -> None:
+    with Program("-c", REPORT, cwd=tmp_path) as program:
+        assert program.end_of_run(60) == 0, program
+        assert "ended with 0 False" in program.out, program

@@ -13,11 +13,14 @@ import pytest
 from processes import mgt_here
 from recorded import Folder
 from rich.console import Console
+from typer.testing import CliRunner
 
 from multi_gpu_training.checkpoint.run_lock import RunLock
+from multi_gpu_training.cli.app import app
 from multi_gpu_training.dashboard.live_runs import QUIET_S, LiveRun, LiveRuns
 from multi_gpu_training.dashboard.run_view import compared, detail, summary
 from multi_gpu_training.dashboard.terminal_view import TopScreen
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.event_crc import with_crc
 from multi_gpu_training.monitoring.event_segments import close_segment, merge_segments
 from multi_gpu_training.monitoring.report.lines import EventTail
@@ -264,3 +267,21 @@ def test_a_dashboard_for_others_needs_a_token_that_was_chosen(
     assert "--port -1: use 0 to 65535" in said.err
     said = mgt_here(monkeypatch, capsys, "dashboard", tmp_path, "--port", "-1", "--token", "short")
     assert said.code == 2 and "--token has 5 characters; use at least 12" in said.err
+
+
+def test_a_place_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root, problem in (
+        (str(tmp_path / "gone"), "is not there yet"),
+        (str(tmp_path / "file"), "is not a folder"),
+        ("ftp://nowhere.invalid/x", "ftp://nowhere.invalid/x: "),
+    ):
+        runs = LiveRuns([root])
+        runs.poll_remote()
+        runs.poll()
+        assert len(runs.problems) == 1 and problem in runs.problems[0]
+    said = CliRunner().invoke(app, ["top", "a\0b", "--once"])
+    assert isinstance(said.exception, ConfigError) and "NUL" in str(said.exception)
+    for token in ("short", " " * 20, "a b c d e f g h i j", "\0" * 20):
+        said = CliRunner().invoke(app, ["dashboard", str(tmp_path), "--token", token])
+        assert isinstance(said.exception, ConfigError) and "--token" in str(said.exception)

@@ -10,12 +10,8 @@ from recorded import Folder
 
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
-from multi_gpu_training.monitoring.memory_snapshot import (
-    BEFORE,
-    MOST_OOM,
-    MemoryWatch,
-    held_at_peak,
-)
+from multi_gpu_training.monitoring.memory_snapshot import MOST_OOM, MemoryWatch, held_at_peak
+from multi_gpu_training.monitoring.memory_view import BEFORE
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.run_record import read_run
 from multi_gpu_training.training.callbacks import CallbackList

@@ -18,8 +18,11 @@ from torch import nn
 from trained_runs import SMALL, run_of, train
 
 import multi_gpu_training as mgt
+from multi_gpu_training.delivery.model_folder import file_facts
 from multi_gpu_training.delivery.rank_predictions import predict_on_ranks, ranks
+from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.extras import installed
+from multi_gpu_training.safe_files import signed
 
 
 def close(ours: dict[str, float], theirs: dict[str, float]) -> None:
@@ -249,3 +252,47 @@ def test_a_vision_transformer_and_a_text_classifier_are_rebuilt_from_their_check
     loaded = mgt.load(train("transformer", tmp_path, {"max_steps": 2}, options), device="cpu")
     close(loaded.evaluate(), loaded.metrics)
     assert loaded.predict(["a list of values"])[0]["label"] in loaded.labels
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"step": [1]},
+        {"step": -1},
+        {"seed": "x"},
+        {"seed": 10**30},
+        {"options": [1]},
+        {"metrics": {"loss": "x"}},
+        {"recipe": ["image"]},
+    ],
+    ids=json.dumps,
+)
+def test_an_export_whose_index_says_what_cannot_be_is_refused_in_words(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    folder = mgt.load(run_of("image"), device="cpu").save(tmp_path / "saved")
+    index = json.loads((folder / "export.json").read_text())
+    del index["sha256"]
+    (folder / "export.json").write_text(json.dumps(signed({**index, **told})))
+    with pytest.raises(CheckpointError, match=next(iter(told))):
+        mgt.load(folder, device="cpu")
+
+
+def test_a_description_of_gigabytes_beside_a_few_weights_is_refused_before_they_are_taken(
+    tmp_path: Path,
+) -> None:
+    folder = mgt.load(run_of("image"), device="cpu").save(tmp_path / "saved")
+    described = json.loads((folder / "model.json").read_text())
+    described["model"]["width"] = 50_000
+    (folder / "model.json").write_text(json.dumps(described))
+    index = json.loads((folder / "export.json").read_text())
+    del index["sha256"]
+    index["files"]["model.json"] = file_facts(folder / "model.json")
+    (folder / "export.json").write_text(json.dumps(signed(index)))
+    with pytest.raises(CheckpointError, match="is not the description of these weights"):
+        mgt.load(folder, device="cpu")
+
+
+def test_arguments_that_fit_no_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no image model can be built with width=-1"):
+        mgt.load(run_of("image"), device="cpu").rebuild(width=-1)

@@ -22,6 +22,10 @@ import psutil
 import pytest
 from processes import Program
 
+from multi_gpu_training.distributed.identity import from_environment
+from multi_gpu_training.distributed.sockets import resolved
+from multi_gpu_training.errors import ConfigError, LaunchError
+
 LONGEST_S = 400
 BUSY = 4  # how many times longer than promised an end may take: other tests run beside these
 MGT = ("-m", "multi_gpu_training")
@@ -466,3 +470,22 @@ def test_threads_may_finish_in_ranks_whose_launcher_is_process_1(program: Progra
     assert program.end_of_run(60) == 0, program
     for rank in (0, 1):
         assert f"rank {rank} finished its work" in program.out, program
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("WORLD_SIZE", "0"), ("WORLD_SIZE", "-1"), ("RANK", "-1"), ("RANK", "9" * 5000)]
+    + [("LOCAL_WORLD_SIZE", "0"), ("LOCAL_RANK", "-2"), ("RANK", "abc")],
+    ids=lambda value: value[:20],
+)
+def test_numbers_of_ranks_that_cannot_be_are_named(name: str, value: str) -> None:
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", name: value}
+    with pytest.raises(ConfigError, match=f"the environment has {name}=") as error:
+        from_environment(env)
+    assert len(str(error.value)) < 700
+
+
+def test_an_address_that_no_name_can_be_is_named() -> None:
+    for host in ("x" * 300, "a\0b", "nowhere.invalid"):
+        with pytest.raises(LaunchError, match="--master-addr"):
+            resolved(host)

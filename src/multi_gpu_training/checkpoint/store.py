@@ -444,7 +444,7 @@ def load_model(path: Path) -> StoredModel:
     tensors, held = (_read(path / f"{name}.safetensors", load_file) for name in ("model", "state"))
     parts = _read(path, partial(stored_rows, manifest=manifest, kind="model"))
     tensors |= {name: part.whole() for name, part in parts.items()}
-    state = _read(path / "state.json", lambda _: unpack(plain["state"], held))
+    extra, config = _read(path / "state.json", lambda _: _about_model(unpack(plain["state"], held)))
     description = {}
     if integrity.DESCRIPTION in manifest["files"]:
         description = _read(
@@ -455,11 +455,16 @@ def load_model(path: Path) -> StoredModel:
         manifest["step"],
         tensors,
         manifest["aliases"],
-        state["extra"],
+        extra,
         description,
-        dict(state.get("config") or {}),
+        config,
         manifest,
     )
+
+
+def _about_model(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a run's state says about its model, and the run's config."""
+    return dict(state["extra"]), dict(state.get("config") or {})
 
 
 def _read(file: Path, how: Callable[[Path], Any]) -> Any:

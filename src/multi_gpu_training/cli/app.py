@@ -77,7 +77,8 @@ Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
 Warmup = Annotated[int | None, Option(help="steps before measuring; 40 on GPUs, 5 on CPUs")]
 AsJson = Annotated[bool, Option("--json", help="for programs")]
 WatchedRuns = Annotated[
-    list[str] | None, Argument(metavar="[RUNS]...", help="folders or URLs; default: runs/")
+    list[str] | None,
+    Argument(metavar="[RUNS]...", help="folders or URLs; default: runs/", callback=a_path),
 ]
 Nodes = Annotated[
     str | None, Machines("--nnodes", "--nodes", help="machines: 2, or LEAST:MOST like 1:2")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
+from multi_gpu_training.cli.measured_script import folder_problems
 from multi_gpu_training.config import is_url
 from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_output import brief
+
+MOST_EPOCHS = 1_000_000
 
 
 def compress(
@@ -22,8 +27,13 @@ def compress(
 ) -> int:
     """Show the table. Returns 1 if no compressed model holds."""
     settings, tolerance = read_settings(methods), MaxDrop.read(max_drop)
-    if epochs is not None and epochs < 1:
-        raise ConfigError(f"--epochs {epochs}: use at least 1")
+    problems = folder_problems("--out", out)
+    if epochs is not None and not 1 <= epochs <= MOST_EPOCHS:
+        problems.append(f"--epochs {brief(epochs)}: use 1 to {MOST_EPOCHS:,}")
+    if lr is not None and not 0 < lr < math.inf:
+        problems.append(f"--lr {lr:g}: use a number above 0")
+    if problems:
+        raise ConfigError(problems)
     if out is None and is_url(run):
         raise ConfigError(f"{run[:80]} is not on this machine; name a folder with --out")
     # These import torch: what is wrong with the flags was said a second before.

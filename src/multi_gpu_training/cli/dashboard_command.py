@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -27,17 +28,19 @@ def dashboard(
         problems.append(f"mgt dashboard needs {' and '.join(missing)}; run {install('dashboard')}")
     if not 0 <= port <= 65535:
         problems.append(f"--port {port}: use 0 to 65535")
-    from multi_gpu_training.serving.http_limits import is_loopback
+    from multi_gpu_training.serving.http_limits import host_problems, is_loopback
 
     if token is None and not is_loopback(host):
         problems.append(
             f"--host {host}: anyone who reaches this port could stop your runs; give a --token, or "
             "set MGT_DASHBOARD_TOKEN, to let in only those who know it"
         )
-    if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii()):
+    if token is not None and not re.fullmatch(rf"[!-~]{{{SHORTEST_TOKEN},}}", token):
         problems.append(
-            f"--token has {len(token)} characters; use at least {SHORTEST_TOKEN} plain ones"
+            f"--token has {len(token)} characters; use at least {SHORTEST_TOKEN} plain ones, "
+            "without spaces"
         )
+    problems += host_problems(allow_host)
     if problems:
         raise ConfigError(problems, code="MGT105" if missing else "MGT100")
     from multi_gpu_training.dashboard.dashboard_app import Dashboard

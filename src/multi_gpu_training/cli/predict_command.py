@@ -17,6 +17,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from multi_gpu_training.cli.evaluate_command import checked_source
+from multi_gpu_training.cli.measured_script import file_problems, folder_problems
 from multi_gpu_training.delivery.loaded_model import load
 from multi_gpu_training.delivery.rank_predictions import predict_on_ranks, ranks
 from multi_gpu_training.errors import ConfigError
@@ -48,6 +49,13 @@ def predict(flags: PredictFlags) -> int:
     form = _format(flags)
     if flags.timeline is not None and Path(flags.timeline).suffix not in (".csv", ".svg"):
         raise ConfigError(f"--timeline {flags.timeline}: use a name that ends in .csv or .svg")
+    problems = [
+        *file_problems("--out", flags.out),
+        *file_problems("--timeline", flags.timeline),
+        *folder_problems("--record", flags.options.get("record")),
+    ]
+    if problems:
+        raise ConfigError(problems)
     where = checked_source(flags.run, flags.checkpoint)
     with ranks(flags.num_gpus, flags.device) as placement:
         loaded = load(where, device=placement.device, trust=flags.trust)

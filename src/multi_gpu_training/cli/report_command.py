@@ -14,16 +14,11 @@ from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord, read_runs
 from multi_gpu_training.monitoring.report.terminal import show
 from multi_gpu_training.monitoring.report.verdict import judge
-from multi_gpu_training.storage.remote_resume import parse_address
-from multi_gpu_training.storage.remote_view import fetch_record, is_running
 
 
 def report(folders: list[str], out: str | None, as_json: bool, html: bool) -> int:
     """Show the runs, and write the page unless told not to."""
-    runs = read_runs([fetch_record(name) if is_url(name) else name for name in folders])
-    for name, run in zip(folders, runs, strict=True):
-        if is_url(name) and is_running(parse_address(name).url):
-            run.state = "running"
+    runs = _found(folders) if any(map(is_url, folders)) else read_runs(folders)
     if as_json:
         print(json.dumps([summary(run) for run in runs], indent=1))
     else:
@@ -36,6 +31,19 @@ def report(folders: list[str], out: str | None, as_json: bool, html: bool) -> in
         if not as_json:
             print(f"report: {Path(path)}")
     return 0
+
+
+def _found(names: list[str]) -> list[RunRecord]:
+    """The runs, of which some are at a URL."""
+    # These import torch, which takes 150 MB and a second: a folder is read without.
+    from multi_gpu_training.storage.remote_resume import parse_address
+    from multi_gpu_training.storage.remote_view import fetch_record, is_running
+
+    runs = read_runs([fetch_record(name) if is_url(name) else name for name in names])
+    for name, run in zip(names, runs, strict=True):
+        if is_url(name) and is_running(parse_address(name).url):
+            run.state = "running"
+    return runs
 
 
 def summary(run: RunRecord) -> dict[str, Any]:

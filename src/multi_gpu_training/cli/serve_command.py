@@ -7,6 +7,7 @@ from typing import Any
 
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.extras import install, installed
+from multi_gpu_training.serving.http_limits import host_problems
 
 LIMITS = {
     "max_batch": (1, 4096),
@@ -25,6 +26,7 @@ def serve(run: str, flags: dict[str, Any]) -> int:
         for name, (low, high) in LIMITS.items()
         if not low <= flags[name] <= high
     ]
+    problems += host_problems(flags["allow_host"])
     missing = [name for name in ("fastapi", "uvicorn") if not installed(name)]
     if missing:
         problems.append(f"mgt serve needs {' and '.join(missing)}; run {install('serve')}")

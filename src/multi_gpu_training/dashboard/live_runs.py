@@ -154,8 +154,10 @@ class LiveRuns:
 
     def _missing(self) -> Iterator[str]:
         for root in self.roots:
-            if not Path(root).is_dir():
+            if not os.path.lexists(root):
                 yield f"{root} is not there yet: runs appear here once one has begun"
+            elif not Path(root).is_dir():
+                yield f"{root} is not a folder; give one that runs are kept in"
 
     def _local(self, known: dict[str, LiveRun]) -> Iterator[LiveRun]:
         for root in self.roots:
@@ -178,7 +180,7 @@ class LiveRuns:
                     run = self._remote.get(address) or LiveRun(path, name, address)
                     run.remote_running = is_running(address)
                     found[address] = run
-            except (StorageError, ConfigError, ValueError) as error:
+            except (StorageError, ConfigError, ValueError, OSError) as error:
                 problems.append(f"{url}: {error}")
                 found |= {a: r for a, r in self._remote.items() if a.startswith(url)}
         with self._turn:

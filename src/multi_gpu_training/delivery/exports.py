@@ -128,6 +128,10 @@ def export(
     if to != "safetensors" and "quantize" in methods:
         loaded = replace(loaded, model=with_float_weights(loaded.model))
         notes.append("the quantised weights are written as the float32 numbers that they stand for")
+    if length is not None and to in ("safetensors", "hf"):
+        raise ConfigError(
+            f"length={length}: --to {to} writes weights, which any length fits; drop it"
+        )
     program = None
     if to not in ("safetensors", "hf"):
         program = make_program(loaded, max_batch, length)

@@ -51,6 +51,9 @@ from multi_gpu_training.safe_output import brief
 from multi_gpu_training.state_dicts import load_model_state
 
 VERIFY_KEY = "MGT_VERIFY_KEY"
+# How much larger a freshly built model may be than its stored weights: tied weights and what is
+# computed again are not stored, and compressing takes away most of them.
+MOST_SHARED, MOST_COMPRESSED, SPARE_BYTES = 4, 1000, 2**28
 
 
 @dataclass
@@ -176,8 +179,17 @@ class LoadedModel:
     def rebuild(self, **changes: Any) -> LoadedModel:
         """A model of the same recipe with fresh weights and other arguments."""
         pipeline = self.pipeline.changed(**changes)
-        model = pipeline.build_model().to(self.device).eval()
-        return LoadedModel(model, pipeline)
+        try:
+            model = pipeline.build_model()
+        except MultiGPUError:
+            raise
+        except Exception as error:  # arguments that fit no model fail in every way there is
+            asked = ", ".join(f"{name}={brief(value)}" for name, value in changes.items())
+            raise ConfigError(
+                f"no {self.recipe} model can be built with {asked} ({type(error).__name__}: "
+                f"{error!s:.200}); choose other values"
+            ) from None
+        return LoadedModel(model.to(self.device).eval(), pipeline)
 
     def with_model(self, model: nn.Module) -> LoadedModel:
         """The same surroundings with another module that takes and gives the same."""
@@ -358,7 +370,7 @@ def load_signed(
     if problem is not None:
         raise CheckpointError(f"{path} is refused: {problem}", code="MGT706")
     pipeline = _pipeline(stored, path, model, trust, unsigned=signer is None)
-    built = _built(pipeline, path)
+    built = _built(pipeline, path, stored)
     if pipeline.compression:
         restore(built, pipeline.compression, stored.tensors)
     else:
@@ -369,9 +381,10 @@ def load_signed(
     return LoadedModel(built.to(place).eval(), pipeline, path, stored.step, metrics)
 
 
-def _built(pipeline: Pipeline, path: Path) -> nn.Module:
+def _built(pipeline: Pipeline, path: Path, stored: StoredModel) -> nn.Module:
     try:
         with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be replaced
+            _check_size(pipeline, path, stored)
             return pipeline.build_model()
     except MultiGPUError:
         raise
@@ -383,13 +396,40 @@ def _built(pipeline: Pipeline, path: Path) -> nn.Module:
         ) from error
 
 
+def _check_size(pipeline: Pipeline, path: Path, stored: StoredModel) -> None:
+    """Refuse a description of gigabytes beside a few weights, before any memory is taken."""
+    if pipeline.recipe not in RECIPES:
+        return  # the user's own code
+    try:
+        with torch.device("meta"):
+            sketch = pipeline.build_model()
+        parts = [*sketch.parameters(), *sketch.buffers()]
+    except Exception:  # what cannot be sketched is built, or fails there
+        return
+    asked = sum(part.numel() * part.element_size() for part in parts)
+    kept = sum(tensor.numel() * tensor.element_size() for tensor in stored.tensors.values())
+    most = SPARE_BYTES + kept * (MOST_COMPRESSED if pipeline.compression else MOST_SHARED)
+    if asked > most:
+        raise CheckpointError(
+            f"{path} describes a model of {asked:,} bytes and holds weights of {kept:,}: it is not "
+            "the description of these weights; load another checkpoint",
+            code="MGT702",
+        )
+
+
 def _pipeline(
     stored: StoredModel, path: Path, model: Any, trust: bool, unsigned: bool = True
 ) -> Pipeline:
     """How to rebuild and feed the model of a checkpoint. unsigned: files beside it count too."""
     options, config = _settings(stored, path, unsigned)
-    seed = int(config.get("seed", 0) or 0)
+    seed = config.get("seed") or 0
     recipe = stored.description.get("recipe") or config.get("recipe")
+    if not isinstance(seed, int) or not isinstance(recipe, str | None):
+        raise CheckpointError(
+            f"{path} was trained with seed={brief(seed)} and recipe={brief(recipe)}, it says: "
+            "neither can be; load another checkpoint",
+            code="MGT702",
+        )
     if model is not None or recipe not in RECIPES:
         build = _own_builder(stored.description, path, model, trust)
         return OwnPipeline(stored.description, options, seed, trust, build=build)

@@ -17,8 +17,9 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -28,8 +29,15 @@ from multi_gpu_training.checkpoint.store import StoredModel
 from multi_gpu_training.compress.compressed_model import sparse_weights
 from multi_gpu_training.compress.tensor_packing import plain_tensors
 from multi_gpu_training.errors import CheckpointError, ConfigError
+from multi_gpu_training.safe_files import (
+    Count,
+    open_regular,
+    parse_json,
+    read_json,
+    read_text,
+    signed,
+)
 from multi_gpu_training.safe_files import digest as digest_of
-from multi_gpu_training.safe_files import open_regular, parse_json, read_json, read_text, signed
 from multi_gpu_training.state_dicts import json_text, model_state
 
 INDEX = "export.json"
@@ -123,6 +131,16 @@ def read_index(folder: Path) -> dict[str, Any]:
     return facts
 
 
+class ModelFacts(BaseModel):
+    """What an index says about the model; others have more in it."""
+
+    step: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    recipe: str | None = None
+    metrics: dict[str, float] | None = None
+    options: dict[str, Any] | None = None
+
+
 def read_model_folder(folder: Path) -> StoredModel:
     """What `load` needs of a folder with weights."""
     facts = read_index(folder)
@@ -133,6 +151,7 @@ def read_model_folder(folder: Path) -> StoredModel:
             "came from, or use the program that its README names"
         )
     try:
+        known = parse_json(read_text(folder / INDEX), ModelFacts, INDEX)
         tensors = load_file(folder / WEIGHTS)
         description = read_json(folder / DESCRIPTION, dict[str, Any], MOST_DESCRIPTION)
     except (SafetensorError, OSError, ValueError) as error:
@@ -141,11 +160,11 @@ def read_model_folder(folder: Path) -> StoredModel:
             code="MGT701",
         ) from None
     return StoredModel(
-        step=int(facts.get("step", 0)),
+        step=known.step,
         tensors=tensors,
         aliases={},
         extra={},
         description=description,
-        config={"seed": int(facts.get("seed", 0)), "recipe": facts.get("recipe")},
-        facts={"metrics": facts.get("metrics"), "options": facts.get("options")},
+        config={"seed": known.seed, "recipe": known.recipe},
+        facts={"metrics": known.metrics, "options": known.options},
     )

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_output import brief
 
 FULL_WORLD = "MGT_FULL_WORLD_SIZE"
 # A job that its scheduler starts again and again: one name for all its launches, and their count.
 RUN_KEY, REQUEUES = "MGT_RUN_KEY", "MGT_REQUEUES"
+MOST = 2**31 - 1
 _RESTARTS_PER_REQUEUE = 1000  # attempts of a later launch count higher than any of an earlier one
 
 
@@ -53,12 +55,12 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
     """The identity a launcher (ours, torchrun, srun) put into the environment, or None."""
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
-        world_size = _integer(env, "WORLD_SIZE")
+        world_size = _integer(env, "WORLD_SIZE", least=1)
         return Identity(
             rank=_integer(env, "RANK"),
             local_rank=_integer(env, "LOCAL_RANK", _integer(env, "RANK")),
             world_size=world_size,
-            local_world_size=_integer(env, "LOCAL_WORLD_SIZE", world_size),
+            local_world_size=_integer(env, "LOCAL_WORLD_SIZE", world_size, least=1),
             launched=True,
             attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
             + _RESTARTS_PER_REQUEUE * _integer(env, REQUEUES, 0),
@@ -104,15 +106,18 @@ def _launch_of_torchrun(env: Mapping[str, str]) -> str:
     return f"{socket.gethostname()}-{agent}-{begun}"
 
 
-def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _integer(env: Mapping[str, str], name: str, default: int | None = None, least: int = 0) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default
     try:
-        return int(str(text))
+        found = int(str(text))
     except ValueError:
+        found = None
+    if found is None or not least <= found <= MOST:
         raise ConfigError(
-            f"the environment has {name}={text!r}, which is not a whole number; "
-            "unset it, or start with `mgt run` or torchrun, which set it",
+            f"the environment has {name}={brief(text)}, which is not a whole number from {least} "
+            f"to {MOST:,}; unset it, or start with `mgt run` or torchrun, which set it",
             code="MGT202",
-        ) from None
+        )
+    return found

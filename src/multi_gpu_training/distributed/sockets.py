@@ -50,10 +50,10 @@ def resolved(host: str) -> str:
     """The numeric address of `host`."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: what no name can be
         raise LaunchError(
-            f"--master-addr {host} is not an address that this machine knows ({error}); give the "
-            "address at which the other nodes reach node 0",
+            f"--master-addr {host[:200]} is not an address that this machine knows ({error}); give "
+            "the address at which the other nodes reach node 0",
             code="MGT502",
         ) from None
 

@@ -15,6 +15,7 @@ import importlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem
 from multi_gpu_training.data.order import cut, seed_everything
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, DataError, ModelError
@@ -117,7 +118,7 @@ class Pipeline(ABC):
         unknown = [name for name in changes if name not in self.arguments]
         if unknown:
             raise ConfigError(
-                f"{', '.join(unknown)}: a {self.recipe} model has no such argument; it has "
+                f"{', '.join(unknown)}: the {self.recipe} model has no such argument; it has "
                 f"{', '.join(self.arguments)}",
                 code="MGT102",
             )
@@ -178,7 +179,12 @@ class Pipeline(ABC):
     def find(self, word: str, task: str) -> list[tuple[str, Any]]:
         """Names and raw inputs that a word of the command line stands for: a file, or a folder
         with all of its files that can be used."""
-        path = Path(word).expanduser()
+        problem = path_problem(word)
+        if problem is not None:
+            raise DataError(f"{brief(word)}: {problem}; give a file or a folder")
+        path = Path(word)
+        with suppress(RuntimeError):  # there is no such user: then it is a name that begins with ~
+            path = path.expanduser()
         if path.is_dir():
             files = [one for one in sorted(path.rglob("*")) if one.is_file() and self.takes(one)]
             if not files:

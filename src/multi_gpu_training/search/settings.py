@@ -64,9 +64,7 @@ class SearchSettings(BaseModel):
     hang_timeout: float = Field(1800.0, gt=0)
     repeat_best: int = Field(0, ge=0, le=1000)
     seeds: int = Field(0, ge=0, le=1000)
-    price: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="of a GPU and hour"
-    )
+    price: float | None = Field(None, gt=0, allow_inf_nan=False, description="of a GPU and hour")
     population: int = Field(5, ge=2, le=1000, description="pbt: members")
     generation_epochs: int = Field(1, ge=1, le=10**6, description="pbt: epochs of a generation")
 

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -208,6 +209,15 @@ def host_name(host: str) -> str:
     if host.startswith("["):
         return host.partition("]")[0].removeprefix("[").lower()
     return host.partition(":")[0].lower()
+
+
+def host_problems(names: Sequence[str]) -> list[str]:
+    """What keeps names of this server from being such."""
+    return [
+        f"--allow-host {name!r:.80} is not the name of a host; give one such as gpu1.lab.example"
+        for name in names
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?", name)
+    ]
 
 
 def is_loopback(host: str) -> bool:

@@ -9,7 +9,7 @@ from html import escape
 import numpy as np
 
 from multi_gpu_training.monitoring.html_table import html_table
-from multi_gpu_training.monitoring.memory_snapshot import memory_html
+from multi_gpu_training.monitoring.memory_view import memory_html
 from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.profiling.trace_view import profile_html
 from multi_gpu_training.monitoring.report import charts, comparison, curves, wording

@@ -14,7 +14,7 @@ import numpy as np
 from multi_gpu_training.checkpoint.run_lock import owner
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.event_segments import segments
-from multi_gpu_training.monitoring.memory_snapshot import MemorySnapshot, peaks_of
+from multi_gpu_training.monitoring.memory_view import MemorySnapshot, peaks_of
 from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.profiling.trace_view import ShownProfile, profiles_of
 from multi_gpu_training.monitoring.report.event_schema import is_number
