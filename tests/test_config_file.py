@@ -22,6 +22,7 @@ from multi_gpu_training.config_file import (
     split,
 )
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.safe_files import read_yaml
 
 # The two files of guide 004, as they stand there.
 MULTI_GPU = """\
@@ -459,3 +460,14 @@ def test_the_schema_knows_every_field_its_default_and_its_description() -> None:
         assert properties[name].get("description") == field.description, name
     # Files give seconds; pydantic alone would allow only ISO durations here.
     assert {"type": "number"} in properties["timeout"]["anyOf"]
+
+
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!omap [1]", "!!binary '%'", "!!int x"])
+def test_a_tag_that_its_value_does_not_fit_is_refused_in_words(tmp_path: Path, value: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"recipe: image\nlr: {value}\n")
+    with pytest.raises(ConfigError):
+        read_config_file(tmp_path / "config.yaml")
+    with pytest.raises(ConfigError):
+        read_override(f"lr={value}")
+    with pytest.raises(ValueError, match="unreadable"):
+        read_yaml(tmp_path / "config.yaml")

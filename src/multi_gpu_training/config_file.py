@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem, unknown_key
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact_values
-from multi_gpu_training.safe_files import check_yaml, read_text
+from multi_gpu_training.safe_files import NOT_YAML, check_yaml, read_text
 from multi_gpu_training.safe_output import brief
 
 READY_CONFIGS = Path(__file__).parent / "configs"
@@ -123,11 +123,8 @@ def read_override(text: str) -> tuple[str, Any]:
         typed = OmegaConf.to_container(written, resolve=True)
         spelled = OmegaConf.to_container(written)
     except (
-        yaml.YAMLError,
         OmegaConfBaseException,
-        ValueError,
-        OverflowError,
-        RecursionError,
+        *NOT_YAML,
     ) as error:
         raise ConfigError(
             f"{brief(text)}: the value cannot be read ({_reason(error)}); to pass it as text, "
@@ -312,6 +309,12 @@ def _load(path: Path) -> tuple[dict[str, Any], list[str]]:
     except OmegaConfBaseException as error:
         raise ConfigError(
             f"{path}: {_reason(error)}; write a reference as ${{name}}, a key as text or a number",
+            code="MGT103",
+        ) from None
+    except (AttributeError, TypeError, LookupError) as error:
+        raise ConfigError(
+            f"{path}: a tag such as !!timestamp stands before a value that it cannot have "
+            f"({_reason(error)}); write plain values without tags",
             code="MGT103",
         ) from None
     except (OSError, ValueError, RecursionError, OverflowError) as error:

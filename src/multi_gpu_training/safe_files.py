@@ -26,6 +26,12 @@ import yaml
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 T = TypeVar("T")
+# What PyYAML raises at text that is none, or that has values which its types cannot hold, such as
+# `!!timestamp x`.
+NOT_YAML = (
+    *(yaml.YAMLError, RecursionError, OverflowError, ValueError),
+    *(AttributeError, TypeError, LookupError),
+)
 
 MIB = 2**20
 SMALL = 4 * MIB  # more than any file of ours beside checkpoints and events has
@@ -141,7 +147,7 @@ def read_yaml(path: Path, limit: int = SMALL) -> dict[str, Any]:
         repr(found)  # 1:59:59:... is a number, of more digits than can be shown
     except UnreadableFile:
         raise
-    except (yaml.YAMLError, RecursionError, OverflowError, ValueError) as error:
+    except NOT_YAML as error:
         problem = str(error).partition("\n")[0] or type(error).__name__
         raise UnreadableFile(f"{path.name} is unreadable ({problem})") from None
     if not isinstance(found, dict):

@@ -19,10 +19,12 @@ import pytest
 import yaml
 from processes import Program, Said, mgt_here
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from multi_gpu_training.cli.app import app
 from multi_gpu_training.cli.train_command import TrainFlags, resolve
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.planning import verify
 from multi_gpu_training.planning.verify.rank_server import RankServers
 
@@ -445,3 +447,21 @@ def test_a_report_is_made_without_torch(tmp_path: Path) -> None:
     with Program("-c", REPORT, cwd=tmp_path) as program:
         assert program.end_of_run(60) == 0, program
         assert "ended with 0 False" in program.out, program
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--num-gpus", "0"), "--num-gpus 0"),
+        (("--num-gpus", "1099511627776"), "--num-gpus 1099511627776"),
+        (("--device", "gpu"), "--device 'gpu'"),
+        (("--parallel", "0"), "--parallel 0"),
+        (("--gpus-per-client", "nan"), "--gpus-per-client nan"),
+    ],
+    ids=str,
+)
+def test_a_federation_that_cannot_be_is_refused_without_flower(
+    words: tuple[str, ...], named: str
+) -> None:
+    said = CliRunner().invoke(app, ["federated", "simulate", "image", *words])
+    assert isinstance(said.exception, ConfigError) and named in str(said.exception)

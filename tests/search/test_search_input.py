@@ -237,3 +237,11 @@ def test_a_yaml_file_with_values_of_the_wrong_kind_is_refused_by_name(
 def test_a_price_that_is_infinite_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="price"):
         asked(tmp_path, [RATE], price=float("inf"))
+
+
+@pytest.mark.parametrize("line", ["settings: {world_size: 2}", "study: [x]"])
+def test_a_yaml_file_may_not_say_what_the_command_line_may_not(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "search.yaml"
+    file.write_text(f"target: image\nparams: {{lr: [0.1, 0.2]}}\n{line}\n")
+    with pytest.raises(ConfigError, match=r"world_size|is not a name"):
+        asked(tmp_path, [], target=str(file), study=None)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument, CallbackParam, Option
 
 from multi_gpu_training.cli.engine_options import ENGINE_OPTIONS, with_engine_options
 from multi_gpu_training.cli.federated_command import federated
@@ -47,12 +47,17 @@ def no_flag(ctx: typer.Context, word: str | None) -> str | None:
             "and those of a recipe or script come after its name",
             code="MGT101",
         )
-    a_path(word)
+    _check_paths(word, "")
     return word
 
 
-def a_path(given: Any) -> Any:
+def a_path(param: CallbackParam, given: Any) -> Any:
     """Refuse what no file system can have as a path; None and lists of paths are fine."""
+    _check_paths(given, f"{param.opts[0]} " if param.opts[0].startswith("-") else "")
+    return given
+
+
+def _check_paths(given: Any, flag: str) -> None:
     from multi_gpu_training.config import path_problem
     from multi_gpu_training.errors import ConfigError
     from multi_gpu_training.safe_output import brief
@@ -60,8 +65,7 @@ def a_path(given: Any) -> Any:
     for path in given if isinstance(given, list) else [given]:
         problem = None if path is None else path_problem(path)
         if problem is not None:
-            raise ConfigError(f"{brief(path, 80)}: {problem}")
-    return given
+            raise ConfigError(f"{flag}{brief(path, 80)}: {problem}")
 
 
 # The headings of `--help`: an option of each stands below it.
@@ -815,7 +819,7 @@ def dashboard(
 def top(
     runs: WatchedRuns = None,
     once: Annotated[bool, Option("--once", help="print the current state and exit")] = False,
-    interval: Annotated[float, Option(help="seconds between updates", min=0.2)] = 1.0,
+    interval: Annotated[float, Option(help="seconds between updates", min=0.2, max=3600)] = 1.0,
 ) -> None:
     """Watch runs live in the terminal: ranks, phases, devices, events."""
     from multi_gpu_training.cli.dashboard_command import top

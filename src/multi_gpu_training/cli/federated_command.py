@@ -21,6 +21,8 @@ EXTRA = {
     "ignore_unknown_options": True,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+MOST = 10_000  # clients at a time, and GPUs of each
 _OWN = ("rounds", "clients", "strategy")  # the others are read from the words that are left
 FLAGS = "\n".join(
     f"--{name.replace('_', '-')}  {field.description or ''}\n"
@@ -70,6 +72,13 @@ def simulate(
     from multi_gpu_training.federated.simulation import simulate as run
 
     own, rest = federation_flags(ctx.args)
+    problems = client_problems(num_gpus, device)
+    if parallel is not None and not 1 <= parallel <= MOST:
+        problems.append(f"--parallel {brief(parallel)}: use 1 to {MOST:,}")
+    if not 0 <= gpus_per_client <= MOST:
+        problems.append(f"--gpus-per-client {gpus_per_client:g}: use 0 to {MOST:,}")
+    if problems:
+        raise ConfigError(problems)
     federation = FederatedSettings(rounds=rounds, clients=clients, strategy=strategy, **own)
     settings, words = training_settings(target, rest, own)
     simulation = Simulation(
@@ -149,6 +158,11 @@ def client(
     from multi_gpu_training.federated.client_run import ClientSetup
     from multi_gpu_training.federated.deployment import ClientPlace, take_part
 
+    problems = client_problems(num_gpus, device)
+    if not name.isprintable() or len(name) > 100:
+        problems.append(f"--name {brief(name, 80)}: use 100 characters at most, all printable")
+    if problems:
+        raise ConfigError(problems)
     settings, words = training_settings(target, ctx.args, {})
     folder = str(Path(_path(save_dir)).absolute())
     setup = ClientSetup(
@@ -175,6 +189,18 @@ def keys(
 
     for line in make_keys(Path(_path(folder)), host, client):
         _say(line)
+
+
+def client_problems(num_gpus: int, device: str) -> list[str]:
+    """What is wrong with where a client trains."""
+    from multi_gpu_training.cli.measured_script import rank_problems
+
+    problems = []
+    if device not in DEVICES:
+        problems.append(f"--device {brief(device, 80)}: use one of {', '.join(DEVICES)}")
+    if num_gpus < 1:
+        problems.append(f"--num-gpus {brief(num_gpus, 40)}: use at least 1")
+    return problems or rank_problems("--num-gpus", num_gpus, device)
 
 
 def federation_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:

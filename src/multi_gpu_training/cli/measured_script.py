@@ -76,6 +76,8 @@ def file_problems(flag: str, path: str | None) -> list[str]:
     problem = path_problem(path)
     if problem is None and Path(path).is_dir():
         problem = "it is a folder"
+    elif problem is None and os.path.lexists(path) and not Path(path).is_file():
+        problem = "it is not a regular file"
     if problem is not None:
         return [f"{flag} {brief(path)}: {problem}; give the name of a file"]
     return folder_problems(flag, str(Path(path).absolute().parent))

@@ -119,6 +119,8 @@ def resolve(flags: SearchFlags) -> tuple[SearchSettings, Path]:
         raise ConfigError(f"{target} is a search; add --resume to continue it")
     found = {**from_target(target, flags.words), **given}
     said = found.pop("study", None)
+    if not isinstance(said, str | int | None):
+        raise ConfigError(f"study: {brief(said)} is not a name; write it as in `study: mine`")
     name = flags.study or (str(said) if said else default_name(found["target"]))
     problem = name_problem(name)
     if problem is not None:
@@ -158,7 +160,11 @@ def from_target(target: str, words: Sequence[str]) -> dict[str, Any]:
             values["metric"] = [metric] if isinstance(metric, str) else metric
         if below["target"].endswith(".py"):
             return {**values, **below, "words": [*below["words"], *words]}
-        return {**values, **below, "settings": merge(below["settings"], flatten(own), _own(fixed))}
+        return {
+            **values,
+            **below,
+            "settings": merge(below["settings"], _own(flatten(own)), _own(fixed)),
+        }
     recipe = fixed.pop("recipe", values.pop("recipe", None))
     if not isinstance(recipe, str):
         raise ConfigError(f"{target} names no recipe; add `recipe: image` to it", code="MGT103")

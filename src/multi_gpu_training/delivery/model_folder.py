@@ -54,7 +54,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name only once it is complete; an existing one is not
     touched."""
     folder = folder.expanduser()
-    if folder.exists():
+    if os.path.lexists(folder):
         raise ConfigError(
             f"{folder} is there already; choose another --out, or remove it", code="MGT106"
         )
