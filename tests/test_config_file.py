@@ -462,11 +462,11 @@ def test_the_schema_knows_every_field_its_default_and_its_description() -> None:
     assert {"type": "number"} in properties["timeout"]["anyOf"]
 
 
-@pytest.mark.parametrize("value", ["!!timestamp x", "!!omap [1]", "!!binary '%'", "!!int x"])
+@pytest.mark.parametrize("value", ["!!timestamp x", "!!omap [1]", "!!int x"])
 def test_a_tag_that_its_value_does_not_fit_is_refused_in_words(tmp_path: Path, value: str) -> None:
     (tmp_path / "config.yaml").write_text(f"recipe: image\nlr: {value}\n")
     with pytest.raises(ConfigError):
-        read_config_file(tmp_path / "config.yaml")
+        read_config_file(str(tmp_path / "config.yaml"))
     with pytest.raises(ConfigError):
         read_override(f"lr={value}")
     with pytest.raises(ValueError, match="unreadable"):

@@ -81,7 +81,9 @@ def test_wrong_requests_end_with_one_sentence_and_its_remedy(mgt: Mgt, tmp_path:
         (("predict", run, tmp_path, "--format", "xml"), "use table, jsonl, csv"),
         (("predict", run, photo, "--every", "3"), "every: means nothing for the task"),
         (("predict", run, "x" * 300), "it is too long"),
-        (("predict", run, photo, "--out", tmp_path), "it is a folder"),
+        (("predict", run, photo, "--format", "csv", "--out", tmp_path), "it is a folder"),
+        (("predict", run, photo, "--out", "all.xml"), "end it in .jsonl or .csv"),
+        (("report", run, "--no-html", "--out", "x.html"), "drop one of them"),
         (("predict", run, photo, "--timeline", tmp_path / "no" / "a\0.csv"), "NUL"),
         (("compress", run, "--method", "prune:0.5", "--lr", "0"), "--lr 0: use a number above 0"),
         (("compress", run, "--method", "prune:0.5", "--epochs", "0"), "--epochs 0: use 1 to"),
@@ -95,7 +97,7 @@ def test_wrong_requests_end_with_one_sentence_and_its_remedy(mgt: Mgt, tmp_path:
             "--length is for sound and text",
         ),
     ):
-        said = mgt(*words, *(() if words[0] == "export" else ("--device", "cpu")))
+        said = mgt(*words, *(() if words[0] in ("export", "report") else ("--device", "cpu")))
         assert said.code in (1, 2) and wanted in " ".join((said.out + said.err).split()), words
     assert not Path("exports").exists() or not list(Path("exports").iterdir())
 

@@ -82,6 +82,10 @@ def predict(flags: PredictFlags) -> int:
 
 def _format(flags: PredictFlags) -> str:
     ending = Path(flags.out).suffix.removeprefix(".") if flags.out else ""
+    if flags.out and flags.form is None and ending not in FORMATS[1:]:
+        raise ConfigError(
+            f"--out {flags.out}: end it in .jsonl or .csv, or say which with --format"
+        )
     form = flags.form or (ending if ending in FORMATS else "jsonl" if flags.out else "table")
     if form not in FORMATS:
         raise ConfigError(f"--format {form}: use {', '.join(FORMATS)}")

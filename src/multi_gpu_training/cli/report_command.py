@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from multi_gpu_training.config import is_url
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.report import write_page
 from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord, read_runs
@@ -18,6 +19,8 @@ from multi_gpu_training.monitoring.report.verdict import judge
 
 def report(folders: list[str], out: str | None, as_json: bool, html: bool) -> int:
     """Show the runs, and write the page unless told not to."""
+    if out is not None and not html:
+        raise ConfigError("--out names the HTML file, which --no-html leaves out; drop one of them")
     runs = _found(folders) if any(map(is_url, folders)) else read_runs(folders)
     if as_json:
         print(json.dumps([summary(run) for run in runs], indent=1))
