@@ -432,7 +432,6 @@ def engines() -> Iterator[Invocation]:
             "nodes=5",
             "wrap=x",
             "\0",
-            "array=0-9",
         ),
         "--het": (
             "",
@@ -466,7 +465,7 @@ def engines() -> Iterator[Invocation]:
     )
     for flag, values in {
         "--image": ("", "a b", "a\nb: c", "\0", "$(x)", "UPPER CASE"),
-        "--kind": ("", "pod", "JobSet "),
+        "--kind": ("pod", "JobSet "),
         "--namespace": ("", "A_B", "x" * 300, "a\nb", "\0"),
         "--claim": ("", ":", ":/x", "A_B", "c:relative", "a\nb", "c:/x:y"),
         "--toleration": ("", "=", "=v", "k=v:Nope", "a b", "k\n: v"),

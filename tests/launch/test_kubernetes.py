@@ -213,6 +213,10 @@ def test_every_wrong_option_for_pods_is_named_with_its_remedy(mgt: Mgt) -> None:
         "--nodes 1:2 with --engine kubernetes: give a fixed number",
     ):
         assert remedy in said.err, said.err
+    wrong = ("--image", "a\nb: c", "--pod", "node-selector=a b:c", "--num-gpus", "2")
+    said = mgt("run", "--engine", "kubernetes", *wrong, "train.py")
+    assert said.code == 2 and "give the name of an image" in said.err
+    assert "use node-selector=LABEL:VALUE" in said.err
     said = mgt("run", *KUBERNETES, "--num-gpus", "2", "train.py")
     assert said.code == 2 and "a pod's disk ends with the pod" in said.err
     said = mgt("train", "image", *KUBERNETES, "--gpus-per-node", "2", "--multi-gpu", "dp")

@@ -221,6 +221,8 @@ def test_every_wrong_option_is_named_with_its_remedy(mgt: Mgt) -> None:
         (("--num-gpus", "2", "--nnodes", "1:2", "--het", "nodes=1"), "fixed number of --nodes"),
         (("--num-gpus", "2", "--sbatch", "array=0-3"), "add --detach"),
         (("--num-gpus", "2", "--sbatch", "output=x"), "the log is followed"),
+        (("--num-gpus", "2", "--setup-file", "/dev/zero"), "it is not a regular file"),
+        (("--num-gpus", "2", "--het", "nodes=1,nodes=2"), "'nodes' is given twice"),
         (("--num-gpus", "2", "--gpu-ids", "0"), "the cluster chooses the GPUs"),
     ],
 )

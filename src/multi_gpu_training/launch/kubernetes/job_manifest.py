@@ -274,6 +274,9 @@ def parse_toleration(text: str) -> dict[str, str]:
     return {**found, "effect": effect} if effect else found
 
 
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,316}:([A-Za-z0-9][A-Za-z0-9._-]{0,62})?")
+
+
 def parse_pod_options(given: Sequence[str], problems: list[str]) -> dict[str, str]:
     found = {}
     for text in given:
@@ -283,7 +286,7 @@ def parse_pod_options(given: Sequence[str], problems: list[str]) -> dict[str, st
             problems.append(f"--pod {brief(text)}: use {known}")
         elif name in ("cpu", "memory", "shm") and not _QUANTITY.fullmatch(value):
             problems.append(f"--pod {brief(text)}: give a quantity such as 500m, 8 or 64Gi")
-        elif name == "node-selector" and ":" not in value:
+        elif name == "node-selector" and not _LABEL.fullmatch(value):
             problems.append(f"--pod {brief(text)}: use node-selector=LABEL:VALUE")
         found[name] = value
     return found

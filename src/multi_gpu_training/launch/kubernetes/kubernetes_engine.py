@@ -106,6 +106,11 @@ def kubernetes_job(plan: LaunchPlan, job: RankJob) -> KubernetesJob:
             "--engine kubernetes needs --image: a container image with this package, your script "
             "and what it imports"
         )
+    elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}", given["image"]):
+        problems.append(
+            f"--image {brief(given['image'])}: give the name of an image, such as "
+            "registry.example/team/train:2"
+        )
     kind = given.get("kind") or "jobset"
     if kind not in KINDS:
         problems.append(f"--kind {brief(kind)}: use one of {', '.join(KINDS)}")

@@ -14,6 +14,7 @@ from typing import Any
 from multi_gpu_training.config import path_problem
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.slurm.node_lists import expand
+from multi_gpu_training.safe_files import SMALL
 from multi_gpu_training.safe_output import brief
 
 JOBS = "slurm-jobs"  # the folder, where the job is submitted, of its scripts and logs
@@ -193,7 +194,10 @@ def _het(text: str, problems: list[str]) -> Component:
     # A comma inside brackets belongs to a node list.
     for word in re.split(r",(?![^\[]*\])", text):
         key, _, value = word.strip().partition("=")
-        found[key.replace("_", "-")] = value
+        key = key.replace("_", "-")
+        if key in found:
+            problems.append(f"--het {brief(text)}: {brief(key, 40)} is given twice; keep one")
+        found[key] = value
     nodes = found.pop("nodes", "1")
     per_task = found.pop("gpus-per-task", None)
     if not nodes.isdecimal() or int(nodes) < 1:
@@ -285,6 +289,10 @@ def read_setup(path: str | None) -> str:
     try:
         if problem is not None:
             raise ValueError(problem)
+        if Path(path).exists() and not Path(path).is_file():  # a FIFO would be waited for
+            raise ValueError("it is not a regular file")
+        if Path(path).stat().st_size > SMALL:
+            raise ValueError(f"it has more than {SMALL:,} bytes")
         text = Path(path).read_text()
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else str(error)
