@@ -278,18 +278,28 @@ def test_an_export_whose_index_says_what_cannot_be_is_refused_in_words(
         mgt.load(folder, device="cpu")
 
 
-def test_a_description_of_gigabytes_beside_a_few_weights_is_refused_before_they_are_taken(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("model", "told", "words"),
+    [
+        ({"width": 50_000}, {}, "is not the description of these weights"),
+        ({}, {"compression": [{"method": "quantize", "group": "x"}]}, "is not understood"),
+        ({}, {"compression": [{"method": "prune", "kind": "structured"}]}, "is not understood"),
+    ],
+    ids=["gigabytes", "quantize", "prune"],
+)
+def test_a_description_that_cannot_be_of_its_weights_is_refused_in_words(
+    tmp_path: Path, model: dict[str, Any], told: dict[str, Any], words: str
 ) -> None:
     folder = mgt.load(run_of("image"), device="cpu").save(tmp_path / "saved")
     described = json.loads((folder / "model.json").read_text())
-    described["model"]["width"] = 50_000
+    described |= told
+    described["model"] |= model
     (folder / "model.json").write_text(json.dumps(described))
     index = json.loads((folder / "export.json").read_text())
     del index["sha256"]
     index["files"]["model.json"] = file_facts(folder / "model.json")
     (folder / "export.json").write_text(json.dumps(signed(index)))
-    with pytest.raises(CheckpointError, match="is not the description of these weights"):
+    with pytest.raises(CheckpointError, match=words):
         mgt.load(folder, device="cpu")
 
 

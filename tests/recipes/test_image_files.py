@@ -446,3 +446,19 @@ def test_arrow_and_parquet_datasets_give_the_samples_of_their_folder(tmp_path: P
     broken = table.set_column(0, "img", arrow.array(corrupted, table.schema.field("img").type))
     pyarrow.parquet.write_table(broken, hub / "train-00000-of-00001.parquet")
     assert "train-00000-of-00001.parquet, row 0 cannot be decoded" in problem(tmp_path / "hub")
+
+
+def test_links_in_a_circle_and_names_that_are_not_utf_8_are_refused(photos: Path) -> None:
+    (photos / "red" / "again").symlink_to("../../photos/red")
+    assert "leads back to a folder above it" in problem(photos)
+    (photos / "red" / "again").unlink()
+    (photos / os.fsdecode(b"\xff")).mkdir()
+    shutil.copy(next((photos / "red").iterdir()), photos / os.fsdecode(b"\xff"))
+    assert "not text in UTF-8; rename" in problem(photos)
+
+
+def test_a_linked_folder_of_another_disk_is_read(photos: Path, tmp_path: Path) -> None:
+    before = samples(build(photos))
+    (photos / "red").rename(tmp_path / "elsewhere")
+    (photos / "red").symlink_to(tmp_path / "elsewhere")
+    assert samples(build(photos)) == before

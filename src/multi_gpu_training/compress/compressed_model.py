@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from multi_gpu_training.compress.pruning import resize
 from multi_gpu_training.compress.quantization import linear_from_conv1d, quantize
 from multi_gpu_training.compress.tensor_packing import load_tensors
-from multi_gpu_training.errors import CheckpointError
+from multi_gpu_training.errors import CheckpointError, MultiGPUError
 
 Step = dict[str, Any]
 
@@ -31,9 +31,13 @@ def restore(
     for step in steps:
         try:
             _repeat(model, dict(step))
-        except (KeyError, ValidationError) as error:
+        except MultiGPUError:
+            raise
+        except Exception as error:  # steps of nonsense fail in every way there is
             raise CheckpointError(
-                f"the checkpoint's compression step {str(step)[:200]} is not understood ({error})"
+                f"the checkpoint's compression step {str(step)[:200]} is not understood "
+                f"({type(error).__name__}: {error!s:.200}); load it with the version that wrote it",
+                code="MGT702",
             ) from None
     load_tensors(model, tensors)
     model.requires_grad_(False)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
+from multi_gpu_training.config import path_problem
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.image.arrow_images import COLUMNAR, read_columnar
 from multi_gpu_training.recipes.image.image_list import (
@@ -20,6 +22,7 @@ from multi_gpu_training.recipes.image.image_list import (
 )
 from multi_gpu_training.recipes.tables import TABLES, Row, read_rows
 from multi_gpu_training.recipes.user_data import contents, listed, refuse
+from multi_gpu_training.safe_output import brief
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 PATH_COLUMNS = ("file_name", "filename", "path", "file", "image", "image_path", "filepath")
@@ -132,6 +135,9 @@ def _read_classes(root: Path, problems: list[str]) -> ImageList:
         )
     for folder in folders:
         files = list(walk(folder))
+        problem = path_problem(folder.name)
+        if problem is not None:  # it would be the name of a class in every file of the run
+            problems.append(f"{brief(os.fspath(folder))}: {problem}")
         if not files:
             problems.append(
                 f"{folder} has no image ({', '.join(ENDINGS)}); put some there, or remove it"
@@ -156,12 +162,29 @@ def is_image(path: Path | str) -> bool:
 
 
 def walk(folder: Path) -> Iterator[str]:
-    """Images below a folder, in the same order on every machine."""
-    for place, names, files in os.walk(folder, followlinks=True):
+    """Images below a folder, in the same order on every machine. Links are followed, once."""
+    above: dict[str, tuple[tuple[int, int], ...]] = {os.fspath(folder): ()}
+    for place, names, files in os.walk(folder, followlinks=True, onerror=_unreadable):
+        facts, upper = Path(place).stat(), above.pop(place)
+        if (facts.st_dev, facts.st_ino) in upper:  # each image would count 40 times, or for ever
+            raise DataError(
+                f"{place} is a link that leads back to a folder above it; remove it", code="MGT301"
+            )
         names[:] = sorted(name for name in names if not name.startswith("."))
+        for name in names:
+            inner = os.path.join(place, name)  # noqa: PTH118
+            above[inner] = (*upper, (facts.st_dev, facts.st_ino))
         for name in sorted(files):
             if is_image(name):
                 yield os.path.join(place, name)  # noqa: PTH118
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    """What is left out in silence would be missing in the training."""
+    raise DataError(
+        f"{error.filename} cannot be read: {error.strerror}; make it readable, or remove it",
+        code="MGT301",
+    )
 
 
 # Tables
