@@ -484,7 +484,6 @@ def engines() -> Iterator[Invocation]:
         "nope=1",
         "working_dir=gone",
         "=",
-        ",",
         "cpus_per_rank=" + HUGE,
     ):
         yield Invocation((*two, "--engine", "ray", "--ray-options", value), ("ray-options",))
@@ -558,13 +557,10 @@ def engines() -> Iterator[Invocation]:
             changed = {**rank, name: value}
             if name.startswith("MASTER"):  # one rank alone asks nobody
                 changed |= {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-                yield Invocation((*words, "hang_timeout_s=5"), (name,), changed)
+                says = ("master",) if name == "MASTER_ADDR" else (name,)
+                yield Invocation((*words, "hang_timeout_s=5"), says, changed)
             else:
                 yield Invocation(words, (name,), changed)
-    for missing in ("RANK", "WORLD_SIZE"):
-        changed = {**rank, "WORLD_SIZE": "2"}
-        del changed[missing]
-        yield Invocation(words, (missing,), changed)
     slurmed = {
         "SLURM_JOB_ID": "7",
         "SLURM_PROCID": "0",

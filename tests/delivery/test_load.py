@@ -284,8 +284,11 @@ def test_an_export_whose_index_says_what_cannot_be_is_refused_in_words(
         ({"width": 50_000}, {}, "is not the description of these weights"),
         ({}, {"compression": [{"method": "quantize", "group": "x"}]}, "is not understood"),
         ({}, {"compression": [{"method": "prune", "kind": "structured"}]}, "is not understood"),
+        ({}, {"compression": [5]}, "does not describe"),
+        ({}, {"compression": [{"method": "prune", "kind": "2:4", "weights": 5}]}, "not describe"),
+        ({}, {"preprocessing": {"colour": "grey", "levels": -1}}, "levels=-1"),
     ],
-    ids=["gigabytes", "quantize", "prune"],
+    ids=["gigabytes", "quantize", "prune", "number", "weights", "levels"],
 )
 def test_a_description_that_cannot_be_of_its_weights_is_refused_in_words(
     tmp_path: Path, model: dict[str, Any], told: dict[str, Any], words: str

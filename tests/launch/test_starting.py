@@ -475,7 +475,7 @@ def test_threads_may_finish_in_ranks_whose_launcher_is_process_1(program: Progra
 @pytest.mark.parametrize(
     ("name", "value"),
     [("WORLD_SIZE", "0"), ("WORLD_SIZE", "-1"), ("RANK", "-1"), ("RANK", "9" * 5000)]
-    + [("LOCAL_WORLD_SIZE", "0"), ("LOCAL_RANK", "-2"), ("RANK", "abc")],
+    + [("LOCAL_WORLD_SIZE", "0"), ("LOCAL_RANK", "-2"), ("RANK", "abc"), ("RANK", "1")],
     ids=lambda value: value[:20],
 )
 def test_numbers_of_ranks_that_cannot_be_are_named(name: str, value: str) -> None:

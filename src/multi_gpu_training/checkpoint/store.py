@@ -445,6 +445,13 @@ def load_model(path: Path) -> StoredModel:
     parts = _read(path, partial(stored_rows, manifest=manifest, kind="model"))
     tensors |= {name: part.whole() for name, part in parts.items()}
     extra, config = _read(path / "state.json", lambda _: _about_model(unpack(plain["state"], held)))
+    lost = [name for name, owner in manifest["aliases"].items() if owner not in tensors]
+    if lost:
+        raise CheckpointError(
+            f"{path}: {lost[0]!r:.80} is said to share the weights of another tensor, which is not "
+            "there; load another checkpoint",
+            code="MGT701",
+        )
     description = {}
     if integrity.DESCRIPTION in manifest["files"]:
         description = _read(

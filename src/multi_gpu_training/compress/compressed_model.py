@@ -58,6 +58,13 @@ def _repeat(model: nn.Module, step: Step) -> None:
         )
 
 
+def check_steps(steps: Any) -> None:
+    """Raise a ValueError where these are not the steps of a compression; None is none."""
+    for step in TypeAdapter(list[Step]).validate_python(steps or [], strict=True):
+        TypeAdapter(list[str]).validate_python(step.get("weights", []), strict=True)
+        TypeAdapter(str).validate_python(step.get("method"), strict=True)
+
+
 def sparse_weights(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the weights that are 2:4 sparse after these steps."""
     return [name for step in steps if step.get("kind") == "2:4" for name in step.get("weights", [])]

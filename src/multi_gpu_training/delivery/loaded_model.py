@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from multi_gpu_training.accelerator import choose
 from multi_gpu_training.checkpoint.signature import ManifestSigner, read_signer
 from multi_gpu_training.checkpoint.store import StoredModel, load_model
-from multi_gpu_training.compress.compressed_model import restore
+from multi_gpu_training.compress.compressed_model import check_steps, restore
 from multi_gpu_training.config import is_url
 from multi_gpu_training.delivery.checkpoint_source import find_checkpoint, other_checkpoints
 from multi_gpu_training.delivery.model_folder import (
@@ -445,6 +445,7 @@ def _pipeline(
                 code="MGT404",
             ) from None
     try:
+        check_steps(description.get("compression"))
         return kind(description, options, seed, trust)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(

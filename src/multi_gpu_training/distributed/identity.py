@@ -55,9 +55,15 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
     """The identity a launcher (ours, torchrun, srun) put into the environment, or None."""
     env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
-        world_size = _integer(env, "WORLD_SIZE", least=1)
+        world_size, rank = _integer(env, "WORLD_SIZE", least=1), _integer(env, "RANK")
+        if rank >= world_size:  # it would wait for the others until time is up
+            raise ConfigError(
+                f"the environment has RANK={rank} and WORLD_SIZE={world_size}: ranks count from 0 "
+                "to WORLD_SIZE - 1; unset them, or start with `mgt run` or torchrun",
+                code="MGT202",
+            )
         return Identity(
-            rank=_integer(env, "RANK"),
+            rank=rank,
             local_rank=_integer(env, "LOCAL_RANK", _integer(env, "RANK")),
             world_size=world_size,
             local_world_size=_integer(env, "LOCAL_WORLD_SIZE", world_size, least=1),

@@ -40,7 +40,7 @@ def launcher_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = {name: env[name] for name in names if name in env}
     shown = ", ".join(f"{name}={value}" for name, value in given.items())
-    odd = [f"{name}={value!r}" for name, value in given.items() if not value.isdecimal()]
+    odd = [f"{name}={value[:40]!r}" for name, value in given.items() if not _is_number(value)]
     problem = ""
     if odd:
         problem = f"{odd[0]} is not a whole number"
@@ -53,6 +53,10 @@ def launcher_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     if problem:
         set_by = "torchrun or `mgt run`, which set all of them"
         yield GROUP.fail("launcher", problem, f"unset {' '.join(given)}, or start with {set_by}")
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20
 
 
 def interfaces(env: Mapping[str, str], there: list[str]) -> Iterator[Finding]:

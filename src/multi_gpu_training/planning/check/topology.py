@@ -153,8 +153,6 @@ def find_topology(
     identity = None
     with suppress(ConfigError):  # network_check.launcher_variables names it
         identity = from_environment(env)
-    if identity is not None and identity.rank >= identity.world_size:
-        identity = None
     try:
         place = Hosts.from_environment(**hosts)
     except ConfigError as error:

@@ -41,6 +41,7 @@ from multi_gpu_training.recipes.image.image_model import (
 from multi_gpu_training.recipes.image.image_run import processor_facts
 from multi_gpu_training.recipes.pipeline import Pipeline, Result, TensorSpec, imported, likeliest
 from multi_gpu_training.recipes.user_data import library
+from multi_gpu_training.safe_output import brief
 
 FASHION = [
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
@@ -102,6 +103,12 @@ class ImagePipeline(Pipeline):
 
     recipe = "image"
     batch_size = 256
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        levels = self.preprocessing.get("levels", 255)
+        if not isinstance(levels, int) or not 1 <= levels <= 255:
+            raise ValueError(f"levels={brief(levels, 80)} of grey; 1 to 255 can be")
 
     @property
     def grey(self) -> bool:
