@@ -552,6 +552,7 @@ def resumed(folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="only folders whose name holds one of these")
+    parser.add_argument("--part", default="", help="2/5: every fifth, from the second on")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -563,7 +564,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="hostile-run-") as made:
         warm_up()
         whole = made_in_a_child(Path(made))
-        for name, change in hostile().items():
+        part, parts = map(int, (given.part or "1/1").split("/"))
+        for name, change in list(hostile().items())[part - 1 :: parts]:
             if wanted and not any(word in name for word in wanted):
                 continue
             count += 1

@@ -59,7 +59,7 @@ def test_a_smaller_model_is_rebuilt_saved_and_loaded_again(tmp_path: Path) -> No
     again = mgt.load(small.save(tmp_path / "small"), device="cpu")
     assert again.description["model"]["width"] == 4
     assert again.predict(raws) == small.predict(raws) != loaded.predict(raws)
-    with pytest.raises(mgt.ConfigError, match="depth: a image model has no such argument"):
+    with pytest.raises(mgt.ConfigError, match="depth: the image model has no such argument"):
         loaded.rebuild(depth=3)
     (tmp_path / "small" / "model.json").write_text("{}")
     with pytest.raises(mgt.MultiGPUError, match=r"model\.json was changed; export it again"):
