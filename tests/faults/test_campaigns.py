@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +76,52 @@ def test_faults_that_are_drawn_can_be_injected(monkeypatch: pytest.MonkeyPatch) 
     drawn = [soak.inside_fault(kind, chance, 20) for kind in soak.INSIDE for _ in range(50)]
     assert all(20 < fail_at(**fault).step <= 35 for fault in drawn)
     assert {fault["phase"] for fault in drawn} == set(soak.PHASES)
+
+
+FAILING = """
+import sys, time
+from pathlib import Path
+for line in sys.stdin:
+    try:
+        (Path(line.strip()) / "file").write_text("x")
+        print("written", round(time.time() / 1e9), flush=True)
+    except OSError as error:
+        print(error.errno, flush=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is missing")
+def test_calls_fail_and_clocks_jump_only_where_and_while_a_campaign_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    from failing_calls import ALL, NEW, FailingCalls
+
+    (tmp_path / "it" / "runs").mkdir(parents=True)
+    calls = FailingCalls.at(tmp_path / "it")
+    with subprocess.Popen(
+        [sys.executable, "-c", FAILING],
+        env={**os.environ, **calls.environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert program.stdin is not None and program.stdout is not None
+
+        def write(folder: str) -> str:
+            assert program.stdin is not None and program.stdout is not None
+            print(tmp_path / folder, file=program.stdin, flush=True)
+            return program.stdout.readline().strip()
+
+        before = write("it/runs")
+        assert before.startswith("written ")
+        calls.fail(errno.EIO, 1, ALL)
+        assert write("it/runs") == str(errno.EIO)
+        assert write("it") == before
+        calls.fail(errno.ENOSPC, 1, NEW)
+        assert write("it/runs") == str(errno.ENOSPC)
+        calls.work()
+        calls.jump(5_000_000_000)
+        assert write("it/runs") not in (before, str(errno.ENOSPC))
+        program.stdin.close()
+        assert program.wait(30) == 0
