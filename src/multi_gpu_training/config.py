@@ -381,7 +381,7 @@ class MultiGPUConfig(BaseModel):
         None,
         description="if save_dir is a URL: where to keep local copies; None: below ~/.cache",
     )
-    upload_every: Annotated[float, Field(gt=0)] = Field(
+    upload_every: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         30.0,
         description="if save_dir is a URL: seconds between uploads of events and other small files",
     )
