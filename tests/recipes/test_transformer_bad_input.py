@@ -131,6 +131,7 @@ def test_folder_without_text(tmp_path: Path, task: str) -> None:
     [
         ("train.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}', "line 2: there is no label"),
         ("train.jsonl", '{"text": "a"', "line 1: "),
+        ("train.jsonl", '{"text": "\\ud800", "label": 1}', "line 1: 'utf-8' codec can't encode"),
         ("train.csv", "text,kind\na,1\n", "line 2: there is no label (found text, kind)"),
         ("train.tsv", "text\tlabel\n", "holds no sample"),
         ("train.csv", 'text,label\n"a\n\nb",1\n\nc,\n', "line 6: there is no label"),

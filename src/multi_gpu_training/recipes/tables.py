@@ -59,6 +59,8 @@ def _json_rows(path: Path, text: str) -> list[Row]:
             continue
         try:
             row = json.loads(line)
+            if "\\ud" in line or "\\uD" in line:  # half of a pair is no character
+                json.dumps(row, ensure_ascii=False).encode()
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{path}, line {number}: {error!s:.200}; write one object per line"
