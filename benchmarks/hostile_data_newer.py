@@ -276,14 +276,14 @@ def image_folders() -> Iterator[tuple[str, Make]]:
     def nested(data: Path) -> None:
         classes({})(data)
         here = os.open(data / "a", os.O_RDONLY)
-        for _ in range(400):
+        for _ in range(150):
             os.mkdir("d" * 20, dir_fd=here)
             inner = os.open("d" * 20, os.O_RDONLY, dir_fd=here)
             os.close(here)
             here = inner
         os.close(here)
 
-    yield "400 folders deep", nested
+    yield "150 folders deep", nested
     yield (
         "part and class",
         classes({"train/a/0.png": picture("png"), "val/b/0.png": picture("png")}),
@@ -472,7 +472,7 @@ def texts() -> Iterator[tuple[str, Make]]:
     def file(text: bytes, name: str = "train.jsonl") -> Make:
         return lambda data: (data / name).write_bytes(text) and None  # type: ignore[func-returns-value]
 
-    yield "surrogates", file(b'{"text": "\\ud800\\udfff\\ud800"}\n' * 200)
+    yield file(b'{"text": "\\ud800\\udfff\\ud800"}\n' * 200)
     yield "NaN", file(b'{"text": NaN}\n' * 20)
     yield "keys twice", file(b'{"text": "a", "text": 5}\n' * 20)
     yield "one line of 200 MB", file(b'{"text": "' + b"x" * 200_000_000 + b'"}\n')
@@ -647,10 +647,11 @@ def newer(
 
 # What is only odd: it may be trained on.
 ODD_NEWER = {
+    "tokenizer class",
     "WebP of 300 frames", "GIF of 300 frames", "PNG of 300 frames", "JPEG with 5 MB of comments",
     "JPEG EXIF of 2**32 values", "PNG profile bomb", "PNG 40,000 chunks", "PNG wrong checksum", "JPEG without an end",
     "float TIFF of NaN", "class with control characters", "class with a newline", "class that is not UTF-8", "links in a circle",
-    "400 folders deep", "PNG without palette", "surrogates", "train in two forms", "columns twice", "days twice",
+    "150 folders deep", "PNG without palette", "train in two forms", "columns twice", "days twice",
     "link to /", "tokenizer code", "template code", "generation config", "tokenizer pattern", "video of 1 x 1",
     "FLAC picture of 16 MB", "table label of 1 MB", "table of 50,000 columns", "keys twice", "BORIS 200,000 rows", "weights NaN",
     "one line of 200 MB", "BORIS unended", "20,000 empty classes", "tokenizer larger than the model", "noise from the middle on",

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from processes import Said, mgt_here
+from tiny import line, manager_for, points, sgd, squares
 
 from multi_gpu_training import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
@@ -303,3 +304,11 @@ def test_a_report_of_events_with_fields_of_any_type_is_written(tmp_path: Path) -
 def test_no_hostile_attempt_ends_in_a_traceback_a_hang_or_gigabytes(name: str) -> None:
     script = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
     assert subprocess.run([sys.executable, str(script)], check=False).returncode == 0
+
+
+def test_a_forecast_that_cannot_be_read_does_not_keep_a_run_from_its_resume(tmp_path: Path) -> None:
+    settings = {"run_name": "it", "max_steps": 1, "training_mode": "single"}
+    manager_for(tmp_path, **settings).fit(line(), points(), loss_fn=squares, optimizer=sgd)
+    (tmp_path / "custom" / "it" / "forecast.json").write_bytes(bytes(5_000_000))
+    again = manager_for(tmp_path, **{**settings, "max_steps": 2, "resume": "auto"})
+    again.fit(line(), points(), loss_fn=squares, optimizer=sgd)

@@ -353,7 +353,8 @@ def _facts(path: Path, settings: dict[str, Any], identity: Identity) -> dict[str
     """The files that describe the run, with hashes by which the report finds a changed one."""
     texts = {"config.yaml": OmegaConf.to_yaml(storable(settings))}
     hashed = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-    if (path / FORECAST).exists():
+    # The report says what is wrong with one that cannot be read; training does without it.
+    with contextlib.suppress(OSError, ValueError):
         hashed[FORECAST] = hashlib.sha256(read_bytes(path / FORECAST)).hexdigest()
     facts = {"run_id": identity.run_id, **environment(), "files": hashed}
     return {**texts, "environment.json": json.dumps(signed(facts), indent=1)}
