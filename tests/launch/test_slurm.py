@@ -312,6 +312,17 @@ def test_a_followed_job_shows_its_log_and_ends_with_its_code(
         assert [(row["job"], row["state"]) for row in listed] == [("17", "completed")]
 
 
+def test_a_job_whose_log_was_deleted_still_ends_with_its_code(
+    mgt: Mgt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multi_gpu_training.launch.slurm.slurm_engine.LOG_LAG_S", 0.2)
+    fake_slurm(tmp_path, "FAILED", "3:0")
+    ended = tmp_path / "slurm-jobs" / "17"
+    command(tmp_path, "sbatch", f"/bin/mkdir {ended}; echo 3 > {ended}/exit_code; echo 17")
+    said = mgt("run", *SLURM, "--num-gpus", "2", "train.py")
+    assert said.code == 3 and "it wrote no log: do the nodes see" in said.err, said.err
+
+
 def test_a_detached_job_is_left_to_itself_and_can_be_cancelled(mgt: Mgt, tmp_path: Path) -> None:
     fake_slurm(tmp_path, "RUNNING")
     said = mgt("run", *SLURM, "--num-gpus", "2", "--detach", "--sbatch", "array=0-3", "train.py")

@@ -248,7 +248,9 @@ class LogFollower:
 
     def _complete(self) -> bool:
         """Whether the log has been shown up to the job's last word."""
-        return self._code_file.exists() and self._log.stat().st_size == self._place
+        with suppress(OSError):
+            return self._code_file.exists() and self._log.stat().st_size == self._place
+        return False
 
     def _outcome(self, status: JobStatus | None) -> RunOutcome:
         if status is None:
