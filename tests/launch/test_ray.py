@@ -279,7 +279,7 @@ def test_a_run_inside_a_ray_job_ends_well_and_takes_its_ranks_from_the_cluster(
         )
         done = subprocess.run(
             [
-                *(str(Path(sys.executable).with_name("ray")), "job", "submit"),
+                *(sys.executable, "-m", "ray.scripts.scripts", "job", "submit"),
                 *("--address", f"http://127.0.0.1:{port}", "--working-dir", str(script.parent)),
                 *("--runtime-env-json", json.dumps({"env_vars": variables}), "--"),
                 *(sys.executable, "-m", "multi_gpu_training", "run", "--engine", "ray"),
