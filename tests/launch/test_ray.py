@@ -176,9 +176,15 @@ def test_ranks_out_of_reach_count_as_running_until_their_lease_is_over(
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Two raylets with room for two ranks each."""
+def quick() -> None:
+    """Ray's settings for these tests, which it reads from the environment when it is imported."""
     quick_nodes()
+    importlib.import_module("ray.cluster_utils")
+
+
+@pytest.fixture(scope="module")
+def cluster(quick: None) -> Iterator[Any]:
+    """Two raylets with room for two ranks each."""
     with ray_nodes(2, 2) as found:
         yield found
 
@@ -251,13 +257,13 @@ def test_a_check_of_ray_runs_on_its_nodes(cluster: Any, tmp_path: Path) -> None:
 @pytest.mark.engines
 @needs_ray
 @pytest.mark.timeout(1200)
+@pytest.mark.usefixtures("quick")
 def test_a_run_inside_a_ray_job_ends_well_and_takes_its_ranks_from_the_cluster(
     tmp_path: Path,
 ) -> None:
     """On one raylet: several on one machine share, and delete, each other's working folders."""
     from ray.cluster_utils import Cluster
 
-    quick_nodes()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
