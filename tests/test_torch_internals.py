@@ -192,6 +192,8 @@ def test_version_counts_writes_in_place() -> None:
     before = torch_internals.version(tensor)
     tensor.detach().add_(1)
     assert torch_internals.version(tensor) == before + 1
+    with torch.inference_mode():
+        assert torch_internals.version(torch.zeros(2)) == 0
 
 
 def test_queue_after_backward_runs_once_all_gradients_are_there() -> None:

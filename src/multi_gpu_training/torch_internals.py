@@ -134,8 +134,9 @@ def sparse_values(tensor: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place."""
-    return tensor._version
+    """How often a tensor was written to in place. Those of `inference_mode` do not count, and
+    nobody may write to them outside of it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
