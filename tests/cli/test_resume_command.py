@@ -76,7 +76,7 @@ def test_resume_says_what_it_needs(mgt: Mgt, tmp_path: Path) -> None:
     (run / "config.yaml").write_text("recipe: custom\n")
     assert "a script made this run; start the script again" in mgt("resume", run).err
     (run / "config.yaml").write_text("recipe: image\n")
-    assert "this is a run of 'image', but lies in a folder custom/" in mgt("resume", run).err
+    assert "this is a run of 'image', but is in a folder custom/" in mgt("resume", run).err
     moved = tmp_path / "runs/image/mine"
     moved.mkdir(parents=True)
     (moved / "config.yaml").write_text("recipe: image\nlogger_options: {wandb: {key: '***'}}\n")

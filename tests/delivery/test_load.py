@@ -18,6 +18,7 @@ from torch import nn
 from trained_runs import SMALL, run_of, train
 
 import multi_gpu_training as mgt
+from multi_gpu_training.checkpoint.merging import merge
 from multi_gpu_training.delivery.model_folder import file_facts
 from multi_gpu_training.delivery.rank_predictions import predict_on_ranks, ranks
 from multi_gpu_training.errors import CheckpointError, ConfigError
@@ -309,3 +310,15 @@ def test_a_description_that_cannot_be_of_its_weights_is_refused_in_words(
 def test_arguments_that_fit_no_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no image model can be built with width=-1"):
         mgt.load(run_of("image"), device="cpu").rebuild(width=-1)
+
+
+def test_a_tensor_that_shares_the_weights_of_none_is_named(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(run_of("image"), tmp_path / "run", symlinks=True))
+    manifest = next((run / "checkpoints").glob("step-*/manifest.json"))
+    facts = json.loads(manifest.read_text())
+    del facts["sha256"]
+    manifest.write_text(json.dumps(signed({**facts, "aliases": {"a": "b"}}), indent=1))
+    with pytest.raises(CheckpointError, match="'a' is said to share"):
+        mgt.load(run, device="cpu")
+    with pytest.raises(CheckpointError, match="'a' is said to share"):
+        merge(run, tmp_path / "merged.safetensors")

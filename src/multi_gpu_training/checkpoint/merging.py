@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from multi_gpu_training.checkpoint import durable
 from multi_gpu_training.checkpoint.inspection import inspect
-from multi_gpu_training.checkpoint.store import load
+from multi_gpu_training.checkpoint.store import check_aliases, load
 from multi_gpu_training.errors import CheckpointError, ConfigError
 
 _WEIGHTS = "model.safetensors"
@@ -40,6 +40,7 @@ def merge(given: Path, out: Path, like: Path | None = None) -> tuple[Path, int]:
     snapshot = load(Path(chosen.path))
     weights = {name: tensor.contiguous() for name, tensor in snapshot.model.items()}
     # Tied weights under all their names: whoever reads this may not know what is tied to what.
+    check_aliases(Path(chosen.path), snapshot.aliases, weights)
     weights |= {name: weights[owner].clone() for name, owner in snapshot.aliases.items()}
     folder = out.suffix != ".safetensors"
     file = out / _WEIGHTS if folder else out

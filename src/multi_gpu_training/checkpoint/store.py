@@ -20,7 +20,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -445,13 +445,7 @@ def load_model(path: Path) -> StoredModel:
     parts = _read(path, partial(stored_rows, manifest=manifest, kind="model"))
     tensors |= {name: part.whole() for name, part in parts.items()}
     extra, config = _read(path / "state.json", lambda _: _about_model(unpack(plain["state"], held)))
-    lost = [name for name, owner in manifest["aliases"].items() if owner not in tensors]
-    if lost:
-        raise CheckpointError(
-            f"{path}: {lost[0]!r:.80} is said to share the weights of another tensor, which is not "
-            "there; load another checkpoint",
-            code="MGT701",
-        )
+    check_aliases(path, manifest["aliases"], tensors)
     description = {}
     if integrity.DESCRIPTION in manifest["files"]:
         description = _read(
@@ -467,6 +461,17 @@ def load_model(path: Path) -> StoredModel:
         config,
         manifest,
     )
+
+
+def check_aliases(path: Path, aliases: Mapping[str, str], tensors: Mapping[str, Any]) -> None:
+    """Raise where a tensor is said to share the weights of one that is not there."""
+    lost = [name for name, owner in aliases.items() if owner not in tensors]
+    if lost:
+        raise CheckpointError(
+            f"{path}: {lost[0]!r:.80} is said to share the weights of another tensor, which is not "
+            "there; load another checkpoint",
+            code="MGT701",
+        )
 
 
 def _about_model(state: Any) -> tuple[dict[str, Any], dict[str, Any]]:

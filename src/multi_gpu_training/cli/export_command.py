@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -25,7 +26,7 @@ def export_run(
     as_json: bool,
 ) -> int:
     loaded = load(checked_source(run, checkpoint), device="cpu", trust=trust)
-    source = Path(run).expanduser().resolve()
+    source = Path(os.path.realpath(Path(run).expanduser()))
     folder = Path(out) if out else Path("exports") / f"{loaded.recipe}-{source.name}-{to}"
     done = export(loaded, to, folder, max_batch=max_batch, length=length, license_name=license_name)
     if as_json:

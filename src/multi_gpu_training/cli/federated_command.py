@@ -247,11 +247,11 @@ def training_settings(
 
 
 def _path(given: str) -> str:
-    from multi_gpu_training.config import path_problem
+    from multi_gpu_training.cli.measured_script import folder_problems
 
-    problem = path_problem(given)
-    if problem is not None:
-        raise ConfigError(f"--save-dir {brief(given)}: {problem}")
+    problems = folder_problems("--save-dir", given)
+    if problems:
+        raise ConfigError(problems)
     return given
 
 

@@ -44,7 +44,7 @@ def _folder(run: str) -> Path:
         from multi_gpu_training.storage.remote_view import fetch_record
 
         return fetch_record(run)
-    folder = Path(run).expanduser().resolve()
+    folder = Path(os.path.realpath(Path(run).expanduser()))  # resolve() raises at links in a circle
     if folder.parent.name == "checkpoints":
         folder = folder.parent.parent
     if not (folder / "config.yaml").is_file():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,12 +20,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from multi_gpu_training.config import path_problem
 from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.errors import ConfigError, MultiGPUError
 from multi_gpu_training.federated.client_run import ClientSetup
 from multi_gpu_training.federated.federation_settings import FederatedSettings, require_flower
 from multi_gpu_training.federated.rounds_report import write_report
 from multi_gpu_training.safe_files import make_private, read_json, write_atomically
+from multi_gpu_training.safe_output import brief
 
 LOOK_EVERY_S = 0.5
 START_S = 300.0
@@ -71,7 +74,9 @@ class ServerPlace:
 
     def check(self) -> None:
         files = {"--ca-file": self.ca_file, "--certificate": self.certificate, "--key": self.key}
-        problems = [f"{flag} {name} does not exist" for flag, name in files.items() if _gone(name)]
+        problems = [
+            f"{flag} {str(name)[:80]} does not exist" for flag, name in files.items() if _gone(name)
+        ]
         if self.insecure and (any(files.values()) or self.client_keys):
             problems.append("--insecure-network with certificates or keys; drop one of them")
         missing = [flag for flag, name in files.items() if name is None]
@@ -80,11 +85,13 @@ class ServerPlace:
                 f"{', '.join(missing)} missing; `mgt federated keys` makes them, and "
                 "--insecure-network does without"
             )
-        if not self.insecure and not self.keys:
+        problem = path_problem(self.client_keys or ".")
+        if problem is not None:
+            problems.append(f"--client-keys {brief(self.client_keys, 80)}: {problem}")
+        elif not self.insecure and not self.keys:
             problems.append("--client-keys must be a folder with the public keys of all clients")
-        _, _, port = self.address.rpartition(":")
-        if not port.isdecimal() or not 0 < int(port) < 2**16:
-            problems.append(f"--address {self.address[:80]} is not HOST:PORT")
+        if not _is_address(self.address, any_host=True):
+            problems.append(f"--address {brief(self.address, 80)} is not HOST:PORT")
         if problems:
             raise ConfigError(problems)
 
@@ -104,10 +111,14 @@ class ClientPlace:
 
     def check(self) -> None:
         problems = []
+        if not _is_address(self.server):
+            problems.append(f"--server {brief(self.server, 80)} is not HOST:PORT")
         if not self.insecure:
             for flag, name in (("--ca-file", self.ca_file), ("--key", self.key)):
                 if name is None or _gone(name):
-                    problems.append(f"{flag} {name or ''} does not exist; see `mgt federated keys`")
+                    problems.append(
+                        f"{flag} {(name or '')[:80]} does not exist; see `mgt federated keys`"
+                    )
         elif self.ca_file or self.key:
             problems.append("--insecure-network with --ca-file or --key; drop one of them")
         if problems:
@@ -115,7 +126,13 @@ class ClientPlace:
 
 
 def _gone(name: str | None) -> bool:
-    return name is not None and not Path(name).is_file()
+    return name is not None and (path_problem(name) is not None or not Path(name).is_file())
+
+
+def _is_address(text: str, any_host: bool = False) -> bool:
+    text = f"0.0.0.0{text}" if any_host and text.startswith(":") else text
+    found = re.fullmatch(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})", text)
+    return found is not None and 0 < int(found[2]) < 2**16
 
 
 def serve(
