@@ -611,7 +611,7 @@ def configs() -> Iterator[Invocation]:
         "recipe: image\n---\nrecipe: video", "recipe: image\n...\ngarbage: [", "recipe: image\nlr: |\n  x\n  y", "recipe: image\nlr: >-\n", "recipe: image\nlr:\n  - 1\n - 2",
         "recipe: image\n\tlr: 1", "recipe: image\nlr: \"\\x00\"", "recipe: image\nrun_name: \"\\u0000\"", "recipe: image\nrun_name: \"a\\u202eb\\n\"",
         "recipe: image\nlr: 1\nlr: 2", "recipe: image\nlearning_rate: 1\nlr: 2", "recipe: image\ntraining: {lr: 1}\nlr: 2", "recipe: Image", "recipe: image \nrecipes: video",
-        "recipe: image\nworld_size: 1099511627776\ntraining_mode: ddp", "recipe: image\nsave_dir: ${oc.env:HOME}", "recipe: image\ndata_dir: {a: 1}",
+        "recipe: image\nworld_size: 1099511627776\ntraining_mode: ddp", "recipe: image\ndata_dir: {a: 1}",
         "recipe: image\nsave_dir: []", "recipe: image\nrun_name: 5.5e400", "recipe: image\nloggers: csv,nope", "recipe: image\nloggers: [csv, csv, 5]", "recipe: image\nloggers: {a: 1}",
         "recipe: image\nmetrics: x", "recipe: image\nresume: [auto]", "recipe: image\nresume: true", "recipe: image\ndefaults: [gone]", "recipe: image\ndefaults: [../../../etc/passwd]",
         "recipe: image\ndefaults: [/dev/zero]", "recipe: image\ndefaults: [fifo]", "defaults: [self]", "recipe: image\ndefaults: [[[[x]]]]", "recipe: image\ndefaults: {a: b}", "recipe: image\ndefaults: 'a\\0b'",
@@ -623,7 +623,7 @@ def configs() -> Iterator[Invocation]:
         ("lr", "1"), ("--lr=1", "--lr=2", "--lr=x"), ("lr==1",), ("lr=1=2",), ("=lr",), ("lr= ",), ("lr=\t",), ("--no-lr",), ("--lr",),
         ("--no-deterministic=1",), ("--deterministic=2",), ("--epochs",), ("--max-steps=",), ("--", "lr=x"), ("-lr", "1"), ("-l",), ("—lr", "1"), ("lr＝1",), ("--lr", "１x"),
         ("model_args.a.b.c=[",), ("+lr=1",), ("~lr",), ("++lr=x",), ("lr=@x",), ("@config",), ("lr=`id`",), ("lr=$(id)",), ("epochs=١x",), ("epochs=1 2",), ("epochs=1,2",), ("epochs='1'x",), ("epochs=1e3.5",),
-        ("run_name=${oc.env:HOME}",), ("run_name={{x}}",), ("run_name=%(x)s%d",), ("run_name=con/aux",), ("save_dir=~nobodyatall/x",), ("save_dir=http://x",), ("save_dir=s3://",), ("save_dir=file://",), ("save_dir=memory://x",), ("save_dir=://x",), ("save_dir=nope://x",),
+         ("run_name={{x}}",), ("run_name=%(x)s%d",), ("run_name=con/aux",), ("save_dir=~nobodyatall/x",), ("save_dir=http://x",), ("save_dir=s3://",), ("save_dir=file://",), ("save_dir=memory://x",), ("save_dir=://x",), ("save_dir=nope://x",),
         ("resume=http://x/y",), ("resume=s3://",), ("resume=nope://x",), ("resume=auto/../x",), ("resume=..",), ("resume=.",), ("resume=/",),
         ("profile_steps=5",), ("profile_steps=x-y",), ("profile_ranks=-1", "profile_steps=1-2"), ("verify_key=gone",), ("sign_key=gone",), ("signing_key=a_folder",),
     ):  # fmt: skip
