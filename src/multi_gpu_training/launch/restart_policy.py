@@ -118,10 +118,11 @@ class NodeLosses:
         self._furthest: int | None = None
 
     def excused(self, step: int | None) -> bool:
-        """Whether this loss, at a step or before the first one, is not counted as a failure."""
-        reached = -1 if step is None else step
-        further = self._furthest is None or reached > self._furthest
-        self._furthest = reached if self._furthest is None else max(reached, self._furthest)
+        """Whether this loss is not counted as a failure. A step that is not known excuses it."""
+        if step is None:
+            return True
+        further = self._furthest is None or step > self._furthest
+        self._furthest = step if self._furthest is None else max(step, self._furthest)
         return further
 
 
