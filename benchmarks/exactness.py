@@ -41,7 +41,7 @@ MODULES = (
     "exactness_data",
     "exactness_loops",
     "exactness_attacks",
-    "exactness_strangers",
+    "exactness_blind",
 )
 
 

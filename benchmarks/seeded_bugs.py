@@ -18,15 +18,15 @@ import time
 from pathlib import Path
 
 import seeded_scripts
+import seeded_scripts_blind
 import seeded_scripts_later
 import seeded_scripts_more
-import seeded_scripts_strangers
 import torch
 
 from multi_gpu_training.planning.verify import VerifyReport, verify
 from multi_gpu_training.planning.verify.rank_server import RankServers
 
-SETS = (seeded_scripts, seeded_scripts_more, seeded_scripts_later, seeded_scripts_strangers)
+SETS = (seeded_scripts, seeded_scripts_more, seeded_scripts_later, seeded_scripts_blind)
 BUGS = {name: bug for part in SETS for name, bug in part.BUGS.items()}
 CORRECT = {name: script for part in SETS for name, script in part.CORRECT.items()}
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""More scripts for `seeded_bugs.py`, written by somebody who had not seen the others.
+"""More scripts for `seeded_bugs.py`, written blind to the others.
 
 BUGS: name -> (what the named cause must say, as a regular expression; the script).
 CORRECT: name -> the script. FILES: what lies beside a script. HEADER comes before each.

@@ -1,4 +1,4 @@
-"""Trainings of a reader of the documentation and of the losses' code, without the other cases."""
+"""Trainings written from the documentation and the losses' code, blind to the other cases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from torch.utils.data import (
 
 from multi_gpu_training import Callback
 
-GROUP = "Strangers' scripts"
+GROUP = "Blind set"
 here = functools.partial(case, GROUP)
 
 
@@ -1683,7 +1683,7 @@ def _speech(trial: Trial, reduction: str) -> Outcome:
 
 def resumed(name: str, run: Any, **how: Any) -> None:
     case(
-        "Strangers' scripts, resumed",
+        "Blind set, resumed",
         name,
         begun_elsewhere=lambda trial: run(trial, begin=True),
         **how,
@@ -1905,7 +1905,7 @@ resumed("a schedule that a callback steps, kept in states", stepped_by_a_callbac
 
 
 def sharded(name: str, **how: Any) -> Any:
-    return case("Strangers' scripts, fsdp", name, **how)
+    return case("Blind set, fsdp", name, **how)
 
 
 def shard_and_train(

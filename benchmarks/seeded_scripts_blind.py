@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Scripts for `seeded_bugs.py` by somebody who had not read the diagnosis, and of the other scripts a few.
+"""Scripts for `seeded_bugs.py` written blind to the diagnosis.
 
 As in the other files: BUGS maps a name to what the cause must say and to the script, CORRECT a name to the script.
 """
