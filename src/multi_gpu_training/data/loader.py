@@ -77,6 +77,8 @@ class ShareLoader(EpochLoader):
         super().__init__()
         self.dataset = dataset
         self.source = source
+        # Without a sampler, the samples are counted once: schedules and a resume rely on it.
+        self._counted = len(dataset) if isinstance(source, ShuffledBatches) else None  # type: ignore[arg-type]
         self.feeding = feeding
         self.before_pass: Callable[[], None] = lambda: None  # looks at the data, should they change
         self._template: Any = None  # (samples in it, batch) on the host, for empty shares
@@ -133,10 +135,8 @@ class ShareLoader(EpochLoader):
         return (share for share in found if share.count) if feeding.evaluating else found
 
     def _refuse_other_length(self) -> None:
-        """Without a sampler, the samples are counted once: schedules and a resume rely on it."""
-        if not isinstance(self.source, ShuffledBatches):
-            return
-        had, has = self.source.all_samples, len(self.dataset)  # type: ignore[arg-type]
+        had = self._counted
+        has = None if had is None else len(self.dataset)  # type: ignore[arg-type]
         if has != had:
             raise DataError(
                 f"the dataset had {had} samples when the run was set up, and has {has} now; keep "

@@ -91,7 +91,6 @@ class ManualTrainer:
         # Else a backward is kept from reaching what no optimizer here trains.
         self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
         self._inside = self._has_batch = False
-        self._called = False  # whether this step has had a backward of ours
         self._share: Share
         self._weight: Number = 1.0
         self._sharded: Share | None = None
@@ -169,7 +168,6 @@ class ManualTrainer:
             state.drop_gradients()
             self._unit = self._loss = self._norm = None
             self._noted = []
-            self._called = False
             for slot in self._slots:
                 slot.reset()
         given = batch
@@ -205,8 +203,6 @@ class ManualTrainer:
 
     def _end(self) -> None:
         state, share = self._state, self._share
-        if share.last and not self._called and any(p.grad is not None for p in self._trained()):
-            raise ModelError(_FOREIGN)
         for slot in self._slots if share.last else ():
             if not slot.used and any(p.grad is not None for p in slot.find_parameters()):
                 raise ModelError(
@@ -305,7 +301,6 @@ class ManualTrainer:
             raise ModelError("trainer.backward(loss) belongs inside `with trainer.step():`")
         loss = _checked(loss)
         slots = self._chosen(optimizer)
-        self._called = True
         summed = _is_sum(reduction, weight, slots)
         if self._stood_in and self._sharded is None and not self._has_batch:
             raise ModelError(
@@ -419,9 +414,6 @@ class ManualTrainer:
     def _refuse_foreign(self, parameter: Tensor) -> None:
         if not self._own and self._inside:
             raise ModelError(_FOREIGN)
-
-    def _trained(self) -> Iterator[Tensor]:
-        return (p for one in self.optimizers for group in one.param_groups for p in group["params"])
 
     # Moving the weights
 
