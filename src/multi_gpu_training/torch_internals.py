@@ -134,8 +134,8 @@ def sparse_values(tensor: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place. Those of `inference_mode` do not count, and
-    nobody may write to them outside of it."""
+    """How often a tensor was written to in place. Always 0 for a tensor of `inference_mode`, which
+    keeps no count and cannot be written to outside that mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 

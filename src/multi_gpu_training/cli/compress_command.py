@@ -52,7 +52,7 @@ def compress(
             f"{folder} has {', '.join(taken)} already; remove it, or choose another --out",
             code="MGT106",
         )
-    # A thread that waits for a core which others use would spoil every time in the table.
+    # Threads that wait for a busy core would distort every time in the table.
     threads = choose_threads(None, deterministic=False) if loaded.device.type == "cpu" else None
     if threads is not None:
         print(threads, flush=True)

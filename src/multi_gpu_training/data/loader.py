@@ -135,6 +135,7 @@ class ShareLoader(EpochLoader):
         return (share for share in found if share.count) if feeding.evaluating else found
 
     def _refuse_other_length(self) -> None:
+        """Raise if the dataset has grown or shrunk since the run was set up."""
         had = self._counted
         has = None if had is None else len(self.dataset)  # type: ignore[arg-type]
         if has != had:

@@ -92,8 +92,8 @@ class RecoverableGroup:
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _destroy(self) -> None:
-        """Free the group. This waits for its exchanges to fail: at most a moment, even if one is
-        forgotten and fails only after its timeout."""
+        """Free the group without blocking for long: its destructor waits for every exchange, and a
+        forgotten one fails only after its timeout."""
         last = [self.group]
         self.group = None
         thread = threading.Thread(target=last.clear, name="mgt-destroy-group", daemon=True)
@@ -140,7 +140,7 @@ def open_sockets() -> set[tuple[int, str]]:
 
 
 def _connection(number: int, name: str) -> socket.socket | None:
-    """A duplicate of a connected socket. None if it was closed meanwhile, or is a listening one."""
+    """A duplicate of a connected socket. None if the socket was closed since, or only listens."""
     with suppress(OSError):
         if str(_OPEN.joinpath(str(number)).readlink()) != name:
             return None  # the number was taken by another
