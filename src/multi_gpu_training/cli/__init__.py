@@ -1,4 +1,4 @@
-"""The command line `mgt`: one small file a command, each imported only when it runs."""
+"""The command line `mgt`. What a command does stands in a file that is imported when it runs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ READ_ONLY = ("/proc", "/sys")  # root may write there, it seems
 
 @dataclass(frozen=True)
 class MeasuringFlags:
-    """What was said about measuring. `cli/app.py` holds the defaults and explains each flag."""
+    """What was said about measuring. `planning_commands.py` explains each flag."""
 
     command: list[str]
     steps: int

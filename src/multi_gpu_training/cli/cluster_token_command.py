@@ -1,4 +1,4 @@
-"""`mgt cluster`: what the machines of a run share."""
+"""`mgt cluster`: the token and the witness that the machines of a run share."""
 
 from __future__ import annotations
 
