@@ -222,6 +222,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert place in {title.lower().replace(" ", "-") for title in titles}, target
 
 
+def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
+    for page in [*PAGES, *sorted(ROOT.glob("benchmarks/**/*.md"))]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for table in re.findall(r"(?:^ *\|.*\n)+", text, re.MULTILINE):
+            rows = [re.sub(r"`[^`]*`|\\\|", "", row).strip() for row in table.splitlines()]
+            odd = [row for row in rows if row.count("|") != rows[0].count("|") or row[-1] != "|"]
+            assert not odd, f"{page.name}: {odd[0]}"
+
+
 def test_every_page_has_a_place_in_the_navigation() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w-]+\.md", json.dumps(site["nav"]) + site["not_in_nav"]))
