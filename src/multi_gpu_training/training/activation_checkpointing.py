@@ -14,7 +14,7 @@ from multi_gpu_training.errors import ModelError
 
 
 def use_activation_checkpointing(model: nn.Module) -> int:
-    """Recompute the blocks of `model` in backward; returns how many blocks."""
+    """Recompute the blocks of `model` in backward; returns the number of blocks."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -28,7 +28,7 @@ def use_activation_checkpointing(model: nn.Module) -> int:
             code="MGT403",
         )
     for block in blocks:
-        # By class, not by instance: the copies that DataParallel makes must use themselves.
+        # By class, not by instance: DataParallel's copies must call their own forward.
         block.__class__ = _recomputing(type(block))
     return len(blocks)
 
@@ -37,7 +37,7 @@ _kinds: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with a forward that is computed again in backward."""
+    """A subclass of `kind` whose forward is recomputed in backward."""
     if kind in _kinds:
         return _kinds[kind]
 
@@ -56,7 +56,7 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Members of the outermost containers that hold parameters."""
+    """Members, with parameters, of the outermost containers."""
     if isinstance(module, nn.Sequential):
         yield from (block for block in module if any(True for _ in block.parameters()))
         return
@@ -74,7 +74,7 @@ Buffers = list[tuple[nn.Module, str, Tensor]]
 def _contexts(
     block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For the forward and the one in backward, which must begin with the same buffers."""
+    """Contexts for the forward and its recomputation, which must start from the same buffers."""
     before: Buffers = [
         (module, name, buffer.detach().clone())
         for module in block.modules()
@@ -86,7 +86,7 @@ def _contexts(
 @contextmanager
 def _buffers_as(before: Buffers) -> Iterator[None]:
     """Compute with copies of the buffers as they were `before`: BatchNorm must not count a batch
-    twice, and spectral norm must divide by the same number as in the forward."""
+    twice, and spectral norm must divide by the same number as in the first forward."""
     live = [(module, name, getattr(module, name)) for module, name, _ in before]
     for module, name, kept in before:
         setattr(module, name, kept)

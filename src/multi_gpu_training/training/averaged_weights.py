@@ -1,14 +1,14 @@
-"""Averaged weights, kept beside those that are trained: EMA or SWA.
+"""Averaged weights, kept alongside the trained ones: EMA or SWA.
 
     EMA  average += (1 - ema_decay) * (weights - average), after every step
     SWA  the mean of the weights at the steps swa_start, swa_start + swa_every, ...
 
-Validation, `predict` and checkpoints use the average; training goes on with its own weights, which
-a checkpoint holds as well. The average moves between steps, on the stream of the steps: a step that
-is replayed as a CUDA graph knows nothing of it.
+Validation, `predict` and checkpoints use the average. Training continues with its own weights,
+which a checkpoint also holds. The average is updated between steps, on the same stream: steps
+replayed as a CUDA graph are not affected.
 
 BatchNorm: with EMA the buffers are those of the trained model. With SWA, running statistics are
-averaged like weights; nothing is computed again from the data.
+averaged like weights; nothing is recomputed from the data.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SHORT = (torch.float16, torch.bfloat16)  # too short for small changes: average
 
 
 class AveragedWeights(Callback):
-    """The average of one training's weights; does nothing where the config asks for none.
+    """The average of one training's weights; does nothing if the config asks for none.
 
-    updates: weights that are in the average. step: the last one that was looked at.
+    updates: number of weights in the average. step: the last step that was considered.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AveragedWeights(Callback):
         self._config = config
         self._state = state
         self._every = config.swa_every or steps_per_epoch
-        # By name: parameters and buffers of the model, the same as real numbers, their average.
+        # By name: the model's parameters and buffers, their values as real numbers, their average.
         self._owners: dict[str, Tensor] = {}
         self._live: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ class AveragedWeights(Callback):
 
     @property
     def in_use(self) -> bool:
-        """Whether there is an average yet: SWA begins late."""
+        """Whether an average exists yet: SWA begins late."""
         return self.active and (self.kind == "ema" or self.updates > 0)
 
     # Every step
@@ -81,8 +81,8 @@ class AveragedWeights(Callback):
 
     @torch.no_grad()
     def _follow(self, step: int) -> None:
-        """Take in the weights of a step; a second time changes nothing. Steps that are taken back
-        and computed again come again."""
+        """Add the weights of a step to the average. Undone steps come again when recomputed; the
+        second time changes nothing."""
         if step <= self.step:
             return
         if self._trained is not None:
@@ -111,7 +111,7 @@ class AveragedWeights(Callback):
             foreach_lerp_(averages, ends, weight)
 
     def _look_up(self) -> None:
-        """Find the tensors to average. One that is new begins with the value it has."""
+        """Find the tensors to average. A new one starts with its current value."""
         state = self._state
         self._seen = state.parameters
         found: dict[str, Tensor] = dict(state.model.named_parameters())
@@ -127,13 +127,13 @@ class AveragedWeights(Callback):
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
             name = plain_name(name)
-            # The parameter itself and no view of its memory, which somebody may replace.
+            # The parameter itself, not a view of its memory, which somebody may replace.
             live = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
             self._owners[name], self._live[name] = tensor, live
             if before.get(name) is not tensor:
                 kind = torch.float32 if live.dtype in _SHORT else live.dtype
                 average = self._average[name] = live.detach().to(kind, copy=True)
-                state.extra_tensors.append(average)  # restored where recorded steps are taken back
+                state.extra_tensors.append(average)  # restored when recorded steps are undone
         self._average = {name: self._average[name] for name in self._live}
         self._by_type = {}
         for name, average in self._average.items():
@@ -162,7 +162,7 @@ class AveragedWeights(Callback):
             self._trained = None
 
     def leave_in_model(self) -> None:
-        """At the end of a run: the model is the one that was validated and saved."""
+        """At the end of a run: leave the model as it was validated and saved."""
         if self.in_use:
             self._put(self._average)
 
@@ -173,8 +173,8 @@ class AveragedWeights(Callback):
     # In checkpoints
 
     def in_checkpoint(self, whole: dict[str, Any]) -> dict[str, Any]:
-        """A state_dict of the model with the average in place of the weights, so that everybody who
-        reads a checkpoint gets what was validated."""
+        """A state_dict of the model with the average in place of the weights, so that whoever
+        reads a checkpoint gets the model that was validated."""
         if not self.in_use or self._trained is not None:
             return whole
         mine: dict[int, Tensor] = {}
@@ -184,17 +184,17 @@ class AveragedWeights(Callback):
             if known is not None:
                 known = torch.view_as_complex(known) if value.is_complex() else known
                 mine[id(value)] = known.to(value.dtype)
-            if id(value) in mine:  # also under the further names of a tied weight
+            if id(value) in mine:  # also under the other names of a tied weight
                 replaced[plain_name(name)] = mine[id(value)]
         return replaced
 
     def state_dict(self) -> dict[str, Any]:
-        """The trained weights; the averaged ones are the checkpoint's model."""
+        """The trained weights; the checkpoint's model holds the averaged ones."""
         state: dict[str, Any] = {"kind": self.kind, "updates": self.updates, "step": self.step}
         if self.in_use:
             trained = self._live if self._trained is None else self._trained
             state["trained"] = dict(trained)
-            # The model has them in 16 bits.
+            # The model holds them in 16 bits.
             state["average"] = {
                 name: average
                 for name, average in self._average.items()
@@ -204,8 +204,8 @@ class AveragedWeights(Callback):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The model was loaded before, with the average: take it, and train the trained weights.
-        A run that does not average any more goes on with those alone."""
+        """Called after the model was loaded with the average: keep that average, and load the
+        trained weights. A run that no longer averages continues with those alone."""
         trained = state.get("trained", {})
         if self.active:
             self._look_up()
@@ -226,7 +226,7 @@ class AveragedWeights(Callback):
             self._begin(state["step"])
 
     def begin(self) -> None:
-        """A checkpoint without an average was loaded: begin with its weights."""
+        """A checkpoint without an average was loaded: start from its weights."""
         if self.active:
             self._look_up()
             self._begin(self._state.step)
@@ -236,7 +236,7 @@ class AveragedWeights(Callback):
         copy_each(list(self._average.values()), [self._live[name] for name in self._average])
 
     def kept(self) -> Callable[[], None]:
-        """For recorded steps that are taken back; the average itself is kept with the weights."""
+        """State to restore when recorded steps are undone; the average is kept with the weights."""
         updates, step = self.updates, self.step
 
         def put_back() -> None:

@@ -28,7 +28,7 @@ from multi_gpu_training.training.step import StepResult
 
 
 class Run(Protocol):
-    """What a callback gets as `run`; the manager is one."""
+    """What a callback receives as `run`. The manager is one."""
 
     config: MultiGPUConfig
     placement: Placement
@@ -177,7 +177,7 @@ _NOTHING = {name: does for name, does in vars(Callback).items() if name.startswi
 EVENTS = tuple(_NOTHING)
 
 
-# What other libraries call an event, where the most similar name is another event's.
+# Event names of other libraries whose closest match here would be the wrong event.
 _ELSEWHERE = {
     "on_fit_start": "on_setup",
     "on_train_start": "on_setup",
@@ -200,7 +200,7 @@ _ELSEWHERE = {
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Refuse what would never be called, or could not be: each with what to write instead."""
+    """Refuse methods that would never be called, or could not be, and say what to write instead."""
     if isinstance(callbacks, (Callback, Hook)) or not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks={callbacks!r:.100}: give a list of them, callbacks=[...]")
     problems: list[str] = []
@@ -234,7 +234,7 @@ def _misfits(callback: Callback) -> list[str]:
                     f"{name}.{event} is called with other arguments; write "
                     f"def {event}({', '.join(wanted)})"
                 )
-            except ValueError:  # written in C: it has no signature to look at
+            except ValueError:  # written in C: it has no signature to inspect
                 pass
     return problems
 
@@ -272,7 +272,7 @@ class CallbackList:
     def __init__(self, run: Run | None = None, members: Iterable[Callback | Hook] = ()) -> None:
         self._run = run
         self._members: list[tuple[Callback, dict[str, Callable[..., None]]]] = []
-        self.redo_step_end: Listeners = ()  # on_step_end, of a step that is computed again
+        self.redo_step_end: Listeners = ()  # on_step_end of a step that is computed again
         self._sort(EVENTS)
         self.extend(members)
 
@@ -286,7 +286,7 @@ class CallbackList:
             self.add(_HookAdapter(member) if isinstance(member, Hook) else member)
 
     def add(self, callback: Callback) -> None:
-        # Only the events that it listens to: timing adds and removes callbacks between steps.
+        # Only the events it listens to: timing adds and removes callbacks between steps.
         heard: dict[str, Callable[..., None]] = {
             event: functools.partial(getattr(callback, event), self._run)
             for event in EVENTS
@@ -297,7 +297,7 @@ class CallbackList:
         self._sort(heard)
 
     def remove(self, callback: Callback) -> None:
-        """Take a callback out, if it is in. An event that is under way is not affected."""
+        """Remove a callback if it is present. An event being delivered is not affected."""
         for place, (member, heard) in enumerate(self._members):
             if member is callback:
                 del self._members[place]
@@ -313,7 +313,7 @@ class CallbackList:
 
 
 class Hook:
-    """Deprecated: use `Callback`. It has these events under their old names and arguments."""
+    """Deprecated: use `Callback`. The same events under their old names and arguments."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -336,7 +336,7 @@ class Hook:
 
 
 class _HookAdapter(Callback):
-    """A Hook among callbacks."""
+    """Makes a Hook usable as a Callback."""
 
     _NAMES = {
         "on_setup": "on_run_start",

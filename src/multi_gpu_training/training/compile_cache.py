@@ -1,7 +1,7 @@
-"""Where torch keeps compiled code: a folder of this user alone, since it is loaded and run.
+"""Where torch keeps compiled code: a folder private to this user, because it is loaded and run.
 
-torch's own choice, TMPDIR/torchinductor_USER, is left behind in the temporary folder of every
-job, and whoever makes a folder of that name first decides what it holds.
+torch's own choice, TMPDIR/torchinductor_USER, stays behind in the temporary folder of every job,
+and whoever first creates a folder of that name decides what it holds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def keep_compile_cache() -> None:
-    """Have torch keep compiled code in the user's cache folder, unless the user names another;
-    where that is not private, in a folder that goes with this process."""
+    """Make torch keep compiled code in the user's cache folder, unless the user names another. If
+    that folder is not private, use one that is removed with this process."""
     if os.environ.get(_VARIABLE):
         return
     try:
@@ -28,7 +28,7 @@ def keep_compile_cache() -> None:
         for path in (folder.parent, folder):
             make_private(path)
             _check_private(path)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
         scratch = Scratch()
         atexit.register(scratch.remove)
         folder = scratch.path

@@ -33,22 +33,22 @@ from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.prediction import PredictFn, call_model, gather_outputs
 from multi_gpu_training.training.step_state import StepState
 
-# Adds what one batch says to the metrics: eval_fn(model, batch, metrics).
+# Adds one batch to the metrics: eval_fn(model, batch, metrics).
 EvalFn = Callable[[nn.Module, Any, MetricsCollector], None]
 
 
 class MetricObjects(dict[str, Any]):
-    """torchmetrics objects by name, in place of an eval_fn: each is updated with the model's
-    output and the target, beside the metrics that there are without an eval_fn."""
+    """torchmetrics objects by name, in place of an eval_fn. Each is updated with the model's
+    output and the target, in addition to the default metrics."""
 
 
 def choose_eval_fn(given: Any, ranks: int) -> EvalFn | MetricObjects | None:
-    """What `eval_fn` may be: a function, a torchmetrics object, or several by name."""
+    """Accept `eval_fn` as a function, a torchmetrics object, or several of those by name."""
     named = {"": given} if is_metric(given) else given
     if isinstance(named, Mapping) and named and all(map(is_metric, named.values())):
         for name, metric in named.items() if ranks > 1 else ():
             refuse_inexact(name or type(metric).__name__, metric)
-        # A single metric goes by its class; the names of a collection are its members'.
+        # A single metric is named after its class; a collection names its own members.
         return MetricObjects({name or _own_name(metric): metric for name, metric in named.items()})
     wanted = (
         "give a function eval_fn(model, batch, metrics), a torchmetrics Metric or "
@@ -71,7 +71,7 @@ def _takes(function: Any, arguments: int) -> bool:
         inspect.signature(function).bind(*range(arguments))
     except TypeError:
         return False
-    except ValueError:  # written in C: it has no signature to look at
+    except ValueError:  # written in C: it has no signature to inspect
         pass
     return True
 
@@ -81,18 +81,18 @@ def _own_name(metric: Any) -> str:
 
 
 def named_sets(data: Any) -> dict[str, Any]:
-    """Sets by name; a single one has none."""
+    """Validation sets by name; a single set has no name."""
     return dict(data) if isinstance(data, Mapping) else {"": data}
 
 
 def prefixed(name: str, metrics: dict[str, float]) -> dict[str, float]:
-    """Metrics as they are called among those of several sets."""
+    """Metrics under the names they have when there are several sets."""
     return {f"{name}/{key}": value for key, value in metrics.items()} if name else metrics
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients. Every module is put back into the mode it was in."""
+    """Eval mode without gradients. Every module is then put back into its previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -114,8 +114,8 @@ def evaluate(
     f1_average: str = "macro",
     call: Callable[[Callable[[], Any]], Any] = lambda function: function(),
 ) -> MetricsCollector:
-    """Collect this rank's part. A batch that does not count is there so that the model runs;
-    `call` is what it runs through."""
+    """Collect this rank's part. A batch that does not count only keeps the model running in step
+    with the other ranks; `call` is what runs it."""
     collected, nowhere = MetricsCollector(f1_average), MetricsCollector(f1_average)
     with evaluation_mode(model):
         for batch, counts in batches:
@@ -132,7 +132,7 @@ def evaluate(
                 mean, weight, pairs = call(measure)
             if not counts:
                 continue
-            if weight is None:  # counted only where it matters: shapes may not say it
+            if weight is None:  # counted only where it matters: shapes may not tell
                 count = sample_count(batch, batch_size_fn) if share is None else share.count
                 collected.add_mean(mean, count, pairs)
                 continue
@@ -144,7 +144,7 @@ def evaluate(
 
 
 def _in_step(batches: Iterator[Any], placement: Placement) -> Iterator[tuple[Any, bool]]:
-    """Batches, as many as the rank with the most has; those beyond this rank's own do not count.
+    """As many batches as the rank with the most has. Those beyond this rank's own do not count.
     Each rank must have at least one."""
     nothing, batch = object(), None
     while True:
@@ -163,7 +163,7 @@ def _measure(
     objects: Mapping[str, Any],
     collected: MetricsCollector,
 ) -> tuple[Tensor, Tensor | None, Pairs]:
-    """Mean loss of a batch, its weight where that is not the sample count, and metrics."""
+    """Mean loss of a batch, its weight if that is not the sample count, and metrics."""
     if not isinstance(loss_fn, SupervisedLoss) or isinstance(batch, Mapping):
         loss = read_loss(loss_fn(model, batch), torch.device("cpu"))
         if objects:
@@ -187,7 +187,7 @@ def _update(
 
 
 def _predicted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """Output and target beside a loss_fn, which keeps its own to itself."""
+    """Compute output and target separately from a loss_fn, which does not expose its own."""
     if isinstance(batch, Mapping):
         raise ModelError(
             f"eval_fn is a torchmetrics object, and a batch has keys {sorted(batch)}: which of "
@@ -199,10 +199,10 @@ def _predicted(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Evaluator:
-    """Evaluates and predicts on all ranks, with the averaged weights where there are some.
+    """Evaluates and predicts on all ranks, with the averaged weights if there are any.
 
     verify: finds recorded steps that were wrong, before anyone uses their weights.
-    evaluated: what the newest evaluation collected.
+    evaluated: what the latest evaluation collected.
     """
 
     state: StepState
@@ -213,7 +213,7 @@ class Evaluator:
     evaluated: MetricsCollector = field(default_factory=MetricsCollector)
 
     def evaluate(self, data: Iterable[Any]) -> dict[str, float]:
-        """Metrics on any batches, or on several sets of them by name, over all ranks; records
+        """Metrics over all ranks on any batches, or on several named sets of them. Records
         nothing."""
         metrics: dict[str, float] = {}
         for name, batches in named_sets(data).items():
@@ -221,9 +221,9 @@ class Evaluator:
         return metrics
 
     def metrics_of(self, batches: Iterable[Any]) -> dict[str, float]:
-        """The same on one set."""
+        """The same, on one set."""
         state, placement = self.state, self.state.placement
-        # torchmetrics objects beside the user's own loss take a forward of their own.
+        # torchmetrics objects next to the user's own loss need an extra forward.
         by_itself = isinstance(self.loss_fn, SupervisedLoss) and not callable(self.eval_fn)
         own_code = self.eval_fn is not None and not by_itself
         with self._judged(batches, own_code) as (model, together, call):
@@ -257,8 +257,8 @@ class Evaluator:
 
     @contextmanager
     def ready_model(self) -> Iterator[nn.Module]:
-        """The model to be judged: recorded steps are verified, ranks have the same buffers, and
-        where weights are averaged it holds the average. Collective."""
+        """The model as it is evaluated: recorded steps are verified, ranks have the same buffers,
+        and averaged weights are in place if there are any. Collective."""
         self.verify()
         self.state.strategy.sync_buffers()
         with self.averaged.applied(), self.state.strategy.gathered():
@@ -266,18 +266,18 @@ class Evaluator:
 
     @contextmanager
     def _judged(self, batches: Iterable[Any], own_code: bool) -> Iterator[tuple[Any, Any, Any]]:
-        """The model, its batches with whether each counts, and what calls the model.
+        """The model, its batches with whether each counts, and the function that calls the model.
 
-        Ranks that cannot compute alone take the same number of batches: one that has no more
-        takes its last once again. Code of the user's may call the model as often as it likes, and
-        so it gets the whole model.
+        Ranks that cannot compute alone must take the same number of batches: a rank that runs
+        out repeats its last one. The user's own code may call the model as often as it likes, so
+        it gets the whole model.
         """
         placement, strategy = self.state.placement, self.state.strategy
         found, nothing = iter(self._as_computed(batches)), object()
         alone = strategy.computes_alone or own_code
         first = nothing if alone else next(found, nothing)
         if not alone and not placement.all_agree(first is not nothing):
-            alone = True  # a rank has nothing at all to run the model on
+            alone = True  # a rank has no batch at all to run the model on
         if first is not nothing:
             found = chain([first], found)
         if alone:

@@ -1,6 +1,6 @@
-"""Settings that make a GPU fast by default; each was measured before it was chosen.
+"""Settings that make a GPU fast by default; each was chosen by measurement.
 
-`fast_defaults=false` turns all of them off; each field of the config turns one on or off.
+`fast_defaults=false` turns all of them off; each has its own config field.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGE = 1_000_000
 
 @dataclass(frozen=True)
 class FastDefaults:
-    """The choices for one model on one device."""
+    """The chosen settings for one model on one device."""
 
     mixed_precision: bool
     channels_last: bool
@@ -30,10 +30,10 @@ class FastDefaults:
 def choose_fast_defaults(
     config: MultiGPUConfig, model: nn.Module, device: torch.device
 ) -> FastDefaults:
-    """What the config says; where it says nothing, what pays for this model on this device.
+    """What the config says, or else what pays off for this model on this device.
 
-    16 bits pay where matrix products are large: in a small perceptron the casts cost more than
-    they save. The rule looks at the model only, so that every run and every rank chooses alike.
+    16 bits pay off when matrix products are large: in a small perceptron the casts cost more than
+    they save. The rule looks only at the model, so every run and every rank chooses the same.
     """
     fast = config.fast_defaults and device.type == "cuda"
     layers = [type(module) for module in model.modules()]
@@ -57,7 +57,7 @@ def _computes_bf16() -> bool:
 
 
 def lay_out_channels_last(model: nn.Module) -> None:
-    """Give the weights of convolutions the layout in which tensor cores read them."""
+    """Store convolution weights in the layout that tensor cores read."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     with torch.no_grad():
         for module in model.modules():
@@ -67,15 +67,15 @@ def lay_out_channels_last(model: nn.Module) -> None:
 
 
 def fuse(optimizer: Optimizer, sparse: bool = False) -> None:
-    """Let Adam, AdamW or SGD update all parameters in one kernel, where the user left it open.
+    """Let Adam, AdamW or SGD update all parameters in one kernel, unless the user chose.
 
     sparse: some gradients are.
     """
-    if type(optimizer) not in (Adam, AdamW, SGD) or sparse:  # the kernels take no sparse gradient
+    if type(optimizer) not in (Adam, AdamW, SGD) or sparse:  # kernels refuse sparse gradients
         return
     for group in optimizer.param_groups:
         open_to_it = group.get("foreach") is None and group.get("fused") is None
-        # Fused kernels take a recorded step's rate in float32: too coarse beside float64.
+        # Fused kernels take a recorded step's rate in float32: too coarse for float64 weights.
         kinds = (torch.float32, torch.float16, torch.bfloat16)
         fits = all(p.is_cuda and p.dtype in kinds for p in group["params"])
         if open_to_it and fits and not group.get("differentiable"):

@@ -1,7 +1,7 @@
-"""Add up gradients over ranks right after a backward, without a wrapper around the model.
+"""Sum gradients over ranks right after a backward, without a wrapper around the model.
 
 DDP expects one backward per forward and the same parameters in each. A loop with several losses and
-optimizers keeps neither promise, so its gradients are exchanged here, by name of their optimizer.
+optimizers guarantees neither, so its gradients are exchanged here, per optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.training.metrics import Number
 
-BUCKET = 2**24  # elements that are sent at a time: the copy of the gradients stays this small
+BUCKET = 2**24  # elements sent at a time, which bounds the size of the gradients' copy
 
 
 class GradientExchange:
@@ -31,9 +31,9 @@ class GradientExchange:
         """Replace each gradient by the sum over ranks of `unit` x gradient, divided by the sum of
         `weight`. Returns the sums of `numbers`.
 
-        A gradient that is None on every rank stays None; where only some ranks have one, the
-        others count as zero. Ranks learn that from counters sent along, and only a rank that
-        lacks a gradient reads them.
+        A gradient that is None on every rank stays None. If only some ranks have one, the others
+        count as zero. Counters sent along say which case it is, and only a rank that lacks a
+        gradient reads them.
         """
         present = [parameter.grad is not None for parameter in parameters]
         sparse = sum(p.grad is not None and p.grad.is_sparse for p in parameters)
@@ -54,7 +54,7 @@ class GradientExchange:
             for bucket in _buckets(parameters):
                 flat = torch.cat([_values(p, kind) for p in bucket])
                 flat.mul_(unit.to(kind) if isinstance(unit, Tensor) else unit)
-                if factor is None:  # what the rest needs travels with the first bucket
+                if factor is None:  # the first bucket carries the numbers that the rest need
                     both = self._sum(torch.cat([flat, tail]))
                     flat, tail = both[: flat.numel()], both[flat.numel() :]
                     factor = torch.where(tail[0] > 0, 1.0 / tail[0], torch.ones_like(tail[0]))
@@ -76,10 +76,10 @@ class GradientExchange:
 class OptimizerGradients:
     """The gradients of one optimizer's parameters, between two of its steps.
 
-    due: a backward came since the optimizer moved. open: they are this rank's alone, the sum of
-    micro-batches with `weight` and `loss`. summed: their sum is wanted, not their mean. earlier:
-    those of losses before, exchanged already. used: a backward came in this step.
-    skipped: they were not finite, and the optimizer did not move in this step.
+    due: a backward ran since the optimizer last moved. open: not exchanged yet, the sum of this
+    rank's micro-batches with `weight` and `loss`. summed: the user asked for their sum, not their
+    mean. earlier: gradients of previous losses, already exchanged. used: a backward ran in this
+    step. skipped: they were not finite, so the optimizer did not move in this step.
     """
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
@@ -100,7 +100,7 @@ class OptimizerGradients:
         return self.parameters
 
     def open_up(self, plain: bool) -> None:
-        """Before a backward. plain: it may simply add to what is there."""
+        """Prepare for a backward. plain: it may simply add to the existing gradients."""
         if self.open and any(p.grad is not None for p in self.parameters):
             return
         if not self.open:
@@ -115,7 +115,7 @@ class OptimizerGradients:
         self.weight, self.loss = 0.0, 0.0
 
     def close(self) -> None:
-        """The gradients are those of all ranks now: add what earlier losses gave."""
+        """The gradients now cover all ranks: add those of earlier losses."""
         for parameter, before in zip(self.parameters, self.earlier, strict=True):
             if before is not None:
                 grad = parameter.grad
@@ -124,7 +124,7 @@ class OptimizerGradients:
 
 
 def ratio(one: Number, other: Number, like: Tensor) -> Tensor | float:
-    """one / other, in the type of `like`; 1 where that is nothing of nothing."""
+    """one / other, in the type of `like`; 1 if both are zero."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         divisor = as_double(other, like.device)
         safe = torch.where(divisor > 0, divisor, torch.ones_like(divisor))
@@ -150,7 +150,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _values(parameter: Tensor, kind: torch.dtype) -> Tensor:
-    """A parameter's gradient as a row of real numbers."""
+    """A parameter's gradient as a flat tensor of real numbers."""
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     real = torch.view_as_real(grad) if grad.is_complex() else grad
     return real.reshape(-1).to(kind)
@@ -160,7 +160,7 @@ def _give_back(parameters: Sequence[Tensor], flat: Tensor) -> None:
     start = 0
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)  # laid out as the parameter is
+            parameter.grad = torch.zeros_like(parameter)  # in the parameter's memory layout
         real = parameter.grad
         real = torch.view_as_real(real) if real.is_complex() else real
         real.copy_(flat[start : start + real.numel()].view(real.shape))

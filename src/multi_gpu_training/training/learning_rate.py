@@ -72,8 +72,8 @@ def scale_factor(rule: str, global_batch: int, base_batch: int) -> float:
 
 
 def base_batch_size(config: MultiGPUConfig, data: Any) -> int:
-    """The batch that the user's rate is meant for: `base_batch_size`, or what one GPU computes,
-    which a DataLoader says itself where the config does not."""
+    """The batch size that the user's rate is meant for: `base_batch_size`, or the batch of one GPU,
+    taken from the DataLoader if the config does not give it."""
     if config.base_batch_size is not None:
         return config.base_batch_size
     if "batch_size" not in config.model_fields_set and isinstance(data, DataLoader):
@@ -85,7 +85,7 @@ def base_batch_size(config: MultiGPUConfig, data: Any) -> int:
 def scale_rate(
     optimizer: Optimizer, config: MultiGPUConfig, global_batch: int, base_batch: int | None = None
 ) -> Scaling:
-    """Multiply every group's rate once; an optimizer that was scaled before stays as it is."""
+    """Multiply every group's rate once; an optimizer that was already scaled is left alone."""
     base_batch = base_batch or base_batch_size(config, None)
     factor = scale_factor(config.lr_scaling, global_batch, base_batch)
     base_rate = 0.0
@@ -102,7 +102,7 @@ def scale_rate(
 class RateCurve:
     """Warm-up, then one of `schedules.py`: a pure function of the step.
 
-    peaks: what that function multiplies, by group. written: the rates as they were set here; one
+    peaks: the rates that function multiplies, by group. written: the rates last set here; a rate
     that differs was set by the user.
     """
 
@@ -126,7 +126,7 @@ class RateCurve:
             )
         self.optimizer = optimizer
         asked = config.warmup_steps or round(config.warmup_epochs * (epoch_steps or 0))
-        # A default meant for a long run must not keep a short one below its rate throughout.
+        # A warm-up meant for long runs must not keep a short run below its rate throughout.
         share = config.warmup_max_share
         warmup = asked if total is None else min(asked, math.floor(total * share))
         self._shortened = f" instead of {asked} (at most {share:g} of the run)" * (warmup < asked)
@@ -143,10 +143,10 @@ class RateCurve:
         self.after_step(0)
 
     def factor(self, step: int) -> float:
-        """What the rate of optimizer step `step` (from 0) is multiplied by."""
+        """The factor for the rate of optimizer step `step` (from 0)."""
         if step < self.at.warmup:
             return (step + 1) / (self.at.warmup + 1)
-        self.at.step = step  # one object for all steps: this runs in every one of them
+        self.at.step = step  # one object for all steps: this runs in every step
         return self.schedule.factor(self.at)
 
     def after_step(self, step: int) -> None:
@@ -169,7 +169,7 @@ class RateCurve:
         pass
 
     def set_rate(self, optimizer: Optimizer, rate: float) -> None:
-        multiply_rates(optimizer, rate)  # `after_step` takes it from there
+        multiply_rates(optimizer, rate)  # `after_step` continues from there
 
     def state_dict(self) -> dict[str, Any]:
         written = [float(rate) for rate in self.written or ()]
@@ -177,7 +177,7 @@ class RateCurve:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.peaks = [float(peak) for peak in state["peaks"]]
-        # Checkpoints of 0.1 know the peaks alone: the optimizer's rates are taken as they are.
+        # Checkpoints of 0.1 hold only the peaks: keep the optimizer's rates as they are.
         self.written = list(state["written"]) if "written" in state else None
         self._factor = state.get("factor")
 
@@ -188,7 +188,7 @@ class RateCurve:
 
 
 class BroughtScheduler:
-    """A torch scheduler that the user brought, advanced by steps or epochs as they say."""
+    """A torch scheduler given by the user, advanced per step or per epoch as they choose."""
 
     def __init__(
         self, scheduler: LRScheduler, config: MultiGPUConfig, total: int | None, scaling: Scaling
@@ -200,7 +200,7 @@ class BroughtScheduler:
             )
         self.scheduler = scheduler
         self.total = total
-        # These set the rate from numbers of their own.
+        # These compute the rate from their own settings.
         self.ignores_scaling = scaling.factor != 1.0 and isinstance(
             scheduler, (OneCycleLR, CyclicLR)
         )
@@ -238,7 +238,7 @@ class BroughtScheduler:
                 )
         factor = multiply_rates(optimizer, rate)
         for part in parts:
-            # Some multiply the rate as it is, others compute it from these.
+            # Some multiply the current rate, others compute it from these.
             if hasattr(part, "base_lrs"):
                 part.base_lrs = [base * factor for base in part.base_lrs]
         for group in optimizer.param_groups:
@@ -266,7 +266,7 @@ class BroughtScheduler:
 
 
 class Rates:
-    """The learning rates of an optimizer's groups, as tensors of the GPU while it steps.
+    """The learning rates of an optimizer's groups, as tensors on the GPU while it steps.
 
     A captured step reads its rate from memory. Everyone else (schedules, checkpoints, the user)
     keeps seeing plain numbers.
@@ -281,7 +281,7 @@ class Rates:
 
     def use_tensors(self) -> None:
         for group in self.optimizer.param_groups[len(self.tensors) :]:
-            # In float32, a rate is off by up to 6e-8: too much beside weights in float64.
+            # A float32 rate is off by up to 6e-8: too much for weights in float64.
             double = holds_doubles(group)
             self._values.append(float(group["lr"]))
             self.tensors.append(
@@ -293,7 +293,7 @@ class Rates:
             )
 
     def send(self) -> None:
-        """Bring rates that have changed to the device. Not part of a recording: call it before."""
+        """Copy changed rates to the device. Call this before a recorded step, never inside one."""
         groups = self.optimizer.param_groups
         if self.tensors and len(self.tensors) < len(groups):  # the user added some
             self.use_tensors()

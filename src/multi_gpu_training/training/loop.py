@@ -1,10 +1,10 @@
 """The training loop: epochs, steps, validation, checkpoints, stopping, and going back.
 
     run             trains all epochs, unless max_steps or early stopping ends the run first
-    train_epoch     makes one pass over the data; after a rollback, from the checkpoint's place
-    validate_epoch  evaluates each sample once and closes the epoch: record, best, checkpoint
+    train_epoch     makes one pass over the data; after a rollback, resumes at the checkpoint
+    validate_epoch  evaluates every sample once, then closes the epoch: record, best, checkpoint
     save_checkpoint saves the whole state in the background
-    stop            after a signal: saves at a step that all ranks reached, and exits
+    stop            after a signal: saves at a step that all ranks have reached, then exits
 
 Everything that only watches (progress bar, log, timing, replica check) is a callback, called from
 here or by `trainer.train_step`. The loop sees checkpoints and the log only as protocols.
@@ -51,7 +51,7 @@ class Checkpoints(Protocol):
     def due(self, step: int) -> bool: ...
 
     def holds(self, step: int) -> bool:
-        """Whether this step is the newest that is saved or being written."""
+        """Whether this step is the newest one saved or being written."""
 
     def poll(self) -> None:
         """Between steps: report how the last save went, without waiting for it."""
@@ -68,11 +68,11 @@ class Checkpoints(Protocol):
         """Keep the checkpoint of this step until another one is protected."""
 
     def skips(self, batch: Any) -> bool:
-        """Whether to leave out a batch because it caused a fault before."""
+        """Whether to skip a batch because it caused a fault before."""
 
 
 class StepLog(Protocol):
-    """What the loop needs from the step log. active: false if a loop logs by itself."""
+    """What the loop needs from the step log. active: false if the user's loop logs for itself."""
 
     active: bool
 
@@ -80,7 +80,7 @@ class StepLog(Protocol):
         """Log the steps not logged yet; raise if their loss is not finite."""
 
     def end_epoch(self) -> None:
-        """Wait for pending metrics; steps not logged yet count for the epoch alone."""
+        """Wait for pending metrics; steps not logged yet count towards the epoch only."""
 
     def went_back(self) -> None:
         """Tell the log that the run returned to an earlier step."""
@@ -100,23 +100,23 @@ class TrainingLoop:
     train_loader: Loader
     val_loader: ValLoaders | None
     evaluator: Evaluator
-    epoch_metrics: MetricsCollector  # of the epoch under way, over the steps logged so far
-    facts: dict[str, Any]  # what a checkpoint's manifest says beside the state
-    renew_shares: Callable[[], None]  # measures again how much each rank should compute
-    record: Callable[..., None]  # into the events
+    epoch_metrics: MetricsCollector  # of the current epoch, over the steps logged so far
+    facts: dict[str, Any]  # what a checkpoint's manifest holds besides the state
+    renew_shares: Callable[[], None]  # re-measures how much each rank should compute
+    record: Callable[..., None]  # writes an event
     warn: Callable[[str], None]
     track: Callable[[str, Iterable[Any], int | None], Iterable[Any]]  # shows a bar of batches
     folder: Path
-    last_epoch: int | None = None  # after which somebody asked the run to end
-    _epoch: int | None = None  # the last one that train_epoch was asked for
-    _whole: bool = True  # whether it was trained to its end
-    _trained: tuple[int, dict[str, float]] | None = None  # an epoch that waits for its validation
-    _validated: tuple[int, dict[str, float]] | None = None  # step and metrics of the newest one
+    last_epoch: int | None = None  # the epoch after which the run was asked to end
+    _epoch: int | None = None  # the last epoch train_epoch was asked for
+    _whole: bool = True  # whether that epoch was trained to its end
+    _trained: tuple[int, dict[str, float]] | None = None  # an epoch not validated yet
+    _validated: tuple[int, dict[str, float]] | None = None  # the latest: step and metrics
 
     def run(self) -> None:
-        """Train all epochs that are left."""
+        """Train all remaining epochs."""
         while not (self.is_complete or self.progress.out_of_patience or self.asked_to_end):
-            epoch = self.progress.epochs_done  # after a rollback, maybe an earlier one again
+            epoch = self.progress.epochs_done  # a rollback may return to an earlier epoch
             if epoch >= self.config.epochs:
                 break
             self._train(self.train_loader, epoch, validate=self.val_loader is not None)
@@ -124,7 +124,7 @@ class TrainingLoop:
     # One epoch
 
     def train_epoch(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
-        """Train one pass over the loader; return metrics over all ranks.
+        """Make one pass over the loader; return metrics over all ranks.
 
         If a resumed run has already finished this epoch, return its recorded metrics instead.
         """
@@ -134,8 +134,8 @@ class TrainingLoop:
         if self.is_complete:
             return self.progress.last["train"]
         if self.asked_to_end:
-            self.stop()  # nothing else ends a loop that the user wrote
-        self._close_trained()  # a user's own loop may leave out the validation
+            self.stop()  # nothing else would end a loop written by the user
+        self._close_trained()  # a user's own loop may skip validation
         metrics = self._train(loader, epoch)
         if metrics is None:
             raise self._out_of_reach(f"epoch {epoch + 1}")
@@ -144,28 +144,28 @@ class TrainingLoop:
     def _train(
         self, loader: Iterable[Any], epoch: int, validate: bool = False
     ) -> dict[str, float] | None:
-        """Train an epoch, and validate it where asked to. None: a rollback went back to a
-        checkpoint of another epoch, which is to be trained instead."""
+        """Train an epoch, and validate it when asked to. Returns None if a rollback restored a
+        checkpoint from another epoch, which must be trained instead."""
         trainer, self._epoch = self.trainer, epoch
         if loader is self.train_loader:
             if self.train_loader.epoch != epoch:
                 self.train_loader.seek(epoch)
             self.renew_shares()
         trainer.state.enter_training_mode()
-        trainer.execution.mark()  # recorded steps are never taken back past this point
+        trainer.execution.mark()  # recorded steps are never undone past this point
         while True:
             for call in self.callbacks.on_epoch_begin:  # after a rollback, again
                 call(epoch)
-            step = trainer.step + 1  # the one that an error belongs to
+            step = trainer.step + 1  # the step an error belongs to
             try:
                 self._validate_before_steps()
                 for batch in self._batches(loader):
                     if self.checkpoints.skips(batch):
-                        # It still counts as seen: positions in the data stay what they were.
+                        # It still counts as seen, so that positions in the data do not shift.
                         trainer.pass_over(share_of(batch))
                         continue
-                    # Fires on_step_begin and on_step_end. Its result is not held: the numbers of a
-                    # recorded step would be copied before the next one overwrites them.
+                    # Fires on_step_begin and on_step_end. Do not keep the result: that would copy
+                    # the numbers of each recorded step before the next one overwrites them.
                     if trainer.train_step(batch).moved and self._after_step():
                         break
                     step = trainer.step + 1
@@ -173,10 +173,10 @@ class TrainingLoop:
                 if validate and self.val_loader is not None:
                     self._validate(self.val_loader)
                 if self.should_stop or epoch + 1 >= self.config.epochs:
-                    trainer.execution.verify()  # here it can still go back
+                    trainer.execution.verify()  # a rollback is still possible here
                 return metrics
             except Exception as error:
-                self._recover(error, step)  # raises it, unless a checkpoint is back
+                self._recover(error, step)  # raises the error unless a checkpoint was restored
             if isinstance(loader, Iterator):
                 raise CheckpointError(
                     f"step {step} failed and the checkpoint of step {trainer.step} is back, but "
@@ -190,18 +190,18 @@ class TrainingLoop:
                 self.train_loader.seek(epoch)
 
     def _batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The rest of an epoch, or nothing where only its end is still to be recorded."""
-        if self.reached_max_steps:  # the run was ended right before the epoch's end was recorded
+        """The rest of an epoch, or nothing if only its end remains to be recorded."""
+        if self.reached_max_steps:  # the run ended just before the epoch's end was recorded
             return ()
         self.progress.unfinished = None
-        # Data on the GPU are gathered inside the step.
+        # Data on the GPU is gathered inside the step.
         batches = loader.batches() if isinstance(loader, ResidentLoader) else loader
         if loader is not self.train_loader and self.epoch_metrics.names:
-            batches = self._from_the_middle(loader)  # the run stands inside this epoch
+            batches = self._from_the_middle(loader)  # the run is inside this epoch
         return training_batches(batches, self.control, self.trainer.state)
 
     def _from_the_middle(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Batches of something around the run's own loader, which knows where to go on."""
+        """Batches of a wrapper around the run's own loader, which knows where to resume."""
         for batch in loader:
             if not came_from_a_loader(batch):
                 raise CheckpointError(
@@ -229,29 +229,29 @@ class TrainingLoop:
         self.save_checkpoint(wait=False, **facts)
 
     def between_steps(self) -> None:
-        """Save where that is due, in a loop that calls backward itself."""
+        """Save if a save is due, in a loop that calls backward itself."""
         self.checkpoints.poll()
         if self.checkpoints.due(self.trainer.step):
             self.save_between_steps()
 
     def _end_of_training(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
-        """All steps of the epoch are taken; it is closed now or by its validation."""
+        """All steps of the epoch are done; close it now, or leave that to its validation."""
         note_phase(Phase.EPOCH)
         trainer = self.trainer
         ours = loader is self.train_loader
         self._whole = not self.reached_max_steps or (ours and self._at_end_of_epoch)
-        if self.reached_max_steps:  # an epoch that max_steps cut short is not broken off
+        if self.reached_max_steps:  # an epoch that max_steps cut short does not count as aborted
             self.train_loader.seek(trainer.state.epoch, trainer.state.position)
-        # In this order: steps that were recorded wrongly are taken back first, then what is still
-        # on its way from the device is logged, then the rest belongs to the epoch's metrics.
+        # The order matters: undo wrongly recorded steps, then log what is still on its way from
+        # the device, then count the rest towards the epoch's metrics.
         trainer.execution.verify(spare=True)
         self.log.end_epoch()
-        trainer.strategy.sync_buffers()  # of ranks whose samples ended before the epoch did
+        trainer.strategy.sync_buffers()  # of ranks that ran out of samples before the epoch ended
         self.epoch_metrics.merge(trainer.collect_metrics())
         trainer.state.metrics.reset()
         trainer.execution.close_window()
         metrics = self.epoch_metrics.compute(trainer.placement)
-        trainer.nan_guard.look(now=True)  # here, where the device is waited for anyway
+        trainer.nan_guard.look(now=True)  # here, because the device is awaited anyway
         if not metrics and self.config.on_nonfinite == "skip":
             text = f"every step of epoch {epoch + 1} was skipped: no gradient of it was finite"
             raise NonFiniteLossError(trainer.step, text=text)
@@ -265,7 +265,7 @@ class TrainingLoop:
         return metrics
 
     def validate_epoch(self, loader: Iterable[Any] | None = None) -> dict[str, float]:
-        """Evaluate on every sample of the loader once; return metrics over all ranks."""
+        """Evaluate every sample of the loader once; return metrics over all ranks."""
         loader = loader if loader is not None else self.val_loader
         if loader is None:
             raise ConfigError("validate_epoch needs a loader; give val_dataset to setup_training")
@@ -276,13 +276,13 @@ class TrainingLoop:
             raise self._out_of_reach("the validation") from error
 
     def _validate(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Evaluate, then close the epoch that waits for it."""
+        """Evaluate, then close the epoch that is waiting for it."""
         recorded = self.progress.record_of(self._epoch) if loader is self.val_loader else None
         if self._trained is None and recorded is not None:
             return recorded["val"]  # a resumed run has validated this epoch before
         known = self._validated if self._trained and loader is self.val_loader else None
         if known is not None and known[0] != self.trainer.step:
-            known = None  # else: a stream, or max_steps, ended where a validation was due
+            known = None  # otherwise a stream or max_steps ended exactly where a validation was due
         metrics = self._validation(loader) if known is None else known[1]
         note_phase(Phase.EPOCH)
         if self._trained is not None:
@@ -294,13 +294,13 @@ class TrainingLoop:
         return metrics
 
     def _validate_before_steps(self) -> None:
-        """The validation of the untrained model, and one that a signal or a fault cut off."""
+        """Validate the untrained model, or repeat a validation that a signal or fault cut off."""
         step, every, done = self.trainer.step, self.config.validate_every, self.progress
         if self.val_loader is None:
             return
         if step == 0 and self.config.validate_at_start and self._validated is None:
             metrics = self._validation(self.val_loader)
-            done.find_metric(metrics)  # a wrong best_metric is found here, not after an epoch
+            done.find_metric(metrics)  # catches a wrong best_metric now rather than after an epoch
             self._validated = (0, metrics)
             for call in self.callbacks.on_validation:
                 call(metrics)
@@ -322,7 +322,7 @@ class TrainingLoop:
             self.save_between_steps(best=better, score=score, metrics=metrics)
 
     def _validation(self, loader: Iterable[Any]) -> dict[str, float]:
-        """Evaluate a validation set, or several. All ranks can stop behind each."""
+        """Evaluate one or several validation sets. Ranks can stop after each."""
         note_phase(Phase.VALIDATION)
         metrics: dict[str, float] = {}
         sets = self.val_loader if isinstance(self.val_loader, dict) else {}
@@ -355,7 +355,7 @@ class TrainingLoop:
         judged = train if val is None else val
         better = self.progress.finish_epoch(train, val, self._whole)
         if self._whole:
-            self.epoch_metrics.reset()  # not before: a run may stop in the validation
+            self.epoch_metrics.reset()  # not earlier: a run may stop during validation
             self.trainer.state.schedule.after_epoch(self.progress.of_deciding_set(judged))
         for call in self.callbacks.on_epoch_end:
             call(epoch, judged)
@@ -371,16 +371,16 @@ class TrainingLoop:
     # Going back
 
     def _recover(self, error: Exception, step: int) -> None:
-        """Act on an error of `step` by the fault policies: raise it, or bring back a checkpoint
-        and stand at its place in the data."""
+        """Apply the fault policies to an error at `step`: raise it, or restore a checkpoint and
+        return to its position in the data."""
         note_step(step)
-        # A step's error carries this advice already; one of a validation does not.
+        # An error from a step already carries this advice; one from a validation does not.
         if is_out_of_memory(error) and not hasattr(error, "__notes__"):
             error.add_note(advice(self.trainer.state))
         identity = self.trainer.placement.identity
         who = f"rank {identity.rank} on {identity.host}"
         blamed = error.ranks if isinstance(error, NonFiniteLossError) else []
-        if blamed and identity.rank not in blamed:  # every rank raises it; any may tell it first
+        if blamed and identity.rank not in blamed:  # every rank raises it; any may report first
             who = f"rank {', '.join(map(str, blamed))}, told by {who}"
         error.add_note(f"({who}, step {step}, run {self.folder})")
         self.checkpoints.recover(error)
@@ -390,7 +390,7 @@ class TrainingLoop:
         self._trained = self._validated = None
 
     def _out_of_reach(self, where: str) -> CheckpointError:
-        """Your own loop stands at `where`, and only it could go back to where the state is now."""
+        """The user's own loop is at `where`; only it could return to where the state is now."""
         return CheckpointError(
             f"{where} failed, and the state of step {self.trainer.step} in epoch "
             f"{self.progress.epochs_done + 1} was brought back, where your own loop does not "
@@ -407,8 +407,8 @@ class TrainingLoop:
         score: dict[str, Any] | None = None,
         metrics: dict[str, float] | None = None,
     ) -> Path:
-        """Save the whole state now. With `wait` it is safe on the disk when this returns; else
-        training continues once the state is copied, and it is written in the background."""
+        """Save the whole state now. With `wait`, it is safe on disk when this returns; otherwise
+        training continues once the state is copied, and the files are written in the background."""
         note_phase(Phase.CHECKPOINT)
         trainer = self.trainer
         trainer.execution.verify(spare=not wait)  # the last chance to undo wrong recorded steps
@@ -429,15 +429,15 @@ class TrainingLoop:
                 call()
 
     def stop(self, save: Callable[[], Any] | None = None) -> None:
-        """Save the step that all ranks stand at, unless it is saved already, and end this process.
-        `save`: how, where `save_checkpoint` alone would not do."""
+        """Save the step that all ranks have reached, unless it is already saved, and end this
+        process. `save` replaces `save_checkpoint` where that is not enough."""
         wait_for_no_worker()
         for call in self.callbacks.on_data_end:
             call()
         begun, problem = time.perf_counter(), None
         try:
             outcome = self._save_to_stop(save)
-        except MultiGPUError as error:  # also a NaN: no rollback now, the run ends
+        except MultiGPUError as error:  # including a NaN: the run is ending, so no rollback
             problem = str(error)
             outcome = f"step {self.trainer.step} is lost: {problem}. An earlier one: --resume auto"
         facts = {"problem": problem, "save_s": time.perf_counter() - begun}
@@ -464,12 +464,12 @@ class TrainingLoop:
 
     @property
     def should_stop(self) -> bool:
-        """True once max_steps is reached, early stopping has seen enough, or the epoch is over
-        after which somebody asked the run to end."""
+        """True once max_steps is reached, early stopping has decided, or the epoch after which the
+        run was asked to end is over."""
         return self.reached_max_steps or self.progress.out_of_patience or self.asked_to_end
 
     def end_after_epoch(self) -> None:
-        """End the run once the epoch under way is closed. Every rank must call it."""
+        """End the run once the current epoch is closed. Every rank must call this."""
         if self._epoch is None:
             raise ConfigError(
                 "this training does not go by epochs of the manager; use stop, which saves first"
@@ -486,7 +486,7 @@ class TrainingLoop:
 
     @property
     def is_complete(self) -> bool:
-        """Whether max_steps is reached, and the epoch of the last step is recorded."""
+        """Whether max_steps is reached and the epoch of the last step is recorded."""
         progress = self.progress
         recorded = progress.unfinished is not None or progress.epochs_done > self.trainer.epoch
         return self.reached_max_steps and recorded
@@ -501,7 +501,7 @@ class TrainingLoop:
         if math.isfinite(metrics.get("loss", 0.0)):
             return
         trainer = self.trainer
-        trainer.execution.verify()  # these two name the step and the samples, if they can
+        trainer.execution.verify()  # these two name the step and the samples where they can
         trainer.nan_guard.look(now=True)
         rate = float(trainer.optimizer.param_groups[0]["lr"])
         raise NonFiniteLossError(

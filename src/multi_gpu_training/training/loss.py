@@ -1,10 +1,10 @@
-"""What a loss function may return, and the losses used where the user brings none.
+"""What a loss function may return, and the default losses.
 
 A loss function is `loss_fn(model, batch)` and returns one of
 
     loss                          the mean over the samples of the batch
     (mean_loss, weight)           where samples do not count equally: the sum of their weights
-    (mean_loss, weight, metrics)  and metrics as {name: (sum, weight)}, shown for training
+    (mean_loss, weight, metrics)  plus training metrics, as {name: (sum, weight)}
 
 `weight` is what the mean was divided by: valid tokens, summed class weights, frames.
 """
@@ -44,12 +44,12 @@ Pairs = Mapping[str, tuple[Tensor | float, Tensor | float]]
 @dataclass(frozen=True)
 class Loss:
     mean: Tensor
-    weight: Tensor | None = None  # None: the sample count, which the loader knows beforehand
+    weight: Tensor | None = None  # None: the sample count, which the loader knows in advance
     metrics: Pairs = field(default_factory=dict)
 
 
 def read_loss(result: Any, device: torch.device) -> Loss:
-    """A loss function's answer in one form; anything else is an error that says what is wanted."""
+    """Normalise what a loss function returned; raise for anything it must not return."""
     if isinstance(result, Loss):
         return result
     weight: Tensor | None = None
@@ -87,7 +87,7 @@ def read_loss(result: Any, device: torch.device) -> Loss:
 
 
 def _checked_pairs(metrics: Any) -> Pairs:
-    """The metrics beside a loss; that their values are numbers is checked where they are added."""
+    """The metrics returned with a loss. `MetricsCollector.add` checks that they are numbers."""
     wanted = "return (mean_loss, weight, {name: (sum, weight)})"
     if not isinstance(metrics, Mapping):
         raise ModelError(
@@ -110,7 +110,7 @@ def _checked_pairs(metrics: Any) -> Pairs:
 
 
 def _read_weight(given: Any, device: torch.device) -> Tensor:
-    """What the mean was divided by: one number, which does not depend on what is trained."""
+    """What the mean was divided by: one number that must not depend on trained weights."""
     kind = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else ""
     if isinstance(given, Tensor) and given.requires_grad and torch.is_grad_enabled():
         raise ModelError(
@@ -135,13 +135,13 @@ def _read_weight(given: Any, device: torch.device) -> Tensor:
 
 
 def choose_loss(given: Any) -> LossFn:
-    """The loss function to train with: the user's, a criterion wrapped, or by the data."""
+    """The loss function to train with: the user's, a wrapped criterion, or one the data implies."""
     if given is None:
         return SupervisedLoss()
     if isinstance(given, nn.Module):
         if _takes_the_model(given):
             return ModuleLoss(given)
-        # A criterion with another base class may use the word for something else.
+        # A criterion with another base class may use this name for something else.
         known: tuple[str | None, ...] = ("mean", "batchmean")
         if not isinstance(given, CriterionBase):
             known += ("none", None)
@@ -161,7 +161,7 @@ def choose_loss(given: Any) -> LossFn:
         module = CRITERIA[function]
         try:
             return choose_loss(module(**keywords))
-        except TypeError as error:  # an argument that only the function has
+        except TypeError as error:  # an argument that only the functional form has
             raise ModelError(
                 f"loss_fn: {module.__name__} cannot stand for {function.__name__} ({error}); give "
                 "loss_fn(model, batch) -> loss",
@@ -171,7 +171,7 @@ def choose_loss(given: Any) -> LossFn:
     return given  # type: ignore[no-any-return]
 
 
-# Functions of torch that people give as loss_fn, and the modules that compute the same.
+# torch functions that people pass as loss_fn, and the equivalent modules.
 CRITERIA: dict[Any, type[nn.Module]] = {
     F.cross_entropy: nn.CrossEntropyLoss,
     F.nll_loss: nn.NLLLoss,
@@ -187,14 +187,14 @@ TARGETS = ("target", "targets", "label", "labels", "y", "y_true")
 
 
 def _unwrapped(given: Any) -> tuple[Any, dict[str, Any]]:
-    """The function of a `functools.partial` and what it sets by name; else the function itself."""
+    """The function inside a `functools.partial` with its keywords, or the function itself."""
     if isinstance(given, functools.partial) and not given.args:
         return given.func, given.keywords
     return given, {}
 
 
 def _refuse_criterion(given: Any) -> None:
-    """A function of output and target would be called with a model, and fail at the first step."""
+    """Refuse a function of (output, target): it would be called with a model and fail later."""
     try:
         names = list(inspect.signature(given).parameters)[:2]
     except (TypeError, ValueError):
@@ -209,7 +209,7 @@ def _refuse_criterion(given: Any) -> None:
 
 
 def _takes_the_model(module: nn.Module) -> bool:
-    """Whether it is called as `loss_fn(model, batch)`, and not as `criterion(output, target)`."""
+    """Whether this expects `loss_fn(model, batch)` rather than `criterion(output, target)`."""
     first = next(iter(inspect.signature(module.forward).parameters.values()), None)
     if first is None:
         return False
@@ -219,7 +219,7 @@ def _takes_the_model(module: nn.Module) -> bool:
 
 
 class ModuleLoss:
-    """A loss function of model and batch that is a module: kept on the model's device."""
+    """A loss function of model and batch that is itself a module; kept on the model's device."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -241,12 +241,12 @@ class SupervisedLoss:
     def __init__(self, criterion: nn.Module | None = None) -> None:
         self.criterion = criterion
         self.chosen_here = criterion is None
-        self.every_label_counts = False  # then a mean is over samples, and nothing is counted
-        self._labels_seen: int | None = None  # how often they had been written to
+        self.every_label_counts = False  # then a mean is over samples, and nothing needs counting
+        self._labels_seen: int | None = None  # their version counters at that time
         self._device: torch.device | None = None
-        # Then the output need not be scores of classes: of an embedding, the criterion makes them.
+        # Then the output may not be class scores: some criteria compute them from an embedding.
         self.learns = criterion is not None and any(True for _ in criterion.parameters())
-        # Whether means of parts of a batch must add up: on several ranks, in micro-batches.
+        # Whether the batch is split (ranks, micro-batches), so means of its parts must add up.
         self.has_parts = False
         self._shifted: bool | None = None  # whether the model's own loss skips the first label
         self._checked = False
@@ -260,7 +260,7 @@ class SupervisedLoss:
         mean = criterion(output, target)
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         if is_classification(output, target) and not self.learns:
-            hits = (output.detach().argmax(1) == target).sum()  # no class is the ignored label
+            hits = (output.detach().argmax(1) == target).sum()  # the ignored label is no class
             counted: Tensor | float = float(target.numel())
             if not self.every_label_counts:
                 counted = (target != ignored_label(criterion)).sum()
@@ -272,7 +272,7 @@ class SupervisedLoss:
         return Loss(mean, self.weight_of(output, target), metrics)
 
     def weight_of(self, output: Any, target: Any) -> Tensor | None:
-        """What the criterion divided its mean by; None where that is the sample count."""
+        """What the criterion divided its mean by; None if that is the sample count."""
         assert self.criterion is not None
         if self._divisor is None:
             self._divisor = find_divisor(self.criterion, output, target)
@@ -287,8 +287,8 @@ class SupervisedLoss:
         return self._divisor.weigh(output, target)
 
     def look_at(self, dataset: Any) -> None:
-        """See beforehand whether a TensorDataset has a label that does not count. Again before
-        each pass: its tensors may have been written to."""
+        """Check in advance whether a TensorDataset has labels that do not count. Called before
+        each pass, because its tensors may have been modified."""
         if type(dataset) is not TensorDataset or dataset.tensors[-1].is_floating_point():
             return
         labels = dataset.tensors[-1]
@@ -299,7 +299,7 @@ class SupervisedLoss:
 
     @property
     def description(self) -> str:
-        """One line that says which loss was chosen and why, once a batch was seen."""
+        """One line that says which loss was chosen and why, once a batch has been seen."""
         if not self.chosen_here:
             return f"loss: {type(self.criterion).__name__}"
         if self.criterion is None:
@@ -322,7 +322,7 @@ class SupervisedLoss:
             self.criterion.to(output.device)
             self._device = output.device
         if isinstance(output, Tensor) and output.dtype is torch.float64 and not self.learns:
-            self.criterion.double()  # class weights too; float32 ones are refused beside it
+            self.criterion.double()  # class weights too: torch needs the same type
         return self.criterion
 
     def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
@@ -339,13 +339,13 @@ class SupervisedLoss:
     def _label_weight(
         self, model: nn.Module, batch: Mapping[str, Any], output: Any
     ) -> Tensor | None:
-        """How many labels a Hugging Face model averaged over; None where it is one per sample."""
+        """How many labels a Hugging Face model averaged over; None if it is one per sample."""
         labels, logits = batch.get("labels"), getattr(output, "logits", None)
         shifted = self._shifted
         if shifted is None and isinstance(logits, Tensor) and isinstance(labels, Tensor):
             tokens = logits.ndim > 2 and not labels.is_floating_point()
             shifted = tokens and shifts_labels(model, output.loss, logits, labels)
-            # Kept: a recorded or compiled step must not read numbers from the device.
+            # Cached: a recorded or compiled step must not read numbers from the device.
             self._shifted = shifted if bool(output.loss.isfinite()) else None
         if self.has_parts and not self._checked and torch.is_grad_enabled():
             self._checked = True
@@ -355,7 +355,7 @@ class SupervisedLoss:
         return own_loss_weight(model, batch, output, bool(shifted))
 
 
-# Criteria that broadcast outputs and targets of different shapes, most of them with a warning.
+# Criteria that silently (or with a warning) broadcast outputs and targets of different shapes.
 _ELEMENTWISE = (
     nn.MSELoss,
     nn.L1Loss,

@@ -1,4 +1,4 @@
-"""Parameters of the loss that are trained with the model's: a criterion's, a learned temperature.
+"""Trained parameters that belong to the loss: a criterion's own, or a learned temperature.
 
 As in plain PyTorch, the optimizer decides: what it holds is trained. Ranks exchange, clip, compare
 and save these parameters like those of the model.
@@ -18,11 +18,11 @@ from multi_gpu_training.errors import ModelError
 from multi_gpu_training.torch_internals import CriterionBase
 from multi_gpu_training.training.loss import LossFn, ModuleLoss, SupervisedLoss
 
-_DEPTH = 3  # of containers and objects between a loss function and what it uses
+_DEPTH = 3  # nesting depth of containers and objects that is searched
 
 
 def criterion_of(loss_fn: LossFn) -> nn.Module | None:
-    """The user's own module that is the loss; torch's criteria keep nothing but settings."""
+    """The user's own loss module, if any; torch's criteria hold only settings."""
     module = loss_fn.module if isinstance(loss_fn, ModuleLoss) else None
     if isinstance(loss_fn, SupervisedLoss):
         module = loss_fn.criterion
@@ -37,8 +37,8 @@ def trainable(loss_fn: LossFn, model: nn.Module) -> list[nn.Parameter]:
 
 
 def parts_beside(loss_fn: LossFn, model: nn.Module, optimizer: Optimizer) -> nn.Module | None:
-    """What the loss uses and the optimizer moves beside the model, as one module; None where that
-    is nothing. A parameter of neither model nor loss is an error."""
+    """What the loss uses and the optimizer moves besides the model, as one module; None if there is
+    nothing. A parameter that belongs to neither model nor loss is an error."""
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = {id(p) for p in held if id(p) not in own}
@@ -63,8 +63,8 @@ def parts_beside(loss_fn: LossFn, model: nn.Module, optimizer: Optimizer) -> nn.
 
 
 def _belongs(criterion: nn.Module, strangers: set[int]) -> bool:
-    """Whether a criterion is a part of the training: the optimizer moves it, or it has nothing to
-    move and keeps statistics, which ranks share and checkpoints hold."""
+    """Whether a criterion takes part in training: the optimizer moves it, or it has no parameters
+    but keeps statistics, which ranks share and checkpoints hold."""
     parameters = list(criterion.parameters())
     if not parameters:
         return any(True for _ in criterion.buffers())
@@ -72,7 +72,7 @@ def _belongs(criterion: nn.Module, strangers: set[int]) -> bool:
 
 
 def describe(loss_fn: LossFn, model: nn.Module, beside: nn.Module | None) -> str | None:
-    """A line that says which parameters of the loss are trained, or that some are not."""
+    """A line that says which parameters of the loss are trained, and which are not."""
     if beside is not None and (count := sum(p.requires_grad for p in beside.parameters())):
         names = ", ".join(name for name, _ in beside.named_parameters())
         return f"loss: {count} parameters are trained with the model's: {names}"
@@ -86,7 +86,7 @@ def describe(loss_fn: LossFn, model: nn.Module, beside: nn.Module | None) -> str
 
 
 class LossState:
-    """What a checkpoint holds of parts beside the model; a part may contain the model itself."""
+    """Checkpoint state of the parts besides the model; a part may contain the model itself."""
 
     def __init__(self, beside: nn.Module, model: nn.Module) -> None:
         self._beside, self._model = beside, model
@@ -119,7 +119,7 @@ def _free(module: nn.Module, name: str) -> str:
 
 
 def _used_by(loss_fn: Any, wanted: set[int]) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
-    """The modules and parameters that a function reaches and that are, or hold, wanted ones."""
+    """The modules and parameters a function can reach that are, or contain, wanted ones."""
     pending: list[tuple[str, Any, int]] = [("loss_fn", loss_fn, 0)]
     seen: set[int] = set()
     while pending:
@@ -133,7 +133,7 @@ def _used_by(loss_fn: Any, wanted: set[int]) -> Iterator[tuple[str, nn.Module | 
         elif isinstance(value, nn.Module):
             if any(id(p) in wanted for p in value.parameters()):
                 yield name, value
-        elif isinstance(value, types.FunctionType):  # one that it calls is as near as itself
+        elif isinstance(value, types.FunctionType):  # functions do not add depth
             pending += [(n, v, depth) for n, v in _variables(value)]
         else:
             pending += [(n, v, depth + 1) for n, v in _contents(value)]
@@ -145,7 +145,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         try:
             yield name, cell.cell_contents
         except ValueError:
-            continue  # not filled yet
+            continue  # an empty closure cell
     for name in _global_names(code):
         if name in scope and not isinstance(scope[name], types.ModuleType):
             yield name, scope[name]

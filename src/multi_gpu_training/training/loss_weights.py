@@ -1,8 +1,8 @@
-"""What a mean was divided by: the weight with which ranks and micro-batches add up their losses.
+"""Find what a mean loss was divided by, the weight for combining ranks and micro-batches.
 
 torch's criteria and the losses of Hugging Face models are known. The user's own criterion is tried
-out on small made-up batches, the model's own loss on the first batch: the whole must be the
-weighted mean of its parts.
+on small synthetic batches, and the model's own loss on the first batch: the loss of the whole must
+equal the weighted mean over its parts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from multi_gpu_training.distributed.sharding import is_split, sharded_modules
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.torch_internals import CriterionBase
 
-IGNORED = -100  # the label that counts for nothing, unless a criterion says otherwise
+IGNORED = -100  # the ignored label, unless a criterion says otherwise
 Weigh = Callable[[Any, Any], Tensor | None]  # of output and target; None: the sample count
 
 
 def ignored_label(criterion: nn.Module | None) -> int:
-    """The label that counts for nothing."""
+    """The label that a criterion ignores."""
     label: int = getattr(criterion, "ignore_index", IGNORED)
     return label
 
@@ -41,12 +41,12 @@ def has_class_weights(criterion: nn.Module) -> bool:
 
 
 def is_torchs_own(criterion: nn.Module) -> bool:
-    """Whether it computes what torch's documentation says, also where a class derives from it."""
+    """Whether the forward is torch's own, also in a subclass that does not override it."""
     return type(criterion).forward.__module__ == CriterionBase.__module__
 
 
 def criterion_weight(criterion: nn.Module, output: Any, target: Any) -> Tensor | None:
-    """What one of torch's criteria divided its mean by; None where that is the sample count."""
+    """What one of torch's criteria divided its mean by; None if that is the sample count."""
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if getattr(criterion, "reduction", None) == "batchmean":  # a sum over rows, by their number
@@ -79,11 +79,11 @@ class Divisor:
 
 
 def find_divisor(criterion: nn.Module, output: Any, target: Any) -> Divisor:
-    """How to weigh a criterion that has seen an output and a target of these shapes.
+    """How to weigh a criterion for an output and a target of these shapes.
 
-    A criterion of the user's own may be a mean over samples, over the labels that count, or over
-    the weights of their classes; made-up batches of a few samples tell. They are the same on every
-    rank, and a copy on the CPU computes them.
+    The user's own criterion may average over samples, over the labels that count, or over the
+    weights of their classes. Synthetic batches of a few samples tell which. They are the same on
+    every rank, and a copy on the CPU computes them.
     """
     usual: Weigh = partial(criterion_weight, criterion)
     if is_torchs_own(criterion) or not isinstance(output, Tensor):
@@ -99,7 +99,7 @@ def find_divisor(criterion: nn.Module, output: Any, target: Any) -> Divisor:
         with global_generators_kept(), torch.no_grad():
             for number in _fitting(twin, candidates, output, target):
                 return Divisor(candidates[number])
-    except Exception:  # it takes no such batch, or cannot be copied
+    except Exception:  # it rejects such a batch, or cannot be copied
         return Divisor(by_samples)
     return Divisor(by_samples, adds_up=False)
 
@@ -111,7 +111,7 @@ def _by_size(output: Any, target: Any) -> Tensor | None:
 
 
 def _by_labels(criterion: nn.Module, output: Tensor, target: Tensor) -> list[Weigh]:
-    """Every way to count labels that the settings of a criterion, and of what is in it, allow."""
+    """Every way to count labels that the settings of a criterion and its submodules allow."""
     place = _classes_at(output, target)
     if place is None:
         return []
@@ -133,7 +133,7 @@ def _counted_by(ignored: int, weight: Tensor | None, output: Any, target: Any) -
 
 
 def _classes_at(output: Tensor, target: Tensor) -> int | None:
-    """The axis of an output that has one score per class; None where labels are no classes."""
+    """The output axis that holds one score per class; None if labels are not classes."""
     if target.is_floating_point() or target.is_complex() or output.ndim != target.ndim + 1:
         return None
     if output.shape[:1] + output.shape[2:] == target.shape:
@@ -144,7 +144,7 @@ def _classes_at(output: Tensor, target: Tensor) -> int | None:
 def _fitting(
     criterion: nn.Module, candidates: Sequence[Weigh], output: Tensor, target: Tensor
 ) -> Iterator[int]:
-    """The candidates with which the losses of parts add up to the loss of the whole."""
+    """The candidates for which the losses of the parts add up to the loss of the whole."""
     generator = torch.Generator().manual_seed(0)
     trials: list[tuple[Tensor, Tensor]] = []
     labels = sorted({ignored_label(m) for m in criterion.modules()})
@@ -155,7 +155,7 @@ def _fitting(
         except (IndexError, ValueError, RuntimeError):
             if ignored is None:
                 raise
-            continue  # it takes no such label
+            continue  # it rejects such a label
         trials.append(made)
     fits = set(range(len(candidates)))
     for out, wanted in trials:
@@ -178,7 +178,7 @@ def _fitting(
 def _made_up(
     output: Tensor, target: Tensor, ignored: int | None, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Seven samples of an output and a target of a form; further axes are cut short."""
+    """Seven synthetic samples in the shape of an output and a target; long axes are shortened."""
     place = _classes_at(output, target)
     shape = [7, *(min(3, size) for size in output.shape[1:])]
     if place is not None:
@@ -196,7 +196,7 @@ def _made_up(
         if not target.is_floating_point():
             wanted = (wanted > 0.5).to(target.dtype)
         return out, wanted
-    # Every class, in other shares among the first two samples than among the others.
+    # Every class occurs, in different proportions in the first two samples and in the rest.
     wanted = torch.arange(math.prod(wanted_shape)).view(wanted_shape) % shape[place]
     if ignored is not None:
         wanted.view(7, -1)[[0, 3, 4], -1] = ignored
@@ -211,7 +211,7 @@ def own_loss_weight(
 ) -> Tensor | None:
     """How many labels a Hugging Face model averaged over; None where it is one per sample."""
     starts, scores = batch.get("start_positions"), getattr(output, "start_logits", None)
-    if isinstance(starts, Tensor) and isinstance(scores, Tensor):  # answers cut off do not count
+    if isinstance(starts, Tensor) and isinstance(scores, Tensor):  # truncated answers do not count
         return (starts < scores.shape[1]).sum().to(wide_float(starts.device))
     labels, logits = batch.get("labels"), getattr(output, "logits", None)
     if not isinstance(labels, Tensor) or not isinstance(logits, Tensor):
@@ -239,9 +239,9 @@ def _setting(model: nn.Module, name: str) -> Any:
 def shifts_labels(model: nn.Module, loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
     """Whether the model predicts the next token, so that the first label counts for nothing.
 
-    The model's own loss says so: it is the cross entropy of either the shifted labels or the
-    labels as they are. Where both fit, or neither does (label smoothing, further terms), the
-    name of the model decides, also under wrappers.
+    The model's own loss tells: it equals the cross entropy of either the shifted labels or the
+    unshifted ones. If both fit, or neither does (label smoothing, extra terms), the model's class
+    name decides, also under wrappers.
     """
     if logits.shape[:-1] != labels.shape:
         return False
@@ -270,16 +270,16 @@ def check_own_loss(
     batch: Mapping[str, Any],
     weight_of: Callable[[Mapping[str, Any], Any], Tensor | None],
 ) -> None:
-    """See on one batch whether a model's own loss is what its weight says: the losses of the
-    batch's parts must add up to that of the whole. A sum is refused, and the user is told of a
-    loss that is neither. It computes without noise, and leaves no trace."""
+    """Check on one batch that a model's own loss matches its assumed weight: the losses of the
+    batch's parts must add up to that of the whole. A sum is refused; a loss that is neither
+    triggers a warning. Runs without noise and leaves no trace."""
     rows = {len(v) if isinstance(v, Tensor) and v.ndim else 0 for v in batch.values()}
     size = rows.pop() if len(rows) == 1 else 0
     if size < 2 or sharded_modules(model) or any(is_split(p) for p in model.parameters()):
-        return  # ranks would have to compute it together
+        return  # ranks would have to compute this together
     with _as_in_evaluation(model):
         whole, total = _weighed(model, batch, weight_of, size)
-        first = max(1, size // 3)  # uneven, so that less agrees by chance
+        first = max(1, size // 3)  # uneven, so that wrong candidates rarely agree by chance
         cut = [slice(0, first), slice(first, size)]
         parts = [
             _weighed(model, {k: v[s] for k, v in batch.items()}, weight_of, s.stop - s.start)
@@ -288,7 +288,7 @@ def check_own_loss(
         again, _ = _weighed(model, batch, weight_of, size)
     exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
     near = (1e-4 if exact else 0.05) * abs(whole)
-    if whole != again or not total:  # it draws random numbers, or nothing counts here
+    if whole != again or not total:  # it draws random numbers, or no label counts here
         return
     if abs(sum(w * loss for loss, w in parts if w) / total - whole) <= near:
         return
@@ -321,7 +321,7 @@ def _weighed(
 
 @contextmanager
 def _as_in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Without dropout, gradients, rounding to 16 bits, or a draw from the global generators."""
+    """Without dropout, gradients, 16-bit rounding, or draws from the global generators."""
     modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
     for module, _ in modes:

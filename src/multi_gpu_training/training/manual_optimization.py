@@ -7,10 +7,10 @@
             opt_d.step()
             trainer.backward(loss_g(real), optimizer=opt_g)
 
-`backward` adds to the gradients of one optimizer's parameters, and of no others, what one process
-computes on the batches of all ranks together. Ranks exchange gradients in that call, so that
-`p.grad` may be clipped, looked at or changed right after it, as in any loop. What has not moved
-when the block ends moves there.
+`backward` adds the gradients that one process would compute on the batches of all ranks together,
+for the parameters of one optimizer and no others. Ranks exchange gradients inside that call, so
+`p.grad` may be clipped, read or changed right after it, as in any loop. An optimizer that has not
+stepped by the end of the block steps there.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _FOREIGN = (
     "loss.backward() was called inside trainer.step(): ranks would not exchange these gradients, "
     "and nothing would move along them; call trainer.backward(loss, optimizer=...)"
 )
-WATCHED_STEPS = 3  # in which a plain loss.backward() is noticed
+WATCHED_STEPS = 3  # blocks in which a plain loss.backward() is detected
 
 
 class ManualTrainer:
     """Steps of a loop that calls backward itself. Every rank must make the same calls.
 
-    optimizers: all that take part; each parameter belongs to one of them.
-    result: what the newest step did.
+    optimizers: all that take part; each parameter belongs to exactly one.
+    result: what the latest step did.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ManualTrainer:
     ) -> None:
         self.optimizers = list(optimizers)
         self.result: StepResult | None = None
-        self.schedules: list[Schedule] = []  # of the optimizers after the first
+        self.schedules: list[Schedule] = []  # for the optimizers after the first
         self._state = state
         self._placement = state.placement
         self._boundary = boundary
@@ -88,16 +88,16 @@ class ManualTrainer:
             OptimizerGradients(one, number) for number, one in enumerate(self.optimizers)
         ]
         held = sum(len(slot.find_parameters()) for slot in self._slots)
-        # Else a backward is kept from reaching what no optimizer here trains.
+        # Otherwise a backward must not reach parameters that no optimizer here trains.
         self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
         self._inside = self._has_batch = False
         self._share: Share
         self._weight: Number = 1.0
         self._sharded: Share | None = None
-        self._stood_in = False  # whether the newest shard was a stand-in
-        # The losses of the step: (whose, name, loss x weight, weight); logged once it is taken.
+        self._stood_in = False  # whether the latest shard was a stand-in
+        # The losses of the step, logged when it ends: (optimizer, name, loss x weight, weight).
         self._noted: list[tuple[list[OptimizerGradients], str, Number, Number]] = []
-        self._unit: Number | None = None  # of the gradients that are not exchanged yet
+        self._unit: Number | None = None  # for gradients not exchanged yet
         self._loss: Tensor | None = None
         self._norm: Tensor | None = None
         self._closure_loss: Tensor | None = None
@@ -106,7 +106,7 @@ class ManualTrainer:
         self._found = torch.zeros((), dtype=torch.float32, device=device)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._mixed_up = torch.zeros((), dtype=torch.int64, device=device)
-        self._own = False  # whether a backward under way is this trainer's
+        self._own = False  # whether the backward now running was started here
         self._watch: list[Any] = []
         state.callbacks.add(_LookBeforeSave(self.look))
         for slot in self._slots:
@@ -126,13 +126,14 @@ class ManualTrainer:
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[Any]:
-        """One step: entering it gives the batch on the device, leaving it moves every optimizer
-        that has gradients, counts the step, logs it, and saves where a checkpoint is due.
+        """One step. Entering it gives the batch on the device. Leaving it steps every optimizer
+        that has gradients, counts and logs the step, and saves if a checkpoint is due.
 
-        With a batch, each loss weighs as many samples as this rank holds of it; of a loader's or of
-        `manager.shard`, that is this rank's part of the global batch. Without, all ranks weigh the
-        same. A rank without a sample gets a stand-in, whose losses weigh nothing. Micro-batches of
-        a loader (gradient_accumulation_steps) take a block each, and the last one moves.
+        With a batch, each loss is weighted by the number of samples this rank holds of it; for a
+        batch from a loader or `manager.shard`, that is this rank's part of the global batch.
+        Without a batch, all ranks weigh the same. A rank without samples gets a stand-in, whose
+        losses have weight zero. With gradient_accumulation_steps, each micro-batch of a loader
+        takes one block, and only the last block steps.
         """
         given = self._begin(batch)
         try:
@@ -176,7 +177,7 @@ class ManualTrainer:
             if batch is not None:
                 given = state.prepare(given, state.sample_numbers(given, share))
         elif not all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
-            given = state.stand_in(share)  # else `shard` has left one in it
+            given = state.stand_in(share)  # otherwise `shard` set it
         self._inside, self._has_batch = True, batch is not None
         self._attend(share)
         return given
@@ -189,11 +190,11 @@ class ManualTrainer:
             share = state.loader.recognise(batch, place, state.count_samples)
         if share is not None:
             return share
-        own = state.own_share(batch)  # the batch is all of the step, whatever the config says
+        own = state.own_share(batch)  # this batch is the whole step, whatever the config says
         return Share(own.epoch, own.position, (), own.count, 0, True, True, own.key)
 
     def _attend(self, share: Share) -> None:
-        """A rank without a sample computes on a stand-in, which leaves no trace in statistics."""
+        """Let a rank without samples compute on a stand-in, which leaves statistics unchanged."""
         self._state.attendance.present = share.count > 0
         if share.count == 0 and not self._kept:
             for module in self._state.model.modules():
@@ -233,8 +234,8 @@ class ManualTrainer:
                 schedule.after_step(state.step)
 
     def sharded(self, share: Share) -> None:
-        """`manager.shard` has cut a batch: the losses of this block weigh its samples, or those of
-        the next block, unless that is given another batch."""
+        """Called when `manager.shard` has split a batch: losses of this block are weighted by its
+        samples, or those of the next block unless that block is given another batch."""
         self._sharded, self._stood_in = share, share.count == 0
         if self._inside and not self._has_batch:
             self._weight = float(share.count)
@@ -249,14 +250,14 @@ class ManualTrainer:
         self._kept = []
 
     def _abandon(self) -> None:
-        """Whatever the caller does next, it begins another step."""
+        """Drop the unfinished step: whatever the caller does next begins another one."""
         self._leave()
         self._state.abandon_step()
         for slot in self._slots:
             slot.reset()
 
     def _after_block(self) -> None:
-        """Between two steps: the state is whole, so it may be saved, and the run may stop."""
+        """Between two steps the state is complete: save it if due, and stop if asked to."""
         result, state = self.result, self._state
         if result is None or not result.moved:
             return
@@ -288,14 +289,14 @@ class ManualTrainer:
         retain_graph: bool = False,
         name: str | None = None,
     ) -> Tensor:
-        """Add the gradients of `loss` to those of `optimizer`'s parameters; without one, of all
-        optimizers'. Returns the loss over all ranks.
+        """Add the gradients of `loss` to the parameters of `optimizer`; without one, to those of
+        all optimizers. Returns the loss over all ranks.
 
-        `loss` is a mean over this rank's part; `weight` is what it was divided by (tokens, say),
-        where that is not the batch's sample count. reduction="sum": it is a sum over this rank's
-        part, and the gradient is that of the sum over all ranks. last=False: more micro-batches of
-        the same mean or sum follow, and nothing is exchanged yet; do not divide the losses by their
-        number. `name`: what the log calls it.
+        `loss` is a mean over this rank's part; `weight` is what it was divided by (tokens, for
+        example) if that is not the batch's sample count. With reduction="sum" it is a sum over
+        this rank's part, and the gradient is that of the sum over all ranks. With last=False,
+        more micro-batches of the same mean or sum follow and nothing is exchanged yet; do not
+        divide the losses by their number. `name` is the loss's name in the log.
         """
         if not self._inside:
             raise ModelError("trainer.backward(loss) belongs inside `with trainer.step():`")
@@ -308,7 +309,7 @@ class ManualTrainer:
                 "only that step knows; call it in every step, or share out at least as many rows "
                 "as there are ranks"
             )
-        # What a stand-in weighs is nothing, whatever the loop counts in it.
+        # A stand-in has weight zero, whatever the loop counts in it.
         given: Number = self._weight if weight is None else _plain_weight(weight)
         weight = given if self._weight else 0.0
         samples = weight  # what the log divides by
@@ -364,7 +365,7 @@ class ManualTrainer:
         """Make this rank's sum of weighted gradients the mean, or the sum, over all ranks."""
         unit = 1.0 if self._unit is None else self._unit
         tag = float(slot.number + 1)
-        # A sum is divided by nothing: the divisors of all ranks add up to 1.
+        # A sum is not divided: the divisors of all ranks add up to 1.
         divisor = float(self._placement.dp_rank == 0) if slot.summed else slot.weight
         if self._placement.dp_size == 1:
             factor = ratio(unit, divisor, slot.parameters[0])
@@ -440,7 +441,7 @@ class ManualTrainer:
         return (args[0],), {**kwargs, "closure": exchanged}
 
     def _evaluate(self, closure: Callable[[], Any], slot: OptimizerGradients) -> Any:
-        """Call a closure; line searches of all ranks must see the same loss, that of all ranks."""
+        """Call a closure. Line searches on all ranks must see the same loss, that of all ranks."""
         self._closure_loss = torch.zeros((), device=self._placement.device)
         value = closure()
         found, self._closure_loss = self._closure_loss, None
@@ -452,7 +453,7 @@ class ManualTrainer:
         return value if self._placement.dp_size == 1 else found
 
     def _finish(self, slot: OptimizerGradients) -> None:
-        """Gradients as the optimizer takes them: complete, finite, clipped."""
+        """Make gradients ready for the optimizer: complete, finite, clipped."""
         state, config = self._state, self._state.config
         if not slot.due:
             raise ModelError(
@@ -472,7 +473,7 @@ class ManualTrainer:
         if self._bad(slot):
             slot.skipped = True
             for parameter in slot.parameters:
-                parameter.grad = None  # which every optimizer leaves where it is
+                parameter.grad = None  # every optimizer skips a parameter without a gradient
             return
         if config.max_grad_norm is not None:
             norm = nn.utils.clip_grad_norm_(slot.parameters, config.max_grad_norm)
@@ -489,8 +490,8 @@ class ManualTrainer:
 
     @torch.no_grad()
     def _bad(self, slot: OptimizerGradients) -> bool:
-        """Whether to leave the weights because a gradient is not finite; raises where the config
-        says stop. A GPU is only asked now and then, unless such steps are to be skipped."""
+        """Whether to skip the step because a gradient is not finite; raises if the config says
+        stop. A GPU is asked only occasionally, unless such steps must be skipped."""
         grads = [p.grad for p in slot.parameters if p.grad is not None]
         flag_nonfinite(grads, self._found, self._one)
         skips = self._state.config.on_nonfinite == "skip"
@@ -512,7 +513,7 @@ class ManualTrainer:
         return True
 
     def look(self) -> None:
-        """Raise if a gradient was not finite since the last look. Waits for the device."""
+        """Raise if a gradient was not finite since the last check. Waits for the device."""
         self._check_order()
         if bool(self._found):
             self._found.zero_()
@@ -567,7 +568,7 @@ def _is_sum(reduction: str, weight: Any, slots: Sequence[OptimizerGradients]) ->
 
 
 def _plain_weight(weight: Number) -> Number:
-    """A weight that can be read without waiting for a GPU as a number, any other as a double."""
+    """A weight as a number if reading it does not wait for a GPU, otherwise as a double tensor."""
     try:
         if isinstance(weight, Tensor) and weight.is_cuda:
             return weight.detach().double().reshape(())

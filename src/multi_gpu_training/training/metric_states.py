@@ -1,8 +1,8 @@
-"""torchmetrics objects in a validation: their states over all ranks, each sample counted once.
+"""torchmetrics objects in validation: combine their states over ranks, each sample counted once.
 
 Each rank updates its own copy with its own samples. Then all states are exchanged, and one rank
-computes the metric from them. torchmetrics' own synchronisation is not used: it talks past the
-group of the run, and counts a state's default once per rank.
+computes the metric from them. torchmetrics' own synchronisation is not used: it bypasses the
+run's process group, and counts a state's default once per rank.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.state_dicts import from_bytes, to_bytes
 from multi_gpu_training.torch_internals import metric_reductions
 
-# By the path of a metric inside another (wrappers hold some): its states.
+# The states of each metric, by its path inside wrapping metrics.
 States = dict[str, dict[str, Any]]
 
 
 def is_metric(value: Any) -> bool:
-    """Whether this is a torchmetrics Metric or MetricCollection; does not import torchmetrics."""
+    """Whether this is a torchmetrics Metric or MetricCollection, without importing torchmetrics."""
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(value, (library.Metric, library.MetricCollection))
 
 
 def refuse_inexact(name: str, metric: Any) -> None:
-    """Raise for a metric that ranks with different numbers of samples cannot combine exactly."""
+    """Refuse a metric that cannot be combined exactly over ranks with uneven sample counts."""
     for part in _parts(metric).values():
         kind = type(part).__name__
         means = [state for state, how in metric_reductions(part).items() if _kind(how) == "mean"]
@@ -44,8 +44,8 @@ def refuse_inexact(name: str, metric: Any) -> None:
 
 
 def compute_over_ranks(metrics: Mapping[str, Any], placement: Placement) -> dict[str, float]:
-    """The numbers that the metrics give over the samples of all ranks. Collective; a rank whose
-    share is empty has no metrics, and gets the others' result."""
+    """The metrics' values over the samples of all ranks. Collective. A rank with an empty share has
+    no metrics and gets the others' result."""
     mine = {name: _states(metric) for name, metric in _members(metrics).items()}
     everyone = [from_bytes(raw) for raw in placement.gather_bytes(to_bytes(mine))]
     found: dict[str, float] = {}
@@ -57,7 +57,7 @@ def compute_over_ranks(metrics: Mapping[str, Any], placement: Placement) -> dict
                 refuse_inexact(name, metric)
             if owners[0] == placement.dp_rank:
                 found |= _numbers(name, _computed(metric, [everyone[r][name] for r in owners]))
-    except Exception as error:  # the other ranks wait: tell them before it ends this one
+    except Exception as error:  # the other ranks wait: tell them before the error ends this one
         problem = (
             f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         )
@@ -66,12 +66,12 @@ def compute_over_ranks(metrics: Mapping[str, Any], placement: Placement) -> dict
     if problems:
         raise ConfigError(problems[0])
     for metric in metrics.values():
-        metric.reset()  # predictions of a whole set may be large
+        metric.reset()  # a state may hold the predictions of a whole set
     return {name: value for numbers, _ in answers for name, value in numbers.items()}
 
 
 def _members(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The single metrics, also those of collections, by the name they are logged under."""
+    """The single metrics, including those inside collections, by their logged name."""
     members: dict[str, Any] = {}
     for name, metric in metrics.items():
         if hasattr(metric, "compute_groups"):  # a collection, whose members may share states
@@ -91,7 +91,7 @@ def _states(metric: nn.Module) -> States:
 
 
 def _computed(metric: Any, ranks: list[States]) -> Any:
-    """What a copy of the metric computes from the states of all ranks."""
+    """Compute a copy of the metric from the states of all ranks."""
     total, fresh = metric.clone(), metric.clone()
     fresh.reset()
     defaults = _states(fresh)
@@ -100,17 +100,17 @@ def _computed(metric: Any, ranks: list[States]) -> Any:
             values = [rank[path][state] for rank in ranks]
             combined = _combined(values, defaults[path][state], reduction)
             setattr(part, state, to_device(combined, part.device))
-        part.distributed_available_fn = _no  # the states are those of all ranks already
+        part.distributed_available_fn = _no  # the states already cover all ranks
     return total.compute()
 
 
 def _combined(values: list[Any], default: Any, reduction: Callable[[Tensor], Tensor] | None) -> Any:
-    """One state out of those of all ranks that have samples, as one process would have it."""
+    """Combine one state over all ranks that have samples, into what one process would hold."""
     kind = _kind(reduction)
     if isinstance(default, list):
         return [entry for value in values for entry in value]
     if kind == "sum":
-        # A sum that begins at another number than 0 has it once, not once per rank.
+        # A sum that starts at a number other than 0 counts it once, not once per rank.
         default = default.cpu()
         return values[0] + sum((value - default for value in values[1:]), torch.zeros_like(default))
     if len(values) == 1:
@@ -132,7 +132,7 @@ def _no() -> bool:
 
 
 def _numbers(name: str, value: Any) -> dict[str, float]:
-    """What a metric computed, as numbers under names."""
+    """The computed values as named numbers."""
     if isinstance(value, Mapping):
         return {
             k: v for key, part in value.items() for k, v in _numbers(f"{name}/{key}", part).items()

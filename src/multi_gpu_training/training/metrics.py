@@ -18,26 +18,26 @@ Number = Tensor | float | int
 
 
 class MetricsCollector:
-    """Collects (sum, weight) pairs and confusion matrices on the device, without stalling it.
+    """Collects (sum, weight) pairs and confusion matrices on the device without waiting for it.
 
         metrics.add("loss", mean_loss * count, count)
         metrics.add_predictions(logits.argmax(1), target, classes=10)
         metrics.update("auroc", torchmetrics_object, logits, target)
         metrics.compute(placement)  ->  {"loss": ..., "accuracy": ..., "f1": ..., "auroc": ...}
 
-    `compute` is collective: every rank must call it, also one that collected nothing.
-    f1_average: what `f1` is, see `classification_scores`.
+    `compute` is collective: every rank must call it, even one that collected nothing.
+    f1_average: the kind of `f1`, see `classification_scores`.
     """
 
     def __init__(self, f1_average: str = "macro") -> None:
         self._f1_average = f1_average
-        self._objects: dict[str, Any] = {}  # of torchmetrics
+        self._objects: dict[str, Any] = {}  # torchmetrics objects
         self._sums: dict[str, Tensor | float] = {}
         self._weights: dict[str, Tensor | float] = {}
         self._confusion: Tensor | None = None
 
     def add(self, name: str, total: Number, weight: Number) -> None:
-        """Add to a metric that is the summed `total` over the summed `weight`."""
+        """Add to a metric defined as the summed `total` divided by the summed `weight`."""
         for given in (total, weight):
             if given.numel() != 1 if isinstance(given, Tensor) else not hasattr(given, "__float__"):
                 raise _not_a_number(name, given)
@@ -49,11 +49,11 @@ class MetricsCollector:
         return list(self._sums)
 
     def pair(self, name: str) -> tuple[Number, Number]:
-        """Summed total and weight of this rank; zeros where it has none."""
+        """Summed total and weight on this rank; zeros if it has none."""
         return self._sums.get(name, 0.0), self._weights.get(name, 0.0)
 
     def add_mean(self, mean: Tensor, weight: Number, pairs: Mapping[str, Any]) -> None:
-        """Add a mean loss that stands for `weight`, and (sum, weight) pairs beside it."""
+        """Add a mean loss with its `weight`, and further (sum, weight) pairs."""
         before, mean = self._sums.get("loss"), mean.detach()
         if isinstance(weight, Tensor):
             # A mean over nothing is NaN, and so is 0 x NaN.
@@ -68,8 +68,8 @@ class MetricsCollector:
             self.add(name, total, share)
 
     def add_predictions(self, predicted: Tensor, target: Tensor, classes: int) -> None:
-        """Add whole-number predictions; gives `accuracy` and macro `f1`. Targets below 0 are
-        labels to ignore."""
+        """Add integer predictions; gives `accuracy` and macro `f1`. Targets below 0 are
+        ignored."""
         if predicted.numel() != target.numel():
             raise ConfigError(
                 f"add_predictions got predictions of shape {tuple(predicted.shape)} for targets of "
@@ -80,7 +80,7 @@ class MetricsCollector:
         strange = (target >= classes) | ((target >= 0) & ((predicted < 0) | (predicted >= classes)))
         pairs = torch.where(strange, classes**2 + 1, pairs)
         counts = torch.bincount(pairs, minlength=classes**2 + 2)
-        if counts[-1]:  # else they would count as other classes
+        if counts[-1]:  # otherwise they would count as other classes
             raise ConfigError(
                 f"add_predictions got {int(counts[-1])} samples whose class is not among 0 to "
                 f"{classes - 1}; give classes={int(max(target.max(), predicted.max())) + 1}, or "
@@ -150,7 +150,7 @@ class MetricsCollector:
         return placement.sum(matrix.to(device).clone()).cpu()
 
     def merge(self, other: MetricsCollector) -> None:
-        """Add what another collector has."""
+        """Add the contents of another collector."""
         for name in other._sums:
             self.add(name, other._sums[name], other._weights[name])
         if other._confusion is not None:
@@ -158,7 +158,7 @@ class MetricsCollector:
             self._confusion = other._confusion if mine is None else mine + other._confusion
 
     def kept(self) -> dict[str, Any]:
-        """What is collected now, to be put back later; nothing is read from the device."""
+        """A copy of the current contents, to be restored later; reads nothing from the device."""
         return {
             "sums": dict(self._sums),
             "weights": dict(self._weights),
@@ -193,8 +193,8 @@ class MetricsCollector:
 def classification_scores(matrix: Tensor, f1_average: str = "macro") -> dict[str, float]:
     """Accuracy and F1 of a confusion matrix.
 
-    f1_average: "macro" is the mean over the classes that occur, "micro" counts all samples alike,
-    "binary" is that of class 1 of two.
+    f1_average: "macro" is the mean over the classes that occur, "micro" counts all samples
+    equally, "binary" is the F1 of class 1 out of two.
     """
     counts = widened(matrix)
     hits = counts.diagonal()
@@ -229,8 +229,8 @@ def _not_a_number(name: str, value: Any) -> ConfigError:
 
 
 def _plus(before: Tensor | float | None, value: Number) -> Tensor | float:
-    """Sums are of type double; a number of another type is made one by the addition itself, which
-    saves an operation in every step."""
+    """Add to a sum in double precision; the addition itself converts other types, which saves an
+    operation in every step."""
     if isinstance(value, Tensor):
         value = value.detach()
         value = value if isinstance(before, Tensor) else widened(value)
@@ -238,7 +238,7 @@ def _plus(before: Tensor | float | None, value: Number) -> Tensor | float:
 
 
 class EpochSums:
-    """The running sums of an unfinished epoch, so that its mean is right after a resume."""
+    """The running sums of an unfinished epoch, so its mean is right after a resume."""
 
     def __init__(self, epoch: MetricsCollector, interval: MetricsCollector) -> None:
         self.epoch = epoch
@@ -254,8 +254,8 @@ class EpochSums:
         self.epoch.load_state_dict(state)
 
     def load_shares(self, states: list[dict[str, Any]]) -> None:
-        """The sums are those of `states`, of ranks that are no longer there; what was collected
-        before, also by going back to the same checkpoint, is dropped."""
+        """Replace the sums by `states`, which came from ranks that no longer exist; whatever was
+        collected before is dropped."""
         self.epoch.reset()
         for state in states:
             part = MetricsCollector()

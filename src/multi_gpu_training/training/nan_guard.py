@@ -1,18 +1,18 @@
-"""NaN and infinite gradients: found before a weight moves, without waiting for the GPU.
+"""Find NaN and infinite gradients before the weights move, without waiting for the GPU.
 
-After the ranks have added their gradients, a NaN of one is a NaN of all: every rank sees the
-same, and does the same.
+Once the ranks have summed their gradients, one rank's NaN is on every rank: all see the same and do
+the same.
 
-    read     on the CPU, the gradient is looked at before every step
-    gate     on a GPU, the optimizer's own kernel is told to leave the weights alone from then on,
-             until the host looks, every LOOK steps and before every checkpoint
-    later    an optimizer without such a kernel: as long as it may be recorded, nothing
-    scaler   fp16 with loss scaling skips such steps by itself, and lowers its scale
+    read     on the CPU, check the gradient before every step
+    gate     on a GPU, tell the optimizer's own kernel to leave the weights alone from then on,
+             until the host checks: every LOOK steps and before every checkpoint
+    later    an optimizer without such a kernel: no check while its steps may still be recorded
+    scaler   fp16 loss scaling skips such steps by itself and lowers its scale
 
-Steps recorded as a CUDA graph go without a gate, whose kernels would take a tenth of a small step.
-Their weights are looked at instead, every LOOK_RECORDED steps and before anyone uses them. If they
-are not finite, the last verified state is restored, and the steps since then are computed one by
-one, with a gate or read, up to the one that is to blame. Only `on_nonfinite=skip` records its gate.
+Steps recorded as a CUDA graph have no gate, because its kernels would take a tenth of a small step.
+Their weights are checked instead, every LOOK_RECORDED steps and before anyone uses them. If they
+are not finite, the last verified state is restored and the steps since then are recomputed one by
+one, with a gate or read, up to the faulty one. Only `on_nonfinite=skip` records its gate.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from multi_gpu_training.training.step_state import StepState
 
 LOOK = 32
 LOOK_RECORDED = 128
-LARGE = 2**20  # mean elements per gradient from which reading its norm is faster than the check
+LARGE = 2**20  # mean elements per gradient above which reading its norm is faster than the check
 LOOKED_AT = (torch.float32, torch.float16, torch.float64)  # types that torch's check takes
 _WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
 _NO_GATE = "{} has no gate for NaN: each step waits for the GPU to look for one"
 
 
 class NanGuard:
-    """Keeps weights from a gradient that is not finite.
+    """Protects the weights from gradients that are not finite.
 
-    mode: how, see above. found: on the device, 1 where something is not finite. skipped: the step
-    just computed did not move the weights, and does not count in the metrics. recorded: steps are
-    replayed now. losses: of this step, where they can be read. told: called with
-    (action, text, facts) for a step that was skipped.
+    mode: how, see above. found: on the device, 1 if something is not finite. skipped: the step
+    just computed did not move the weights and does not count in the metrics. recorded: steps are
+    being replayed. losses: of this step, if they can be read. told: called with
+    (action, text, facts) for a skipped step.
     """
 
     def __init__(
@@ -69,22 +69,22 @@ class NanGuard:
         self.recorded = False
         self.losses: list[tuple[Tensor, Share]] = []
         self._report = told
-        # In float32 whatever the default is: torch's check takes nothing else.
+        # In float32 whatever the default is: torch's check accepts nothing else.
         kind = torch.float32
         self.found = torch.zeros((), dtype=kind, device=device)
         self._step_start = start
         self._one = torch.ones((), dtype=kind, device=device)
-        # Steps that the gate was closed for.
+        # Number of steps for which the gate was closed.
         self._closed = torch.zeros((), dtype=kind, device=device)
         self._readback = Readback(device, 2)
-        self._pending: int | None = None  # the step after which the gate was asked for
-        self._clear = (0, 0.0)  # a step before which no gate closed, and its own count then
+        self._pending: int | None = None  # the step after which the gate was queried
+        self._clear = (0, 0.0)  # a step before which no gate closed; its own count then
         self._counts = False
-        self._alike: bool | None = None  # gradients are dense and of one type
+        self._alike: bool | None = None  # gradients are dense and share one type
         self._large = False
         self._buffers: list[Tensor] = []
-        self._newer: list[Tensor] = []  # the buffers at the last look
-        self._good: list[Tensor] = []  # the buffers when all was well for sure
+        self._newer: list[Tensor] = []  # the buffers at the last check
+        self._good: list[Tensor] = []  # the buffers when the state was last known to be good
         self._weights_asked = False
         self._spoilt = torch.zeros((), dtype=kind, device=device)
         self._weights_readback = Readback(device, 2)
@@ -92,7 +92,7 @@ class NanGuard:
     # Choosing how
 
     def attach(self, optimizer: optim.Optimizer) -> str | None:
-        """Choose a mode; returns a line for people where it costs something."""
+        """Choose a mode; returns a message for the user if it costs something."""
         state = self.state
         self._buffers = [buffer.detach() for buffer in state.trained.buffers()]
         recordable = state.config.step_execution in ("auto", "graph")
@@ -110,25 +110,25 @@ class NanGuard:
         return None
 
     def use_gate(self, optimizer: optim.Optimizer) -> None:
-        """Let the optimizer's kernel look at the gate."""
+        """Let the optimizer's kernel read the gate."""
         self.mode = "gate"
         set_found_inf(optimizer, self.found)
         self.state.extra_tensors += [self.found, self._closed]
-        # A gate that stays closed holds back the optimizer's own count of steps, too: that says
-        # since when, and nothing has to be added up beside it. SGD does not count.
+        # A closed gate also stops the optimizer's own step count, which tells since when, so
+        # no extra counter is needed. SGD does not count.
         self._counts = self.policy == "skip" or isinstance(optimizer, optim.SGD)
         if self.policy == "skip":
             _begin_momentum(optimizer)
 
     def stay_eager(self) -> str | None:
-        """No step will be recorded; returns a line for people where that costs something."""
+        """No step will be recorded; returns a message for the user if that costs something."""
         if self.mode != "later":
             return None
         self.mode = "read"
         return _NO_GATE.format(type(self.state.optimizer).__name__)
 
     def start(self) -> None:
-        """The weights are good as they are now: a run begins, or went back."""
+        """The current weights are known to be good: a run begins, or was rolled back."""
         self._clear = (self.state.step, float(self._own_step()) if self.mode == "gate" else 0.0)
 
     def _own_step(self) -> Tensor | float:
@@ -141,13 +141,13 @@ class NanGuard:
 
     @torch.no_grad()
     def finds(self) -> bool:
-        """Mode `read`: whether the gradient holds something that is not finite."""
+        """Mode `read`: whether any gradient is not finite."""
         self.found.zero_()
         self._look_at_gradients()
         return bool(self.found)
 
     def update_gate(self, norm: Tensor | None) -> None:
-        """Mode `gate`: let the optimizer leave the weights where the gradient is not finite.
+        """Mode `gate`: make the optimizer skip its update if a gradient is not finite.
 
         Part of a recording. Every operation counts: an eager step of a small model waits for
         Python.
@@ -155,7 +155,7 @@ class NanGuard:
         if self.policy == "skip":
             self.found.zero_()
         if norm is not None:
-            flag_nonfinite([norm], self.found, self._one)  # not finite where any gradient is not
+            flag_nonfinite([norm], self.found, self._one)  # not finite if any gradient is not
         else:
             self._look_at_gradients()
         if self._counts:
@@ -180,7 +180,7 @@ class NanGuard:
         strategy.any_rank(self.found)
 
     def take_new_parameters(self) -> None:
-        """Other parameters are trained from now on: their gradients may be of other types."""
+        """The set of trained parameters changed: their gradients may have other types."""
         self._alike = None
 
     def refuse(self, share: Share) -> None:
@@ -193,7 +193,7 @@ class NanGuard:
         ]
         losses = list(self.losses)
         state.drop_gradients()
-        self._step_start.put_back()  # the forward has changed BatchNorm's averages already
+        self._step_start.put_back()  # the forward has already changed BatchNorm's averages
         self.losses.clear()
         error = NonFiniteLossError(state.step + 1, share.epoch, share.position)
         explain(state, error, names, losses)
@@ -206,12 +206,12 @@ class NanGuard:
 
     @property
     def spares(self) -> bool:
-        """Whether a skipped step must leave no trace on the device either."""
+        """Whether a skipped step must leave no trace on the device."""
         return self.mode == "gate" and self.policy == "skip"
 
     @torch.no_grad()
     def keep_buffers(self) -> None:
-        """Keep what a forward is about to change. Where `spares`, part of a recording."""
+        """Save the buffers that a forward is about to change. If `spares`, part of a recording."""
         if not self._good:
             self._good = [buffer.clone() for buffer in self._buffers]
         if self._buffers:
@@ -219,8 +219,8 @@ class NanGuard:
 
     @torch.no_grad()
     def spare(self, result: MicroResult, share: Share) -> MicroResult:
-        """Where `spares`: buffers as they were before a skipped step, and no part in the
-        metrics for a loss that is not finite. Part of a recording."""
+        """If `spares`: restore the buffers after a skipped step, and keep a non-finite loss out of
+        the metrics. Part of a recording."""
         if share.last:
             bad = self.found > 0
             for buffer, before in zip(self._buffers, self._good, strict=True):
@@ -235,12 +235,12 @@ class NanGuard:
 
     @property
     def leaves_recordings_alone(self) -> bool:
-        """Whether recorded steps have no gate, so that their weights must be looked at."""
+        """Whether recorded steps have no gate, so their weights must be checked."""
         return self.mode in ("gate", "later") and not self.spares
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around what is recorded: without the gate, unless it is recorded as well."""
+        """Wraps a recording: no gate inside, unless the gate is recorded as well."""
         if not self.leaves_recordings_alone:
             yield
             return
@@ -255,7 +255,7 @@ class NanGuard:
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Around steps that are computed again: each is looked at before the next."""
+        """Wraps recomputed steps: each is checked before the next one."""
         mode = self.mode
         self.mode = "read" if mode == "later" else mode
         self.reset()
@@ -266,7 +266,7 @@ class NanGuard:
             self.mode = mode
 
     def check_before_recording(self) -> None:
-        """What is verified from here on must begin with good weights."""
+        """Make sure that the state to verify against starts with good weights."""
         self.look(now=True)
         if self.mode == "later":
             self.ask_about_weights()
@@ -279,7 +279,7 @@ class NanGuard:
                 raise NonFiniteLossError(step, text=text)
 
     def weights_were_spoilt(self) -> bool:
-        """Whether recorded steps had spoilt the weights when this was called the last time."""
+        """Whether recorded steps had corrupted the weights at the previous call."""
         if not (self.recorded and self.leaves_recordings_alone):
             return False
         spoilt = self.weights_are_spoilt()
@@ -289,25 +289,25 @@ class NanGuard:
 
     @torch.no_grad()
     def ask_about_weights(self) -> None:
-        """Let the device look at the weights, without waiting for it."""
+        """Start a check of the weights on the device, without waiting for it."""
         self._weights_asked = self.leaves_recordings_alone
         if self._weights_asked:
             self._spoilt.zero_()
             largest = largest_elements(list[Tensor](self.state.parameters))
             flag_nonfinite(largest, self._spoilt, self._one)
-            # A step of a shape that is not recorded has a gate.
+            # A step whose shape is not recorded has a gate.
             self._weights_readback.ask(self._spoilt, self.found)
 
     def weights_are_spoilt(self) -> bool:
-        """The answer, if it was asked for. Waits for the device if that was just now."""
+        """The result of that check, if one was started. Waits for the device if it was just now."""
         asked, self._weights_asked = self._weights_asked, False
         return asked and any(self._weights_readback.read())
 
     # Between steps
 
     def look(self, now: bool = False) -> None:
-        """Mode `gate`: read, a while after it was asked for, whether the gate was closed. All
-        ranks look at the same steps. `now`: wait for the device."""
+        """Mode `gate`: read whether the gate was closed, some steps after querying it. All ranks
+        check at the same steps. `now`: wait for the device."""
         if self.mode != "gate" or (self.recorded and self.leaves_recordings_alone):
             return
         pending, self._pending = self._pending, None
@@ -347,7 +347,7 @@ class NanGuard:
         raise error
 
     def _closed_up_to(self, step: int) -> int:
-        """For how many of the steps up to this one the gate was closed: the last ones."""
+        """For how many of the latest steps, up to this one, the gate was closed."""
         value, own_step = self._readback.read()
         if self._counts or not value:
             self._clear = (step, own_step)
@@ -359,7 +359,7 @@ class NanGuard:
         """Open the gate again."""
         self._pending = None
         self._weights_asked = False
-        if not self.spares:  # there, a recording writes to them
+        if not self.spares:  # a recording writes to them
             self._good, self._newer = [], []
         self.skipped = False
         self.losses = []
@@ -369,7 +369,7 @@ class NanGuard:
 
 
 class Readback:
-    """Brings numbers from the device to the host without waiting for them."""
+    """Copies numbers from the device to the host without waiting for them."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         cuda = device.type == "cuda"
@@ -383,7 +383,7 @@ class Readback:
             self._event.record()
 
     def read(self) -> list[float]:
-        """What was asked for last; 0 where nothing was. Waits if that was just now."""
+        """The latest requested value; 0 if none was requested. Waits if that was just now."""
         if self._event is not None:
             self._event.synchronize()
         found: list[float] = self._host.tolist()
@@ -391,7 +391,7 @@ class Readback:
 
 
 def flag_nonfinite(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
-    """Set `flag` to one where any element is not finite; else it stays. Tensors of any type."""
+    """Set `flag` to one if any element of tensors of any type is not finite; else leave it."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         values = plain_values(tensor)
@@ -403,14 +403,14 @@ def flag_nonfinite(tensors: list[Tensor], flag: Tensor, one: Tensor) -> None:
 
 
 def plain_values(tensor: Tensor) -> Tensor:
-    """What a sparse or complex tensor holds, as real numbers."""
+    """The values of a sparse or complex tensor, as real numbers."""
     tensor = sparse_values(tensor) if tensor.is_sparse else tensor
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _begin_momentum(optimizer: optim.Optimizer) -> None:
-    """Let SGD begin with a momentum of zero: torch leaves it undefined where the very first step
-    is skipped. Without dampening, the first step is the same."""
+    """Give SGD a zero momentum to start with: torch leaves it undefined if the very first step is
+    skipped. Without dampening, the first step is the same."""
     for group in optimizer.param_groups if isinstance(optimizer, optim.SGD) else ():
         if group["momentum"] and not group["dampening"]:
             for parameter in group["params"]:

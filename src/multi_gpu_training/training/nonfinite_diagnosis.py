@@ -27,19 +27,19 @@ def explain(
     names: list[str],
     losses: list[tuple[Tensor, Share]],
 ) -> None:
-    """Complete `error` with what all ranks know about its step. Collective.
+    """Add to `error` what all ranks know about its step. Collective.
 
     names: parameters whose summed gradient was not finite. losses: of this rank's micro-batches.
-    Both are empty for a step that was found later; the weights have not moved since, so it is
-    computed again.
+    Both are empty for a step found later; the weights have not moved since, so it can be
+    recomputed.
     """
     mine: list[Any] = [
         [float(loss), list(share.indices[:MOST]), []] for loss, share in losses if share.count
     ]
-    # A batch that the user made has no numbers, and the loader cannot give it again.
+    # A batch made by the user has no sample numbers, and the loader cannot provide it again.
     own = any(share.window_count == 0 for _, share in losses)
     clear = any((samples or own) and not math.isfinite(loss) for loss, samples, _ in mine)
-    if state.placement.all_min(-int(clear)) == 0:  # no rank has seen a loss that explains it
+    if state.placement.all_min(-int(clear)) == 0:  # no rank saw a loss that explains it
         mine = [list(finding) for finding in _once_more(state, error)] or mine
     every = state.placement.gather_json([mine, names])
     names = list(dict.fromkeys(name for _, theirs in every for name in theirs))
@@ -47,7 +47,7 @@ def explain(
 
 
 def _findings(by_rank: list[list[Any]]) -> list[tuple[int, Finding]]:
-    """(rank, micro-batch) of every one that is not finite."""
+    """(rank, micro-batch) for each that is not finite."""
     return [
         (rank, (float(loss), list(samples), list(names)))
         for rank, found in enumerate(by_rank)
@@ -57,7 +57,7 @@ def _findings(by_rank: list[list[Any]]) -> list[tuple[int, Finding]]:
 
 
 def _once_more(state: StepState, error: NonFiniteLossError) -> list[Finding]:
-    """Compute this rank's part of the step again, without the others and without moving."""
+    """Recompute this rank's part of the step, without other ranks and without moving weights."""
     loader = state.loader
     if loader is None or error.position < 0 or state.strategy.copies_here > 1:
         return []

@@ -1,8 +1,8 @@
-"""Out of memory: the step is taken back, cut into smaller micro-batches and computed again.
+"""Out of memory: undo the step, split it into smaller micro-batches, and compute it again.
 
-The weights have not moved yet, and the global batch stays what it was. With several ranks the one
-that failed says so in the store and breaks the group. The others, who wait for its gradients, fail
-at once, find the announcement, and all connect again. Processes are not restarted.
+The weights have not moved yet, and the global batch stays the same. With several ranks, the one
+that failed announces it in the store and breaks the process group. The others, waiting for its
+gradients, fail at once and find the announcement; then all connect again. No process restarts.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _HINT = "memory.json"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the memory of the device, or of the host, was too small."""
+    """Whether the device or the host ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
 class OomRecovery:
-    """Takes a step back and computes it in smaller parts.
+    """Undoes a step and computes it in smaller parts.
 
-    parts: how many parts each micro-batch of a rank is cut into; 1 until memory was short.
-    whole: samples of a whole micro-batch on a rank; 0 where that is not known.
-    busy: a step is being computed; exchanges that break are the step's to mend.
-    retrying: a step is being computed again; what goes wrong in it is not mended inside of it.
-    told: called with (action, text, facts) once the ranks agreed on what to do.
-    give_up_recording: called with a reason; frees what recordings hold.
+    parts: how many parts each micro-batch of a rank is split into; 1 until memory runs out.
+    whole: samples of a whole micro-batch on a rank; 0 if unknown.
+    busy: a step is being computed, and repairs broken exchanges itself.
+    retrying: a step is being recomputed; errors inside it are not repaired there.
+    told: called with (action, text, facts) once the ranks have agreed on what to do.
+    give_up_recording: called with a reason; frees the memory of recordings.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class OomRecovery:
     # Every step
 
     def remember(self, batch: Any) -> None:
-        """Keep the user's own micro-batch, which no loader can fetch again."""
+        """Keep a micro-batch made by the user, which no loader can fetch again."""
         if self.state.calls_in_step == 0:
             self._earlier.clear()
         self._earlier.append((batch, versions(batch)))
@@ -98,29 +98,29 @@ class OomRecovery:
 
     def _parts_of(self, share: Share) -> int:
         if self.state.strategy.forward_exchanges:
-            return self.parts  # ranks talk in every part, so that all must have as many
+            return self.parts  # ranks talk in every part: all need as many
         return max(1, min(self.parts, share.count))
 
     # Faults
 
     def concerns(self, error: RuntimeError) -> bool:
-        """Whether this error can be mended here: memory was short on this rank, or on one that
-        said so."""
+        """Whether this error can be handled here: this rank ran out of memory, or another one
+        announced that it did."""
         state, placement = self.state, self.state.placement
         if not is_out_of_memory(error):
             return placement.breakable is not None and placement.breakable.announced
         alone = placement.dp_size == 1
         mendable = not state.moving if alone else placement.breakable is not None
         mendable = mendable and state.config.on_out_of_memory == "split"
-        # A sharded rank stands in the middle of what it says to the others.
+        # A sharded rank is in the middle of a collective.
         mendable = mendable and (alone or state.strategy.computes_alone)
         if not mendable:
             error.add_note(advice(state))
         return mendable
 
     def retry(self, batch: Any, mine: bool, train_step: Callable[[Any], StepResult]) -> StepResult:
-        """Compute the unfinished step again, up to and including `batch`. `mine`: the memory of
-        this rank was short."""
+        """Recompute the unfinished step, up to and including `batch`. `mine`: this rank is the one
+        that ran out of memory."""
         given = self.state.calls_in_step
         self.retrying = True
         try:
@@ -136,7 +136,8 @@ class OomRecovery:
             self.busy = self.retrying = False
 
     def join(self, error: RuntimeError) -> bool:
-        """An exchange between steps broke: True if a rank had said so and there is a new group."""
+        """Handle an exchange broken between steps: True if a rank had announced it and a new
+        group exists."""
         if self.busy or is_out_of_memory(error) or not self.concerns(error):
             return False
         self.busy = True
@@ -152,9 +153,9 @@ class OomRecovery:
             self.busy = False
 
     def _mend(self, batch: Any, mine: bool) -> StepResult | None:
-        """Take the step back on every rank, agree on smaller parts, connect again.
+        """Undo the step on every rank, agree on smaller parts, connect again.
 
-        Returns the step's result where other ranks had finished it before the group broke: then
+        Returns the step's result if other ranks had finished it before the group broke: then
         this rank gets their weights.
         """
         state, placement = self.state, self.state.placement
@@ -188,7 +189,7 @@ class OomRecovery:
         self.eager.start.put_back()
         self.eager.guard.losses.clear()
         self._give_up_recording("memory was short")
-        self._free()  # what recordings held
+        self._free()  # the memory of recordings
         return None
 
     def _free(self) -> None:
@@ -202,7 +203,8 @@ class OomRecovery:
             torch.cuda.empty_cache()
 
     def _must_halve(self) -> bool:
-        """BatchNorm would see smaller batches: with it, freeing memory is tried first."""
+        """Whether to split further. With BatchNorm, which would see smaller batches, first try
+        freeing memory."""
         step = self.state.step
         if self._freed_at == step or not normalises_batches(self.state.model):
             return True
@@ -248,7 +250,7 @@ class OomRecovery:
         return [earlier for earlier, _ in kept]
 
     def _settle(self, votes: list[Any]) -> None:
-        """Use the smallest parts that a rank asked for, and tell."""
+        """Use the smallest parts that any rank asked for, and report it."""
         before, self.parts = self.parts, max(parts for _, parts, _, _ in votes)
         short = [rank for rank, (mine, _, _, _) in enumerate(votes) if mine]
         step = min(step for _, _, step, _ in votes) + 1
@@ -286,16 +288,14 @@ class _OomHint(BaseModel):
 
 
 def leave_oom_hint(folder: Path, recovery: OomRecovery) -> None:
-    """Write into the run's folder, for ranks that are started again, that half of what was tried
-    is to be tried next."""
+    """Write into the run's folder that restarted ranks should try half of what was tried."""
     with suppress(OSError):
         state = {**recovery.state_dict(), "parts": 2 * recovery.parts}
         write_atomically(folder / _HINT, json.dumps(state))
 
 
 def take_oom_hint(folder: Path, recovery: OomRecovery, placement: Placement) -> None:
-    """Follow the hint that was left on any machine before the ranks were started again.
-    Collective."""
+    """Follow the hint left on any machine before the ranks were restarted. Collective."""
     hint: Any = None
     with suppress(OSError, ValueError):
         hint = read_json(folder / _HINT, _OomHint).model_dump()
@@ -308,7 +308,7 @@ def take_oom_hint(folder: Path, recovery: OomRecovery, placement: Placement) -> 
 
 
 def drop_oom_hint(folder: Path) -> None:
-    """The run ended well: the next one in this folder starts without the hint."""
+    """The run succeeded: remove the hint, so the next run in this folder starts without it."""
     with suppress(OSError):
         (folder / _HINT).unlink()
 
@@ -319,7 +319,7 @@ def normalises_batches(model: nn.Module) -> bool:
 
 
 def advice(state: StepState) -> str:
-    """What a user can do about too little memory."""
+    """What a user can do when memory runs out."""
     wishes = ["a smaller model or shorter inputs"]
     if not state.config.use_gradient_checkpointing:
         wishes.insert(0, "use_gradient_checkpointing=true")

@@ -23,7 +23,7 @@ def choose_optimizer(
     of_loss: Sequence[nn.Parameter] = (),
 ) -> Optimizer:
     """`given` may be an optimizer of this model's parameters, a function of them, or None.
-    of_loss: parameters of the criterion, which are trained too unless `given` leaves them out."""
+    of_loss: parameters of the criterion, trained as well unless `given` leaves them out."""
     parameters = [*(p for p in model.parameters() if p.requires_grad), *of_loss]
     if given is None:
         say(
@@ -50,7 +50,7 @@ def choose_optimizer(
 
 
 def check_several(optimizers: Sequence[Optimizer], config: MultiGPUConfig) -> None:
-    """Refuse what a loop with its own backward cannot train exactly."""
+    """Refuse optimizers that a loop with its own backward cannot train exactly."""
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers, 1):
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -69,13 +69,13 @@ def check_several(optimizers: Sequence[Optimizer], config: MultiGPUConfig) -> No
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot be called without a closure, as LBFGS's cannot."""
+    """Whether `step` requires a closure, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     required = closure is not None and closure.default is inspect.Parameter.empty
     return required or isinstance(optimizer, optim.LBFGS)
 
 
-# Those with a step that never leaves the GPU. SGD only as one kernel: its others read the rate.
+# Optimizers whose step never leaves the GPU. SGD only when fused: its other forms read the rate.
 _WITH_FLAG = (
     optim.Adam,
     optim.AdamW,
@@ -102,7 +102,7 @@ def optimizer_obstacle(optimizer: Optimizer) -> str | None:
 
 
 def make_capturable(optimizer: Optimizer) -> None:
-    """Keep the counters of an optimizer on the GPU, where a recorded step can move them.
+    """Keep the counters of an optimizer on the GPU, where a recorded step can advance them.
 
     Adam computes its bias correction in the counters' type, which must be the parameters'.
     """

@@ -1,4 +1,4 @@
-"""Mixed precision: which 16-bit type this device gets, and loss scaling where it needs it."""
+"""Mixed precision: which 16-bit type this device uses, and loss scaling if it needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _switched: dict[str, bool] = {}
 
 
 class Precision:
-    """bf16 where the hardware has it; fp16 with loss scaling where it does not."""
+    """bf16 if the hardware supports it; otherwise fp16 with loss scaling."""
 
     def __init__(self, config: MultiGPUConfig, device: torch.device, mixed: bool) -> None:
         self.device, self.device_type = device, device.type
@@ -49,21 +49,21 @@ def _dtype(config: MultiGPUConfig, device: torch.device) -> torch.dtype:
 
 
 def set_arithmetic(config: MultiGPUConfig, reproducible: bool = False) -> None:
-    """Process-wide switches of torch that a run needs.
+    """Set the process-wide torch switches that a run needs.
 
-    `reproducible` is `deterministic` for code that has operations without such a variant.
+    `reproducible` is `deterministic` for code with operations that have no such variant.
     """
     tf32 = config.fast_defaults if config.allow_tf32 is None else config.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     if config.deterministic or reproducible:
-        # Read by cuBLAS when it is first used.
+        # cuBLAS reads this when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=not config.deterministic)
         torch.backends.cudnn.benchmark = config.cudnn_benchmark
         _switched["deterministic"] = True
         return
-    if _switched.pop("deterministic", False):  # by an earlier run in this process, not the user
+    if _switched.pop("deterministic", False):  # by an earlier run here, not the user
         torch.use_deterministic_algorithms(False)
     if config.cudnn_benchmark:
         torch.backends.cudnn.benchmark = _switched["autotuner"] = True

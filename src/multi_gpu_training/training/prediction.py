@@ -1,4 +1,4 @@
-"""Outputs of a model for every sample of a dataset, in its order, from any number of ranks."""
+"""Outputs of a model for every sample of a dataset, in dataset order, from any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from multi_gpu_training.state_dicts import from_bytes, to_bytes
 
 # The outputs of a batch, one row per sample: predict_fn(model, batch).
 PredictFn = Callable[[nn.Module, Any], Any]
-# Place of a batch's first sample in the pass, number of samples, outputs.
+# Position of a batch's first sample in the pass, number of samples, outputs.
 Part = tuple[int, int, Any]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """The outputs where no predict_fn says how to get them: the last entry of a list or tuple is
-    the target, as in training, and so are the `labels` of a mapping."""
+    """The outputs when there is no predict_fn. As in training, the last entry of a list or tuple is
+    the target, and so are the `labels` of a mapping."""
     if isinstance(batch, Mapping):
         output = model(**{key: value for key, value in batch.items() if key != "labels"})
         return getattr(output, "logits", output)
@@ -36,7 +36,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 def gather_outputs(pairs: Iterable[tuple[Any, Any]], placement: Placement) -> Any:
     """Outputs of all ranks in the order of the data, on every rank, in host memory.
 
-    pairs: (batch, outputs) of this rank, the batch as a loader of the manager gave it. Outputs are
+    pairs: (batch, outputs) of this rank, with batches from a loader of the manager. Outputs are
     tensors with one row per sample, lists with one entry per sample, or tuples and dicts of those.
     Tensors whose rows differ in shape from batch to batch become a list of rows. Collective.
     """
@@ -64,7 +64,7 @@ def gather_outputs(pairs: Iterable[tuple[Any, Any]], placement: Placement) -> An
 
 
 def _share(batch: Any) -> Share:
-    """The share of a batch, also where it was unpacked or moved."""
+    """The share of a batch, even if it was unpacked or moved."""
     shares = [share_of(batch), *map(share_of, tensors_of(batch))]
     found = next((share for share in shares if share is not None), None)
     if found is None:
@@ -76,7 +76,7 @@ def _share(batch: Any) -> Share:
 
 
 def _on_host(output: Any, count: int) -> Any:
-    """The outputs in host memory; anything without a row per sample is an error."""
+    """The outputs in host memory; raises for anything without one row per sample."""
     if output is None:
         return None
     if isinstance(output, np.ndarray):
@@ -104,7 +104,7 @@ def _without_rows(found: str, count: int) -> ModelError:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """The outputs of all batches as one."""
+    """The outputs of all batches, concatenated."""
     first = outputs[0]
     forms = {_form(output) for output in outputs}
     if len(forms) > 1:

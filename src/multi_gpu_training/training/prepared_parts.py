@@ -1,4 +1,4 @@
-"""What `manager.prepare` is given: modules, optimizers and schedulers, in one training."""
+"""The arguments of `manager.prepare`: modules, optimizers and schedulers of one training."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from multi_gpu_training.training.learning_rate import Schedule
 def sort_out(
     parts: Sequence[Any],
 ) -> tuple[nn.Module, list[Optimizer], list[LRScheduler]]:
-    """The model, the optimizers and the schedulers among `parts`. Several modules become one, each
-    under the name of its class; so do parameters of an optimizer that no module has."""
+    """Split `parts` into model, optimizers and schedulers. Several modules become one, each named
+    after its class; optimizer parameters that no module holds are added to it."""
     modules = [part for part in parts if isinstance(part, nn.Module)]
     optimizers = [part for part in parts if isinstance(part, Optimizer)]
     schedulers = [part for part in parts if isinstance(part, LRScheduler)]
@@ -69,7 +69,7 @@ def sort_out(
 
 
 class FurtherOptimizers:
-    """The state of all optimizers after the first, and of their schedules, saved with a run."""
+    """The state of all optimizers after the first and of their schedules, saved with a run."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ def _difference(then: list[dict[str, Any]], now: list[dict[str, Any]]) -> str:
 
 
 class GeneratorState:
-    """A torch generator as something with `state_dict`."""
+    """Gives a torch generator a `state_dict`."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -142,7 +142,7 @@ class GeneratorState:
 
 
 class NumpyGeneratorState:
-    """A numpy `Generator` as something with `state_dict`."""
+    """Gives a numpy `Generator` a `state_dict`."""
 
     def __init__(self, generator: np.random.Generator) -> None:
         self._bits = generator.bit_generator

@@ -1,4 +1,4 @@
-"""Compute with a model and leave no trace in it."""
+"""Compute with a model and leave it unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multi_gpu_training.training.step_state import StepState
 
 @contextmanager
 def untouched(state: StepState) -> Iterator[None]:
-    """Compute in training mode, alone; then buffers, generators and modes are as they were."""
+    """Compute in training mode on this rank alone; then restore buffers, generators and modes."""
     model, device = state.trained, state.placement.device
     random = random_state(device)
     modes = [(module, module.training) for module in model.modules()]
@@ -40,6 +40,6 @@ def untouched(state: StepState) -> Iterator[None]:
         with torch.no_grad():
             for module, name, tensor, kept in buffers:
                 tensor.copy_(kept)
-                setattr(module, name, tensor)  # the same tensor, where forward replaced it
+                setattr(module, name, tensor)  # put the same tensor back if forward replaced it
         state.attendance.present = present
         set_random_state(random, device)

@@ -1,4 +1,4 @@
-"""How far a run has come: finished epochs, their metrics, the best one. Saved with the run."""
+"""The progress of a run: finished epochs, their metrics, the best one. Saved with the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMALLER_IS_BETTER = {"loss", "error", "wer", "cer", "perplexity", "mse", "mae",
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a finished run gives back."""
+    """The result of a finished run."""
 
     metrics: dict[str, float]
     best: float | None
@@ -33,8 +33,8 @@ class Progress:
 
     def __init__(self, config: MultiGPUConfig) -> None:
         self.metric = config.best_metric or "loss"
-        self.sets: tuple[str, ...] = ()  # names of the validation sets, where there are several
-        self.validated_step = 0  # the newest one; after a stop, one that is due may be missing
+        self.sets: tuple[str, ...] = ()  # names of the validation sets, if there are several
+        self.validated_step = 0  # the latest one; after a stop, one that was due may be missing
         self._chosen = config.best_metric is not None
         self.mode = config.best_metric_mode
         self.patience = config.early_stopping_patience
@@ -50,25 +50,25 @@ class Progress:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether early stopping has seen enough."""
+        """Whether early stopping says to stop."""
         if self.patience is None or self.best_epoch is None:
             return False
         return self.epochs_done - 1 - self.best_epoch >= self.patience
 
     @property
     def last(self) -> dict[str, dict[str, float]]:
-        """The newest metrics, of an epoch that was cut short too."""
+        """The latest metrics, even of an epoch that was cut short."""
         if self.unfinished is not None:
             return self.unfinished
         return self.history[-1] if self.history else {"train": {}, "val": {}}
 
     @property
     def newest(self) -> dict[str, float]:
-        """The newest validation metrics, or those of training where nothing was validated."""
+        """The latest validation metrics, or those of training if nothing was validated."""
         return self.last["val"] or self.last["train"]
 
     def record_of(self, epoch: int | None) -> dict[str, dict[str, float]] | None:
-        """What is known of an epoch that was trained already, if anything; None: of the newest."""
+        """The record of an epoch that was already trained, if any. None means the latest epoch."""
         if epoch is None:
             return self.last if self.history or self.unfinished else None
         return self.history[epoch] if epoch < self.epochs_done else self.unfinished
@@ -76,8 +76,8 @@ class Progress:
     def finish_epoch(
         self, train: dict[str, float], val: dict[str, float] | None, whole: bool = True
     ) -> bool:
-        """Record an epoch; True if it is the best so far. One that was cut short by max_steps
-        is not counted as done: a resumed run goes on inside it."""
+        """Record an epoch; True if it is the best so far. An epoch cut short by max_steps does
+        not count as finished: a resumed run continues inside it."""
         record = {"train": train, "val": val or {}}
         self.unfinished = None if whole else record
         if whole:
@@ -85,7 +85,7 @@ class Progress:
         return self.judge(val if val is not None else train, self.epochs_done - whole)
 
     def judge(self, metrics: dict[str, float], epoch: int | None = None) -> bool:
-        """Whether these metrics are the best so far, of `epoch` or of the one under way."""
+        """Whether these metrics, of `epoch` or of the current one, are the best so far."""
         value = metrics[self.find_metric(metrics)]
         better = not math.isnan(value) and (
             self.best is None
@@ -97,9 +97,9 @@ class Progress:
         return better
 
     def find_metric(self, metrics: dict[str, float]) -> str:
-        """The name of the metric that names the best checkpoint; an error if it does not exist."""
+        """The name of the metric that decides the best checkpoint; raises if it does not exist."""
         if self.metric not in metrics and self.metric.removeprefix("val/") in metrics:
-            self.metric = self.metric.removeprefix("val/")  # as it is called in the logs
+            self.metric = self.metric.removeprefix("val/")  # its name in the logs
         if not self._chosen and self.metric not in metrics and metrics:
             first = f"{self.sets[0]}/loss" if self.sets else ""
             self.metric = first if first in metrics else next(iter(metrics))
@@ -111,8 +111,8 @@ class Progress:
         return self.metric
 
     def of_deciding_set(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics; where there are several validation sets, also those of the one that names
-        the best checkpoint without its name."""
+        """The metrics. With several validation sets, those of the deciding set are also included
+        without the set's name."""
         prefix = f"{self.metric.partition('/')[0]}/"
         if prefix[:-1] not in self.sets:
             return metrics
@@ -120,7 +120,7 @@ class Progress:
         return {**metrics, **found}
 
     def score(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """How good a checkpoint with these metrics is, as its manifest records it."""
+        """The score of a checkpoint with these metrics, as recorded in its manifest."""
         return {
             "metric": self.metric,
             "value": metrics[self.metric],
@@ -132,8 +132,8 @@ class Progress:
         if self.mode != "auto":
             return self.mode == "min"
         name, _, rest = self.metric.partition("/")
-        metric = rest if name in self.sets else self.metric  # not the name of the set
-        words = re.split(r"[^a-z]+", metric.lower())  # power is not a wer
+        metric = rest if name in self.sets else self.metric  # ignore the name of the set
+        words = re.split(r"[^a-z]+", metric.lower())  # "power" does not mean a WER
         return not _SMALLER_IS_BETTER.isdisjoint(words)
 
     def state_dict(self) -> dict[str, Any]:
@@ -146,12 +146,12 @@ class Progress:
         }
 
     def state_to_save(self) -> dict[str, Any]:
-        """`state_dict`, without a look at every epoch of the past while training stands still."""
-        history = list(self.history)  # what it holds does not change any more
+        """`state_dict`, without revisiting every past epoch while training waits."""
+        history = list(self.history)  # past epochs no longer change
         return {**self.state_dict(), "history": Later(lambda: self._written(history))}
 
     def _written(self, history: list[dict[str, dict[str, float]]]) -> WrittenList:
-        """Each epoch is written as JSON once: a run may have thousands, and save every second."""
+        """Serialise each epoch once: a run may have thousands, and save every second."""
         known = self._texts
         texts = [
             known[place][1]
@@ -163,7 +163,7 @@ class Progress:
         return WrittenList(texts)
 
     def kept(self) -> Callable[[], None]:
-        """Copy it in memory; calling the result puts it back."""
+        """Copy the progress in memory; calling the result restores it."""
         state = {**self.state_dict(), "history": list(self.history)}
         return lambda: self.load_state_dict(state)
 
@@ -172,4 +172,4 @@ class Progress:
         self.unfinished = state.get("unfinished")
         self.best = state["best"]
         self.best_epoch = state["best_epoch"]
-        self.validated_step = state.get("validated_step", sys.maxsize)  # 0.1 did not tell
+        self.validated_step = state.get("validated_step", sys.maxsize)  # not in those of 0.1

@@ -1,4 +1,4 @@
-"""Find a learning rate: a few steps at rising rates, then everything as it was before."""
+"""Find a learning rate: train a few steps at rising rates, then restore everything."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from multi_gpu_training.training.state_rollback import Counters
 from multi_gpu_training.training.step_state import StepState
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
-SMOOTHING = 0.9  # of the loss before it is judged; single batches are noisy
-DIVERGED = 4.0  # times the best loss so far: higher rates tell nothing more
+SMOOTHING = 0.9  # smooths the loss before it is judged; single batches are noisy
+DIVERGED = 4.0  # times the best loss so far: beyond this, higher rates tell nothing more
 
 
 @dataclass(frozen=True)
 class RateSearch:
-    """rates, losses: what each step had, over all ranks. suggestion: the rate at which the
-    smoothed loss falls fastest; None where it never fell."""
+    """rates, losses: of each step, over all ranks. suggestion: the rate at which the smoothed loss
+    falls fastest; None if it never fell."""
 
     rates: list[float]
     losses: list[float]
@@ -40,7 +40,7 @@ class RateSearch:
 def search_rate(
     trainer: MultiGPUTrainer, loader: Loader, lowest: float, highest: float, steps: int
 ) -> RateSearch:
-    """Train `steps` steps at rates from `lowest` to `highest`, and put everything back. Every rank
+    """Train `steps` steps at rates from `lowest` to `highest`, then restore everything. Every rank
     must call it."""
     if not 0 < lowest < highest or steps < 2:
         raise ConfigError(
@@ -53,7 +53,7 @@ def search_rate(
     rates: list[float] = []
     losses: list[float] = []
     groups = state.optimizer.param_groups
-    parts = [float(group["lr"]) for group in groups]  # groups keep their relation
+    parts = [float(group["lr"]) for group in groups]  # groups keep their ratios
     parts = [part / parts[0] if parts[0] else 1.0 for part in parts]
     best = smooth = 0.0
     with _everything_back(trainer, loader):
@@ -75,7 +75,7 @@ def search_rate(
 
 
 def _one_step(trainer: MultiGPUTrainer, batches: Iterator[Any]) -> float:
-    """The loss of one step over all ranks; NaN where it could not be taken."""
+    """The loss of one step over all ranks; NaN if the step failed."""
     state = trainer.state
     state.metrics.reset()
     while True:
@@ -86,7 +86,7 @@ def _one_step(trainer: MultiGPUTrainer, batches: Iterator[Any]) -> float:
             trainer.strategy.settle(partial(state.settling_batch, batch, share))
         samples = None if state.augment is None else state.sample_numbers(batch, share)
         try:
-            # Past the recorded forms and the callbacks: these steps are not the run's.
+            # Bypass recorded forms and callbacks: these steps are not part of the run.
             result = trainer.eager.run(batch, samples, share)
         except NonFiniteLossError:  # raised on every rank
             return math.nan
@@ -139,8 +139,8 @@ def _everything_back(trainer: MultiGPUTrainer, loader: Loader) -> Iterator[None]
 
 
 def _optimizer_copy(state: StepState) -> dict[Tensor, dict[str, Any]]:
-    """What the optimizer keeps, with the tensors themselves beside their values: a recorded step
-    goes on reading the same tensors."""
+    """The optimizer's state: the tensors themselves and their values, because recorded steps keep
+    reading the same tensors."""
     return {
         parameter: {
             key: (value, value.detach().clone()) if isinstance(value, Tensor) else value
@@ -161,7 +161,7 @@ def _put_back(state: StepState, kept: dict[Tensor, dict[str, Any]]) -> None:
 
 
 def _steepest(rates: list[float], losses: list[float]) -> float | None:
-    """Where the smoothed loss falls most per step of the search, that is, per factor."""
+    """The index where the smoothed loss falls most per step of the search, that is, per factor."""
     smooth: list[float] = []
     for loss in losses:
         smooth.append(SMOOTHING * (smooth[-1] if smooth else 0.0) + (1 - SMOOTHING) * loss)

@@ -1,4 +1,4 @@
-"""Compares the replicas of the model now and then: they must be equal to the bit."""
+"""Compares the model's replicas at intervals: they must be equal to the bit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from multi_gpu_training.training.step_state import StepState
 class ReplicaCheck(Callback):
     """Raises DivergenceError after a step whose weights differ between ranks.
 
-    Every `every` steps, after the first step of another epoch, and before a checkpoint: your own
-    loop around `train_step` has no other end of an epoch.
+    It checks every `every` steps, after the first step of each later epoch, and before a
+    checkpoint. The first step of an epoch, because the user's own loop has no end-of-epoch event.
     """
 
     watches_only = True

@@ -12,9 +12,9 @@ from multi_gpu_training.training.step_state import StepState
 
 
 def broadcast_state(state: StepState, source: int, behind: bool) -> None:
-    """Give the ranks that are `behind` the parameters and optimizer state of rank `source`.
-    Collective. Each rank keeps its own buffers and rates: the forward of the step has changed the
-    buffers already, and the schedule sets the rates when the step is counted."""
+    """Send the parameters and optimizer state of rank `source` to the ranks that are `behind`.
+    Collective. Each rank keeps its own buffers and rates: the step's forward has already changed
+    the buffers, and the schedule sets the rates when the step is counted."""
     placement, model, optimizer = state.placement, state.trained, state.optimizer
     mine = placement.dp_rank == source
     tensors: dict[str, Tensor] = {}

@@ -1,8 +1,8 @@
-"""Copies of a training's state: to compare two ways of computing a step, and to go back.
+"""Copies of a training's state: to compare two ways of computing a step, and to roll back.
 
-StepStart       what a step changes before its weights move; kept at the start of every step
-StateCopies     model and optimizer, in host memory, under names
-Counters        where a training stands, apart from its tensors
+StepStart       what a step changes before its weights move; saved at the start of every step
+StateCopies     named copies of model and optimizer, in host memory
+Counters        progress of a training, apart from its tensors
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ SMALL_STATE = 2**26  # bytes: copies of a state up to this size stay on the devi
 
 
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensor by tensor, in one kernel for each type: torch goes one by one through a mixed
-    list."""
+    """Copy a list of tensors with one kernel per type: for a mixed list, torch launches one kernel
+    per tensor."""
     with torch.no_grad():
         for to, of in _by_type(targets, sources):
             foreach_copy_(to, of)
 
 
 def _by_type(ones: list[Tensor], others: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Pairs of tensors, sorted by what torch can do in one kernel."""
+    """Pairs of tensors, grouped by what torch can handle in one kernel."""
     groups: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for one, other in zip(ones, others, strict=True):
         mine, theirs = groups.setdefault((one.dtype, one.device), ([], []))
@@ -46,10 +46,10 @@ def _by_type(ones: list[Tensor], others: list[Tensor]) -> list[tuple[list[Tensor
 
 
 class StepStart:
-    """Metrics and buffers as they were when the step under way began.
+    """Metrics and buffers as they were when the current step began.
 
     A forward changes them long before the weights move. Buffers are copied on the device, and
-    only where something may have changed them since the last step.
+    only if something may have changed them since the last step.
     """
 
     def __init__(self, state: StepState) -> None:
@@ -69,7 +69,7 @@ class StepStart:
         state = self._state
         self._step = state.step
         self._metrics = state.metrics.kept()
-        # A replay changes buffers without counting it.
+        # A replay changes buffers without bumping their version.
         if self._all is None or state.replayed != self._replayed:
             self._keep_all()
             self._replayed = state.replayed
@@ -82,7 +82,7 @@ class StepStart:
                 self._versions[place] = version(buffer)
 
     def put_back(self) -> None:
-        """Undo what the unfinished step changed. Its gradients are the caller's to drop."""
+        """Undo what the unfinished step changed. The caller must drop its gradients."""
         state = self._state
         state.micro = 0
         if self._step != state.step:
@@ -112,7 +112,7 @@ class StepStart:
 class StateCopies:
     """Model, buffers and optimizer state, kept under names in memory that is reused.
 
-    Of all but small states the copies live on the host, pinned: device memory stays as it is.
+    All but small copies live in pinned host memory, so that device memory does not grow.
     """
 
     def __init__(self, state: StepState) -> None:
@@ -153,7 +153,7 @@ class StateCopies:
                 target.copy_(source, non_blocking=True)
 
     def difference(self, name: str) -> float:
-        """The largest relative difference of a tensor, by norm, from the copy."""
+        """The largest relative difference, by norm, of any tensor from its copy."""
         live, kept = self.tensors(), self._kept[name]
         pairs = list(zip(live, kept, strict=True))
         if all(a.device == b.device and not a.is_complex() for a, b in pairs):
@@ -176,7 +176,7 @@ class StateCopies:
 
 @torch.no_grad()
 def _largest_difference(live: list[Tensor], kept: list[Tensor]) -> float:
-    """In a few kernels; not finite where a tensor is not."""
+    """Computed in a few kernels; not finite if a tensor is not."""
     live = [t if t.is_floating_point() else t.double() for t in live]
     kept = [t if t.is_floating_point() else t.double() for t in kept]
     worst = []
@@ -189,7 +189,7 @@ def _largest_difference(live: list[Tensor], kept: list[Tensor]) -> float:
 
 
 def _pinned(tensors: list[Tensor]) -> list[Tensor]:
-    """Room for the tensors in one piece of host memory: pinning many small ones takes long."""
+    """One block of pinned host memory for all tensors: pinning many small ones is slow."""
     sizes = [-(-t.numel() * t.element_size() // 16) * 16 for t in tensors]
     pinned = any(t.is_cuda for t in tensors)
     room = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
@@ -201,8 +201,8 @@ def _pinned(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def relative(a: Tensor, b: Tensor) -> Tensor:
-    """||a - b|| / ||a||, where `b` is overwritten. NaN in the same place counts as equal, NaN in
-    only one of them as infinitely far apart."""
+    """||a - b|| / ||a||; overwrites `b`. NaN at the same position counts as equal, NaN in only one
+    of them as infinitely different."""
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     kind = torch.float64 if a.dtype == torch.float64 else torch.float32
@@ -217,7 +217,7 @@ def relative(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass
 class Counters:
-    """Where a training stands, apart from its tensors."""
+    """The progress of a training, apart from its tensors."""
 
     step: int
     epoch: int
@@ -241,5 +241,5 @@ class Counters:
         state.step, state.epoch, state.position = self.step, self.epoch, self.position
         state.schedule.load_state_dict(copied(self.schedule))
         for group, rate in zip(state.optimizer.param_groups, self.rates, strict=False):
-            group["lr"] = rate  # a group that was added since keeps its own
+            group["lr"] = rate  # a group added since then keeps its own
         state.metrics.put_back(self.metrics)

@@ -1,4 +1,4 @@
-"""One micro-batch: from a batch to a loss that is scaled for the whole step."""
+"""One micro-batch: from a batch to a loss scaled for the whole step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from multi_gpu_training.training.precision import Precision
 
 
 class MicroResult(NamedTuple):
-    """scaled: what to run backward on. tally: its gradient is this micro-batch's weight; None
-    where nobody asks for it."""
+    """scaled: the loss to run backward on. tally: its gradient is this micro-batch's weight; None
+    if it is not needed."""
 
     scaled: Tensor
     tally: Tensor | None
@@ -27,11 +27,11 @@ class MicroResult(NamedTuple):
 
 
 class StepResult:
-    """What a call of `train_step` did.
+    """The result of one `train_step` call.
 
     loss: mean over this rank's micro-batch; stays on the device until you read it.
-    grad_norm: norm of the gradient before clipping, where it is clipped.
-    moved: whether the weights moved, or the micro-batch was only accumulated.
+    grad_norm: norm of the gradient before clipping, if clipping is on.
+    moved: true if the weights moved, false if the micro-batch was only accumulated.
     """
 
     __slots__ = ("__weakref__", "_loss", "_norm", "_shared", "moved", "step")
@@ -56,7 +56,7 @@ class StepResult:
         return self._norm
 
     def keep(self) -> None:
-        """Take the numbers out of memory that the next recorded step writes to."""
+        """Copy the numbers out of memory that the next recorded step overwrites."""
         if self._shared:
             self._shared = False
             self._loss = self._loss.clone()
@@ -77,7 +77,7 @@ class _Zero(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         like = ctx.like
-        if ctx.sparse:  # the other ranks send theirs as a list of rows: this is an empty one
+        if ctx.sparse:  # the other ranks send theirs as a list of rows: send an empty one
             rows = torch.zeros((1, 0), dtype=torch.int64, device=like.device)
             values = like.new_zeros((0, *like.shape[1:]))
             return torch.sparse_coo_tensor(rows, values, like.shape, check_invariants=False), None
@@ -85,9 +85,9 @@ class _Zero(torch.autograd.Function):
 
 
 class _NoGradient(torch.autograd.Function):
-    """The value as it is; its gradient is none at all, which is not the same as zero.
+    """Passes the value through; its gradient is None, which is not the same as zero.
 
-    The backward below it still runs, and so does what ranks say to each other in it.
+    The backward below it still runs, including any communication between ranks.
     """
 
     @staticmethod
@@ -102,38 +102,38 @@ class _NoGradient(torch.autograd.Function):
 class StepModule(nn.Module):
     """What DDP or DataParallel wraps: the user's loss function around the user's model.
 
-    The loss function gets the raw model. Calling a wrapped model's `.module` would leave the
-    wrapper's bookkeeping out, and replicas would drift apart without a word.
+    The loss function gets the raw model. Calling a wrapped model's `.module` would bypass the
+    wrapper's bookkeeping, and replicas would silently drift apart.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, precision: Precision) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.compiled = loss_fn  # what is run: the same, or the same compiled
+        self.compiled = loss_fn  # what actually runs: the same function, possibly compiled
         self.precision = precision
         self.replicated = False
         self.sharded = False  # parameters are not whole outside the modules that use them
-        self.silent = False  # the newest micro-batch gives no parameter a gradient
+        self.silent = False  # the latest micro-batch gives no parameter a gradient
         self.finds_unused = False  # ranks tell each other which parameters they used
         self.needs_graph = False  # every micro-batch must go through model and loss, backward too
-        self.beside: nn.Module | None = None  # what else the optimizer moves: a criterion
+        self.beside: nn.Module | None = None  # what else the optimizer moves, such as a criterion
         parameters = [p for p in model.parameters() if p.requires_grad]
         exact = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
-        # Its gradient carries the step's total weight along with the gradients of the model:
-        # uneven weights cost no collective of their own.
+        # Its gradient carries the step's total weight along with the model's gradients, so
+        # uneven weights need no extra collective.
         self.tally = nn.Parameter(
             torch.zeros(
                 (),
                 dtype=torch.float64 if exact else torch.float32,
-                # Weights that are still to come have no device yet.
+                # Weights that are not materialised yet have no device.
                 device=next((p.device for p in parameters if not p.is_meta), precision.device),
             )
         )
 
     @contextmanager
     def computing(self, compiled: LossFn | None) -> Iterator[None]:
-        """Within a `with` block, compute by the compiled loss; None is the plain one."""
+        """Within a `with` block, use the compiled loss; None means the plain one."""
         before, self.compiled = self.compiled, compiled or self.loss_fn
         try:
             yield
@@ -141,12 +141,12 @@ class StepModule(nn.Module):
             self.compiled = before
 
     def forward(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
-        """This rank's part of a step: `count` of `window_count` samples; for none, a stand-in
-        batch or None.
+        """This rank's part of a step: `count` of `window_count` samples. Without samples, the batch
+        is a stand-in or None.
 
-        A mean over samples is scaled here and now. A mean over other weights is scaled as if the
-        step's weight were its sample count; the tally adds up what it really is, and
-        `Strategy.weigh` makes up for the difference. So both kinds may meet in one step.
+        A mean over samples is scaled right here. A mean over other weights is scaled as if the
+        step's weight were its sample count; the tally adds up the real weight, and
+        `Strategy.weigh` corrects the difference. So one step may mix both kinds.
         """
         self.silent = count == 0
         if count == 0:
@@ -161,9 +161,9 @@ class StepModule(nn.Module):
             return MicroResult(scaled, tally, mean.detach(), None, loss.metrics)
         if weight is None:
             weight = mean.new_full((), count, dtype=wide_float(mean.device))
-        # A batch in which nothing counts has a mean of 0/0: select zero, 0 x NaN is NaN. So is the
-        # gradient of 0/0, whatever it is multiplied by: where it can be read, parameters get zeros
-        # instead, as they do from a mean over at least one sample.
+        # A batch in which nothing counts has a mean of 0/0: select zero, as 0 x NaN is NaN. The
+        # gradient of 0/0 is NaN too: where that can be read, parameters get zeros
+        # instead, as from a mean over at least one sample.
         zeros = None
         if weight.device.type == "cpu" and float(weight) == 0 and not mean.isfinite():
             mean = no_gradient(mean)
@@ -178,18 +178,18 @@ class StepModule(nn.Module):
 
     @property
     def trained(self) -> nn.Module:
-        """All modules whose parameters are trained, to ask for parameters and buffers by name."""
+        """All modules whose parameters are trained, to look up parameters and buffers by name."""
         return self.model if self.beside is None else TrainedModules(self.model, self.beside)
 
-    # Straight to the work: torch's own __call__ only adds hooks, which nobody has on this module.
+    # Skip torch's own __call__: it only adds hooks, and nobody has hooks on this module.
     __call__ = forward
 
     def absent(self, batch: Any = None) -> MicroResult:
-        """Take part in a step without a sample: zero loss, zero gradient for every parameter.
+        """Take part in a step without samples: zero loss, zero gradient for every parameter.
 
-        Where DDP looks for unused parameters, no gradient instead: one that no rank uses must
-        stay without. `batch` is a stand-in: model and loss see it as often as on every other
-        rank, and what they count in Python stays in step.
+        If DDP looks for unused parameters, None instead of zero: a parameter that no rank uses
+        must have no gradient. `batch` is a stand-in: model and loss run as often as on every
+        other rank, so whatever they count in Python stays in step.
         """
         nothing = self.tally * 0.0
         mean = None if batch is None else self._rehearse(batch)
@@ -201,14 +201,14 @@ class StepModule(nn.Module):
         return MicroResult(scaled, nothing, torch.zeros_like(nothing), None, {})
 
     def _rehearse(self, batch: Any) -> Tensor | None:
-        """Compute a stand-in. Returns its loss if the other ranks wait for this one in its
-        backward as well."""
+        """Compute a stand-in. Returns its loss if the other ranks also wait for this one's
+        backward."""
         ATTENDANCE.exchanged = False
         try:
             with self.precision.autocast():
                 result = self.loss_fn(self.model, batch)
         except Exception:
-            # A stand-in has one sample, which some losses and layers refuse. Nobody waits for it.
+            # A stand-in has one sample, which some losses and layers reject. Nobody waits for it.
             if self.needs_graph or ATTENDANCE.exchanged:
                 raise
             return None
@@ -217,11 +217,11 @@ class StepModule(nn.Module):
         return None
 
     def zero_gradients(self) -> Tensor:
-        """A zero that gives every parameter a zero gradient; only what DDP asks for in any case
-        where it looks for unused parameters."""
+        """A zero that gives every parameter a zero gradient; if DDP looks for unused parameters,
+        only those that DDP always expects."""
         total = torch.zeros_like(self.tally)
         if self.sharded:
-            return total  # ranks send zeros for what got no gradient
+            return total  # ranks send zeros for parameters without a gradient
         found = self.sparse
         for parameter in self.trained.parameters():
             sparse = id(parameter) in found
@@ -240,8 +240,8 @@ class StepModule(nn.Module):
 
 
 class TrainedModules(nn.Module):
-    """The model, and beside it modules and parameters of the loss that are trained as well. The
-    model's names stay as they are; the others begin with `loss_fn`."""
+    """The model plus trained modules and parameters of the loss. The model's names stay as they
+    are; the others begin with `loss_fn`."""
 
     def __init__(self, model: nn.Module, beside: nn.Module) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class TrainedModules(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        # Everything else that torch looks up by name goes through here.
+        # torch looks up everything else by name through here.
         memo = set() if memo is None else memo
         yield from self.model.named_modules(memo, prefix, remove_duplicate)
         name = "loss_fn"
@@ -264,7 +264,7 @@ class TrainedModules(nn.Module):
 
 
 def zero_loss(loss: Tensor) -> Tensor:
-    """The loss with every gradient zero. Selected, not multiplied: it may be NaN."""
+    """The loss with all gradients zero. Selected, not multiplied, because it may be NaN."""
     never = torch.zeros((), dtype=torch.bool, device=loss.device)
     return torch.where(never, loss, torch.zeros_like(loss))
 

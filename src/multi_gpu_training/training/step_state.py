@@ -1,6 +1,6 @@
-"""Where a training stands: what a step reads and changes, in one small object.
+"""The state of a training: everything a step reads and changes, in one small object.
 
-Runners, comparison, rollback, the NaN guard and out-of-memory recovery get this and not the
+Runners, comparison, rollback, the NaN guard and out-of-memory recovery receive this instead of the
 trainer.
 """
 
@@ -45,15 +45,15 @@ _is_trained = attrgetter("requires_grad")
 class StepState:
     """The state of one training, and the small operations on it that every kind of step shares.
 
-    step, epoch, position: optimizer steps so far, and the place in the data of the next one.
-    micro: micro-batches computed of the step under way. given: those that `train_step` was given,
-        which are fewer where out-of-memory recovery cuts them into parts.
+    step, epoch, position: optimizer steps so far, and the position in the data of the next one.
+    micro: micro-batches computed in the current step. given: those passed to `train_step`, which
+        are fewer if out-of-memory recovery splits them.
     replayed: steps that ran as a CUDA graph.
-    weighted: whether a loss of the step under way came with a weight other than its sample count.
-    unweighted: samples of that step whose loss came without.
+    weighted: whether a loss of the current step had a weight other than its sample count.
+    unweighted: samples of that step whose loss had no such weight.
     moving: the optimizer is moving the weights right now.
-    extra_tensors: state on the device beside model and optimizer that a rollback must restore.
-    parameters: those that are trained. The user may freeze, unfreeze and add some between steps.
+    extra_tensors: device state besides model and optimizer that a rollback must restore.
+    parameters: those being trained. The user may freeze, unfreeze and add some between steps.
     """
 
     def __init__(self, config: MultiGPUConfig, placement: Placement, strategy: Strategy) -> None:
@@ -86,10 +86,10 @@ class StepState:
         self._generators: list[Any] = [torch.default_generator]
         self._borrowed: dict[Any, tuple[int, int] | Tensor] = {}
         self.replays_draw_noise = True  # whether recorded steps draw random numbers on the device
-        # Called at the end of a micro-batch, before the generators are the user's again.
+        # Called at the end of a micro-batch, before the user's generators are restored.
         self.watch_noise: Callable[[], None] | None = None
         self._epoch_key = EpochKey(placement.device)
-        # Names of the parameters that the user gave as frozen, and of the modules in eval mode.
+        # Names of the parameters the user froze and of the modules in eval mode, at the start.
         self.frozen_at_start: list[str] = []
         self.in_eval_at_start: list[str] = []
 
@@ -97,11 +97,11 @@ class StepState:
 
     @property
     def trained(self) -> nn.Module:
-        """The model, together with a criterion or parameters of the loss that are trained too."""
+        """The model, plus a criterion or parameters of the loss that are trained as well."""
         return self.step_module.trained
 
     def find_parameters(self) -> None:
-        """Look up which parameters are trained now, and which the optimizer moves."""
+        """Find which parameters are trained now, and which of them the optimizer moves."""
         every = list(self.trained.parameters())
         self.parameters = [p for p in every if p.requires_grad]
         self._frozen = [p for p in every if not p.requires_grad]
@@ -110,22 +110,22 @@ class StepState:
         self._groups = [list(group["params"]) for group in groups]
 
     def frozen_names(self) -> list[str]:
-        """The parameters of the model that are not trained now."""
+        """Names of the model's parameters that are not trained now."""
         named = self.model.named_parameters()
         return [plain_name(name) for name, p in named if not p.requires_grad]
 
     def freeze_as(self, names: Sequence[str]) -> None:
-        """Train all parameters of the model but these, as the run did that saved them."""
+        """Train all of the model's parameters but these, as in the run that saved them."""
         kept = set(names)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad == (plain_name(name) in kept):
                 parameter.requires_grad_(not parameter.requires_grad)
 
     def parameters_changed(self) -> bool:
-        """Whether the user froze, unfroze or added parameters since the last look.
+        """Whether the user froze, unfroze or added parameters since the last check.
 
-        Asked before every step, of recorded steps too: it walks over flat lists, not over the
-        modules of the model.
+        Called before every step, recorded ones included, so it walks over flat lists rather than
+        the model's modules.
         """
         if not all(map(_is_trained, self.parameters)) or any(map(_is_trained, self._frozen)):
             return True
@@ -137,8 +137,8 @@ class StepState:
 
     @contextmanager
     def parameters_as_before(self) -> Iterator[bool]:
-        """Undo such a change for the length of a `with` block; False where the model itself has
-        other parameters now."""
+        """Undo such a change inside a `with` block; False if the model itself now has other
+        parameters."""
         every = list(self.trained.parameters())
         flags = [p.requires_grad for p in every]
         groups = list(self.optimizer.param_groups)
@@ -161,7 +161,7 @@ class StepState:
                 parameter.requires_grad_(flag)
 
     def take_new_parameters(self) -> None:
-        """Train what is trained now. Every rank must have changed the same; collective."""
+        """Adopt the parameters now trained. Every rank must have changed the same; collective."""
         before, known = self.parameters, {id(p) for p in (*self.parameters, *self._frozen)}
         self.find_parameters()
         names = [name for name, p in self.trained.named_parameters() if p.requires_grad]
@@ -190,24 +190,24 @@ class StepState:
     # Modes of the modules
 
     def enter_training_mode(self) -> None:
-        """Put the model into the mode it is trained in: that of each module as the user left it.
-        Where all of them are in eval mode, that of the last time; the first time, train mode,
-        which `from_pretrained` and others leave to whoever trains."""
+        """Put the model into its training mode: each module in the mode the user left it in. If
+        all are in eval mode, use the modes of the previous call; the first time, use train mode,
+        because `from_pretrained` and others return models in eval mode."""
         modules = list(self.model.modules())
         in_eval = [module for module in modules if not module.training]
         all_in_eval = len(in_eval) == len(modules)
-        # A train() of the user's own may keep some layers in eval mode: every plain loop calls it.
+        # The user's own train() may keep some layers in eval mode: every plain loop calls it.
         if all_in_eval or any(type(module).train is not nn.Module.train for module in modules):
             self.model.train()
             for module in self._in_eval if all_in_eval else in_eval:
-                module.training = False  # not what is inside, as `eval()` does
+                module.training = False  # not its children, unlike `eval()`
         self._in_eval = [module for module in modules if not module.training]
 
     def names_in_eval(self) -> list[str]:
         """The modules that stay in eval mode while the model is trained."""
         named = [(plain_name(name), module) for name, module in self.model.named_modules()]
         found = [name for name, module in named if not module.training]
-        if len(found) == len(named):  # during a validation, say
+        if len(found) == len(named):  # for example during a validation
             kept = {id(module) for module in self._in_eval}
             found = [name for name, module in named if id(module) in kept]
         return found
@@ -223,9 +223,9 @@ class StepState:
     def seed_noise(self, on_host: bool = True) -> None:
         """Dropout and other noise depend on (seed, step, micro-batch, rank), not on history.
 
-        The generators are the process's own: `give_back_generators` must follow, else random
-        numbers that the user draws between steps would repeat. on_host: off for a replay, which
-        draws none there.
+        This seeds the process-wide generators, so `give_back_generators` must follow; otherwise
+        random numbers the user draws between steps would repeat. on_host: false for a replay,
+        which draws none on the host.
         """
         if self._noise_base is None:
             rank = self.placement.dp_rank
@@ -241,7 +241,7 @@ class StepState:
         elif not self.replays_draw_noise:
             return
         for generator in self._generators[1:]:
-            # Two numbers are its whole state, and cheaper to read than the tensor of `get_state`.
+            # Two numbers are its whole state, and are cheaper to read than `get_state`.
             if generator not in self._borrowed:
                 cuda = isinstance(generator, torch.Generator)
                 self._borrowed[generator] = (
@@ -252,7 +252,7 @@ class StepState:
             generator.manual_seed(seed)
 
     def give_back_generators(self) -> None:
-        """Let the user's random numbers go on where they were before `seed_noise`."""
+        """Let the user's random numbers continue from where they were before `seed_noise`."""
         if self.watch_noise is not None:
             self.watch_noise()
         if not self._borrowed:
@@ -266,51 +266,51 @@ class StepState:
         self._borrowed.clear()
 
     def abandon_step(self) -> None:
-        """Give up the step under way: the next micro-batch is the first of another one."""
+        """Drop the current step: the next micro-batch is the first of another one."""
         self.drop_gradients()
         self.strategy.forget_step()
         self.give_back_generators()
         self.micro = self.calls_in_step = 0
 
     def own_share(self, batch: Any) -> Share:
-        """The share of a batch that the user made: every `gradient_accumulation_steps` of them
-        form a step."""
+        """The share of a batch made by the user: every `gradient_accumulation_steps` of them form
+        a step."""
         return Share(
             epoch=self.epoch,
             position=self.position,
             indices=(),
             count=self.count_samples(batch),
-            window_count=0,  # unknown here: the ranks learn it with the gradients
+            window_count=0,  # unknown here: exchanged along with the gradients
             first=self.calls_in_step == 0,
             last=self.calls_in_step + 1 >= self.config.gradient_accumulation_steps,
             key=self.step,
         )
 
     def count_samples(self, batch: Any) -> int:
-        """Samples in a batch that the user made."""
+        """Samples in a batch made by the user."""
         try:
             return sample_count(batch, self.batch_size_fn)
         except DataError:
-            # A step that is one micro-batch of one rank weighs nothing against anything else.
+            # With one rank and one micro-batch per step there is nothing to weight against.
             if self.placement.dp_size > 1 or self.config.gradient_accumulation_steps > 1:
                 raise
             return next((t.shape[0] for t in tensors_of(batch) if t.ndim), 1)
 
     def stand_in(self, share: Share) -> Any:
-        """A sample as the loss gets it, for an empty share: model and loss run all the same."""
+        """A sample as the loss gets it, for an empty share, so that model and loss run anyway."""
         assert self.loader is not None
         batch = self.loader.stand_in(share)
         self._epoch_key.set(share.sample_seed)
         return self.prepare(batch, torch.zeros(1, dtype=torch.int64, device=self.placement.device))
 
     def settling_batch(self, batch: Any, share: Share) -> Any:
-        """A batch as the loss gets it, to settle the strategy with."""
+        """A batch as the loss gets it, for `Strategy.settle`."""
         if share.count == 0 and self.loader is not None:
             return self.stand_in(share)
         return self.prepare(batch, self.sample_numbers(batch, share))
 
     def expect_any_label(self) -> None:
-        """The user's own batches may have other labels than the dataset that was looked at."""
+        """The user's own batches may have other labels than the dataset that was inspected."""
         loss_fn = self.step_module.loss_fn
         if isinstance(loss_fn, SupervisedLoss):
             loss_fn.every_label_counts = False
@@ -319,7 +319,7 @@ class StepState:
         """The numbers of a batch's samples, which key the randomness of `augment`."""
         if self.augment is None:
             return None
-        if not share.sample_seed:  # the user's own batch: keyed by its place
+        if not share.sample_seed:  # the user's own batch: keyed by its position
             self._epoch_key.set(derive_seed(self.config.seed, self.step, self.micro))
             start = self.placement.dp_rank * share.count
             return torch.arange(start, start + share.count, device=self.placement.device)
@@ -337,7 +337,7 @@ class StepState:
                 batch = self.augment(batch, SampleRandom(samples, self._epoch_key.tensor))
         return batch if self.transform is None else self.transform(batch)
 
-    # After it was computed
+    # After a micro-batch was computed
 
     def note(self, result: MicroResult, share: Share) -> None:
         """Add a micro-batch to the metrics."""
@@ -348,7 +348,7 @@ class StepState:
     def advance(
         self, loss: Tensor, norm: Tensor | None, share: Share, shared: bool = False
     ) -> StepResult:
-        """Count a micro-batch that was computed; after the last one of a step, the step.
+        """Count a computed micro-batch; after the last one of a step, also count the step.
 
         shared: the next micro-batch writes its loss to the same memory.
         """
@@ -364,21 +364,21 @@ class StepState:
         return StepResult(loss, self.step, True, norm, shared)
 
     def steps_left(self) -> int | None:
-        """Optimizer steps until the run ends; None where nobody knows."""
+        """Optimizer steps until the run ends; None if unknown."""
         total = None if self.loader is None else self.loader.steps
         ends = [] if total is None else [total * self.config.epochs]
         ends += [] if self.config.max_steps is None else [self.config.max_steps]
         return min(ends) - self.step if ends else None
 
     def drop_gradients(self) -> None:
-        """Clear the gradients of the parameters that are trained, whoever left them there."""
+        """Clear the gradients of the trained parameters, whatever left them there."""
         for parameter in self.parameters:
             parameter.grad = None
         self.step_module.tally.grad = None
 
 
 class EpochKey:
-    """What an epoch's randomness comes from, on the device: recorded steps read it there."""
+    """The key of an epoch's randomness, on the device, where recorded steps read it."""
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros((), dtype=torch.int64, device=device)
@@ -391,5 +391,5 @@ class EpochKey:
 
 
 def materialize(batch: Any) -> Any:
-    """The batch itself; gathered, if so far it is only a list of places on the device."""
+    """The batch itself, gathered if it is so far only a list of positions on the device."""
     return batch.gather(batch.index) if isinstance(batch, ResidentBatch) else batch

@@ -1,4 +1,4 @@
-"""Batches for a run that a signal may ask to end, and the end itself."""
+"""Iterate over batches so that a signal can stop the run, and end the process cleanly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _END = object()
 
 
 class Stopped(SystemExit):
-    """Ends a run that a signal asked to end: with 143, or with 130 after Ctrl-C."""
+    """Ends a run after a stop signal: with exit code 143, or 130 after Ctrl-C."""
 
 
 def training_batches(
@@ -24,11 +24,11 @@ def training_batches(
     control: Control,
     state: StepState,
 ) -> Iterator[Any]:
-    """Batches one by one. Waiting for the next one ends when all ranks stop right before it."""
+    """Yield batches one by one. The wait for a batch ends if all ranks stop right before it."""
     source, callbacks = iter(batches), state.callbacks
     try:
         while True:
-            boundary = state.micro == 0  # no step is under way
+            boundary = state.micro == 0  # no step is in progress
             if boundary and control.ends_next:
                 control.arrive()
             note_phase(INPUT)
@@ -51,7 +51,7 @@ def training_batches(
 
 
 def validation_batches(batches: Iterable[Any], control: Control) -> Iterator[Any]:
-    """Batches of a validation, which is left once all ranks stop behind it."""
+    """Batches of a validation, which ends early once all ranks are to stop after it."""
     source, number = iter(batches), 0
     try:
         while not control.ends_next:
@@ -69,15 +69,15 @@ def validation_batches(batches: Iterable[Any], control: Control) -> Iterator[Any
 
 
 def leave(control: Control, outcome: str) -> None:
-    """Say what became of a run that a signal asked to end, and end this process."""
+    """Report what became of a run after a stop signal, and end this process."""
     if control.is_main:
         print(f"{control.asked_by}: {outcome}", file=sys.stderr, flush=True)
     raise Stopped(exit_code(control.asked or signal.SIGTERM))
 
 
 def end_control(control: Control, error: BaseException | None) -> None:
-    """At the very end of a run, well or by `error`: signals are the user's again. One that came too
-    late to stop the run ends the process now, with everything kept."""
+    """At the very end of a run, successful or failed: give signals back to the user. A signal that
+    came too late to stop the run ends the process now, with everything saved."""
     control.close()
     if isinstance(error, Stopped):
         end_workers()  # which a child process would wait for at its exit

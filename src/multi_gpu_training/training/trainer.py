@@ -1,4 +1,4 @@
-"""Trainers: they take micro-batches and move the weights. They differ only in their strategy."""
+"""Trainers take micro-batches and move the weights. They differ only in their strategy."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ from multi_gpu_training.training.strategy.fsdp_strategy import FSDPStrategy
 
 
 class MultiGPUTrainer(ABC):
-    """Accumulates micro-batches and updates the weights. All ranks must call `train_step` equally
-    often.
+    """Accumulates micro-batches and updates the weights. All ranks must call `train_step` the same
+    number of times.
 
     state: how far training has come. strategy: how the model is replicated. execution: how steps
     run. nan_guard, oom: handle a step with a NaN, or one that runs out of memory.
 
-    say: prints a line. told: called with (kind, action, text, facts) after the step has handled a
-    fault by itself. record: writes an event. snapshot_other_state: copies what steps change outside
-    the trainer and returns a function that restores it, to undo recorded steps. retract: called
-    with the last good step if recorded steps after it were wrong and may have been saved.
+    say: prints a line. told: called with (kind, action, text, facts) after the trainer has handled
+    a fault itself. record: writes an event. snapshot_other_state: copies what steps change outside
+    the trainer and returns a function that restores it; used to undo recorded steps. retract:
+    called with the last good step if recorded steps after it were wrong and may have been saved.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class MultiGPUTrainer(ABC):
 
     @abstractmethod
     def make_strategy(self) -> Strategy:
-        """How the model is replicated: all that kinds of trainers differ in."""
+        """How the model is replicated: the only difference between kinds of trainers."""
 
     @property
     def wrapped(self) -> nn.Module:
-        """The module that computes a micro-batch on all copies of the model."""
+        """The module that computes a micro-batch on every copy of the model."""
         return self.strategy.wrapped
 
-    # Where the training stands, for your own loop
+    # Progress, for your own loop
 
     @property
     def step(self) -> int:
@@ -139,9 +139,9 @@ class MultiGPUTrainer(ABC):
         boundary: Boundary | None = None,
         manual: bool = False,
     ) -> nn.Module:
-        """Put the model onto the device, check it, and wrap it for training. `boundary` is asked
-        before each step whether the run goes on. manual: the user's loop calls backward, around
-        the model as it is."""
+        """Move the model to the device, check it, and wrap it for training. `boundary` decides
+        before each step whether the run continues. manual: the user's loop calls backward, so
+        the model stays unwrapped."""
         self._boundary = boundary or self._boundary
         if manual:
             self._expect_own_backward()
@@ -176,7 +176,7 @@ class MultiGPUTrainer(ABC):
         return model
 
     def train_beside(self, beside: nn.Module) -> None:
-        """Train parameters of the loss like the model's. Before the optimizer is taken."""
+        """Train parameters of the loss like the model's. Call this before `take_optimizer`."""
         refuse_float64(beside, self.placement.device)
         beside.to(self.placement.device)
         check_same_model(beside, self.placement)
@@ -186,17 +186,17 @@ class MultiGPUTrainer(ABC):
         self.strategy.train_beside(beside)
 
     def _choose_mode(self, model: nn.Module) -> None:
-        """Settle training_mode=auto, now that the model is known. Collective."""
+        """Resolve training_mode=auto now that the model is known. Collective."""
         mode, why = choose_mode(model, self.placement)
         self._say(why)
         self.config.training_mode = mode
-        self.config.check()  # what that mode cannot do
+        self.config.check()  # refuses what that mode cannot do
         kinds = {TrainingMode.SINGLE: SingleDevice, TrainingMode.FULLY_SHARDED: FSDPStrategy}
         chosen = kinds.get(mode, DDPStrategy)(self.config, self.placement)
         self.strategy = self.state.strategy = chosen
 
     def _start_from_rank_0(self, model: nn.Module) -> None:
-        """Give every rank rank 0's weights, as DDP's wrapper would: scripts need not seed."""
+        """Give every rank the weights of rank 0, as DDP would, so scripts need not seed."""
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 sent = tensor.detach().contiguous()
@@ -204,7 +204,7 @@ class MultiGPUTrainer(ABC):
                 tensor.copy_(sent)
 
     def _expect_own_backward(self) -> None:
-        """No wrapper around the model: ranks exchange gradients where `ManualTrainer` says."""
+        """Leave the model unwrapped: `ManualTrainer` decides when ranks exchange gradients."""
         if self.config.chooses_mode:
             self.config.training_mode = TrainingMode.DISTRIBUTED_DATA_PARALLEL
         mode = self.config.training_mode
@@ -226,7 +226,7 @@ class MultiGPUTrainer(ABC):
     def take_optimizers(
         self, optimizers: Sequence[Optimizer], after_step: Callable[[], None]
     ) -> ManualTrainer:
-        """Train with these, by the user's own backward. `after_step` comes between steps."""
+        """Train with these optimizers; the user calls backward. `after_step` runs between steps."""
         if self.state.precision.scaler.is_enabled():
             raise ConfigError(
                 "fp16 needs its losses scaled, which your own backward does not do; use "
@@ -239,8 +239,8 @@ class MultiGPUTrainer(ABC):
         return ManualTrainer(self.state, optimizers, self._boundary, after_step, self._nonfinite)
 
     def take_optimizer(self, optimizer: Optimizer) -> str | None:
-        """Train with this optimizer, made as fast as the config allows. Returns what looking for
-        NaN costs with it, if anything."""
+        """Train with this optimizer, made as fast as the config allows. Returns a line about what
+        the NaN check costs with it, if anything."""
         self.state.optimizer = optimizer
         if self.fast_defaults.fused_optimizer:
             fuse(optimizer, sparse=bool(self.state.step_module.sparse))
@@ -250,8 +250,8 @@ class MultiGPUTrainer(ABC):
         return self.nan_guard.attach(optimizer)
 
     def _refuse_foreign_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before every step of the optimizer: a step past the trainer would move this rank's
-        weights along its own gradient alone."""
+        """Runs before every optimizer step: one that bypasses the trainer would move this rank's
+        weights along its local gradient only."""
         if self.placement.dp_size > 1 and not self.state.moving:
             raise ModelError(
                 "optimizer.step() was called outside the trainer, where ranks do not exchange "
@@ -261,7 +261,7 @@ class MultiGPUTrainer(ABC):
     # The step
 
     def train_step(self, batch: Any) -> StepResult:
-        """Train on one micro-batch; the last one of a global batch updates the weights.
+        """Train on one micro-batch. The last one of a global batch updates the weights.
 
         Batches from the manager's loader know their place in the global batch, even if you unpack,
         move or change them. For any other batch, the samples on all ranks are counted, and
@@ -275,8 +275,8 @@ class MultiGPUTrainer(ABC):
             self._begin_step()
         else:
             note_count(state.micro)
-        oom.busy = True  # an exchange that breaks is the step's to mend
-        # None: the attempt succeeded. True: this rank's memory was short. False: another's.
+        oom.busy = True  # the step itself repairs a broken exchange
+        # None: the attempt succeeded. True: this rank ran out of memory. False: another one did.
         short: bool | None
         try:
             placed = batch
@@ -300,7 +300,7 @@ class MultiGPUTrainer(ABC):
             if oom.retrying:
                 raise
             if not oom.concerns(error):
-                state.abandon_step()  # whatever the caller does next, it begins another one
+                state.abandon_step()  # the next call begins another step, whatever the caller does
                 raise
             short = is_out_of_memory(error)
         except Exception:
@@ -310,7 +310,7 @@ class MultiGPUTrainer(ABC):
         finally:
             oom.busy = False
         if short is not None:
-            # Out here, nothing holds the frames of the error and what filled the memory.
+            # Out here, nothing holds the error's frames and the tensors that filled the memory.
             placed = samples = None
             result = oom.retry(batch, short, self.train_step)
         if result.moved and not oom.retrying:
@@ -324,7 +324,7 @@ class MultiGPUTrainer(ABC):
         return result
 
     def _with_share(self, batch: Any) -> tuple[Any, Share | None]:
-        """The batch, and which part of which step it is; None for one that the loop made."""
+        """The batch, and which part of which step it is; None if the user's loop made it."""
         state, share = self.state, share_of(batch)
         if share is None and state.loader is not None:
             place = state.epoch, state.position
@@ -338,32 +338,32 @@ class MultiGPUTrainer(ABC):
         self._boundary.passed += 1
         if self._boundary.held:
             self._boundary.halt()
-        if not self.oom.retrying:  # a step that is computed again has begun before
+        if not self.oom.retrying:  # a step that is recomputed has already begun
             for call in state.callbacks.on_step_begin:
                 call(state.step + 1)
         if state.parameters_changed():
             self.execution.take_new_parameters()
 
     def give_up_recording(self, reason: str) -> None:
-        """Compute every later step operation by operation, and free what recorded steps held."""
+        """Run all later steps eagerly, and free the memory that recorded steps held."""
         if self.execution.active:
             self.execution.give_up(reason)
 
     @contextmanager
     def rolling_back(self) -> Iterator[None]:
-        """Around the loading of a checkpoint: give up the step under way and what was measured
-        since the last log, and start afresh behind it."""
+        """Wraps the loading of a checkpoint: drop the unfinished step and what was measured since
+        the last log, then start afresh."""
         memory = self.oom.state_dict()
         self.state.abandon_step()
         self.state.metrics.reset()
         self.nan_guard.reset()
         yield
-        self.oom.load_state_dict(memory)  # what was learned since the checkpoint stays
+        self.oom.load_state_dict(memory)  # keep what was learned since the checkpoint
         self.execution.went_back()
         self.nan_guard.start()
 
     def pass_over(self, share: Share | None) -> None:
-        """Go past a micro-batch without training on it; after the last one, past the step."""
+        """Skip a micro-batch without training on it; after the last one, skip the step."""
         if share is not None and share.last:
             self.state.epoch, self.state.position = share.epoch, share.position + 1
 
@@ -380,7 +380,7 @@ class MultiGPUTrainer(ABC):
         return self.strategy.held_state()
 
     def collect_metrics(self) -> MetricsCollector:
-        """What was collected since the last reset, recorded steps included."""
+        """Metrics collected since the last reset, including those of recorded steps."""
         self.execution.collect(self.state.metrics)
         return self.state.metrics
 
@@ -390,8 +390,8 @@ class MultiGPUTrainer(ABC):
         state = self.state
         epoch, position = state.epoch, state.position
         most = self.config.max_steps
-        # The loader knows of an epoch that the user's loop broke off. One that max_steps cut short
-        # is not broken off: with more steps, the run goes on inside it.
+        # The loader knows if the user's loop left an epoch early. An epoch that max_steps cut
+        # short does not count: given more steps, the run continues inside it.
         if state.loader is not None and (most is None or state.step < most):
             epoch, position = state.loader.place_after(epoch, position)
         return {
@@ -417,8 +417,8 @@ class MultiGPUTrainer(ABC):
         if "memory" in saved:
             self.oom.load_state_dict(saved["memory"])
         self.execution.switch.load_state_dict(saved.get("compiled"))
-        # What a callback froze, unfroze or put into eval mode in mid-run; a script that gives its
-        # model otherwise now has its way.
+        # Restores what callbacks froze, unfroze or put into eval mode during the run, unless the
+        # script itself now sets up the model differently.
         frozen, in_eval = saved.get("frozen"), saved.get("in_eval")
         if frozen is not None and frozen["at_start"] == state.frozen_at_start:
             state.freeze_as(frozen["now"])
@@ -427,7 +427,7 @@ class MultiGPUTrainer(ABC):
 
 
 class RefusingRunner(EagerRunner):
-    """Stands where `train_step` looks for a runner, in a training whose model is not wrapped."""
+    """Takes the runner's place when the model is not wrapped, and refuses `train_step`."""
 
     def run(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         raise ModelError(
@@ -458,7 +458,7 @@ class DistributedDataParallelTrainer(MultiGPUTrainer):
 
 
 class AutoTrainer(DistributedDataParallelTrainer):
-    """As the model turns out to fit: one device, a copy per process, or a part per process."""
+    """Whichever fits the model: one device, a copy per process, or a shard per process."""
 
     def make_strategy(self) -> Strategy:
         strategy = super().make_strategy()
@@ -467,7 +467,7 @@ class AutoTrainer(DistributedDataParallelTrainer):
 
 
 class FullyShardedTrainer(MultiGPUTrainer):
-    """One process per GPU, each with a part of every parameter."""
+    """One process per GPU, each with a shard of every parameter."""
 
     def make_strategy(self) -> Strategy:
         return FSDPStrategy(self.config, self.placement)

@@ -1,10 +1,10 @@
 """Runners: what executes one micro-batch.
 
-eager       operation by operation: the plain step, and the one that all others must equal
+eager       operation by operation: the plain step, the reference for all others
 graph       records the same step as a CUDA graph; graph_cache replays it, one graph per shape
-verified_graph  compares replayed steps with eager ones, and takes them back where they differ;
-            with step_comparison, rollback_window and graph_guards
-compiled    tries the loss compiled; the eager runner then calls it in that form
+verified_graph  compares replayed steps with eager ones and undoes them if they differ;
+            uses step_comparison, rollback_window and graph_guards
+compiled    tries the compiled loss; the eager runner then calls it in that form
 selection   chooses among them by eligibility, comparison and time
 """
 

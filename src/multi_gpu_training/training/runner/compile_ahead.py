@@ -1,9 +1,9 @@
 """Compiles a step in another process while this one trains.
 
-Compiling takes from ten seconds to minutes of Python. In a thread it would slow training down
-many times over; in this process it would stop it. So a child gets the model without its weights,
-the loss and one batch, compiles them, and leaves the result in torch's cache on the disk. Compiling
-the same step here then takes a few seconds.
+Compiling takes ten seconds to minutes of Python. In a thread it would slow training down many
+times over; in this process it would stop it. So a child process gets the model without its weights,
+the loss and one batch, compiles them, and leaves the result in torch's cache on disk. Compiling the
+same step here then takes a few seconds.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from multi_gpu_training.distributed.cleanup import Scratch
 from multi_gpu_training.training.step_state import StepState
 
 CHILD = "multi_gpu_training.training.runner.compile_child"
-_KEPT_VALUES = 64  # tensors up to this size travel with their values: code may read them
-_CONTEXT_BYTES = 2**30  # what a second process takes of the GPU before it computes anything
+_KEPT_VALUES = 64  # tensors up to this size are sent with their values: code may read them
+_CONTEXT_BYTES = 2**30  # GPU memory a second process takes before it computes anything
 
 
 class HandOverError(Exception):
-    """The step cannot be given to another process; the message says why in a few words."""
+    """The step cannot be sent to another process; the message says why in a few words."""
 
 
 class CompileAhead:
-    """One compilation beside the training. done: it has ended. problem: why it failed, or None."""
+    """A compilation next to the training. done: it has ended. problem: why it failed, or None."""
 
     def __init__(self, state: StepState, batch: Any) -> None:
         self.problem: str | None = None
@@ -56,7 +56,7 @@ class CompileAhead:
         paths = [entry or str(Path.cwd()) for entry in sys.path]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with (self._scratch.path / "log.txt").open("wb") as log:
-            # A session of its own: a Ctrl-C at the terminal is for the training.
+            # Its own session: a Ctrl-C at the terminal is meant for the training.
             return subprocess.Popen(
                 command,
                 env=environment,
@@ -86,7 +86,7 @@ class CompileAhead:
             return f"the process that compiled it ended with code {self._child.returncode}"
 
     def close(self) -> None:
-        """End the child, whatever it does."""
+        """Kill the child, whatever it is doing."""
         child, self._child = self._child, None
         if child is not None and child.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -105,7 +105,7 @@ def fits_beside(state: StepState) -> bool:
 
 
 def pack_step(state: StepState, batch: Any) -> bytes:
-    """Everything that compiling a step takes, but for the values of its tensors."""
+    """Everything needed to compile a step, except the values of its tensors."""
     device, precision = state.placement.device, state.precision
     step = {
         "model": state.model,
@@ -123,7 +123,7 @@ def pack_step(state: StepState, batch: Any) -> bytes:
         raise HandOverError("cloudpickle is not installed (pip install cloudpickle)") from None
     target = io.BytesIO()
     pickler = cloudpickle.Pickler(target)
-    # Looked up by exact type: subclasses of tensors travel as they are.
+    # Looked up by exact type: tensor subclasses are sent unchanged.
     shapes = {Tensor: _as_shape, nn.Parameter: _as_shape}
     pickler.dispatch_table = {**copyreg.dispatch_table, **shapes}
     try:
@@ -156,7 +156,7 @@ def make_tensor(
     is_parameter: bool,
     values: Any,
 ) -> Tensor:
-    """A tensor like one of the other process: zeros, or its values where it has few."""
+    """A tensor like the one in the other process: zeros, or its values if it is small."""
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     with torch.no_grad():
         if values is None:

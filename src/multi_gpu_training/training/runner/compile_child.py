@@ -1,7 +1,7 @@
-"""The process that compiles a step beside a training: `python -m ... STEP.pickle PARENT`.
+"""The process that compiles a step for a running training: `python -m ... STEP.pickle PARENT`.
 
-It computes one forward and backward of the compiled step on a batch of zeros, so that torch's cache
-on the disk holds the code, and says in outcome.json how that went.
+It runs one forward and backward of the compiled step on a batch of zeros, so that torch's cache on
+disk holds the code, and writes the outcome to outcome.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(path: Path, parent: int) -> None:
         compile_step(step)
     except torch.OutOfMemoryError:
         problem = "there is no memory to compile in beside the training"
-    except Exception as error:  # whatever the compiler raises, training goes on without it
+    except Exception as error:  # whatever the compiler raises, training continues without it
         problem = in_a_line(error)
     (path.parent / "outcome.json").write_text(json.dumps({"problem": problem}))
 
@@ -44,7 +44,7 @@ def compile_step(step: dict[str, Any]) -> None:
     set_switches(step["switches"])
     compiled = compile_loss(step["loss_fn"])
     module = _Step(step["model"], compiled, kind, step["autocast"])
-    module.trained = step["trained"]  # DDP sends the gradients of the loss's own parameters, too
+    module.trained = step["trained"]  # DDP also sends the gradients of the loss's own parameters
     run = module if step["ddp"] is None else replicate_alone(module, step["ddp"])
     run(step["batch"]).backward()
 

@@ -1,10 +1,10 @@
-"""From plain steps to compiled ones, without stopping the training for the compiler.
+"""Switch from plain steps to compiled ones without stopping the training for the compiler.
 
     begin       another process compiles the step while this one trains (compile_ahead.py)
-    ready       it has ended, on every machine: looked at between steps, at steps all ranks agree on
-    compile     the same here, from torch's cache on the disk, and compared with the plain step
+    ready       it has ended on every machine; checked between steps, at steps all ranks agree on
+    compile     compile here from torch's cache on disk, and compare with the plain step
 
-A checkpoint remembers that its steps were compiled: a resumed run begins with compiled ones.
+A checkpoint records that its steps were compiled: a resumed run then starts with compiled steps.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from multi_gpu_training.training.runner.graph import resolve_kept
 from multi_gpu_training.training.runner.rollback_window import Fed
 from multi_gpu_training.training.step_state import StepState
 
-PAYS_AFTER_S = 15.0  # of training that is left: compiling here takes up to five of them
+PAYS_AFTER_S = 15.0  # seconds of training that must be left: compiling here takes up to five
 LOOK_EVERY_S = 2.0
-LONG_RUN_S = 300.0  # stands still for the compiler, where no other process can do its work
+LONG_RUN_S = 300.0  # the same, if training must stop for the compiler
 
 
 def _load_compiler() -> None:
-    """Import what compiling here will need, beside the training: it would stand still for it."""
-    with suppress(Exception):  # compiling says what is wrong
+    """Import what compiling will need in the background, so that training need not wait for it."""
+    with suppress(Exception):  # compiling will report what is wrong
         importlib.import_module("torch._inductor.compile_fx")
 
 
 class CompileSwitch:
-    """When and whether steps become compiled ones.
+    """Decides whether and when steps become compiled.
 
-    compiled: what steps compute the loss with since; None for the plain loss. since: the first
-    step that did. look_every: steps between two looks at the other process, the same on all ranks.
+    compiled: the compiled loss that steps use; None for the plain loss. since: the first step that
+    used it. look_every: steps between checks on the other process, the same on all ranks.
     """
 
     def __init__(self, state: StepState, say: Callable[[str], None]) -> None:
@@ -49,20 +49,20 @@ class CompileSwitch:
         self._state = state
         self._say = say
         self._ahead: CompileAhead | None = None
-        self._waits = False  # equal on all ranks, also on those that have no process of their own
+        self._waits = False  # equal on all ranks, including those without their own child process
         self._window: int | None = None  # samples of a compiled step, over all ranks
         self._saved: dict[str, Any] | None = None
-        self.untried = False  # steps are to be compiled as before, which was not tried here yet
+        self.untried = False  # the checkpoint's steps were compiled, which was not tried here yet
 
-    # Beside the training
+    # Next to the training
 
     def pays(self, step_s: float) -> bool:
-        """Whether so much training is left that compiling is worth it. Equal on all ranks."""
+        """Whether enough training is left for compiling to be worth it. Equal on all ranks."""
         left = self._state.steps_left()
         return left is None or left * step_s >= PAYS_AFTER_S
 
     def begin(self, step_s: float, micro: Fed) -> str | None:
-        """Have another process compile; why that cannot be. Collective."""
+        """Have another process compile; returns why that is impossible, if it is. Collective."""
         state = self._state
         problem = state.strategy.compile_obstacle()
         if problem is None and not fits_beside(state):
@@ -85,7 +85,7 @@ class CompileSwitch:
 
     @property
     def waits(self) -> bool:
-        """Whether another process compiles, on any machine."""
+        """Whether another process is compiling, on any machine."""
         return self._waits
 
     def ready(self) -> bool:
@@ -97,8 +97,8 @@ class CompileSwitch:
         return True
 
     def compile(self, step: list[Fed]) -> str | None:
-        """Compile here what the other process has compiled, and compare it; why it cannot be used.
-        Collective."""
+        """Compile here what the other process has compiled, and compare it; returns why it cannot
+        be used, if so. Collective."""
         state = self._state
         problem = None if self._ahead is None else self._ahead.problem
         self.close()
@@ -112,7 +112,7 @@ class CompileSwitch:
         return None
 
     def drop(self) -> None:
-        """Steps are plain again."""
+        """Return to plain steps."""
         self.compiled = self.since = self._window = None
         self.untried = False
 
@@ -124,7 +124,7 @@ class CompileSwitch:
     # As the checkpoint's steps were
 
     def resume(self) -> None:
-        """Begin with compiled steps, where the checkpoint's last one was: compiled and plain
+        """Start with compiled steps if the checkpoint's last step was compiled: compiled and plain
         steps round differently."""
         saved, self._saved = self._saved, None
         if saved is None or not saved.get("window"):
@@ -132,7 +132,7 @@ class CompileSwitch:
         self.since, self._window, self.untried = int(saved["since"]), int(saved["window"]), True
 
     def try_resumed(self, step: list[Fed]) -> None:
-        """Compile before the first step that can be, and compare it: this may be another machine.
+        """Compile and compare before the first eligible step: this may be a different machine.
         Collective."""
         self._say("step: compiling, as in the steps before the checkpoint; this can take a minute")
         since = self.since
@@ -144,11 +144,11 @@ class CompileSwitch:
             self._say(f"step: not compiled as before, {problem}")
 
     def suits(self, share: Share) -> bool:
-        """Whether a step has the size that was compiled, on all ranks; others stay plain."""
+        """Whether a step has the compiled size on all ranks; other steps stay plain."""
         return self._window == share.window_count
 
     def state_dict(self) -> dict[str, Any] | None:
-        # Sizes of the user's own batches (no window) are not known before they come.
+        # Sizes of the user's own batches (no window) are not known in advance.
         return {"since": self.since, "window": self._window} if self._window else None
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:

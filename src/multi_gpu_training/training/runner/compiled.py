@@ -1,7 +1,7 @@
-"""Model and loss as torch.compile makes them, and whether they still compute the same.
+"""Compile model and loss with torch.compile, and check that they still compute the same.
 
-A compiled loss takes the place of the plain one inside the step, recorded or not: all else of a
-step stays as it is.
+A compiled loss replaces the plain one inside the step, recorded or not. Nothing else in the step
+changes.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ from multi_gpu_training.training.runner.step_comparison import StepComparison
 from multi_gpu_training.training.state_rollback import copy_each
 from multi_gpu_training.training.step_state import StepState
 
-# How far a compiled loss and its gradient may be from the plain ones: this share of their size, and
-# some times what another rounding of the weights makes of them, which late in a training is more.
+# How far a compiled loss and its gradient may be from the plain ones: this fraction of their size,
+# plus a multiple of what rounding the weights differently changes, which grows late in training.
 ROUNDINGS = 8.0
 SAME_16_BITS = 0.05
 SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-3, torch.complex64: 2e-3}
 
 
 def compile_loss(loss_fn: LossFn) -> LossFn:
-    """The loss function and the model that it calls, compiled for the shapes of each call."""
+    """The loss function with the model it calls, compiled for the shapes of each call."""
     compiled: LossFn = torch.compile(loss_fn, dynamic=False)
     return compiled
 
 
 def compiled_problem(state: StepState, compiled: LossFn, step: list[Fed]) -> str | None:
-    """Why steps cannot be compiled, found by computing a micro-batch of every size without the
-    other ranks: in the exchange they would wait for one that cannot compile. The state stays as it
-    was."""
+    """Why steps cannot be compiled, if so. Computes a micro-batch of every size without the other
+    ranks, which would otherwise wait for one that cannot compile. The state stays unchanged."""
     sizes = {micro[2].count: micro for micro in step if micro[2].count}
     problems = (_micro_problem(state, compiled, micro) for micro in sizes.values())
     return next((problem for problem in problems if problem is not None), None)
@@ -55,13 +54,13 @@ def _micro_problem(state: StepState, compiled: LossFn, micro: Fed) -> str | None
             before = random_state(device)
             expected = _loss_and_gradients(state, None, given)
             if random_state(device) != before:
-                return None  # compiled code draws other noise: there is nothing to compare
+                return None  # compiled code draws different noise: nothing to compare
             with _weights_rounded_again(state):
                 rounded = _loss_and_gradients(state, None, given)
         return _too_far(state, expected, rounded, found)
     except torch.OutOfMemoryError:
         return "there is no memory to compile in"
-    except Exception as error:  # whatever the compiler raises, training goes on without it
+    except Exception as error:  # whatever the compiler raises, training continues without it
         return in_a_line(error)
 
 
@@ -79,8 +78,8 @@ def _loss_and_gradients(state: StepState, compiled: LossFn | None, given: Any) -
 
 @contextmanager
 def _weights_rounded_again(state: StepState) -> Iterator[None]:
-    """Within a `with` block, every weight is off by about the rounding of the arithmetic: how far
-    that carries is how far two right results may be apart."""
+    """Inside a `with` block, shift every weight by about one rounding error: the resulting change
+    tells how far apart two correct results may be."""
     weights = [p.detach() for p in state.parameters]
     kept = [weight.clone() for weight in weights]
     generator = torch.Generator(state.placement.device).manual_seed(0)
@@ -98,14 +97,14 @@ def _rounding(state: StepState, kind: torch.dtype) -> float:
     """The relative error of one operation on weights of this type."""
     kind = state.precision.dtype or kind
     if kind == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return 2.0**-11  # TF32 has ten bits behind the point
+        return 2.0**-11  # TF32 has a ten-bit mantissa
     return torch.finfo(kind).eps / 2
 
 
 def _too_far(
     state: StepState, expected: list[Tensor], rounded: list[Tensor], found: list[Tensor]
 ) -> str | None:
-    """Why the results of compiled code cannot be what the plain code computes."""
+    """Why the results of compiled code differ too much from those of plain code, if they do."""
     if len(expected) != len(found):
         return "compiled, other parameters get a gradient"
     kinds = {p.dtype for p in state.parameters}
@@ -115,7 +114,7 @@ def _too_far(
         size = _distance(expected[part], None)
         off = _distance(expected[part], found[part])
         rounding = _distance(expected[part], rounded[part])
-        # What is not finite in the plain step as well is the NaN guard's business.
+        # If the plain step is not finite either, the NaN guard deals with it.
         if math.isfinite(size) and not off <= same * size + ROUNDINGS * rounding:
             return f"compiled, the {name} is {off / max(size, 1e-30):.1g} off"
     return None
@@ -131,8 +130,8 @@ def _distance(ones: list[Tensor], others: list[Tensor] | None) -> float:
 def try_compiled(
     state: StepState, comparison: StepComparison, compiled: LossFn
 ) -> tuple[str | None, float]:
-    """Whether steps can run compiled, without being recorded: why not, and how long one takes.
-    Every rank must call it; the state stays as it was."""
+    """Try steps compiled but not recorded: returns why they cannot run, and how long one takes.
+    Every rank must call it; the state stays unchanged."""
     copies, seconds = comparison.copies, float("inf")
     problem = compiled_problem(state, compiled, comparison.newest[1])
     if state.placement.all_min(int(problem is None)) == 0:

@@ -1,4 +1,4 @@
-"""The plain step, operation by operation. Every other way to run a step must equal this one.
+"""The plain step, operation by operation: the reference that every other way must equal.
 
 One step, over all ranks and micro-batches, moves the weights along
 
@@ -39,14 +39,14 @@ class EagerRunner:
         self.guard = guard
         self.start = start
         self._checked = False
-        # Of the newest micro-batch, without its graph: mean, weight, metrics, share.
+        # The latest micro-batch, detached: mean, weight, metrics, share.
         self._computed: tuple[Tensor, Tensor | None, Pairs, Share]
 
     def run(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         """Train on one micro-batch, and count it."""
         state = self.state
         if share.first:
-            self.start.keep()  # the forward changes buffers, which a failing step must restore
+            self.start.keep()  # the forward changes buffers: restored if the step fails
         state.seed_noise()
         state.rates.send()
         result, norm = self.compute(batch, samples, share)
@@ -59,14 +59,14 @@ class EagerRunner:
     def compute(
         self, batch: Any, samples: Tensor | None, share: Share
     ) -> tuple[MicroResult, Tensor | None]:
-        """Everything that a micro-batch asks of the device, and nothing else: this is what a
-        CUDA graph records. Returns its result, and the gradient norm where it was clipped."""
+        """All the device work of a micro-batch and nothing else: this is what a CUDA graph records.
+        Returns the result, and the gradient norm if it was clipped."""
         state, guard = self.state, self.guard
         strategy, callbacks = state.strategy, state.callbacks
         state.attendance.present = share.count > 0  # until backward is done: it may recompute
         if share.first:
-            # A backward outside the trainer (in a callback, of a second training that shares
-            # this model) must not reach this step.
+            # A backward outside the trainer (in a callback, or in a second training that shares
+            # this model) must not leak into this step.
             state.drop_gradients()
             if guard.spares:
                 guard.keep_buffers()
@@ -75,7 +75,7 @@ class EagerRunner:
                 for call in callbacks.on_forward:
                     call(share)
                 if share.count == 0:
-                    # Replays run no Python: only ranks that exchange in the forward need one there.
+                    # Replays run no Python: only ranks that talk in the forward need one there.
                     wanted = state.loader is not None and (
                         state.step_module.needs_graph or not _is_recording(state)
                     )
@@ -104,19 +104,19 @@ class EagerRunner:
                 (scaled if result.tally is None else scaled + result.tally).backward()
             norm = self._move_weights(share) if share.last else None
         finally:
-            state.attendance.present = True  # what runs between steps counts
+            state.attendance.present = True  # between steps, every batch counts
             for call in callbacks.on_micro_batch_end:
                 call()
         return guard.spare(result, share) if guard.spares else result, norm
 
     def _window(self, share: Share) -> int:
-        """Samples of the whole step, over all ranks; 0 where nobody knows before it is over."""
+        """Samples of the whole step, over all ranks; 0 if unknown until the step is over."""
         alone = share.first and share.last and self.state.placement.dp_size == 1
         return share.count if alone else share.window_count
 
     def _announce_exchange(self, grad: Tensor) -> None:
-        """Runs first in a backward: what it queues runs before DDP waits for the other ranks,
-        once this rank's own gradients are computed."""
+        """Runs first in a backward. The callback it queues runs once this rank's own gradients are
+        computed, before DDP waits for the other ranks."""
         for call in self.state.callbacks.on_exchange:
             queue_after_backward(call)
 
@@ -128,7 +128,7 @@ class EagerRunner:
             self._check_gradients()
             self._checked = True
         state.strategy.weigh(self._window(share), state.weighted, state.unweighted)
-        for call in state.callbacks.on_optimizer:  # gradients are those of the whole step now
+        for call in state.callbacks.on_optimizer:  # gradients now cover the whole step
             call()
         if guard.mode == "read":
             if guard.finds():
@@ -140,7 +140,7 @@ class EagerRunner:
             scaler.unscale_(optimizer)
             norm = state.strategy.clip(config.max_grad_norm)
         if guard.mode == "gate":
-            guard.update_gate(norm)  # on the device: the host does not wait for the answer
+            guard.update_gate(norm)  # on the device: the host does not wait
         if config.max_grad_value is not None:  # after the guard: a clamped infinity looks finite
             if norm is None:
                 scaler.unscale_(optimizer)
@@ -154,16 +154,16 @@ class EagerRunner:
         return norm
 
     def take_new_parameters(self) -> None:
-        """Other parameters are trained from now on: look at their first gradients again."""
+        """The set of trained parameters changed: check their first gradients again."""
         self._checked = False
         self.guard.take_new_parameters()
 
     def _first_look(self) -> AbstractContextManager[None]:
-        """Context of the first step's micro-batches: later ones do not pay for looking."""
+        """Context of the first step's micro-batches; later ones do not pay for the check."""
         state = self.state
         if self._checked or not state.config.sync_bn or state.placement.dp_size == 1:
             return _NOTHING
-        # torch warns about hooks on all modules where the user compiled some of them.
+        # torch warns about global module hooks if the user compiled some modules.
         compiled = any(plain_name(name) != name for name, _ in state.model.named_parameters())
         return _NOTHING if compiled else no_norm_alone()
 
@@ -181,14 +181,14 @@ class EagerRunner:
             )
 
     def finish_step(self) -> StepResult:
-        """Count a step that the other ranks have finished: this rank got their weights."""
+        """Count a step that the other ranks finished: this rank received their weights."""
         mean, weight, metrics, share = self._computed
         self.state.note(MicroResult(mean, None, mean, weight, metrics), share)
         return self.state.advance(mean, None, share)
 
 
 def clip_values(parameters: Sequence[Tensor], most: float) -> None:
-    """Clamp every element of the gradients to -most..most, those of sparse ones row by row."""
+    """Clamp every gradient element to -most..most; sparse gradients row by row."""
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
@@ -198,6 +198,6 @@ def clip_values(parameters: Sequence[Tensor], most: float) -> None:
 
 
 def _is_recording(state: StepState) -> bool:
-    """Whether a CUDA graph is being made of what runs now."""
+    """Whether a CUDA graph is currently being recorded."""
     cuda = state.placement.device.type == "cuda"
     return cuda and torch.cuda.is_current_stream_capturing()

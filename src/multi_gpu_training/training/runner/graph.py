@@ -1,4 +1,4 @@
-"""One micro-batch recorded as a CUDA graph, and what must be copied in and out of it."""
+"""One micro-batch recorded as a CUDA graph, with the copies in and out of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Replayable(Protocol):
 
 
 class Graphs(Protocol):
-    """Something that records work instead of doing it."""
+    """Records work instead of doing it."""
 
     def capture(self, work: Callable[[], T]) -> tuple[Replayable, T]: ...
 
@@ -47,14 +47,14 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
         collecting = gc.isenabled()
-        gc.disable()  # what it frees may call into CUDA, which a recording does not allow
+        gc.disable()  # freeing objects may call into CUDA, which a recording forbids
         try:
-            # Only this thread's calls are restricted: pinning threads and NCCL's watchdog go on.
+            # Restrict only this thread's calls: pinning threads and NCCL's watchdog continue.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 outputs = work()
             except BaseException:
-                # Ending it fails, too, and would hide what went wrong.
+                # Ending the recording would fail too, and hide the original error.
                 with contextlib.suppress(Exception):
                     graph.capture_end()
                 raise
@@ -76,7 +76,7 @@ class CudaGraphs:
         with contextlib.suppress(Exception):
             end_allocation_to_pool(self.device.index or 0, self.pool)
         torch.cuda.synchronize(self.device)
-        # The random generator believes that the recording goes on: give it a fresh state.
+        # The random generator still believes it is being recorded: give it a fresh state.
         fresh = torch.Generator(device=self.device)
         generator = torch.cuda.default_generators[self.device.index or 0]
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
@@ -84,10 +84,10 @@ class CudaGraphs:
 
 
 class CapturedMicro:
-    """One micro-batch as a graph: inputs copied in, sums of its loss and metrics kept inside.
+    """One micro-batch as a graph: inputs are copied in; sums of loss and metrics stay inside.
 
-    grads: the parameters' gradients while the step is not complete yet.
-    ring: where the user's own batches are copied to and kept; None for those of our loaders.
+    grads: the parameters' gradients until the step is complete.
+    ring: where the user's own batches are copied and kept; None for batches of our loaders.
     """
 
     def __init__(
@@ -122,11 +122,11 @@ class CapturedMicro:
         if self.ring is not None:
             self.ring.rewind()
         self.mean = result.mean
-        # After the last micro-batch of a step nobody needs them: their memory is the recording's.
+        # After the last micro-batch nobody needs them: their memory belongs to the recording.
         self.grads = [] if share.last else [parameter.grad for parameter in parameters]
 
     def replay(self, batch: Any, samples: Tensor | None) -> None:
-        """Compute this batch; it must have the signature of the one that was recorded."""
+        """Compute this batch, which must have the recorded signature."""
         if self._resident:
             self._inputs[0].copy_(batch.index, non_blocking=True)
         else:
@@ -141,18 +141,18 @@ class CapturedMicro:
         self._graph.replay()
 
     def collect(self, metrics: MetricsCollector) -> None:
-        """Hand over the sums of all replays since the last time."""
+        """Add the sums of all replays since the last call to `metrics`."""
         if self.replays:
             self._sums.hand_over(metrics, self.replays)
             self.replays = 0
 
     def forget(self) -> None:
-        """Drop the sums of replays that do not count."""
+        """Discard the sums of replays that do not count."""
         self._sums.clear()
         self.replays = 0
 
     def _fixed(self, value: Any) -> Any:
-        """The same structure around tensors that stay where they are."""
+        """The same structure with tensors at fixed addresses."""
         if isinstance(value, ResidentBatch):
             return ResidentBatch(self._fixed(value.index), value.tensors, value.share)
         if isinstance(value, Tensor):
@@ -171,10 +171,10 @@ class CapturedMicro:
 
 
 class BatchRing:
-    """The user's own batches since the last verified step, each in its own place: the recorded
-    step reads the next place by itself, and a rollback finds those that came before."""
+    """The user's own batches since the last verified step, each in its own slot. The recorded step
+    advances to the next slot by itself, and a rollback finds the earlier ones."""
 
-    SPARE = 8  # places for replays that only compare or time
+    SPARE = 8  # slots for replays that only compare or time
 
     @staticmethod
     def suits(batch: Any) -> bool:
@@ -199,7 +199,7 @@ class BatchRing:
         self._next += 1
 
     def take(self) -> Any:
-        """Part of the recording: the batch that was put in next."""
+        """Part of the recording: the next batch that was put in."""
         parts = iter([ring.index_select(0, self._device_next)[0] for ring in self._rings])
         self._device_next.add_(1)
         return map_tensors(self._like, lambda _: next(parts))
@@ -217,38 +217,38 @@ class BatchRing:
         return self._next >= self._kept
 
     def rewind(self) -> None:
-        """Begin anew: what was kept is no longer needed."""
+        """Start over: the kept batches are no longer needed."""
         self._next = 0
         self._device_next.zero_()
 
 
 class KeptBatch(NamedTuple):
-    """Where in a ring a batch lies."""
+    """The slot of a batch in a ring."""
 
     ring: BatchRing
     place: int
 
 
 def resolve_kept(batch: Any) -> Any:
-    """The batch itself, looked up where it was kept."""
+    """The batch itself, read from its slot."""
     return batch.ring.batch(batch.place) if isinstance(batch, KeptBatch) else batch
 
 
 class _Sums:
-    """Running sums of a recorded micro-batch's loss and metrics, added up on the device.
+    """Running sums of a recorded micro-batch's loss and metrics, kept on the device.
 
-    Numbers that are the same in every replay (the count of samples) are multiplied at the end.
+    Numbers that are equal in every replay (the sample count) are multiplied at the end.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
         self._count = count
-        # Made before the recording: memory that a recording takes is what it freed a moment ago,
-        # and every replay would write there first.
+        # Allocate before the recording: inside it, this memory would be some it freed a moment
+        # earlier, and every replay would write there first.
         self._slots = list(torch.zeros(MOST_SUMS, dtype=torch.float64, device=device).unbind())
         self._pairs: dict[str, tuple[_Sum, _Sum]] = {}
 
     def add(self, result: MicroResult) -> None:
-        """Part of the recording: add what this micro-batch gave."""
+        """Part of the recording: add the results of this micro-batch."""
         if result.weight is None:
             count = float(self._count)
             self._add("loss", result.mean, count, factor=count)
@@ -316,8 +316,8 @@ def leaves(batch: Any) -> list[Tensor]:
 
 
 def signature(batch: Any) -> Any:
-    """What two batches must have in common for one recording to serve both; None where a batch
-    holds something that cannot be compared."""
+    """What two batches must have in common to share a recording; None if a batch holds something
+    that cannot be compared."""
     try:
         return _signature(batch)
     except TypeError:

@@ -27,22 +27,22 @@ from multi_gpu_training.training.runner.rollback_window import Fed, step_bytes
 from multi_gpu_training.training.step import MicroResult, StepResult
 from multi_gpu_training.training.step_state import StepState
 
-KEPT_BYTES = 2**26  # of batches that a rollback may need again
+KEPT_BYTES = 2**26  # memory for batches that a rollback may need again
 LONGEST_RING = 1024
 _PLAN = "plan"
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The micro-batches of one recorded step; `keys` say what each must look like. compiled: the
-    loss that it was recorded with, None for the plain one."""
+    """The micro-batches of one recorded step; `keys` describe each. compiled: the loss it was
+    recorded with, None for the plain one."""
 
     keys: list[Any]
     micros: list[CapturedMicro]
     compiled: LossFn | None = None
 
     def at(self, place: int, key: Any) -> CapturedMicro | None:
-        """The recording of the micro-batch at `place`, if it fits."""
+        """The recording of micro-batch number `place`, if it fits."""
         fits = place < len(self.keys) and self.keys[place] == key
         return self.micros[place] if fits else None
 
@@ -53,11 +53,10 @@ class RecordedStep:
 
 
 def micro_key(state: StepState, batch: Any, share: Share) -> Any:
-    """What a micro-batch must look like for a recording to serve it.
+    """What a micro-batch must look like for a recording to fit it.
 
-    Batches over data on the device follow from the global plan: for them the key describes the
-    whole step on all ranks, so that every rank finds the same recording without asking another.
-    Any other key is this rank's own.
+    Batches of data on the device follow from the global plan: their key describes the whole step on
+    all ranks, so every rank finds the same recording without asking. Any other key is local.
     """
     loader = state.loader
     if (
@@ -65,7 +64,7 @@ def micro_key(state: StepState, batch: Any, share: Share) -> Any:
         and isinstance(loader, ResidentLoader)
         and batch.tensors is loader.tensors
     ):
-        # With these three, every rank can compute every rank's share of each micro-batch.
+        # From these three, every rank can compute all ranks' shares of each micro-batch.
         weights = loader.feeding.weights
         shares = None if weights is None else tuple(weights)
         return _PLAN, share.window_count, loader.feeding.micro_size, shares
@@ -73,7 +72,7 @@ def micro_key(state: StepState, batch: Any, share: Share) -> Any:
 
 
 def is_planned(key: Any) -> bool:
-    """Whether all ranks have this key for the step, by construction."""
+    """Whether all ranks have this key for the step by construction."""
     return bool(key[0] == _PLAN)
 
 
@@ -90,7 +89,7 @@ class GraphCache:
     def record(
         self, keys: list[Any], step: list[Fed], compiled: LossFn | None = None
     ) -> str | None:
-        """Record the step that was just trained; None, or why it cannot be recorded."""
+        """Record the step just trained; returns None, or why it cannot be recorded."""
         assert self.graphs is not None
         micros: list[CapturedMicro] = []
         kept = 0
@@ -124,17 +123,17 @@ class GraphCache:
         return [*self._state.parameters, self._state.step_module.tally]
 
     def collect(self, metrics: MetricsCollector) -> None:
-        """Hand over the sums of all replays since the last time."""
+        """Add the sums of all replays since the last call to `metrics`."""
         for micro in self._all():
             micro.collect(metrics)
 
     def forget(self) -> None:
-        """Drop the sums of replays that only compared or timed."""
+        """Discard the sums of replays that only compared or timed."""
         for micro in self._all():
             micro.forget()
 
     def rewind_rings(self) -> None:
-        """The batches that were kept are no longer needed."""
+        """The kept batches are no longer needed."""
         for micro in self._all():
             if micro.ring is not None:
                 micro.ring.rewind()
@@ -148,9 +147,9 @@ class GraphCache:
 
 
 def _no_recompiling(compiled: LossFn | None) -> AbstractContextManager[Any]:
-    """The compiler synchronises with the device, which a recording does not allow."""
+    """The compiler synchronises with the device, which a recording forbids."""
     if compiled is None:
-        return nullcontext()  # and the compiler is not even imported
+        return nullcontext()  # the compiler is not even imported
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("fail_on_recompile")
     return stance
 
@@ -170,7 +169,7 @@ class GraphRunner:
         self.kept: Any = None
 
     def find(self, place: int, key: Any) -> bool:
-        """Whether the micro-batch number `place` of the step can be replayed."""
+        """Whether micro-batch number `place` of the step can be replayed."""
         if place == 0:
             self._step = self._cache.steps.get(key)
         self._micro = None if self._step is None else self._step.at(place, key)
@@ -195,15 +194,15 @@ class GraphRunner:
         return result
 
     def keep_result(self) -> None:
-        """If someone holds the last result, let it have its numbers before the next replay
-        overwrites them."""
+        """If someone holds the last result, copy its numbers before the next replay overwrites
+        them."""
         held = self._result() if self._result is not None else None
         if held is not None:
             held.keep()
 
     def give_gradients(self, place: int) -> None:
-        """The rest of the step runs eagerly: let it add to what the replay of micro-batch
-        `place` has left."""
+        """The rest of the step runs eagerly: let it add to the gradients left by the replay of
+        micro-batch `place`."""
         if self._step is None:
             return
         grads = self._step.micros[place].grads

@@ -1,4 +1,4 @@
-"""Whether a step can be recorded as a CUDA graph, found out before trying it."""
+"""Find out whether a step can be recorded as a CUDA graph before trying it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from multi_gpu_training.training.step_state import StepState
 
 
 def obstacle(state: StepState, asked: str) -> str | None:
-    """Why steps of this run cannot be compiled (`asked`) or recorded, whatever they compute; None
-    if it is worth trying."""
+    """Why steps of this run can never be compiled (`asked`) or recorded; None if it is worth
+    trying."""
     if state.placement.device.type != "cuda":
         return "there is no GPU" if asked != "compile" else None
     if asked == "compile":
@@ -32,9 +32,9 @@ def obstacle(state: StepState, asked: str) -> str | None:
 
 
 class StepWatch:
-    """Watches eager steps for what a recording would not repeat: waiting for the GPU, and random
-    numbers drawn on the CPU. `finding` says what was seen, `draws_noise` whether the GPU draws
-    random numbers."""
+    """Watches eager steps for things a recording would not repeat: waiting for the GPU, and
+    drawing random numbers on the CPU. `finding` says what was seen, `draws_noise` whether the GPU
+    draws random numbers."""
 
     def __init__(self, state: StepState) -> None:
         self._state = state
@@ -52,8 +52,8 @@ class StepWatch:
             torch.cuda.set_sync_debug_mode("warn")
 
     def _look_at_generators(self) -> None:
-        """At the end of a micro-batch, which began by seeding torch's generators: if nobody drew
-        from one, it is as seeded."""
+        """Runs at the end of a micro-batch, which began by seeding torch's generators: one that
+        nobody drew from is still as seeded."""
         if self._device.type == "cuda":
             generator = torch.cuda.default_generators[self._device.index or 0]
             self.draws_noise = self.draws_noise or generator.get_offset() > 0
@@ -72,7 +72,7 @@ class StepWatch:
             if "synchronizing CUDA operation" in text:
                 where = f"{warning.filename.rsplit('/', 1)[-1]}:{warning.lineno}"
                 wait = f"it waits for the GPU ({where}: .item(), .cpu() or a mask)"
-                # What was drawn on the CPU is then copied: that wait is only its consequence.
+                # Numbers drawn on the CPU are then copied: that wait is only a consequence.
                 self.finding = self.finding or wait
             elif "Synchronization debug mode" not in text:
                 warnings.warn_explicit(
@@ -87,8 +87,8 @@ class StepWatch:
 
 
 def _module_of(filename: str) -> str | None:
-    """The name of the module in this file: filters such as `ignore::DeprecationWarning:torch` ask
-    for it, and a recorded warning does not know it."""
+    """The module name of this file: filters such as `ignore::DeprecationWarning:torch` need it, and
+    a recorded warning does not hold it."""
     for name, module in list(sys.modules.items()):
         if getattr(module, "__file__", None) == filename:
             return name

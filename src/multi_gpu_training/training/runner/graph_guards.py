@@ -1,11 +1,11 @@
-"""Which Python values a step reads, and whether they still are what they were.
+"""Find which Python values a step reads, and whether they have changed.
 
 A recorded step computes with the numbers it saw when it was recorded. A loss function that reads
-a number which changes (a curriculum weight, a counter) must not be replayed.
+a number that changes (a curriculum weight, a counter) must not be replayed.
 
-Comparing with the eager step now and then would not do. A value that is back by then, like a
-penalty in every 16th step, is never found. And where the user's own loop sets the value, steps
-that are computed again would all see the newest one.
+Occasional comparisons with the eager step are not enough. They never catch a value that has changed
+back by then, such as a penalty in every 16th step. And if the user's own loop sets the value,
+recomputed steps would all see the latest one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Guards:
     """The plain values that `functions` can reach: in closures, globals, defaults and attributes.
 
     They are found by reading the code, not by running it: a value behind a property, a file or a
-    clock is not seen. Such a value is left to the comparison with the eager step.
+    clock is missed. Only the comparison with the eager step can catch such a value.
     """
 
     def __init__(self, functions: Iterable[Any]) -> None:
@@ -60,7 +60,7 @@ class Guards:
                     self._items.append((group, key, value, name))
 
     def changed(self) -> str | None:
-        """What has changed since the guards were made, in words; None if nothing has."""
+        """A description of what changed since the guards were made; None if nothing did."""
         for container, key, expected, name in self._items:
             try:
                 value = container[key]
@@ -72,13 +72,13 @@ class Guards:
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
-        """Put the old values back for the length of a `with` block, where that is possible."""
+        """Restore the old values inside a `with` block, where possible."""
         put_back = []
         for container, key, expected, _ in self._items:
             with suppress(KeyError, IndexError):
                 value = container[key]
                 if value is not expected and not _same(value, expected):
-                    with suppress(TypeError):  # what is in a tuple stays
+                    with suppress(TypeError):  # a tuple cannot change
                         container[key] = expected
                         put_back.append((container, key, value))
         try:
@@ -90,7 +90,7 @@ class Guards:
     # Finding them
 
     def _visit(self, item: Any) -> None:
-        """Note what a callable reads, and look into what it calls."""
+        """Record what a callable reads, and descend into what it calls."""
         if id(item) in self._visited:
             return
         self._visited.add(id(item))
@@ -119,7 +119,7 @@ class Guards:
             try:
                 self._watch(_Cell(cell), 0, cell.cell_contents, name, 0)
             except ValueError:
-                continue  # not filled yet
+                continue  # an empty cell
         for name in sorted(names & function.__globals__.keys()):
             self._watch(function.__globals__, name, function.__globals__[name], name, 0)
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
@@ -127,7 +127,7 @@ class Guards:
 
     def _watch(self, container: Any, key: Any, value: Any, name: str, depth: int) -> None:
         if isinstance(value, Tensor):
-            # On a GPU the step reads its memory every time; a tensor of the CPU is read once.
+            # A step reads GPU memory at every replay; a CPU tensor is read only when recording.
             self._items.append((container, key, value, name))
             if value.device.type == "cpu":
                 self._items.append((_Version(value), 0, version(value), f"{name} (in place)"))
@@ -189,7 +189,7 @@ class Guards:
                     yield own, key, item, f"{path}.{key}"
 
     def _reads(self, kind: type, function: types.FunctionType) -> set[str]:
-        """Names that a method reads, also through other methods of its class."""
+        """Attribute names that a method reads, also through other methods of its class."""
         found: set[str] = set()
         new = set(_names(function.__code__))
         while new:
@@ -204,7 +204,7 @@ class Guards:
 
 
 class _Cell:
-    """A closure's variable, read like a container."""
+    """A closure variable, accessed like a container."""
 
     def __init__(self, cell: Any) -> None:
         self._cell = cell
@@ -217,7 +217,7 @@ class _Cell:
 
 
 class _Version:
-    """How often a tensor was written to in place."""
+    """A tensor's count of in-place writes."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -228,7 +228,7 @@ class _Version:
 
 def _same(value: Any, expected: Any) -> bool:
     if isinstance(value, Tensor) or isinstance(expected, Tensor):
-        return False  # another object: the captured step reads the old one
+        return False  # a different object: the recorded step reads the old one
     return type(value) is type(expected) and bool(value == expected)
 
 
@@ -245,12 +245,12 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_foreign(item: Any) -> bool:
-    """Whether this is the user's code and not a library's."""
+    """Whether this is the user's code rather than a library's."""
     module = item.__name__ if isinstance(item, types.ModuleType) else item.__module__
     top = str(module or "").split(".")[0]
     return top not in _LIBRARIES and top not in sys.stdlib_module_names
 
 
 def step_guards(loss_fn: Callable[..., Any], model: nn.Module, augment: Any) -> Guards:
-    """Guards of everything that a step runs."""
+    """Guards for everything a step runs."""
     return Guards([loss_fn, model, *([augment] if augment is not None else [])])

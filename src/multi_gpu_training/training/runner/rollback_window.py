@@ -22,8 +22,8 @@ Fed = tuple[Any, Tensor | None, Share]
 
 @dataclass
 class RollbackWindow:
-    """The steps since the last verified one, the learning rates of each, and where the training
-    stood before them."""
+    """The steps since the last verified one, the learning rates of each, and the training's state
+    before them."""
 
     steps: list[list[Fed]] = field(default_factory=list)
     rates: list[list[float]] = field(default_factory=list)
@@ -45,14 +45,14 @@ class RollbackWindow:
 
 
 def step_bytes(step: list[Fed]) -> int:
-    """Memory that keeping these batches takes."""
+    """Memory needed to keep these batches."""
     kept = [batch for batch, _, _ in step if not isinstance(batch, (ResidentBatch, KeptBatch))]
     return sum(t.numel() * t.element_size() for batch in kept for t in leaves(batch))
 
 
 def fed(batch: Any, samples: Tensor | None, share: Share) -> Fed:
-    """A micro-batch to be computed again later. What has no known window is the user's own: they
-    may fill its memory with the next one."""
+    """A micro-batch that may be recomputed later. A batch without a known window is the user's
+    own, who may overwrite its memory with the next one."""
     return (_own_copy(batch) if share.window_count == 0 else batch), samples, share
 
 

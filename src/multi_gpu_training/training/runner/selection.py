@@ -1,14 +1,14 @@
 """Chooses how steps run: as one CUDA graph, compiled, or operation by operation.
 
-    warm-up      real steps, run eagerly; what the step reads and does is watched
+    warm-up      real steps, run eagerly, while watching what the step reads and does
     decide       the step is recorded, compared with the eager step from the same state, and timed
-    graph        steps are replayed, and compared again now and then (verified_graph.py)
-    compiled graph  the same, of compiled code: once another process has compiled it, in long runs
-    compile      compiled, not recorded: where the GPU and not Python is the limit
-    eager        where a step cannot be recorded, or a comparison fails
+    graph        steps are replayed, and compared again at intervals (verified_graph.py)
+    compiled graph  the same with compiled code, in long runs, once another process has compiled it
+    compile      compiled, not recorded: when the GPU rather than Python is the limit
+    eager        when a step cannot be recorded, or a comparison fails
 
-Losses that `train_step` returned before a comparison failed may be stale. The weights and the
-metrics of the run are not: those steps are computed again.
+Losses that `train_step` returned before a comparison failed may be stale. The run's weights and
+metrics are not: those steps are recomputed.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
 
 WARM_UP = 4
-WARM_UP_DDP = 12  # DDP's logger looks at the clock of the GPU in its first ten steps
+WARM_UP_DDP = 12  # DDP's logger reads GPU timers in its first ten steps
 MOST_MICRO_BATCHES = 32
 LARGEST_STATE = 2**30
 CLEARLY_FASTER = 0.8
 WORTH_IT = 0.95
-COMPARING = 0.01  # of the time at most goes into comparisons that nobody insists on
+COMPARING = 0.01  # maximum fraction of the time spent on optional comparisons
 
 
 class StepExecution:
     """Runs the steps of one training.
 
-    mode: what steps run as now. replayed of steps: how many were graphs. reason: why not all.
-    active: whether steps must come through `run`; else the eager runner takes them.
+    mode: how steps run now. replayed of steps: how many were graphs. reason: why not all.
+    active: whether steps must go through `run`; otherwise the eager runner takes them.
     record: writes an event.
     """
 
@@ -95,7 +95,7 @@ class StepExecution:
         self._watch = StepWatch(state)
         self._guards: Guards | None = None
         self._tolerance = 0.0
-        self._step_s = float("inf")  # of the form that steps have now
+        self._step_s = float("inf")  # for the current form of steps
         self._next_look = 0
         self._first_step = 0
         self._seen = 0
@@ -106,7 +106,7 @@ class StepExecution:
 
     @property
     def steps(self) -> int:
-        """Steps that were taken since the run was started or resumed."""
+        """Steps taken since the run was started or resumed."""
         return self.state.step - self._first_step
 
     @property
@@ -121,7 +121,7 @@ class StepExecution:
     # Starting
 
     def enter_stream(self) -> None:
-        """Train on a stream that can be recorded. DDP must be built on it, too."""
+        """Train on a stream that can be recorded. DDP must also be built on it."""
         device = self.state.placement.device
         if device.type == "cuda" and self.state.config.step_execution in ("auto", "graph"):
             self._outer_stream = torch.cuda.current_stream(device)
@@ -136,7 +136,7 @@ class StepExecution:
             self._outer_stream = None
 
     def start(self, graphs: Graphs | None = None) -> None:
-        """Decide what to try. Call it once model, optimizer and schedule are there."""
+        """Decide what to try. Call this once model, optimizer and schedule exist."""
         state = self.state
         asked = state.config.step_execution
         self._first_step = state.step
@@ -152,15 +152,15 @@ class StepExecution:
             if asked == "compile":
                 self.active = True
                 if state.config.deterministic:
-                    # The form must not change in mid-run: a resumed one would change it elsewhere.
+                    # The form must not change mid-run: a resumed run would do so at another step.
                     self._warm_up = 0
                 return
             graphs = CudaGraphs(state.placement.device)
         if self._may_compile:
             self.switch.resume()
         self._cache.graphs = graphs
-        # Counters that the optimizer makes itself on the GPU are in float32. Beside weights in
-        # float64 the first steps run as usual, and the counters move before the recording.
+        # The optimizer creates its GPU counters in float32. With float64 weights, the first steps
+        # run as usual, and the counters move to the GPU before the recording.
         fresh_doubles = not state.optimizer.state and any(
             holds_doubles(group) for group in state.optimizer.param_groups
         )
@@ -169,30 +169,30 @@ class StepExecution:
         self.active = True
 
     def _use_device_state(self) -> None:
-        """Keep rates and counters where a recorded step can read them."""
+        """Keep rates and counters in memory that a recorded step can read."""
         make_capturable(self.state.optimizer)
         self.state.rates.use_tensors()
 
     @property
     def _may_compile(self) -> bool:
-        """Whether steps may become compiled ones on the way. Not where every bit must repeat: when
-        they do depends on the clock."""
+        """Whether steps may become compiled mid-run. Not if every bit must repeat, because when
+        that happens depends on the clock."""
         config = self.state.config
         return config.step_execution == "auto" and not config.deterministic
 
     @property
     def replays(self) -> bool:
-        """Whether steps run as CUDA graphs now."""
+        """Whether steps currently run as CUDA graphs."""
         return self._verified.active
 
     def close(self) -> None:
-        """The run is over: nothing is compiled any more."""
+        """The run is over: stop any compilation."""
         self.switch.close()
 
     # Every micro-batch
 
     def run(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
-        """Train on a micro-batch, by a recording where there is one."""
+        """Train on a micro-batch, by replaying a recording if there is one."""
         if self._verified.active:
             return self._verified.run(batch, samples, share)
         if share.first:
@@ -213,7 +213,7 @@ class StepExecution:
 
     def _run_warm_up(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
         if self._guards is None and self._seen:
-            # After a first step, which may set things up.
+            # Not the first step, which may set things up.
             state = self.state
             self._guards = step_guards(state.step_module.loss_fn, state.model, state.augment)
             self._guards.watch_settings(state.optimizer)
@@ -229,12 +229,12 @@ class StepExecution:
         return result
 
     def _shape_is_compiled(self, share: Share) -> bool:
-        """Whether the step that was just trained has the size that is to be compiled, if any."""
+        """Whether the step just trained has the size to be compiled, if any."""
         resumes = self.switch.compiled is not None or self.switch.untried
         return self.switch.suits(share) or not resumes
 
     def _run_and_look(self, batch: Any, samples: Tensor | None, share: Share) -> StepResult:
-        """A step of a training that waits for its compiled form."""
+        """A step of a training that is waiting for its compiled form."""
         result = self.eager.run(batch, samples, share)
         if share.last and self.state.step >= self._next_look:
             self._next_look = self.state.step + self.switch.look_every
@@ -314,7 +314,7 @@ class StepExecution:
         return self._all_slowest(time.perf_counter() - begun)
 
     def _between_windows(self) -> None:
-        """Recorded steps were compared, and all is well: the place to change their form."""
+        """Recorded steps have just been verified: the place to change their form."""
         if self.switch.waits and self.switch.ready():
             self._verified.longest_window = None
             if self.switch.pays(self._step_s):
@@ -323,7 +323,7 @@ class StepExecution:
                 self.switch.close()
 
     def _record_compiled(self) -> None:
-        """Replay a recording of the compiled step from now on, where that is faster."""
+        """From now on, replay a recording of the compiled step if that is faster."""
         note_phase(Phase.RECORDING)
         begun = time.perf_counter()
         keys, step = self._comparison.newest
@@ -332,7 +332,7 @@ class StepExecution:
         if problem is None:
             problem = self._cache.record(keys, step, self.switch.compiled)
             if not self.state.placement.all_agree(problem is None):
-                # A recording that failed spoils the random numbers of the others.
+                # A failed recording corrupts the random numbers of the others.
                 self.switch.drop()
                 self.give_up(problem or "another rank could not record its step")
                 return
@@ -360,7 +360,7 @@ class StepExecution:
         self.record("execution", mode=self.mode, since=self.switch.since, stall_s=took)
 
     def _gpu_bound(self, recorded: float, eager: float) -> None:
-        """The GPU is the limit, not Python: a graph gains little, compiled kernels may."""
+        """The GPU, not Python, is the limit: a graph gains little, compiled kernels may."""
         if self._may_compile and self.switch.pays(eager):
             self._verified.stop()
             self._cache.graphs = None
@@ -395,7 +395,7 @@ class StepExecution:
         self._gpu_bound(float("inf"), eager)
 
     def _compile(self, why: str, against_s: float | None = None) -> None:
-        """Compile model and loss; keep it where it is faster and gives the same result."""
+        """Compile model and loss; keep that if it is faster and gives the same result."""
         module = self.state.step_module
         self._cache.graphs = None
         self.switch.close()
@@ -417,8 +417,8 @@ class StepExecution:
     # Giving recordings up
 
     def take_new_parameters(self) -> None:
-        """The user froze, unfroze or added parameters: the next step trains those. What was
-        replayed with the old ones is compared first. Collective."""
+        """The user froze, unfroze or added parameters: train the new set from the next step. First
+        verify the steps replayed with the old set. Collective."""
         state = self.state
         if self._verified.active:
             with state.parameters_as_before() as possible:
@@ -430,7 +430,7 @@ class StepExecution:
         self.eager.take_new_parameters()
 
     def give_up(self, problem: str) -> None:
-        """From now on steps run operation by operation."""
+        """From now on, run steps operation by operation."""
         self._stay_eager(problem)
 
     def _stay_eager(self, problem: str, quiet: bool = False) -> None:
@@ -445,32 +445,32 @@ class StepExecution:
     # What others may ask for at any time
 
     def verify(self, spare: bool = False) -> None:
-        """Compare the newest recorded step with the eager one; go back where they differ.
+        """Compare the latest recorded step with the eager one; roll back if they differ.
 
-        Call it where the weights are about to be used: saved, evaluated, given away. spare: leave
-        it out where it would cost too much and the last verified state is on the disk.
+        Call this before the weights are used: saved, evaluated, handed out. spare: skip it if it
+        would cost too much and the last verified state is on disk.
         """
         self._verified.verify(spare)
 
     def mark(self) -> None:
-        """An epoch begins: steps are not taken back past this point."""
+        """An epoch begins: steps are not undone past this point."""
         self._verified.mark()
 
     def close_window(self) -> None:
-        """An epoch is being closed: its steps are not taken back in memory any more."""
+        """An epoch is being closed: its steps can no longer be undone from memory."""
         self._verified.close_window()
 
     def saved(self) -> bool:
-        """The state was saved; whether recorded steps may have to go back to it."""
+        """The state was saved. Returns whether recorded steps may have to go back to it."""
         return self._verified.active and self._verified.saved()
 
     def went_back(self) -> None:
-        """The state is that of an earlier checkpoint, in the same tensors."""
+        """The state was restored from an earlier checkpoint, in the same tensors."""
         self._step, self._keys = [], []
         self._verified.went_back()
 
     def collect(self, metrics: MetricsCollector) -> None:
-        """Add what recorded steps have summed up."""
+        """Add the sums of recorded steps."""
         self._cache.collect(metrics)
 
     # Among ranks
@@ -480,7 +480,7 @@ class StepExecution:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody uses, including what torch holds in reserve."""
+    """Unused device memory, including what torch holds in reserve."""
     if device.type != "cuda":
         return 2**62
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -489,5 +489,5 @@ def free_bytes(device: torch.device) -> int:
 
 @functools.cache
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per device for all runs of a process: libraries keep work memory for each."""
+    """One stream per device for all runs of a process: libraries keep workspace for each stream."""
     return torch.cuda.Stream(device)

@@ -18,10 +18,10 @@ from multi_gpu_training.training.step_state import StepState
 
 
 class StepComparison:
-    """Computes one step several times, without counting it, and measures how far results differ.
+    """Computes one step several times without counting it, and measures how far results differ.
 
-    newest: keys and batches of the step to compare. copies: the state under names; "before" is
-    where each computation starts.
+    newest: keys and batches of the step to compare. copies: named states; each computation starts
+    from "before".
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class StepComparison:
         self._graph = graph
 
     def eager_step(self) -> Tensor:
-        """The newest step without its recording, but as compiled as that is; the losses."""
+        """Run the latest step without its recording, but compiled if that is; the losses."""
         recorded = self._cache.steps.get(self.newest[0][0])
         with self._state.step_module.computing(None if recorded is None else recorded.compiled):
             return self.plain_step()
 
     def plain_step(self) -> Tensor:
-        """The newest step operation by operation; the losses."""
+        """Run the latest step operation by operation; returns the losses."""
         losses = []
         for batch, samples, share in self.newest[1]:
             self._state.seed_noise()
@@ -52,7 +52,7 @@ class StepComparison:
         return torch.stack(losses)
 
     def replayed_step(self) -> Tensor:
-        """The newest step replayed; the losses."""
+        """Replay the latest step; returns the losses."""
         keys, step = self.newest
         micros = self._cache.steps[keys[0]].micros
         self._graph.keep_result()
@@ -65,7 +65,7 @@ class StepComparison:
 
     def first(self) -> tuple[float, float]:
         """How far two eager steps are apart, and how far the replayed step is from them. Leaves
-        the state where it was."""
+        the state unchanged."""
         self.copies.keep("before")
         losses = self.eager_step()
         self.copies.keep("eager")
@@ -75,8 +75,8 @@ class StepComparison:
         return again, self._replayed_difference(losses)
 
     def again(self) -> float:
-        """How far the replayed step is from the eager one. Leaves the state where it was, and a
-        copy of it as "before"."""
+        """How far the replayed step is from the eager one. Leaves the state unchanged, and a copy
+        of it as "before"."""
         self.copies.keep("before")
         for call in self._state.callbacks.on_compare_begin:
             call()
@@ -97,7 +97,7 @@ class StepComparison:
         return max(self.copies.difference("eager"), max_rel_diff(losses, others))
 
     def seconds(self, work: Callable[[], Any], times: int = 3) -> float:
-        """How long `work` takes; the state is not restored."""
+        """How long `work` takes. Does not restore the state."""
         self._synchronise()
         start = time.perf_counter()
         for _ in range(times):

@@ -1,13 +1,13 @@
-"""A graph runner that is checked against the eager step, and taken back where it differs.
+"""A graph runner that is checked against the eager step, and rolled back if it differs.
 
-A recorded step computes with the Python values of the time when it was recorded. Values that the
-code visibly reads are guarded: a step that would read another one runs eagerly. What guards cannot
-see, the comparison finds, after 16, 64, ... steps and before anyone uses the weights: then the last
-verified state is restored and the steps since then are computed again, eagerly.
+A recorded step computes with the Python values it saw when it was recorded. Values that the code
+visibly reads are guarded: a step that would read a different value runs eagerly. Comparisons catch
+what guards miss, after 16, 64, ... steps and before anyone uses the weights: the last verified
+state is restored, and the steps since then are recomputed eagerly.
 
-A comparison takes longer than many recorded steps. Where epochs or saves follow each other so fast
-that comparing before each would cost more than a hundredth of the time, some go without: what was
-verified last is on the disk, and if a later comparison fails, the run goes back to that.
+A comparison takes longer than many recorded steps. If epochs or saves come so fast that comparing
+before each would cost more than one percent of the time, some are skipped: the last verified state
+is on disk, and if a later comparison fails, the run goes back to it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MOST_SHAPES = 8
 FIRST_WINDOW = 16
 LONGEST_WINDOW = 4096
 
-# What a rank can do with a step. The smallest vote of all ranks is what all of them do.
-STALE = 0  # a value that the step reads has changed: run this step eagerly, then stop replaying
+# What a rank can do with a step. All ranks do what the smallest vote says.
+STALE = 0  # a value the step reads has changed: run this step eagerly, then stop replaying
 FULL = 1  # no room to keep more batches: run this step eagerly, then compare
 UNRECORDED = 2  # there is no recording of this shape: run this step eagerly
 REPLAY = 3
@@ -52,14 +52,14 @@ _ELSEWHERE = "a Python value that another rank's step reads changed"
 
 
 class VerifiedGraph:
-    """Replays steps where that is known to be right.
+    """Replays steps as long as that is known to be correct.
 
     active: whether it takes steps. give_up: called with the reason when it stops doing so.
-    snapshot_other_state: keeps what else a rollback must restore; returns what restores it.
-    between_windows: called after each comparison that found all well. longest_window: steps until
-    the next one at most, beside the limits that hold anyway. retract: called with a step where
-    later ones were wrong, and may have been saved. verified_step: all up to it are known to be
-    right. anchor: the newest of these that was saved, or None.
+    snapshot_other_state: copies what else a rollback must restore; returns a function that does.
+    between_windows: called after each successful comparison. longest_window: at most this many
+    steps until the next one, on top of the usual limits. retract: called with a step if later ones
+    were wrong and may have been saved. verified_step: all steps up to it are known to be correct.
+    anchor: the latest of these that was saved, or None.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class VerifiedGraph:
         self.anchor: int | None = None
         self._closed = False
         self._spared_at: int | None = None
-        self._spares = 0  # steps between two comparisons that nobody insists on
+        self._spares = 0  # steps between two optional comparisons
         self.between_windows = between_windows
         self.longest_window: int | None = None
         self.eager = eager
@@ -91,20 +91,20 @@ class VerifiedGraph:
         self.graph = GraphRunner(state, cache)
         self.comparison = StepComparison(state, eager, cache, self.graph)
         self._guards: Guards | None = None
-        self._stale: str | None = None  # steps were replayed since this was seen to have changed
+        self._stale: str | None = None  # a value that changed, if steps were replayed since
         self._sightings: dict[Any, int] = {}
         self._sizes: dict[Any, int] = {}
         self._window = RollbackWindow()
         self._window_limit = FIRST_WINDOW
         self._tolerance = 0.0
-        # The step under way: its micro-batches, their keys, and what all ranks do with it.
+        # The current step: its micro-batches, their keys, and what all ranks do with it.
         self._step: list[Fed] = []
         self._keys: list[Any] = []
         self._rates: list[float] = []
         self._verdict = REPLAY
 
     def start(self, guards: Guards | None, tolerance: float, spares: int = 0) -> None:
-        """The newest step is recorded, and was compared: replay from here on."""
+        """The latest step is recorded and was compared: replay from here on."""
         self._guards = guards
         self._tolerance = tolerance
         self._spares = spares
@@ -112,7 +112,7 @@ class VerifiedGraph:
         self._begin_window()
 
     def stop(self) -> None:
-        """Free the recordings and everything that was kept to compare them."""
+        """Free the recordings and everything kept for comparing them."""
         self._set_active(False)
         self.cache.collect(self.state.metrics)
         self.cache.drop()
@@ -154,9 +154,9 @@ class VerifiedGraph:
     def _vote(self, place: int, share: Share) -> int:
         """What to do with a micro-batch.
 
-        All ranks must replay the same exchanges. Where the step follows from the global plan,
-        every rank finds the same by itself. Elsewhere ranks agree on the last micro-batch, the
-        only one in which they talk: before that each may do as it can.
+        All ranks must replay the same exchanges. If the step follows from the global plan, every
+        rank reaches the same decision by itself. Otherwise ranks agree at the last micro-batch,
+        the only one in which they communicate; before that each does what it can.
         """
         key, before = self._keys[-1], self._verdict
         alone = self.state.placement.dp_size == 1
@@ -165,17 +165,17 @@ class VerifiedGraph:
         if agreed:
             return mine
         if self.state.strategy.forward_exchanges:
-            # BatchNorm over all ranks talks in every micro-batch: they agree until one says no.
+            # SyncBatchNorm communicates in every micro-batch: they agree until one says no.
             return self.state.placement.all_min(mine) if before == REPLAY else mine
         return self.state.placement.all_min(mine) if share.last else mine
 
     def _own_vote(self, place: int, key: Any, share: Share, agreed: bool) -> int:
-        """What this rank can do with a micro-batch of a step that was replayed so far."""
+        """What this rank can do with a micro-batch of a step replayed so far."""
         fits = self.graph.find(place, key)
         if share.first and self._stale is None:
             changed = self._changed()
             if changed is not None and agreed and self.state.placement.dp_size > 1:
-                # The others cannot know: go on, and take the steps back at the next comparison.
+                # The others cannot know: continue, and undo the steps at the next comparison.
                 self._stale = changed
             elif changed is not None:
                 return STALE
@@ -212,7 +212,7 @@ class VerifiedGraph:
             self.verify()
 
     def _begin_window(self, verified: str | None = None) -> None:
-        """The state as it is now is verified. verified: the name of a copy of it."""
+        """The current state is verified. verified: the name of a copy of it."""
         if verified is None:
             self.comparison.copies.keep("verified")
         else:
@@ -221,37 +221,37 @@ class VerifiedGraph:
         self._keep_window()
 
     def _keep_window(self) -> None:
-        """Steps from here on can be taken back."""
+        """Steps from here on can be undone."""
         self._window.begin(self.state, self.snapshot_other_state())
         self.cache.rewind_rings()
         self._stale = self._spared_at = None
         self._closed = False
 
     def close_window(self) -> None:
-        """An epoch is being closed: its steps are not taken back in memory any more."""
+        """An epoch is being closed: its steps can no longer be undone from memory."""
         self._closed = True
 
     def went_back(self) -> None:
-        """The state is that of an earlier checkpoint, in the same tensors: what was kept to take
-        steps back is of no use any more."""
+        """The state was restored from an earlier checkpoint, in the same tensors: discard what was
+        kept for undoing steps."""
         self._step, self._keys = [], []
         if self.active:
             self.cache.forget()
             self._begin_window()
 
     def mark(self) -> None:
-        """An epoch begins: steps are not taken back past this point."""
+        """An epoch begins: steps are not undone past this point."""
         if not self.active:
             return
         if not self._window.steps:
             self._begin_window()
-        else:  # a comparison was spared
+        else:  # a comparison was skipped
             self.cache.collect(self.state.metrics)
             self.comparison.copies.keep("verified")
             self._keep_window()
 
     def saved(self) -> bool:
-        """The state as it is now was saved; whether every step in it is known to be right."""
+        """The current state was saved. Returns whether every step in it is known to be correct."""
         known = self.verified_step == self.state.step
         if known:
             self.anchor = self.verified_step
@@ -260,20 +260,20 @@ class VerifiedGraph:
     # Other shapes
 
     def _consider_shape(self) -> None:
-        """A step of another shape was seen; the second time it is recorded as well."""
+        """A step of another shape was seen; record it too the second time."""
         note_phase(Phase.RECORDING)
         key = self._keys[0]
         known = self.cache.steps.get(key)
-        # It may be recorded here, while another rank still lacks its own. A step that only begins
-        # like a recorded one stays eager: which of them it is shows when half of it has run.
+        # It may be recorded here while another rank still lacks its recording. A step that only
+        # begins like a recorded one stays eager: the difference shows when half of it has run.
         recorded = known is not None and known.keys == self._keys
         sightings = self._sightings[key] = self._sightings.get(key, 0) + 1
         new = known is None and sightings >= 2 and len(self.cache.steps) < MOST_SHAPES
         wanted = recorded or new
-        # What follows from the plan is the same on every rank: nobody has to ask.
+        # Anything that follows from the plan is the same on every rank: no need to ask.
         if not (wanted if is_planned(key) else self.state.placement.all_agree(wanted)):
             return
-        # A failed recording spoils the random numbers of those before it: compare them first.
+        # A failed recording corrupts the random numbers of earlier ones: compare them first.
         self.verify()
         if not self.active:
             return
@@ -291,10 +291,10 @@ class VerifiedGraph:
     # Comparing
 
     def verify(self, spare: bool = False) -> None:
-        """Compare the newest recorded step with the eager one; go back where they differ.
+        """Compare the latest recorded step with the eager one; roll back if they differ.
 
-        Call it where the weights are about to be used: saved, evaluated, given away. spare: leave
-        it out where it would cost too much, and going back is possible without.
+        Call this before the weights are used: saved, evaluated, handed out. spare: skip it if it
+        would cost too much and a rollback is possible without it.
         """
         if not self.active or not self._window.steps or (spare and self._may_spare()):
             return
@@ -311,7 +311,7 @@ class VerifiedGraph:
             difference = self._newest_difference()
         except torch.OutOfMemoryError:
             if self.state.placement.dp_size > 1:
-                raise  # the other ranks wait inside the step
+                raise  # the other ranks are waiting inside the step
             self.comparison.copies.restore("before")
             self.state.drop_gradients()
             self.cache.forget()
@@ -327,7 +327,7 @@ class VerifiedGraph:
             self.between_windows()
 
     def _may_spare(self) -> bool:
-        """Whether a comparison may be left out here. Collective."""
+        """Whether a comparison may be skipped here. Collective."""
         since = self.state.step - self.verified_step
         if self._spared_at == self.state.step:
             return True
@@ -340,18 +340,18 @@ class VerifiedGraph:
         return spared
 
     def accept(self, tolerance: float) -> None:
-        """Recordings may now differ from eager steps by this much, too."""
+        """Recordings may now also differ from eager steps by this much."""
         self._tolerance = max(self._tolerance, tolerance)
 
     def _newest_difference(self) -> float:
-        """How far the newest recorded step is from the eager one; "before" is the state now."""
+        """How far the latest recorded step is from the eager one; "before" is the current state."""
         self.cache.collect(self.state.metrics)
         self.guard.ask_about_weights()
         return self.comparison.again()
 
     def _leave(self, problem: str, current: int) -> None:
-        """A value that steps read has changed just now: what was replayed before stands, if a
-        comparison with the old value says so. The last `current` steps saw the new one."""
+        """A value that steps read has just changed: earlier replays remain valid if a comparison
+        with the old value agrees. The last `current` steps saw the new value."""
         assert self._guards is not None
         with self._guards.as_before():
             replayed = len(self._window.steps) > current
@@ -369,9 +369,9 @@ class VerifiedGraph:
         values: AbstractContextManager[None] | None = None,
         current: int = 0,
     ) -> None:
-        """Take back the steps since the last verified one, and compute them again, eagerly.
+        """Undo the steps since the last verified one and recompute them eagerly.
 
-        values: holds Python values as they were; not around the last `current` steps.
+        values: a context that restores old Python values; not used for the last `current` steps.
         """
         assert self._window.counters is not None
         self.retract(self.verified_step)
@@ -386,12 +386,12 @@ class VerifiedGraph:
                 self._redo(*step)
         for step in steps[old:]:
             self._redo(*step)
-        self._set_rates(rates)  # the user may have set one since the last step
+        self._set_rates(rates)  # the user may have set a rate since the last step
         self.give_up(f"{problem}; {len(steps)} steps were computed again")
 
     def _take_back(self) -> None:
-        """Recorded steps have moved the weights by something that is not finite: go back to the
-        last verified step and on, one by one, to the step that is to blame. It raises."""
+        """Recorded steps made the weights non-finite: go back to the last verified step and
+        recompute one by one up to the faulty step, which raises."""
         guard = self.guard
         self._set_active(False)
         steps = self._rewind()
@@ -401,20 +401,20 @@ class VerifiedGraph:
                     guard.keep_buffers()
                     self._redo(*step)
                     guard.look(now=True)
-        except BaseException:  # the recordings are as good as ever
+        except BaseException:  # the recordings themselves are fine
             self._set_active(True)
             self._begin_window()
             raise
         self.give_up("as a graph its numbers were not finite")
 
     def _rewind(self) -> list[tuple[list[Fed], list[float]]]:
-        """Bring back the last verified state; returns the steps since, with their rates."""
+        """Restore the last verified state; returns the steps since then, with their rates."""
         state, window = self.state, self._window
         steps = list(zip(window.steps, window.rates, strict=True))
         assert window.counters is not None
         state.drop_gradients()
         window.counters.restore(state)
-        # What callbacks set after the verified step, they set again; what they count is put back.
+        # Callbacks set their values again in the recomputed steps; restore what they count.
         unknown = torch.full((), float("nan"))
         self._redo_callbacks(StepResult(unknown, state.step, True, None, False))
         self.comparison.copies.restore("verified")
@@ -434,7 +434,7 @@ class VerifiedGraph:
         return [group["lr"] for group in self.state.optimizer.param_groups]
 
     def _set_rates(self, rates: list[float]) -> None:
-        """Rates that the user's own loop set are not set again by computing a step again."""
+        """Set the recorded rates: recomputing a step does not repeat what a user's loop set."""
         for group, rate in zip(self.state.optimizer.param_groups, rates, strict=False):
             group["lr"] = rate
 

@@ -1,8 +1,8 @@
 """How a model is replicated over devices: the only place that knows.
 
-A strategy wraps the step module, computes a micro-batch on all copies, and does what depends on
-where parameters and gradients live: dividing by the step's weight, clipping, comparing copies,
-and saying what a checkpoint holds. CONTRIBUTING says what else a new one needs.
+A strategy wraps the step module, computes a micro-batch on all copies, and handles everything that
+depends on where parameters and gradients live: dividing by the step's weight, clipping, comparing
+copies, and building the state for a checkpoint. CONTRIBUTING lists what else a new one needs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from multi_gpu_training.torch_internals import RunningStatsBase, foreach_mul_, s
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.strategy.deferred_init import materialise
 
-# (batch, count, window_count, ranks) -> what this rank's part of the step gives
+# (batch, count, window_count, ranks) -> result of this rank's part of the step
 Forward = Callable[[Any, int, int, int], MicroResult]
-# A sample as the loss gets it, for a share that has none
+# Returns a sample as the loss gets it, for a share without samples.
 StandIn = Callable[[Share], Any]
 _BESIDE_A_MODEL = (
     "the optimizer holds parameters of the loss, and training_mode={mode} trains those of the "
@@ -38,9 +38,9 @@ _BESIDE_A_MODEL = (
 
 
 class Strategy(ABC):
-    """What a trainer asks of a way to replicate its model. Call `wrap` before anything else.
+    """One way to replicate a model, as trainers use it. Call `wrap` before anything else.
 
-    settled: whether `settle` ran; until then the first step must call it.
+    settled: whether `settle` has run; the first step must call it.
     wrapped: the module that computes on all copies.
     """
 
@@ -51,14 +51,14 @@ class Strategy(ABC):
         self.step_module: StepModule
         self.wrapped: nn.Module
         self.parameters: list[nn.Parameter]
-        self.forward_exchanges = False  # ranks talk in each micro-batch's forward
-        self.computes_alone = True  # a rank can run model and loss without the others
-        self.builds_in_parts = False  # takes models whose weights are on the meta device
+        self.forward_exchanges = False  # ranks communicate in every forward
+        self.computes_alone = True  # a rank can run model and loss on its own
+        self.builds_in_parts = False  # accepts models whose weights are on the meta device
 
     # Wrapping
 
     def place(self, model: nn.Module) -> None:
-        """Put a model onto the device, with all of its weights."""
+        """Move a model to the device, with all of its weights."""
         materialise(model)
         lost = [name for name, p in model.named_parameters() if p.is_meta]
         if lost:
@@ -70,7 +70,7 @@ class Strategy(ABC):
         model.to(self.placement.device)
 
     def wrap(self, step_module: StepModule) -> nn.Module:
-        """Wrap a step module; its model is on the device already."""
+        """Wrap a step module whose model is already on the device."""
         self.step_module = step_module
         self._find_parameters()
         self._find_exchanges()
@@ -88,7 +88,7 @@ class Strategy(ABC):
         """The module around `step_module` that computes on all copies."""
 
     def unwrap(self) -> None:
-        """Let go of the wrapper, whose process group is about to be broken."""
+        """Release the wrapper, whose process group is about to be destroyed."""
         self.wrapped = self.step_module
 
     def rewrap(self) -> None:
@@ -102,12 +102,13 @@ class Strategy(ABC):
         self.settled = False
 
     def refuse_beside(self, beside: nn.Module, mode: str) -> None:
-        """For strategies that know the model alone: statistics of a criterion stay the rank's."""
+        """Refuse trained parameters of the loss, for strategies that handle only the model. A
+        criterion's statistics stay local to the rank."""
         if any(p.requires_grad for p in beside.parameters()):
             raise ModelError(_BESIDE_A_MODEL.format(mode=mode))
 
     def take_parameters(self) -> None:
-        """Other parameters are trained from now on. Collective."""
+        """The set of trained parameters changed. Collective."""
         self._find_parameters()
         self.unwrap()
         self.rewrap()
@@ -123,12 +124,12 @@ class Strategy(ABC):
         module.needs_graph = self.forward_exchanges or (finds_unused and self.config.static_graph)
 
     def adopt(self, optimizer: Any) -> None:
-        """Let the user's own optimizer hold the parameters that the wrapped model has now."""
+        """Make the user's own optimizer hold the parameters of the wrapped model."""
         return
 
     def settle(self, batch: Callable[[], Any]) -> None:
-        """Bring the wrapper into the form it keeps. Called once, before the first step. `batch`
-        gives one as the loss gets it."""
+        """Bring the wrapper into its final form. Called once, before the first step. `batch`
+        returns a batch as the loss gets it."""
         self.settled = True
 
     @property
@@ -146,30 +147,30 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def forward(self) -> Forward:
-        """Computes a micro-batch on all copies. A property and not a method: it gives the
-        wrapper's own function, which saves a frame in every step."""
+        """Computes a micro-batch on all copies. A property rather than a method: it returns the
+        wrapper's own function, which saves a call in every step."""
 
     def no_sync(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a forward and backward: ranks talk only on the last micro-batch of a step,
-        earlier exchanges would be wasted."""
+        """Context of a forward and backward. Ranks exchange gradients only on the last micro-batch
+        of a step; earlier exchanges would be wasted."""
         return nullcontext()
 
     def absent(self, share: Share, stand_in: StandIn | None) -> MicroResult:
-        """Take part in a micro-batch of which this rank has no sample: the others wait for it."""
+        """Take part in a micro-batch without samples here: the other ranks wait for this one."""
         module = self.step_module
-        # A stand-in comes from the manager's loader, and says nothing about the user's batches.
+        # A stand-in comes from the manager's loader and says nothing about the user's batches.
         ours = share.window_count > 0 or share.changed or module.needs_graph
         batch = None if stand_in is None or not ours else stand_in(share)
         kept = [(buffer, buffer.clone()) for buffer in self._sample_statistics()]
         result = self.forward(batch, 0, share.window_count, 1)
         for buffer, before in kept:
-            # Past autograd: the backward of a BatchNorm would miss the version it has seen.
+            # Bypass autograd: BatchNorm's backward would otherwise see a changed version.
             buffer.data.copy_(before)
         return result
 
     def _sample_statistics(self) -> Iterator[Tensor]:
-        """Buffers that a stand-in must not change: what this rank alone has seen of the samples.
-        Others (counters, spectral norms) follow from the steps and the weights."""
+        """Buffers that a stand-in must not change: this rank's own statistics of its samples.
+        Other buffers (counters, spectral norms) follow from the steps and the weights."""
         for module in self.step_module.trained.modules():
             if isinstance(module, RunningStatsBase) and not isinstance(module, SyncBatchNorm):
                 yield from module.buffers(recurse=False)
@@ -180,12 +181,12 @@ class Strategy(ABC):
         weighted: whether a loss of this rank came with a weight in this step. unweighted: samples
         of this rank whose loss came without.
         """
-        # Scaled by sample counts, gradients are right as they are. With several ranks, one cannot
+        # Scaled by sample counts, gradients are already right. With several ranks, one cannot
         # know whether another's loss had a weight: the sum tells.
         total = self.step_module.tally.grad
         if total is not None and (weighted or not window_count or self.placement.dp_size > 1):
             if not self.step_module.replicated:
-                total = total + unweighted  # replicas have put it into the tally themselves
+                total = total + unweighted  # replicas have already put it into the tally
             self._divide(total, window_count)
 
     def _divide(self, total: Tensor, window_count: int) -> None:
@@ -199,14 +200,14 @@ class Strategy(ABC):
             )
         for dtype, same in by_type.items():
             if dtype in (torch.float16, torch.bfloat16):
-                # Rounded to 16 bits, the factor itself would be off by up to 0.4 %.
+                # Rounded to 16 bits, the factor would be off by up to 0.4 %.
                 for grad in same:
                     grad.copy_(grad.float() * factor)
             else:
                 foreach_mul_(same, factor.to(dtype))
 
     def gradients(self) -> list[Tensor]:
-        """What this rank holds of the step's gradients."""
+        """This rank's part of the step's gradients."""
         return [grad for p in self.parameters if (grad := p.grad) is not None]
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -216,19 +217,19 @@ class Strategy(ABC):
                 yield name, parameter.grad
 
     def any_rank(self, flag: Tensor) -> None:
-        """Raise `flag` here if a rank raised it for its own part of the gradients. Collective
-        where ranks hold different parts."""
+        """Set `flag` here if any rank set it for its part of the gradients. Collective if ranks
+        hold different parts."""
         return
 
     def forget_step(self) -> None:
-        """Drop what the wrapper holds of a step that is given up."""
+        """Discard what the wrapper holds of an abandoned step."""
         return
 
     def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients of the whole model; returns their norm before."""
+        """Clip the gradients of the whole model; returns their norm before clipping."""
         if not any(p.grad is not None and p.grad.is_sparse for p in self.parameters):
             return nn.utils.clip_grad_norm_(self.parameters, max_norm)
-        # torch clips no sparse gradients. The norm is that of their values, each row once.
+        # torch cannot clip sparse gradients. Their norm is that of their values, each row once.
         values: list[Tensor] = []
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -251,18 +252,18 @@ class Strategy(ABC):
 
     @contextmanager
     def in_step(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """Context in which all ranks call the model the same number of times, each time through
-        what this gives. Nothing is gathered for longer than it is needed. Collective."""
+        """Context in which all ranks call the model the same number of times, always through the
+        function it yields. Nothing stays gathered longer than needed. Collective."""
         yield lambda function: function()
 
     def full_state(self) -> dict[str, Tensor]:
         """The state_dict of the whole model, on every rank. Every rank must call it."""
         state: dict[str, Tensor] = self.step_module.model.state_dict()
-        # A model that the user compiled is saved like any other.
+        # A model compiled by the user is saved like any other.
         return {plain_name(name): value for name, value in state.items()}
 
     def held_state(self) -> dict[str, Tensor]:
-        """The state_dict as this rank holds it: parameters may be split. No rank must wait."""
+        """The state_dict as this rank holds it: parameters may be split. Not collective."""
         return self.full_state()
 
     def check_replicas(self, step: int) -> None:
@@ -270,41 +271,41 @@ class Strategy(ABC):
         check_replicas(self.step_module.trained, self.placement, step)
 
     def sync_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, where the config says so. Collective."""
+        """Give every rank the buffers of rank 0 if the config says so. Collective."""
         if self.config.broadcast_buffers:
             self.placement.broadcast_tensors(self.step_module.trained.buffers())
 
-    # What others ask about it
+    # Questions from other modules
 
     def recording_obstacle(self) -> str | None:
-        """Why a step cannot be recorded as a CUDA graph under this strategy."""
+        """Why a step cannot be recorded as a CUDA graph under this strategy, if so."""
         return None
 
     def compile_obstacle(self) -> str | None:
-        """Why a step cannot be compiled under this strategy."""
+        """Why a step cannot be compiled under this strategy, if so."""
         return None
 
     def compiling(self) -> AbstractContextManager[Any]:
-        """Around the first call of compiled code, outside the wrapper."""
+        """Wraps the first call of compiled code, outside the wrapper."""
         return nullcontext()
 
     def wrapper_settings(self) -> dict[str, Any] | None:
-        """How the model is wrapped for DDP, which compiled code depends on; None where it is
-        not."""
+        """DDP's settings, which compiled code depends on; None if the model is not wrapped for
+        DDP."""
         return None
 
     @property
     def hook_s(self) -> float:
-        """Seconds that the user's communication hooks took on the host so far."""
+        """Seconds the user's communication hooks have taken on the host so far."""
         return 0.0
 
     def watch_buckets(self, ready: Callable[[int], None]) -> None:
-        """Call `ready(bytes)` whenever gradients are ready to be sent, and send nothing from now
-        on. For `mgt estimate`, on one rank."""
+        """From now on, call `ready(bytes)` whenever gradients are ready to be sent, and send
+        nothing. For `mgt estimate`, on one rank."""
         return
 
     def bucket_bytes(self) -> list[int]:
-        """Sizes of the pieces in which gradients are exchanged."""
+        """Sizes of the buckets in which gradients are exchanged."""
         return []
 
     def keep_gradients_local(self) -> None:
@@ -313,7 +314,7 @@ class Strategy(ABC):
         return
 
     def logged_times(self) -> dict[str, float]:
-        """Seconds per phase that the wrapper itself has logged; empty where it logs nothing."""
+        """Seconds per phase logged by the wrapper itself; empty if it logs nothing."""
         return {}
 
 

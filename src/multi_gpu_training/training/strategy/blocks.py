@@ -1,4 +1,4 @@
-"""The blocks of a model: what sharded training gathers, computes and frees one after another."""
+"""The blocks of a model, which sharded training gathers, computes and frees one by one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from multi_gpu_training.errors import ModelError
 def find_blocks(model: nn.Module, asked: Sequence[str] | None, may_idle: bool) -> list[nn.Module]:
     """Blocks of `model`, outermost first, none inside another.
 
-    asked: class names, or names of modules. Else what Hugging Face models say must not be split,
-    else the members of lists whose class repeats. may_idle: a batch may leave modules out. Ranks
-    gather a block together, so that one which a rank leaves out cannot be a block; the members of
-    a plain list may be experts.
+    asked: class names, or names of modules. Without it: what Hugging Face models say must not be
+    split, or else the members of lists whose class repeats. may_idle: a batch may skip modules.
+    Ranks gather a block together, so a module that some rank skips cannot be a block; the members
+    of a plain list may be experts.
     """
     if asked is not None:
         found = _asked(model, asked)
@@ -42,7 +42,7 @@ def _asked(model: nn.Module, asked: Sequence[str]) -> list[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """Members of the outermost lists whose class occurs at least twice there."""
+    """Members of the outermost lists whose class occurs at least twice in the list."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         members = [m for m in module if any(True for _ in m.parameters())]
         often = Counter(type(m) for m in members)
@@ -61,7 +61,7 @@ def _outermost(found: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _shares_parameters(block: nn.Module, model: nn.Module) -> bool:
-    """Whether a parameter of the block is also used outside of it: tied weights."""
+    """Whether a parameter of the block is also used outside it (tied weights)."""
     mine = {id(p) for p in block.parameters()}
     inside = {id(m) for m in block.modules()}
     return any(

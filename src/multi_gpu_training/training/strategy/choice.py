@@ -1,4 +1,4 @@
-"""training_mode=auto: one device, copies on every rank, or parts, by what fits into memory."""
+"""training_mode=auto: choose one device, a copy per rank, or shards, by what fits into memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import nn
 from multi_gpu_training.config import TrainingMode
 from multi_gpu_training.distributed.placement import Placement
 
-# Of a device's memory; the rest is for activations, whose size nobody knows yet.
+# Fraction of a device's memory; the rest is for activations, whose size is unknown here.
 _FOR_STATE = 0.7
 
 
 def choose_mode(model: nn.Module, placement: Placement) -> tuple[TrainingMode, str]:
     """The mode for this model on these ranks, and a line that says why. Collective.
 
-    Counted are weights, gradients and the two moments of Adam; a lighter optimizer only leaves
-    more room.
+    It counts weights, gradients and Adam's two moments; a lighter optimizer only leaves more
+    room.
     """
     if placement.group is None:
         return TrainingMode.SINGLE, "training_mode=auto: single, as there is one rank"

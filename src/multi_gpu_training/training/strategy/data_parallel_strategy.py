@@ -34,7 +34,7 @@ class DataParallelStrategy(Strategy):
     def train_beside(self, beside: nn.Module) -> None:
         if self.copies_here == 1:
             super().train_beside(beside)
-        else:  # each copy of the model would compute with the same loss
+        else:  # all copies of the model would share one loss object
             self.refuse_beside(beside, "data_parallel")
 
     @property
@@ -42,7 +42,7 @@ class DataParallelStrategy(Strategy):
         return self._scatter
 
     def _scatter(self, batch: Any, count: int, window_count: int, ranks: int) -> MicroResult:
-        # DataParallel cuts tensors only: the length of `members` tells a copy its sample count.
+        # DataParallel splits only tensors: the length of `members` tells a copy its sample count.
         members = torch.empty(count, device=self.placement.device)
         scaled, tally, mean, weight, metrics = self.wrapped(batch, members, window_count)
         mean = (mean * weight).sum() / weight.sum()

@@ -57,7 +57,7 @@ class DDPStrategy(Strategy):
 
     @property
     def forward(self) -> Forward:
-        # Past `__call__`: nobody has hooks on these modules, and each costs a frame per step.
+        # Skip `__call__`: nobody has hooks on these modules, and each call costs time per step.
         return self.step_module.forward if self.ddp is None else self.ddp.forward
 
     def no_sync(self, last: bool) -> AbstractContextManager[Any]:
@@ -66,7 +66,7 @@ class DDPStrategy(Strategy):
     def settle(self, batch: Callable[[], Any]) -> None:
         self.settled = True
         ddp = self.ddp
-        # Buckets are never rebuilt where DDP looks for unused parameters in every step.
+        # DDP never rebuilds buckets if it looks for unused parameters in every step.
         if ddp is None or (self.config.find_unused_parameters and not self.config.static_graph):
             return
         if not self.config.static_graph:
@@ -89,8 +89,8 @@ class DDPStrategy(Strategy):
         if not self.config.compress_gradients or grad is None:
             super().weigh(window_count, weighted, unweighted)
             return
-        # The weight is too large for the 16 bits that gradients are sent in: it goes by itself.
-        # On every rank, also on one that knows of no weights: it is a collective.
+        # The weight does not fit the 16 bits that gradients are sent in: send it separately.
+        # On every rank, even one without weighted losses: this is a collective.
         self._divide(self.placement.sum(grad) / self.placement.dp_size, window_count)
 
     def recording_obstacle(self) -> str | None:
@@ -129,5 +129,5 @@ class DDPStrategy(Strategy):
         try:
             found = ddp_logging_data(self.ddp)
             return {key: float(found[key]) / 1e9 for key in _LOGGED if found.get(key)}
-        except (RuntimeError, TypeError, ValueError):  # nothing was logged yet
+        except (RuntimeError, TypeError, ValueError):  # nothing logged yet
             return {}

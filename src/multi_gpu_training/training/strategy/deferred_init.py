@@ -1,12 +1,12 @@
-"""Build a model without its large weights, and compute these later, some at a time.
+"""Build a model without its large weights, and compute those later, a few at a time.
 
-`build_deferred` runs the user's function while it looks at every operation. Large tensors are
-made on the meta device, where they take no memory; what would have been done to them is noted,
-with the generator's state at every random operation. Playing the notes back gives the bits that a
-plain build gives, for any of the tensors, without the others.
+`build_deferred` runs the user's function and intercepts every operation. Large tensors are created
+on the meta device, where they take no memory; the operations on them are recorded, with the
+generator's state at every random operation. Replaying the record gives the same bits as a plain
+build, for any one tensor without the others.
 
 A function that takes its weights out of torch (`.numpy()`) cannot be followed. It is then called
-again, and builds the whole model as it would anywhere else.
+again and builds the whole model in the ordinary way.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from multi_gpu_training.torch_internals import (
     takes_device,
 )
 
-LARGE = 2**16  # bytes; smaller tensors are made at once
+LARGE = 2**16  # bytes; smaller tensors are created at once
 # Random operations that overwrite their tensor, so that its values do not matter to the generator.
 _OVERWRITING = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_"}
 _OVERWRITING |= {"cauchy_", "geometric_", "rand_like", "randn_like", "randint_like"}
 
 
 class WeightSource(Protocol):
-    """Where the weights of a model on the meta device come from."""
+    """The source of the weights of a model on the meta device."""
 
-    everywhere: bool  # whether each rank reads its own part; else rank 0's are sent
+    everywhere: bool  # whether each rank reads its own part; otherwise rank 0 sends them
 
     def values(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Whole tensors, in host memory, by their names in the model."""
+        """Whole tensors in host memory, by their names in the model."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows of one tensor."""
@@ -57,15 +57,15 @@ def source_of(model: nn.Module) -> WeightSource | None:
 
 
 def set_source(model: nn.Module, source: WeightSource) -> nn.Module:
-    """Say where the weights of a model on the meta device come from."""
+    """Attach the source of weights to a model on the meta device."""
     _sources[model] = source
     return model
 
 
 def build_deferred(build: Callable[[], Any], draw: bool = True) -> Any:
-    """What `build` returns, with large tensors on the meta device where that can be done.
+    """The result of `build`, with large tensors on the meta device if that is possible.
 
-    Without `draw`, large weights take nothing from the generators: they will come from elsewhere.
+    Without `draw`, large weights draw nothing from the generators: they will come from elsewhere.
     """
     before, notes = random_state(torch.device("cpu")), _Notes(draw)
     try:
@@ -82,7 +82,7 @@ def build_deferred(build: Callable[[], Any], draw: bool = True) -> Any:
             return model
         if notes.followed(model, deferred.values()):
             return set_source(model, RecordedInit(notes, deferred))
-    # An error that it has everywhere is shown as it is everywhere.
+    # An error that a plain build also raises is shown as a plain build shows it.
     set_random_state(before, torch.device("cpu"))
     return build()
 
@@ -95,7 +95,7 @@ def materialise(model: nn.Module) -> None:
     real: dict[int, Tensor] = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.is_meta:
-            # One at a time: what a tensor was computed from is freed before the next one.
+            # One at a time: intermediates of a tensor are freed before the next one.
             real[id(tensor)] = _like(tensor, source.values([name])[name].to(tensor.dtype))
     for module in model.modules():
         for name, tensor in [*_own(module)]:
@@ -105,7 +105,7 @@ def materialise(model: nn.Module) -> None:
 
 
 def _own(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Tensors that a module itself holds, under all their names."""
+    """Tensors that a module itself holds, under all of their names."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
@@ -114,13 +114,13 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return value
     made = nn.Parameter(value, requires_grad=tensor.requires_grad)
-    vars(made).update(vars(tensor))  # marks that the user or a library has put onto it
+    vars(made).update(vars(tensor))  # attributes that the user or a library set on it
     return made
 
 
 @dataclass(frozen=True)
 class _View:
-    """A tensor, as a part of the memory that is numbered `key`."""
+    """A tensor as a view of memory number `key`."""
 
     key: int
     dtype: torch.dtype
@@ -140,7 +140,7 @@ class _View:
 
 @dataclass
 class _Operation:
-    """One call: its arguments, and what it reads and writes of the memory that is left out."""
+    """One call: its arguments, and which of the omitted memory it reads and writes."""
 
     call: Any
     args: Any
@@ -148,7 +148,7 @@ class _Operation:
     made: list[_View | None]  # outputs in new memory
     reads: set[int]
     writes: set[int]
-    generator: tuple[torch.Generator, Tensor] | None  # with its state before
+    generator: tuple[torch.Generator, Tensor] | None  # with the state before the call
 
 
 class _CannotFollow(Exception):
@@ -156,7 +156,7 @@ class _CannotFollow(Exception):
 
 
 class _Disguise(TorchFunctionMode):
-    """Lets a tensor that is left out look like a real one: torch's own initialisers, for one, do
+    """Makes an omitted tensor look like a real one: torch's own initialisers, for example, do
     nothing to tensors on the meta device."""
 
     def __init__(self, notes: _Notes) -> None:
@@ -183,17 +183,17 @@ _TELLS: Any = (Tensor.device, Tensor.is_meta, Tensor.is_cpu, Tensor.is_cuda, Ten
 
 
 class _Notes(DispatchMode):
-    """Follows a build, and leaves out what is large."""
+    """Follows a build and omits large tensors."""
 
     def __init__(self, draw: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draw = draw
         self.operations: list[_Operation] = []
         self.problem: str | None = None
-        # In a call with tensors that are left out. Whatever torch then makes on the meta device by
-        # itself belongs to them; what the user puts there (Hugging Face does) does not.
+        # In a call with omitted tensors. Whatever torch then creates on the meta device belongs
+        # to them; what the user puts there (as Hugging Face does) does not.
         self.inside = False
-        # By number, the device it would be on, and the memory itself, which keeps the number.
+        # By number: the intended device, and the memory itself, which keeps the number alive.
         self._memory: dict[int, tuple[torch.device, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -221,7 +221,7 @@ class _Notes(DispatchMode):
         return self._memory[storage_of(tensor)[0]][0]
 
     def _follow(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """An operation on tensors that are left out: only its shapes are computed, if they can."""
+        """Handle an operation on omitted tensors: compute only its shapes, if possible."""
         written = [t for t in argument_writes(func, args, kwargs) if isinstance(t, Tensor)]
         device = self.device_of(next(filter(self.is_left_out, tensors)))
         if kwargs.get("device") is not None:
@@ -251,8 +251,8 @@ class _Notes(DispatchMode):
     def _compute(
         self, func: Any, args: Any, kwargs: Any, written: list[Tensor], device: torch.device
     ) -> Any:
-        """An operation that depends on the values of weights: compute those now, and throw them
-        away again."""
+        """Handle an operation that depends on weight values: compute those now, then discard
+        them."""
         if any(map(self.is_left_out, written)):
             self.give_up(f"{func} overwrites a weight by what depends on weights")
         views = {_View.of(t) for t in tree_leaves((args, kwargs)) if self.leaves_out(t)}
@@ -273,7 +273,7 @@ class _Notes(DispatchMode):
     def _generator(
         self, func: Any, kwargs: Any, device: torch.device
     ) -> tuple[torch.Generator, Tensor] | None:
-        """What a random operation draws from, and its state before."""
+        """The generator a random operation draws from, and its state before."""
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return None
         generator = kwargs.get("generator")
@@ -283,7 +283,7 @@ class _Notes(DispatchMode):
     def _advance(
         self, func: Any, args: Any, kwargs: Any, device: torch.device
     ) -> tuple[torch.Generator, Tensor] | None:
-        """Take from the generator what an operation takes; the numbers are drawn again later."""
+        """Advance the generator as the operation would; the numbers are drawn again later."""
         drawn = self._generator(func, kwargs, device)
         if drawn is not None and self.draw:
             func(*args, **kwargs)
@@ -316,7 +316,7 @@ class _Notes(DispatchMode):
             if self.is_left_out(value):
                 reads.add(storage_of(value)[0])
                 return _View.of(value)
-            return value.detach().clone()  # it may be changed later
+            return value.detach().clone()  # it may change later
 
         args, kwargs = tree_map(keep, args), tree_map(keep, kwargs)
         writes = {storage_of(t)[0] for t in written} | {view.key for view in fresh if view}
@@ -327,8 +327,7 @@ class _Notes(DispatchMode):
         raise _CannotFollow(why)
 
     def followed(self, model: nn.Module, deferred: Iterable[Tensor]) -> bool:
-        """Whether the tensors on the meta device are known, each by itself, and no others are
-        hidden in the model."""
+        """Whether every tensor on the meta device is known, and the model hides no others."""
         deferred = list(deferred)
         keys = [storage_of(tensor)[0] for tensor in deferred]
         known = all(key in self._memory for key in keys) and len(set(keys)) == len(keys)
@@ -354,7 +353,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 class RecordedInit:
-    """The weights that a build would have made."""
+    """The weights that a plain build would have produced."""
 
     everywhere = False
 
@@ -373,7 +372,7 @@ class RecordedInit:
 
 @torch.no_grad()
 def _play(operations: Sequence[_Operation], wanted: set[int]) -> dict[int, torch.UntypedStorage]:
-    """Compute the memory numbered `wanted`, and what it depends on."""
+    """Compute memory number `wanted` and everything it depends on."""
     memory: dict[int, torch.UntypedStorage] = {}
     chosen = _behind(operations, set(wanted))
     last = {key: number for number, o in enumerate(chosen) for key in (*o.reads, *o.writes)}
@@ -403,7 +402,7 @@ def _play(operations: Sequence[_Operation], wanted: set[int]) -> dict[int, torch
 
 
 def _behind(operations: Sequence[_Operation], needed: set[int]) -> list[_Operation]:
-    """The operations that the memory `needed` depends on."""
+    """The operations that memory `needed` depends on."""
     chosen = []
     for operation in reversed(operations):
         if not needed.isdisjoint(operation.writes):

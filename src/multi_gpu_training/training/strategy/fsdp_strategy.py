@@ -1,8 +1,8 @@
-"""One process per GPU, each with a part of every parameter, gradient and optimizer state.
+"""One process per GPU, each with a shard of every parameter, gradient and optimizer state.
 
-A block's parameters are gathered when it runs and freed behind it; gradients are added up and
-split again in its backward (`torch.distributed.fsdp.fully_shard`). Beside that, ranks exchange
-one short vector per step: its weight, the order in which blocks ran, which parameters were used.
+A block's parameters are gathered when it runs and freed afterwards; its backward sums the gradients
+and splits them again (`torch.distributed.fsdp.fully_shard`). In addition, ranks exchange one short
+vector per step: its weight, the order in which blocks ran, and which parameters were used.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from multi_gpu_training.training.strategy import Forward, StandIn, Strategy
 from multi_gpu_training.training.strategy.blocks import find_blocks
 from multi_gpu_training.training.strategy.deferred_init import source_of
 
-_ORDERS = 2**20  # of blocks are told apart: its square and sums of that are exact in float64
+_ORDERS = 2**20  # distinct orders of blocks: sums of squares stay exact in float64
 
 
 class FSDPStrategy(Strategy):
-    """A part of the model in every process. Without a process group it trains unwrapped."""
+    """A shard of the model in every process. Without a process group it trains unwrapped."""
 
     def __init__(self, config: MultiGPUConfig, placement: Placement) -> None:
         super().__init__(config, placement)
         self.root: Any = None
         self.computes_alone = placement.group is None
-        # Teams split layers in other ways than by rows: their models are built whole.
+        # Tensor-parallel teams split layers other than by rows: build their models whole.
         self.builds_in_parts = placement.group is not None and placement.team_size == 1
-        self._copies = 1  # of the model, each over as many ranks
+        self._copies = 1  # copies of the model, each over the same number of ranks
         self._names: list[str] = []  # of the trained parameters
         self._whole: list[nn.Parameter] = []  # on every rank: those without rows to split
         self._replaced: dict[int, nn.Parameter] = {}
-        self._originals: list[nn.Parameter] = []  # keeps the ids above from being used again
+        self._originals: list[nn.Parameter] = []  # keeps the ids above from being reused
         self._watched: set[int] = set()
-        # Of the step under way
+        # Of the current step
         self._used: set[str] = set()
         self._excused = False
         self._order = 0
-        self._told: Tensor | None = None  # of the step before, where reading it at once stalls
+        self._told: Tensor | None = None  # of the previous step, if reading it at once would stall
         self._fresh_buffers = False
 
     # Wrapping
@@ -87,7 +87,7 @@ class FSDPStrategy(Strategy):
         _refuse_unsupported(step_module)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                # Every rank starts with rank 0's weights, as under DDP; rows must be contiguous.
+                # Every rank starts from rank 0's weights, as under DDP; rows must be contiguous.
                 tensor.data = tensor.data.contiguous()
                 if not tensor.is_meta:
                     self.placement.world.broadcast_tensors([tensor.data])
@@ -100,7 +100,7 @@ class FSDPStrategy(Strategy):
             parallelise(model, mesh["tp"])
             mesh = mesh["dp"]
         wrapper = ShardedStep(step_module)
-        for block in blocks:  # before fully_shard: its own hook must come second
+        for block in blocks:  # before fully_shard, whose own hook must come second
             block.register_forward_hook(_without_views)
         dtype = torch.bfloat16 if self.config.fsdp_gather_dtype == "bf16" else None
         self.root = shard(
@@ -125,7 +125,7 @@ class FSDPStrategy(Strategy):
         return wrapper
 
     def _copy_size(self) -> int:
-        """Ranks that hold one copy of the model together."""
+        """Number of ranks that together hold one copy of the model."""
         asked, ranks = self.config.fsdp_copy_size, self.placement.dp_size
         size = self.placement.identity.local_world_size if asked == "machine" else asked or ranks
         if ranks % size:
@@ -205,7 +205,7 @@ class FSDPStrategy(Strategy):
             raise
 
     def attend(self, number: int, module: nn.Module) -> None:
-        """A sharded module is about to run; its parameters are whole."""
+        """A sharded module is about to run; its parameters are gathered."""
         if not torch.is_grad_enabled():
             return
         self._order = (self._order * 31 + number + 1) % _ORDERS
@@ -246,7 +246,7 @@ class FSDPStrategy(Strategy):
             parameter.grad = (total / ranks).to(parameter.dtype)
         self._check_order(told[len(parts) : len(parts) + 2])
         if finds:
-            # A parameter that no rank used must stay without a gradient: AdamW would move it.
+            # A parameter that no rank used must have no gradient: AdamW would move it.
             used = told[len(parts) + 2 :].tolist()
             for parameter, count in zip(self.parameters, used, strict=True):
                 if not count:
@@ -271,8 +271,8 @@ class FSDPStrategy(Strategy):
             )
 
     def _check_order(self, sums: Tensor) -> None:
-        """Raise unless all ranks ran the same blocks in the same order: else they have gathered
-        parts of different blocks, and nobody else would notice."""
+        """Raise unless all ranks ran the same blocks in the same order. Otherwise they would have
+        gathered shards of different blocks, and nothing else would notice."""
         if sums.device.type == "cuda":
             sums, self._told = self._told, sums  # type: ignore[assignment]
             if sums is None:
@@ -310,7 +310,7 @@ class FSDPStrategy(Strategy):
         held = [g for p, g in zip(graded, grads, strict=True) if p.ndim and piece(p).numel()]
         loose = [g for p, g in zip(graded, grads, strict=True) if not p.ndim]
         kind = torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32
-        # Of what the ranks of a team have each a part of, and of what each of them has.
+        # Of what a team's ranks hold a shard of each, and of what each of them holds whole.
         sums = torch.zeros(2, dtype=kind, device=self.placement.device)
         split = [over_team(p) for p in graded if p.ndim and piece(p).numel()]
         for norm, by_team in zip(foreach_norm(held) if held else (), split, strict=True):
@@ -349,7 +349,7 @@ class FSDPStrategy(Strategy):
         return super().full_state()
 
     def check_replicas(self, step: int) -> None:
-        """Nothing to compare: no two ranks hold the same part of a parameter."""
+        """Nothing to compare: no two ranks hold the same shard."""
         if self.root is None:
             super().check_replicas(step)
 
@@ -363,8 +363,8 @@ class FSDPStrategy(Strategy):
 
 
 class ShardedStep(nn.Module):
-    """The step module as the root that `fully_shard` hooks into. The step module itself cannot
-    be: it is called past its hooks."""
+    """The root module that `fully_shard` hooks into. The step module itself cannot be the root,
+    because it is called without its hooks."""
 
     def __init__(self, step: StepModule) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class ShardedStep(nn.Module):
     def forward(
         self, batch: Any, count: int, window_count: int, ranks: int, instead: Any = None
     ) -> Any:
-        """A micro-batch, or whatever `instead` does with the model."""
+        """Compute a micro-batch, or whatever `instead` does with the model."""
         if instead is not None:
             return instead()
         result = self.step.forward(batch, count, window_count, ranks)
@@ -401,13 +401,13 @@ class _Mark:
         self.step_module = step_module
 
     def __call__(self, _: Tensor) -> None:
-        if not self.step_module.silent:  # its backward runs all the same, with zeros
+        if not self.step_module.silent:  # its backward still runs, with zeros
             self.used.add(self.name)
 
 
 def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
-    """Copy outputs that are views: an in-place operation on one would take away the hook that
-    gathers the block's parameters in backward."""
+    """Copy outputs that are views: an in-place operation on one would remove the hook that gathers
+    the block's parameters in backward."""
     if isinstance(output, Tensor):
         return output.clone() if output.requires_grad and is_view(output) else output
     if type(output) in (tuple, list):
@@ -418,7 +418,7 @@ def _without_views(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _refuse_unsupported(step_module: StepModule) -> None:
-    """Raise one error with everything about the model that cannot be sharded."""
+    """Raise a single error that lists everything in the model that cannot be sharded."""
     model, problems = step_module.model, []
     if step_module.precision.scaler.is_enabled():
         problems.append("fp16 mixed precision needs loss scaling; use mixed_precision_dtype=bf16")
