@@ -139,6 +139,15 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """`version` of each."""
+    tensors = list(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one of them keeps no count
+        return [version(tensor) for tensor in tensors]
+
+
 @contextmanager
 def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Let no hook of the user run on the gradients of these tensors in a `with` block. Hooks can

@@ -64,6 +64,11 @@ class LiveTensors:
             known = self._optimizer = _KnownOptimizer.of(model, optimizer)
         return None if known is None else LiveState(*self._model, known.packed(optimizer))
 
+    def again(self, optimizer: Optimizer) -> LiveState | None:
+        """What `read` has just found, with the optimizer's settings of now."""
+        known = self._optimizer
+        return None if known is None else LiveState(*self._model, known.packed(optimizer))
+
 
 @dataclass(frozen=True)
 class _KnownOptimizer:

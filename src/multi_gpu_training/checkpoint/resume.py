@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -13,7 +14,7 @@ from multi_gpu_training.checkpoint.changed_settings import Change, RunDescriptio
 from multi_gpu_training.checkpoint.integrity import fingerprint
 from multi_gpu_training.checkpoint.live_state import LiveTensors
 from multi_gpu_training.checkpoint.shards import fit_to
-from multi_gpu_training.checkpoint.snapshot import Snapshot
+from multi_gpu_training.checkpoint.snapshot import Snapshot, by_file
 from multi_gpu_training.checkpoint.store import CheckpointStore, read_verified
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, agree_on_newest, bring_to_all
 from multi_gpu_training.distributed.placement import Placement
@@ -91,6 +92,20 @@ class TrainingState(Stateful, Protocol):
     def held_state(self) -> dict[str, Any]:
         """The state_dict of the model as this rank holds it: parameters may be split."""
 
+    def read_ahead(self) -> None:
+        """Find now what takes long in the next `state_dict`, which is of the same step."""
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """Of a snapshot to come: the step it is of, and the random numbers' state."""
+
+    step: int
+    random: Later
+
+
+_NOTHING: dict[str, Tensor] = {}
+
 
 class RunState:
     """The state of a run: what trains, every rank's generators, and what was registered.
@@ -116,6 +131,7 @@ class RunState:
         # Which tensors are saved as the model: its own, or an average of them.
         self.model_to_save: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state
         self._live = LiveTensors()
+        self._ahead: _Ahead | None = None
         self._made_plain: tuple[Any, Later] | None = None
         self._registered: dict[str, tuple[Stateful, Scope]] = {}
         self._partly_settled: dict[str, Callable[[], dict[str, Any]]] = {}
@@ -154,24 +170,15 @@ class RunState:
 
     def snapshot(self, facts: dict[str, Any]) -> Snapshot:
         """Return the state as it is now; `facts` go into the manifest. Collective."""
-        training = self.training
-        own = training.held_state()
-        held = self.model_to_save(own)
-        extra: dict[str, Any] = {}
-        live = None
-        if not self.hosts.several:
-            live = self._live.read(held, training.model, training.optimizer)
-            if held is not own:  # tensors made for this save alone must not stay in memory
-                self._live = LiveTensors()
-        if live is not None:
-            tensors, aliases, optimizer = live.model, live.aliases, live.optimizer
-        else:
-            tensors, aliases, optimizer, extra = self._read(held)
+        training, ahead, self._ahead = self.training, self._ahead, None
+        if ahead is not None and ahead.step != training.step:
+            ahead = None
+        tensors, aliases, optimizer, extra = self._tensors(ahead)
         states: dict[Scope, dict[str, Any]] = {"replicated": {}, "per_rank": {}}
         for name, (item, scope) in self._registered.items():
             states[scope][name] = self._partly_settled.get(name, item.state_dict)()
         per_rank = {name: to_text(state) for name, state in states["per_rank"].items()}
-        random = taken_random_state(self.placement.device)
+        random = taken_random_state(self.placement.device) if ahead is None else ahead.random
         if self.placement.group is None:
             ranks: Any = [{"random": random, "registered": per_rank}]
         else:
@@ -195,6 +202,38 @@ class RunState:
             facts={"world_size": self.placement.dp_size, **facts},
             description=self.model_description,
         )
+
+    def read_ahead(self) -> Mapping[str, Mapping[str, Tensor]] | None:
+        """Find what takes long in a `snapshot` of this step; return the tensors it will hold, by
+        file, or None if this rank cannot tell alone. The caller makes sure that until then nobody
+        replaces a tensor, draws a random number or freezes a layer."""
+        training, self._ahead = self.training, None
+        own = training.held_state()
+        if self.hosts.several or self.model_to_save(own) is not own:
+            return None
+        live = self._live.read(own, training.model, training.optimizer)
+        if live is None:
+            return None
+        training.read_ahead()
+        self._ahead = _Ahead(training.step, taken_random_state(self.placement.device))
+        return by_file(live.model, live.optimizer.tensors, _NOTHING)
+
+    def _tensors(
+        self, ahead: _Ahead | None
+    ) -> tuple[dict[str, Tensor], dict[str, str], Any, dict[str, Any]]:
+        """The model's tensors, those that share memory, the optimizer and other model state."""
+        training = self.training
+        live = None if ahead is None else self._live.again(training.optimizer)
+        if live is None:
+            own = training.held_state()
+            held = self.model_to_save(own)
+            if not self.hosts.several:
+                live = self._live.read(held, training.model, training.optimizer)
+                if held is not own:  # tensors made for this save alone must not stay in memory
+                    self._live = LiveTensors()
+            if live is None:
+                return self._read(held)
+        return live.model, live.aliases, live.optimizer, {}
 
     def _made_with(self) -> dict[str, Any]:
         """What the run is made of, as plain data; that does not change."""
@@ -225,6 +264,7 @@ class RunState:
 
     def restore(self, snapshot: Snapshot, where: str) -> str | None:
         """Load a snapshot; `where` names it in errors. Return what the user should know."""
+        self._ahead = None
         try:
             return self._load(snapshot, where)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -87,6 +87,7 @@ class Saver:
         self._interrupted = False
         self._repeats = False  # another rank writes the same rows
         self._split = False  # the newest state is split over the ranks; equal on all of them
+        self._ahead: int | None = None  # the step that `copy_ahead` was called for
         # A script that ends without `finish`, or dies: finish writing what was begun.
         self._at_exit = functools.partial(_drain, weakref.ref(self))
         atexit.register(self._at_exit)
@@ -119,6 +120,9 @@ class Saver:
             self._wait_for_writing()
         self.current = None
         self._collect()
+        if self._ahead != self.training.step:
+            self.buffers.forget_ahead()
+        self._ahead = None
         begun, waited_s = time.perf_counter(), self._waited_s
         facts = facts or {}
         snapshot = self.run_state.snapshot(facts)
@@ -152,6 +156,14 @@ class Saver:
         if wait:
             self._settle()
         return path
+
+    def copy_ahead(self) -> None:
+        """Copy the state, because a `save` of this step is to follow: as soon as the device is done
+        with the step, and not only when the host has heard of it. On this rank alone."""
+        files = self.run_state.read_ahead()
+        if files is not None and self.hosts.writes:
+            self.buffers.copy_ahead(files)
+            self._ahead = self.training.step
 
     def poll(self) -> None:
         """Between steps: report saves that have ended. Never waits."""
@@ -350,6 +362,7 @@ class Saver:
     def resume(self, path: Path) -> None:
         """Load a checkpoint into everything that was saved. Collective."""
         self.wait()  # nothing of this timeline may be written once another one has begun
+        self._ahead = None
         snapshot = read_together(path, self.placement, self.store)
         note = self.run_state.restore(snapshot, str(path))
         if note is not None:

@@ -108,11 +108,7 @@ def capture(
         "aliases": snapshot.aliases,
         **snapshot.facts,
     }
-    files = {
-        "model.safetensors": snapshot.model,
-        "optimizer.safetensors": optimizer.tensors,
-        "state.safetensors": state.tensors,
-    }
+    files = by_file(snapshot.model, optimizer.tensors, state.tensors)
     if shard is not None:
         mine, split = part_in_two(snapshot.model, optimizer.tensors)
         for kind in ("model", "optimizer"):
@@ -121,6 +117,17 @@ def capture(
         files = {**files, shard.name: mine} if writes else {shard.name: mine}
     copy = buffer.copy(files)
     return Capture(snapshot.step, manifest, plain, copy, shard, snapshot.description)
+
+
+def by_file(
+    model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> dict[str, Mapping[str, Tensor]]:
+    """The tensors of a state by the name of their file."""
+    return {
+        "model.safetensors": model,
+        "optimizer.safetensors": optimizer,
+        "state.safetensors": state,
+    }
 
 
 def _without(tensors: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:

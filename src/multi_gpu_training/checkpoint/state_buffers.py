@@ -21,6 +21,7 @@ from multi_gpu_training.checkpoint.file_layout import (
     is_fused,
 )
 from multi_gpu_training.checkpoint.snapshot import HostBuffer, HostCopy
+from multi_gpu_training.torch_internals import versions
 
 SMALL_BYTES = 256 * 2**20
 _SHARE = 0.05  # of the device's free memory, for one copy
@@ -41,6 +42,7 @@ class StateBuffers:
         self._layouts = Layouts()
         self._slots: list[_Slot] = []
         self._too_large: StateLayout | None = None  # for this device, at the last look
+        self._ahead: _Ahead | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,13 +52,39 @@ class StateBuffers:
 
     def copy(self, files: Mapping[str, Mapping[str, Tensor]]) -> HostCopy:
         """Copy the tensors of each file: see `HostBuffer.copy`."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            if ahead.is_of(files):
+                return ahead.copy
+            ahead.copy.release()
         layout, sources = self._layouts.of(files)
+        copy = self._small_copy(layout, sources)
+        if copy is None:
+            self._wait()
+            return self.host.copy_laid_out(layout, sources)
+        return copy
+
+    def copy_ahead(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Copy what the next `copy` will ask for, which then costs nothing: unless these tensors
+        were written to until then. Recorded steps write without a trace: call `forget_ahead`."""
+        self.forget_ahead()
+        layout, sources = self._layouts.of(files)
+        copy = self._small_copy(layout, sources)
+        if copy is not None:
+            self._ahead = _Ahead(dict(files), sources, versions(sources), copy)
+
+    def forget_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.copy.release()
+
+    def _small_copy(self, layout: StateLayout, sources: list[Tensor]) -> HostCopy | None:
+        """A copy in a buffer of its own, where the state is small enough for that."""
         on_gpu = self._device.type == "cuda"
         small = layout.total <= SMALL_BYTES and (on_gpu or self._several)
         slot = self._slot_for(layout, sources) if small else None
         if slot is None:
-            self._wait()
-            return self.host.copy_laid_out(layout, sources)
+            return None
         copy: HostCopy = slot.buffer.copy_laid_out(layout, sources)
         slot.taken, copy.release, copy.small = True, slot.free, self._several
         return copy
@@ -85,6 +113,33 @@ class StateBuffers:
                 pass
         self._too_large = layout
         return None
+
+
+@dataclass
+class _Ahead:
+    """A copy made before it was asked for, and the tensors it was made of."""
+
+    files: dict[str, Mapping[str, Tensor]]
+    sources: list[Tensor]
+    versions: list[int]
+    copy: HostCopy
+
+    def is_of(self, files: Mapping[str, Mapping[str, Tensor]]) -> bool:
+        """Whether it holds these tensors as they are now."""
+        if files.keys() != self.files.keys():
+            return False
+        return versions(self.sources) == self.versions and all(
+            mine is files[name] or (mine.keys() == files[name].keys() and _same(mine, files[name]))
+            for name, mine in self.files.items()
+        )
+
+
+def _same(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Whether tensors of the same names lie at the same places. A `detach` is another object."""
+    return all(
+        one.data_ptr() == others[name].data_ptr() and one.shape == others[name].shape
+        for name, one in ones.items()
+    )
 
 
 @dataclass

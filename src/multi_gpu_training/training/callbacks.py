@@ -304,6 +304,13 @@ class CallbackList:
                 self._sort(heard)
                 return
 
+    def only_watch(self, events: Iterable[str]) -> bool:
+        """Whether nobody who listens to one of these events may change anything."""
+        return all(
+            member.watches_only or heard.keys().isdisjoint(events)
+            for member, heard in self._members
+        )
+
     def _sort(self, events: Iterable[str]) -> None:
         for event in events:
             calls = [(m, heard[event]) for m, heard in self._members if event in heard]

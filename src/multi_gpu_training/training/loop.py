@@ -44,6 +44,16 @@ from multi_gpu_training.training.stopping import (
 )
 from multi_gpu_training.training.trainer import MultiGPUTrainer
 
+# What happens between the last step of an epoch and the first of the next.
+BETWEEN_EPOCHS = (
+    "on_log",
+    "on_epoch_end",
+    "on_save_begin",
+    "on_save_end",
+    "on_checkpoint",
+    "on_epoch_begin",
+)
+
 
 class Checkpoints(Protocol):
     """What the loop needs from checkpointing. `save`, `settle` and `recover` are collective."""
@@ -55,6 +65,9 @@ class Checkpoints(Protocol):
 
     def poll(self) -> None:
         """Between steps: report how the last save went, without waiting for it."""
+
+    def copy_ahead(self) -> None:
+        """Copy the state now for a save of this step. On this rank alone."""
 
     def save(self, facts: dict[str, Any], best: bool, wait: bool) -> Path: ...
 
@@ -119,7 +132,9 @@ class TrainingLoop:
             epoch = self.progress.epochs_done  # a rollback may return to an earlier epoch
             if epoch >= self.config.epochs:
                 break
-            self._train(self.train_loader, epoch, validate=self.val_loader is not None)
+            validate = self.val_loader is not None
+            undisturbed = not validate and self.callbacks.only_watch(BETWEEN_EPOCHS)
+            self._train(self.train_loader, epoch, validate, undisturbed)
 
     # One epoch
 
@@ -142,10 +157,15 @@ class TrainingLoop:
         return metrics
 
     def _train(
-        self, loader: Iterable[Any], epoch: int, validate: bool = False
+        self,
+        loader: Iterable[Any],
+        epoch: int,
+        validate: bool = False,
+        undisturbed: bool = False,
     ) -> dict[str, float] | None:
         """Train an epoch, and validate it when asked to. Returns None if a rollback restored a
-        checkpoint from another epoch, which must be trained instead."""
+        checkpoint from another epoch, which must be trained instead. undisturbed: no code of the
+        user's runs between this epoch and the next."""
         trainer, self._epoch = self.trainer, epoch
         if loader is self.train_loader:
             if self.train_loader.epoch != epoch:
@@ -169,7 +189,7 @@ class TrainingLoop:
                     if trainer.train_step(batch).moved and self._after_step():
                         break
                     step = trainer.step + 1
-                metrics = self._end_of_training(loader, epoch)
+                metrics = self._end_of_training(loader, epoch, undisturbed)
                 if validate and self.val_loader is not None:
                     self._validate(self.val_loader)
                 if self.should_stop or epoch + 1 >= self.config.epochs:
@@ -234,7 +254,9 @@ class TrainingLoop:
         if self.checkpoints.due(self.trainer.step):
             self.save_between_steps()
 
-    def _end_of_training(self, loader: Iterable[Any], epoch: int) -> dict[str, float]:
+    def _end_of_training(
+        self, loader: Iterable[Any], epoch: int, undisturbed: bool
+    ) -> dict[str, float]:
         """All steps of the epoch are done; close it now, or leave that to its validation."""
         note_phase(Phase.EPOCH)
         trainer = self.trainer
@@ -243,8 +265,10 @@ class TrainingLoop:
         if self.reached_max_steps:  # an epoch that max_steps cut short does not count as aborted
             self.train_loader.seek(trainer.state.epoch, trainer.state.position)
         # The order matters: undo wrongly recorded steps, then log what is still on its way from
-        # the device, then count the rest towards the epoch's metrics.
-        trainer.execution.verify(spare=True)
+        # the device, then count the rest towards the epoch's metrics. While the device computes
+        # the last steps, copy what they will give.
+        undisturbed = undisturbed and not trainer.strategy.syncs_buffers
+        trainer.execution.verify(True, self._copy_ahead if undisturbed else None)
         self.log.end_epoch()
         trainer.strategy.sync_buffers()  # of ranks that ran out of samples before the epoch ended
         self.epoch_metrics.merge(trainer.collect_metrics())
@@ -263,6 +287,10 @@ class TrainingLoop:
         else:
             self._trained = (epoch, metrics)  # `validate_epoch` closes it: best and early stopping
         return metrics
+
+    def _copy_ahead(self) -> None:
+        if self.config.enable_fault_tolerance:
+            self.checkpoints.copy_ahead()
 
     def validate_epoch(self, loader: Iterable[Any] | None = None) -> dict[str, float]:
         """Evaluate every sample of the loader once; return metrics over all ranks."""

@@ -21,6 +21,7 @@ from multi_gpu_training.torch_internals import (
     foreach_norm,
     foreach_sub,
     version,
+    versions,
 )
 from multi_gpu_training.training.step_state import StepState
 
@@ -118,6 +119,7 @@ class StateCopies:
     def __init__(self, state: StepState) -> None:
         self.state = state
         self._kept: dict[str, list[Tensor]] = {}
+        self._seen: tuple[list[Tensor], list[int]] = ([], [])  # at the last `keep`
 
     def tensors(self) -> list[Tensor]:
         """All state tensors as they are now, in a fixed order."""
@@ -140,6 +142,14 @@ class StateCopies:
             small = sum(t.numel() * t.element_size() for t in live) <= SMALL_STATE
             kept = self._kept[name] = list(map(torch.empty_like, live)) if small else _pinned(live)
         self._copy(kept, live)
+        self._seen = live, versions(live)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing but recorded steps can have written to the state since the last `keep`:
+        those leave no trace."""
+        tensors, then = self._seen
+        return versions(tensors) == then
 
     def restore(self, name: str) -> None:
         self._copy(self.tensors(), self._kept[name])

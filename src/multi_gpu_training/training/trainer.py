@@ -101,6 +101,7 @@ class MultiGPUTrainer(ABC):
         )
         self._boundary = Boundary()
         self._say = say
+        self._ahead: tuple[int, dict[str, Any]] | None = None  # a step and its `_names`
 
     @abstractmethod
     def make_strategy(self) -> Strategy:
@@ -379,6 +380,10 @@ class MultiGPUTrainer(ABC):
         """The state_dict of the model as this rank holds it: parameters may be split."""
         return self.strategy.held_state()
 
+    def read_ahead(self) -> None:
+        """Find now what takes long in the next `state_dict`, which is of the same step."""
+        self._ahead = self.state.step, self._names()
+
     def collect_metrics(self) -> MetricsCollector:
         """Metrics collected since the last reset, including those of recorded steps."""
         self.execution.collect(self.state.metrics)
@@ -388,6 +393,7 @@ class MultiGPUTrainer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state
+        ahead, self._ahead = self._ahead, None
         epoch, position = state.epoch, state.position
         most = self.config.max_steps
         # The loader knows if the user's loop left an epoch early. An epoch that max_steps cut
@@ -402,12 +408,19 @@ class MultiGPUTrainer(ABC):
             "schedule": state.schedule.state_dict(),
             "memory": self.oom.state_dict(),
             "compiled": self.execution.switch.state_dict(),
+            **(ahead[1] if ahead is not None and ahead[0] == state.step else self._names()),
+        }
+
+    def _names(self) -> dict[str, Any]:
+        """What is frozen and what stays in eval mode, at the start of the run and now."""
+        state = self.state
+        return {
             "frozen": {"at_start": state.frozen_at_start, "now": state.frozen_names()},
             "in_eval": {"at_start": state.in_eval_at_start, "now": state.names_in_eval()},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        state = self.state
+        state, self._ahead = self.state, None
         state.step, state.epoch, state.position = (
             saved[name] for name in ("step", "epoch", "position")
         )

@@ -444,13 +444,13 @@ class StepExecution:
 
     # What others may ask for at any time
 
-    def verify(self, spare: bool = False) -> None:
+    def verify(self, spare: bool = False, meanwhile: Callable[[], None] | None = None) -> None:
         """Compare the latest recorded step with the eager one; roll back if they differ.
 
         Call this before the weights are used: saved, evaluated, handed out. spare: skip it if it
-        would cost too much and the last verified state is on disk.
+        would cost too much and the last verified state is on disk. meanwhile: see `VerifiedGraph`.
         """
-        self._verified.verify(spare)
+        self._verified.verify(spare, meanwhile)
 
     def mark(self) -> None:
         """An epoch begins: steps are not undone past this point."""

@@ -79,6 +79,7 @@ class VerifiedGraph:
         self.anchor: int | None = None
         self._closed = False
         self._spared_at: int | None = None
+        self._kept_at: int | None = None  # the step whose state is already kept as "before"
         self._spares = 0  # steps between two optional comparisons
         self.between_windows = between_windows
         self.longest_window: int | None = None
@@ -224,7 +225,7 @@ class VerifiedGraph:
         """Steps from here on can be undone."""
         self._window.begin(self.state, self.snapshot_other_state())
         self.cache.rewind_rings()
-        self._stale = self._spared_at = None
+        self._stale = self._spared_at = self._kept_at = None
         self._closed = False
 
     def close_window(self) -> None:
@@ -246,8 +247,12 @@ class VerifiedGraph:
         if not self._window.steps:
             self._begin_window()
         else:  # a comparison was skipped
+            copies = self.comparison.copies
             self.cache.collect(self.state.metrics)
-            self.comparison.copies.keep("verified")
+            if self._kept_at == self.state.step and copies.untouched:
+                copies.rename("before", "verified")
+            else:
+                copies.keep("verified")
             self._keep_window()
 
     def saved(self) -> bool:
@@ -290,13 +295,14 @@ class VerifiedGraph:
 
     # Comparing
 
-    def verify(self, spare: bool = False) -> None:
+    def verify(self, spare: bool = False, meanwhile: Callable[[], None] | None = None) -> None:
         """Compare the latest recorded step with the eager one; roll back if they differ.
 
         Call this before the weights are used: saved, evaluated, handed out. spare: skip it if it
-        would cost too much and a rollback is possible without it.
+        would cost too much and a rollback is possible without it. meanwhile: called while the
+        device still computes; give it only where no code of the user's runs before the next step.
         """
-        if not self.active or not self._window.steps or (spare and self._may_spare()):
+        if not self.active or not self._window.steps or (spare and self._may_spare(meanwhile)):
             return
         changed = self._stale or self._changed()
         vote = 0 if self._stale is not None else 1 if changed is not None else 2
@@ -326,7 +332,7 @@ class VerifiedGraph:
             self._window_limit = min(LONGEST_WINDOW, 4 * self._window_limit)
             self.between_windows()
 
-    def _may_spare(self) -> bool:
+    def _may_spare(self, meanwhile: Callable[[], None] | None) -> bool:
         """Whether a comparison may be skipped here. Collective."""
         since = self.state.step - self.verified_step
         if self._spared_at == self.state.step:
@@ -334,6 +340,11 @@ class VerifiedGraph:
         if self.anchor is None or since >= self._spares:
             return False
         self.guard.ask_about_weights()
+        if meanwhile is not None:
+            self.cache.collect(self.state.metrics)
+            self.comparison.copies.keep("before")
+            self._kept_at = self.state.step
+            meanwhile()
         well = self._stale is None and self._changed() is None
         spared = self.state.placement.all_agree(well and not self.guard.weights_are_spoilt())
         self._spared_at = self.state.step if spared else None

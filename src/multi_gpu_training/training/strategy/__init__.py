@@ -270,6 +270,12 @@ class Strategy(ABC):
         """Raise if a parameter differs in any bit between ranks. Collective."""
         check_replicas(self.step_module.trained, self.placement, step)
 
+    @property
+    def syncs_buffers(self) -> bool:
+        """Whether `sync_buffers` may change anything."""
+        several = self.placement.dp_size > 1 and self.config.broadcast_buffers
+        return several and any(True for _ in self.step_module.trained.buffers())
+
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0 if the config says so. Collective."""
         if self.config.broadcast_buffers:
