@@ -49,7 +49,7 @@ MOST_MICRO_BATCHES = 32
 LARGEST_STATE = 2**30
 CLEARLY_FASTER = 0.8
 WORTH_IT = 0.95
-COMPARING = 0.01  # maximum fraction of the time spent on optional comparisons
+COMPARING = 0.005  # maximum fraction of the time spent on optional comparisons
 
 
 class StepExecution:

@@ -6,8 +6,8 @@ what guards miss, after 16, 64, ... steps and before anyone uses the weights: th
 state is restored, and the steps since then are recomputed eagerly.
 
 A comparison takes longer than many recorded steps. If epochs or saves come so fast that comparing
-before each would cost more than one percent of the time, some are skipped: the last verified state
-is on disk, and if a later comparison fails, the run goes back to it.
+before each would cost more than half a percent of the time, some are skipped: the last verified
+state is on disk, and if a later comparison fails, the run goes back to it.
 """
 
 from __future__ import annotations
