@@ -11,8 +11,8 @@ get `kill -9` and are started again with `resume="auto"`:
     after     some seconds after the first compiled step
     fixed     `deterministic=true`, where steps are never compiled on the way: killed anywhere
 
-The last weights are compared with those of the run that was left alone, per tensor by norm. All
-runs of a precision run at once, so that the GPU's time is used.
+The last weights are compared with those of the run that was left alone, per tensor by norm. About
+40 s per run on an H200; more than two at once share its time badly.
 """
 
 from __future__ import annotations
@@ -166,9 +166,10 @@ def apart(one: Path, other: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--fixed-after-s", type=float, default=40.0, help="the kill of `fixed`")
+    parser.add_argument("--steps", type=int, default=30_000)
+    parser.add_argument("--cases", default="float32", help=", ".join(CASES))
+    parser.add_argument("--together", type=int, default=2, help="trainings at once")
+    parser.add_argument("--fixed-after-s", type=float, default=15.0, help="the kill of `fixed`")
     parser.add_argument("--out", type=Path, default=Path("switch_kills.json"))
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--settings", default="{}", help=argparse.SUPPRESS)
@@ -179,41 +180,39 @@ def main() -> None:
     import torch
 
     root = Path(tempfile.mkdtemp(prefix="mgt-switch-"))
-    found = []
+    found: list[dict[str, Any]] = []
     for case in options.cases.split(","):
-        where = root / str(len(found))
-        fixed = {**CASES[case], "deterministic": True}
-        runs = {
-            name: Run(
-                name.partition(" ")[0], where / name.replace(" ", "-"), settings, options.steps
-            )
-            for name, settings in {
-                "alone": CASES[case],
-                "before": CASES[case],
-                "during": CASES[case],
-                "after": CASES[case],
-                "alone fixed": fixed,
-                "fixed": fixed,
-            }.items()
-        }
-        threading.Timer(options.fixed_after_s, kill_now, [runs["fixed"]]).start()
-        for run in runs.values():
-            run.join()
+        plan = {name: CASES[case] for name in ("alone", "before", "during", "after")}
+        plan |= {name: {**CASES[case], "deterministic": True} for name in ("alone fixed", "fixed")}
+        runs: dict[str, Run] = {}
+        for number, (name, settings) in enumerate(plan.items()):
+            while sum(run.is_alive() for run in runs.values()) >= options.together:
+                time.sleep(0.1)
+            steps = options.steps // 4 if "fixed" in name else options.steps
+            runs[name] = Run(name, root / f"{len(found)}-{number}", settings, steps)
+            if name == "fixed":
+                threading.Timer(options.fixed_after_s, kill_now, [runs[name]]).start()
         for name, run in runs.items():
+            run.join()
             whole = runs["alone fixed" if "fixed" in name else "alone"]
-            ended = (run.folder / "last.pt").exists() and (whole.folder / "last.pt").exists()
-            off = apart(whole.folder, run.folder) if ended else None
-            one = {"case": case, "run": name, "killed": run.killed_at, "apart": off, **run.end}
-            one["said"] = [line for line in run.lines if "step" in line and "compil" in line]
-            found.append(one)
-            print(json.dumps(one), flush=True)
-            if not ended:
-                print("\n".join(run.lines[-30:]), flush=True)
+            found.append(outcome(case, run, whole))
+            print(json.dumps(found[-1]), flush=True)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     machine = f"{device}; torch {torch.__version__}, "
     machine += f"Python {platform.python_version()}, {os.cpu_count()} cores"
     document = {"machine": machine, "steps": options.steps, "found": found}
     options.out.write_text(json.dumps(document, indent=1))
+
+
+def outcome(case: str, run: Run, whole: Run) -> dict[str, Any]:
+    ended = all((one.folder / "last.pt").exists() for one in (run, whole))
+    if not ended:
+        print("\n".join(run.lines[-30:]), flush=True)
+    said = [line for line in run.lines if "step" in line and "compil" in line]
+    off = apart(whole.folder, run.folder) if ended else None
+    return {"case": case, "run": run.name, "killed": run.killed_at, "apart": off, **run.end} | {
+        "said": said
+    }
 
 
 def kill_now(run: Run) -> None:
