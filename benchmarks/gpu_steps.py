@@ -217,8 +217,8 @@ class Watch:
             self.begun_s = self.now()
             return parts["_train"](loop, *given, **more)
 
-        def ended(loop: Any, loader: Any, epoch: int) -> Any:
-            metrics = parts["_end_of_training"](loop, loader, epoch)
+        def ended(loop: Any, loader: Any, epoch: int, undisturbed: bool) -> Any:
+            metrics = parts["_end_of_training"](loop, loader, epoch, undisturbed)
             self.epochs_s.append(self.now() - self.begun_s)
             found = loop.trainer.execution
             share = found.replayed / max(1, found.steps)
