@@ -268,7 +268,8 @@ class TrainingLoop:
         # the device, then count the rest towards the epoch's metrics. While the device computes
         # the last steps, copy what they will give.
         undisturbed = undisturbed and not trainer.strategy.syncs_buffers
-        trainer.execution.verify(True, self._copy_ahead if undisturbed else None)
+        meanwhile = self._copy_ahead if undisturbed else None
+        trainer.execution.verify(spare=True, meanwhile=meanwhile)
         self.log.end_epoch()
         trainer.strategy.sync_buffers()  # of ranks that ran out of samples before the epoch ended
         self.epoch_metrics.merge(trainer.collect_metrics())
