@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from processes import Said, mgt_here
-from tiny import line, points, quiet, sgd
-from torch import nn
-from torch.utils.data import TensorDataset
+from tiny import line, points, quiet, sgd, squares
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import multi_gpu_training as mgt_package
 
@@ -132,3 +132,99 @@ def test_a_model_of_the_script_itself_is_told_to_move(
 def test_evaluating_a_script_says_that_its_data_are_its_own(mgt: Mgt, tmp_path: Path) -> None:
     said = mgt("evaluate", fit(tmp_path, line()))
     assert said.code == 2 and "call manager.evaluate(data) in it" in said.err
+
+
+# What is recorded
+
+
+def test_a_partial_description_adds_to_what_is_recorded(tmp_path: Path) -> None:
+    maker = functools.partial(small_net, width=3)
+    found = described(fit(tmp_path / "a", maker, description={"labels": ["y"]}))
+    assert found["model"].endswith(":small_net") and found["arguments"] == {"width": 3}
+    assert found["labels"] == ["y"] and found["inputs"][0]["shape"] == ["batch", 4]
+    other = {"model": "os:mkdir", "inputs": []}
+    found = described(fit(tmp_path / "b", maker, description=other))
+    assert found == {"format": 1, **other}  # arguments of small_net would not be those of mkdir
+
+
+def small_net(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1))
+
+
+def test_inputs_are_recorded_from_the_first_batch_and_are_enough_to_export(
+    mgt: Mgt, nets: Any, tmp_path: Path
+) -> None:
+    run = fit(tmp_path, functools.partial(nets.Net, width=5), three_targets())
+    wanted = {"name": "points", "dtype": "float32", "shape": ["batch", 4]}
+    assert described(run)["inputs"] == [wanted]
+    said = mgt("export", run, "--to", "torch-export", "--out", "kept", "--trust")
+    assert said.code == 0, said.err
+    assert json.loads(Path("kept/schema.json").read_text())["inputs"][0]["shape"] == ["batch", 4]
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        found: Tensor = self.layer(x) * rest[0]
+        return found
+
+
+def test_several_inputs_get_their_types_and_names(tmp_path: Path) -> None:
+    x, y = points().tensors
+    run = fit(tmp_path, TwoInputs, TensorDataset(x, torch.ones(16, 1, dtype=torch.int32), y))
+    inputs = described(run)["inputs"]
+    assert [(one["name"], one["dtype"]) for one in inputs] == [
+        ("x", "float32"),
+        ("input1", "int32"),
+    ]
+
+
+def _collate(samples: Any) -> Any:
+    return default_collate(samples)
+
+
+def _as_float(batch: Any, random: Any) -> Any:
+    return batch[0].float(), batch[1]
+
+
+def _noise(batch: Any, random: Any) -> Any:
+    return batch[0] + random.normal(4), batch[1]
+
+
+@pytest.mark.parametrize(
+    ("data", "more", "known"),
+    [
+        (points(), {}, True),
+        (points(), {"augment": _noise}, True),
+        # The loss function may do anything before it calls the model.
+        (points(), {"loss_fn": squares}, False),
+        # It may pad each batch to another length.
+        (DataLoader(points(), batch_size=4, collate_fn=_collate), {}, False),
+        # What changes the form may change it to another one in the next batch.
+        (
+            TensorDataset(points().tensors[0].double(), points().tensors[1]),
+            {"augment": _as_float},
+            False,
+        ),
+    ],
+    ids=["plain", "augment", "loss_fn", "collate_fn", "other form"],
+)
+def test_inputs_are_recorded_only_where_they_are_known(
+    tmp_path: Path, data: Any, more: dict[str, Any], known: bool
+) -> None:
+    assert ("inputs" in described(fit(tmp_path, line(), data, **more))) is known
+
+
+def test_without_known_inputs_the_export_says_how_to_give_them(
+    mgt: Mgt, nets: Any, tmp_path: Path
+) -> None:
+    def own_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return model(batch[0]).mean()  # type: ignore[no-any-return]
+
+    run = fit(tmp_path, functools.partial(nets.Net, width=5), three_targets(), loss_fn=own_loss)
+    said = mgt("export", run, "--to", "torch-export", "--out", "kept", "--trust")
+    text = " ".join(said.err.split())
+    assert said.code == 2 and 'description={"inputs":' in text and "no loss_fn was given" in text
