@@ -248,6 +248,14 @@ def test_every_setting_is_described() -> None:
     assert [name for name, field in fields.items() if not field.description] == []
 
 
+def test_no_description_speaks_of_none_where_the_shell_has_no_such_value() -> None:
+    told = {name: field.description for name, field in MultiGPUConfig.model_fields.items()}
+    for recipe in RECIPES:
+        options = find_recipe(recipe).options.model_fields
+        told |= {f"{recipe} {name}": field.description for name, field in options.items()}
+    assert [name for name, text in told.items() if re.search(r"\bNone\b", text or "")] == []
+
+
 def test_troubleshooting_explains_every_code_in_the_words_of_mgt_explain() -> None:
     page = " ".join((ROOT / "docs/troubleshooting.md").read_text().split())
     assert [code for code, text in CODES.items() if f"**{code}** {text}" not in page] == []
