@@ -222,6 +222,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert place in {title.lower().replace(" ", "-") for title in titles}, target
 
 
+def test_a_script_that_only_the_site_shows_is_linked_where_it_stands() -> None:
+    shown = 0
+    for page in PAGES:
+        for before, script in re.findall(r"(.*)\n\n<!-- show (\S+) -->", page.read_text()):
+            shown += 1
+            assert f"[{Path(script).name}](../{script})" in before, f"{page.name}: {script}"
+    assert shown == 8
+
+
 def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
     for page in [*PAGES, *sorted(ROOT.glob("benchmarks/**/*.md"))]:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
