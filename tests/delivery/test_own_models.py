@@ -182,6 +182,13 @@ def test_several_inputs_get_their_types_and_names(tmp_path: Path) -> None:
     ]
 
 
+def test_a_config_of_nonsense_does_not_stop_an_evaluation(mgt: Mgt, tmp_path: Path) -> None:
+    run = fit(tmp_path, line())
+    (run / "config.yaml").write_text("recipe: [image]\n")
+    said = mgt("evaluate", run)
+    assert said.code == 2 and "Traceback" not in said.err
+
+
 def _collate(samples: Any) -> Any:
     return default_collate(samples)
 

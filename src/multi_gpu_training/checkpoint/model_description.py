@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,8 +49,10 @@ def described_inputs(model: nn.Module, given: Any, batch: Any) -> list[dict[str,
     if forms[0] is None or forms[0] != forms[1]:
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    names: list[str] = []
+    with suppress(TypeError, ValueError):  # written in C: no signature
+        parameters = inspect.signature(model.forward).parameters.values()
+        names = [parameter.name for parameter in parameters if parameter.kind in kinds]
     names += [f"input{number}" for number in range(len(names), len(forms[0]))]
     return [
         {"name": name, "dtype": dtype, "shape": ["batch", *shape]}
@@ -62,7 +65,7 @@ def _forms(batch: Any) -> list[tuple[str, tuple[int, ...]]] | None:
     if not isinstance(batch, (list, tuple)) or len(batch) < 2:
         return None
     *inputs, _ = batch
-    if not all(isinstance(one, Tensor) and one.ndim for one in inputs):
+    if not all(isinstance(one, Tensor) and one.ndim and not one.is_nested for one in inputs):
         return None
     if len({len(one) for one in inputs}) != 1:
         return None

@@ -66,4 +66,4 @@ def _is_of_a_script(checkpoint: Path) -> bool:
         recipe = read_yaml(checkpoint.parent.parent / "config.yaml").get("recipe")
     except (OSError, ValueError):
         return False  # it was fetched without its run: loading it will tell
-    return recipe is not None and recipe not in RECIPES
+    return isinstance(recipe, str) and recipe not in RECIPES
