@@ -9,14 +9,19 @@ BIN := $(VENV)/bin
 PIN := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	@echo "Installing PyTorch and the rest into $(VENV): this takes a few minutes"
+	@echo "Installing PyTorch and what the recipes need into $(VENV): this takes a few minutes"
 	$(PYTHON) -m venv $(VENV)
+	$(PIN) $(BIN)/pip install --quiet -e '.[recipes]'
+	touch $@
+
+# Tests, linters and types: training needs none of them.
+$(VENV)/dev: $(VENV)/installed
 	$(PIN) $(BIN)/pip install --quiet -e '.[dev]'
 	touch $@
 
 # They run examples/notebooks; nothing else needs them.
 NOTEBOOKS := nbclient==0.11.0 ipykernel==7.4.0
-$(VENV)/engines: $(VENV)/installed
+$(VENV)/engines: $(VENV)/dev
 	$(PIN) $(BIN)/pip install --quiet -e '.[dev,engines]'
 	$(PIN) $(BIN)/pip install --quiet $(NOTEBOOKS)
 	touch $@
@@ -24,7 +29,7 @@ $(VENV)/engines: $(VENV)/installed
 train: $(VENV)/installed
 	$(BIN)/mgt train image
 
-lint: $(VENV)/installed
+lint: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -36,13 +41,13 @@ LINT_LOG := $(VENV)/lint.txt
 # file stays with one worker, whose warm ranks it shares; the folders' order ends with quick files.
 TOGETHER := -n 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 5
 
-test: $(VENV)/installed
+test: $(VENV)/dev
 	@$(MAKE) --no-print-directory lint > $(LINT_LOG) 2>&1 & lint=$$!; \
 	$(BIN)/pytest $(TOGETHER); tests=$$?; \
 	wait $$lint; linted=$$?; cat $(LINT_LOG); \
 	if [ $$tests -ne 0 ]; then exit $$tests; fi; exit $$linted
 
-$(VENV)/docs: $(VENV)/installed
+$(VENV)/docs: $(VENV)/dev
 	$(PIN) $(BIN)/pip install --quiet -e '.[dev,docs]'
 	touch $@
 
@@ -63,7 +68,7 @@ docs: $(VENV)/docs spelling
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # What a release needs, in empty environments: see the script. TAG=v1.2.3 for the last look.
-release-check: $(VENV)/installed
+release-check: $(VENV)/dev
 	$(BIN)/python scripts/release_check.py $(if $(TAG),--tag $(TAG))
 
 # Real servers, schedulers and long campaigns: too heavy for every commit.
@@ -103,7 +108,7 @@ install-locked:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --require-hashes -r requirements.lock
 	$(BIN)/pip install --quiet --no-deps -e .
-	touch $(VENV)/installed
+	touch $(VENV)/installed $(VENV)/dev
 
 # Never runs/: that is where trainings save by default.
 clean:

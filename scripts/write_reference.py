@@ -6,7 +6,6 @@ tests/test_docs.py fails until then.
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from enum import Enum
 from pathlib import Path
@@ -100,8 +99,7 @@ def _line(name: str, field: dict[str, Any]) -> str:
         *field.get("enum", ()),
         *(v for f in field.get("anyOf", ()) for v in f.get("enum", ())),
     ]
-    told = re.sub(r"\bNone(?: is|:) ", "default: ", field.get("description", ""))
-    parts = [", ".join(f"`{choice}`" for choice in choices), told]
+    parts = [", ".join(f"`{choice}`" for choice in choices), field.get("description", "")]
     return ": ".join([shown, "; ".join(filter(None, parts))]) if any(parts) else shown
 
 

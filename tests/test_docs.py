@@ -222,6 +222,21 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert place in {title.lower().replace(" ", "-") for title in titles}, target
 
 
+def test_a_script_that_only_the_site_shows_is_linked_where_it_stands() -> None:
+    shown = 0
+    for page in PAGES:
+        for before, script in re.findall(r"(.*)\n\n<!-- show (\S+) -->", page.read_text()):
+            shown += 1
+            assert f"[{Path(script).name}](../{script})" in before, f"{page.name}: {script}"
+    assert shown == 8
+
+
+def test_every_page_installs_extras_with_the_pinned_versions() -> None:
+    for page in [README, *ROOT.glob("docs/*.md")]:
+        for words in re.findall(r"pip install (.*\[[\w,-]+\]')", page.read_text()):
+            assert re.match(r"-c constraints(-federated)?\.txt -e '\.\[", words), page.name
+
+
 def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
     for page in [*PAGES, *sorted(ROOT.glob("benchmarks/**/*.md"))]:
         text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -246,6 +261,14 @@ def test_the_reference_holds_what_the_code_declares() -> None:
 def test_every_setting_is_described() -> None:
     fields = MultiGPUConfig.model_fields
     assert [name for name, field in fields.items() if not field.description] == []
+
+
+def test_no_description_speaks_of_none_where_the_shell_has_no_such_value() -> None:
+    told = {name: field.description for name, field in MultiGPUConfig.model_fields.items()}
+    for recipe in RECIPES:
+        options = find_recipe(recipe).options.model_fields
+        told |= {f"{recipe} {name}": field.description for name, field in options.items()}
+    assert [name for name, text in told.items() if re.search(r"\bNone\b", text or "")] == []
 
 
 def test_troubleshooting_explains_every_code_in_the_words_of_mgt_explain() -> None:

@@ -81,3 +81,20 @@ def test_the_source_distribution_holds_tests_docs_and_benchmarks(tmp_path: Path)
         held = {name.partition("/")[2] for name in opened.getnames()}
     left_out = {name for name in files if not name.startswith((".ci", ".git"))} - held
     assert left_out == set()
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [
+        ("train", ["recipes"]),
+        ("lint", ["recipes", "dev"]),
+        ("{venv}/docs", ["recipes", "dev", "dev,docs"]),
+    ],
+)
+def test_make_installs_only_what_the_target_needs(
+    target: str, extras: list[str], tmp_path: Path
+) -> None:
+    venv = tmp_path / "venv"
+    words = ["make", "--dry-run", f"VENV={venv}", target.format(venv=venv)]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"-e '\.\[([\w,]+)\]'", said) == extras

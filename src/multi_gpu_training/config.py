@@ -93,20 +93,20 @@ class MultiGPUConfig(BaseModel):
         None,
         min_length=1,
         max_length=2**15,
-        description="GPUs to use, numbered as in CUDA_VISIBLE_DEVICES; None: all",
+        description="GPUs to use, numbered as in CUDA_VISIBLE_DEVICES; default: all",
     )
     share_gpu: bool = Field(
         False, description="allow several ranks on one GPU (for tests, over gloo)"
     )
     world_size: Annotated[int, Field(gt=0, le=2**20)] | None = Field(
-        None, description="number of ranks; None: one per GPU"
+        None, description="number of ranks; default: one per GPU"
     )
     rank: RankNumber | None = Field(None, description="set it only if you start each rank by hand")
     local_rank: RankNumber | None = Field(
-        None, description="rank on this machine; None: the same as rank"
+        None, description="rank on this machine; default: the same as rank"
     )
     backend: Literal["nccl", "gloo"] | None = Field(
-        None, description="None: nccl with GPUs, else gloo"
+        None, description="default: nccl with GPUs, else gloo"
     )
     timeout: timedelta = Field(
         timedelta(minutes=30),
@@ -151,24 +151,24 @@ class MultiGPUConfig(BaseModel):
         "all of it off",
     )
     channels_last: bool | None = Field(
-        None, description="use the channels-last memory layout for convolutions; None: on GPUs"
+        None, description="use the channels-last memory layout for convolutions; default: on GPUs"
     )
     fused_optimizer: bool | None = Field(
-        None, description="run Adam, AdamW and SGD as one kernel; None: on GPUs"
+        None, description="run Adam, AdamW and SGD as one kernel; default: on GPUs"
     )
     cudnn_benchmark: bool = Field(False, description="let cuDNN time its algorithms and pick one")
 
     # Arithmetic
     use_mixed_precision: bool | None = Field(
         None,
-        description="compute in 16 bits; None: on GPUs with bf16, for convolutions, recurrent "
+        description="compute in 16 bits; default: on GPUs with bf16, for convolutions, recurrent "
         "layers and models with a million parameters or more",
     )
     mixed_precision_dtype: Literal["auto", "bf16", "fp16"] = Field(
         "auto", description="auto: bf16 if the GPU has it, else fp16 with loss scaling"
     )
     allow_tf32: bool | None = Field(
-        None, description="use TF32 for matrix products on Ampere and later; None: yes"
+        None, description="use TF32 for matrix products on Ampere and later; default: yes"
     )
     max_grad_norm: PositiveFloat | None = Field(
         None, description="clip the gradient of a step to this norm"
@@ -197,7 +197,7 @@ class MultiGPUConfig(BaseModel):
         "none", description="scale the learning rate by the global batch, or by its square root"
     )
     base_batch_size: PositiveInt | None = Field(
-        None, description="the batch size that learning_rate was chosen for; None: batch_size"
+        None, description="the batch size that learning_rate was chosen for; default: batch_size"
     )
     warmup_epochs: Annotated[float, Field(ge=0, le=1e9)] = Field(
         0.0, description="warm-up in epochs; fractions are allowed"
@@ -232,7 +232,7 @@ class MultiGPUConfig(BaseModel):
         None, description="stochastic weight averaging (SWA): step at which averaging begins"
     )
     swa_every: PositiveInt | None = Field(
-        None, description="steps between two weights that SWA averages; None: an epoch"
+        None, description="steps between two weights that SWA averages; default: an epoch"
     )
 
     # DDP
@@ -260,7 +260,7 @@ class MultiGPUConfig(BaseModel):
     fsdp_blocks: list[str] | None = Field(
         None,
         min_length=1,
-        description="classes or names of modules that are gathered together; None: the model's "
+        description="classes or names of modules that are gathered together; default: the model's "
         "repeated blocks",
     )
     fsdp_reshard: bool = Field(
@@ -271,7 +271,7 @@ class MultiGPUConfig(BaseModel):
     fsdp_copy_size: Annotated[int, Field(gt=0, le=2**20)] | Literal["machine"] | None = Field(
         None,
         description="number of ranks that share one copy of the model, or machine (the ranks of "
-        "one machine); None: all",
+        "one machine); default: all",
     )
     tensor_parallel: Annotated[int, Field(gt=0, le=2**10)] = Field(
         1,
@@ -279,24 +279,24 @@ class MultiGPUConfig(BaseModel):
         "plan",
     )
     fsdp_gather_dtype: Literal["bf16"] | None = Field(
-        None, description="with mixed precision, send parameters in 16 bits; None: as they are"
+        None, description="with mixed precision, send parameters in 16 bits; default: as they are"
     )
 
     # Feeding
     num_workers: NaturalInt = Field(0, description="loader processes per rank")
     pin_memory: bool = Field(True, description="use pinned host memory, on GPUs")
     prefetch_factor: PositiveInt | None = Field(
-        None, description="batches that each worker loads in advance; None: 2"
+        None, description="batches that each worker loads in advance; default: 2"
     )
     persistent_workers: bool = Field(False, description="keep workers alive between epochs")
     shuffle: bool = Field(
         True, description="draw a new order each epoch; a DataLoader keeps its own"
     )
     data_on_gpu: bool | None = Field(
-        None, description="keep a TensorDataset on the GPU; None: if it fits into gpu_data_gb"
+        None, description="keep a TensorDataset on the GPU; default: if gpu_data_gb allows"
     )
     gpu_data_gb: PositiveFloat | None = Field(
-        None, description="GPU memory that data may take; None: a quarter of the free memory"
+        None, description="GPU memory that data may take; default: a quarter of the free memory"
     )
 
     # Keeping
@@ -306,7 +306,7 @@ class MultiGPUConfig(BaseModel):
         Field(
             None,
             description="least seconds between two background checkpoints; meanwhile the newest "
-            "and the best wait in memory; None: 1 on a GPU, else 0",
+            "and the best wait in memory; default: 1 on a GPU, else 0",
         )
     )
     grace_s: Seconds = Field(
@@ -314,8 +314,8 @@ class MultiGPUConfig(BaseModel):
     )
     hang_timeout_s: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="seconds without progress that count as a hang; None: 20 usual steps, at least "
-        "120",
+        description="seconds without progress that count as a hang; default: 20 usual steps, at "
+        "least 120",
     )
     max_restarts: NaturalInt = Field(
         3, description="how often ranks may restart after failures, within restart_window_s"
@@ -362,7 +362,7 @@ class MultiGPUConfig(BaseModel):
         "different training; MGT_RESUME_ANYWAY=1 does the same",
     )
     best_metric: str | None = Field(
-        None, description="validation metric that picks the best checkpoint; None: loss"
+        None, description="validation metric that picks the best checkpoint; default: loss"
     )
     best_metric_mode: Literal["auto", "min", "max"] = Field(
         "auto",
@@ -379,7 +379,7 @@ class MultiGPUConfig(BaseModel):
     )
     local_dir: str | None = Field(
         None,
-        description="if save_dir is a URL: where to keep local copies; None: below ~/.cache",
+        description="if save_dir is a URL: where to keep local copies; default: below ~/.cache",
     )
     upload_every: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         30.0,
@@ -391,7 +391,7 @@ class MultiGPUConfig(BaseModel):
     )
     recipe: str = Field("custom", description="subfolder of save_dir for this run")
     run_name: str | None = Field(
-        None, description="name of the run's folder, without slashes; None: its start time"
+        None, description="name of the run's folder, without slashes; default: its start time"
     )
     forecast: str | None = Field(
         None, description="forecast.json of `mgt estimate`, to compare with in the report"
@@ -409,11 +409,11 @@ class MultiGPUConfig(BaseModel):
         {}, description="options by logger, such as {wandb: {project: mine, mode: online}}"
     )
     validate_every: PositiveInt | None = Field(
-        None, description="steps between two validations inside an epoch; None: only at its end"
+        None, description="steps between two validations inside an epoch; default: only at its end"
     )
     validate_at_start: bool = Field(False, description="validate once before the first step")
     limit_val_batches: PositiveInt | None = Field(
-        None, description="validate on this many global batches of each set; None: on all"
+        None, description="validate on this many global batches of each set; default: on all"
     )
     f1_average: Literal["macro", "micro", "binary"] = Field(
         "macro",

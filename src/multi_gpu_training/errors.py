@@ -73,8 +73,9 @@ CODES = {
         "with plain DDP."
     ),
     "MGT404": (
-        "The model cannot be loaded, or brings code that you have not allowed. Read that code "
-        "before you set `trust_remote_code=true` or `--trust`."
+        "The model cannot be loaded: its code is missing, or you have not allowed it. Keep a "
+        "script's model in a module of its own. Read code before you set "
+        "`trust_remote_code=true` or `--trust`."
     ),
     "MGT500": "The ranks could not be started.",
     "MGT501": (
@@ -100,7 +101,7 @@ CODES = {
     "MGT600": "A rank failed. Fix what its message says, then use `--resume auto`.",
     "MGT601": (
         "A signal ended a rank. SIGKILL usually means that the host ran out of memory (see "
-        "`dmesg`): use fewer `num_workers`."
+        "`dmesg`): use fewer `num_workers`. A person or a scheduler may also have killed it."
     ),
     "MGT602": (
         "A rank stood still. Every rank must take the same steps and make the same calls, never "

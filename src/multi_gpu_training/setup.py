@@ -19,10 +19,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import default_collate
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.integrity import read_manifest
-from multi_gpu_training.checkpoint.model_description import model_description
+from multi_gpu_training.checkpoint.model_description import (
+    FORMAT,
+    described_inputs,
+    model_description,
+)
 from multi_gpu_training.checkpoint.write_queue import Save
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import storable
@@ -345,6 +350,8 @@ class Training:
             self.measurement.prepare(model)
         described = model_description(given.model, given.description)
         self.fault_tolerance.run_state.model_description = described
+        if "inputs" not in described and self._calls_the_model_itself(given):
+            state.first_batch = self._describe_inputs
         self.model = trainer.build(model, self.loss_fn, self.control, bool(given.optimizers))
         if given.optimizers:
             self._take_optimizers(given)
@@ -362,6 +369,26 @@ class Training:
             given.scheduler, state.optimizer, config, scaling, self.train_loader.steps
         )
         self._describe(scaling)
+
+    def _calls_the_model_itself(self, given: Given) -> bool:
+        """Whether what the model of a script takes can be told from a batch: samples of one form,
+        stacked, all but the target."""
+        feeding = getattr(self.train_loader, "feeding", None)
+        return (
+            self.config.recipe == "custom"
+            and isinstance(self.loss_fn, SupervisedLoss)
+            and not given.optimizers
+            and feeding is not None
+            and feeding.collate is default_collate
+            and not feeding.items
+        )
+
+    def _describe_inputs(self, given: Any, batch: Any) -> None:
+        inputs = described_inputs(self.state.model, given, batch)
+        if inputs is not None:
+            run_state = self.fault_tolerance.run_state
+            described = {"format": FORMAT, **run_state.model_description, "inputs": inputs}
+            run_state.model_description = described
 
     def _train_loss(self, optimizer: Optimizer) -> None:
         """Train what the optimizer holds beside the model, and save it with the run."""

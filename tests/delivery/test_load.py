@@ -177,7 +177,9 @@ def test_what_a_checkpoint_names_is_not_run_without_consent(tmp_path: Path) -> N
 
 def test_a_script_that_says_nothing_is_told_what_to_pass(tmp_path: Path) -> None:
     run = fit(tmp_path, line())
-    with pytest.raises(mgt.MultiGPUError, match=r"weights, not its code; pass the model, as in"):
+    with pytest.raises(
+        mgt.MultiGPUError, match=r"not the code that builds it; .*load\(run, model="
+    ):
         mgt.load(run)
 
 

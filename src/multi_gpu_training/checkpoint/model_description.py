@@ -11,9 +11,10 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from multi_gpu_training.errors import ConfigError
 
@@ -23,12 +24,14 @@ _LIBRARIES = ("multi_gpu_training.", "torch.")
 
 
 def model_description(model: Any, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The description to save with `model`, which is a module or a function that builds one."""
-    if given is None:
-        found = _own_words(model)
-    else:
+    """The description to save with `model`, which is a module or a function that builds one. What
+    the user gives comes before what can be told from the model."""
+    found = _own_words(model)
+    if given is not None:
+        if "model" in given:
+            found = {}  # recorded arguments would be those of another function
         try:
-            found = json.loads(json.dumps(dict(given), allow_nan=False))
+            found |= json.loads(json.dumps(dict(given), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"description cannot be written as JSON ({error}); use numbers, texts, lists and "
@@ -37,6 +40,36 @@ def model_description(model: Any, given: Mapping[str, Any] | None) -> dict[str, 
         if callable(given.get("model")):
             raise ConfigError("description: give the model as text, package.module:Name")
     return {"format": FORMAT, **found} if found else {}
+
+
+def described_inputs(model: nn.Module, given: Any, batch: Any) -> list[dict[str, Any]] | None:
+    """What `model(*inputs)` takes, from an `(inputs..., target)` batch as the data gave it and as
+    the loss gets it. None where that cannot be told: `augment` may have changed the form."""
+    forms = [_forms(part) for part in (given, batch)]
+    if forms[0] is None or forms[0] != forms[1]:
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names: list[str] = []
+    with suppress(TypeError, ValueError):  # written in C: no signature
+        parameters = inspect.signature(model.forward).parameters.values()
+        names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    names += [f"input{number}" for number in range(len(names), len(forms[0]))]
+    return [
+        {"name": name, "dtype": dtype, "shape": ["batch", *shape]}
+        for name, (dtype, shape) in zip(names, forms[0], strict=False)
+    ]
+
+
+def _forms(batch: Any) -> list[tuple[str, tuple[int, ...]]] | None:
+    """Type and shape of a sample of each input."""
+    if not isinstance(batch, (list, tuple)) or len(batch) < 2:
+        return None
+    *inputs, _ = batch
+    if not all(isinstance(one, Tensor) and one.ndim and not one.is_nested for one in inputs):
+        return None
+    if len({len(one) for one in inputs}) != 1:
+        return None
+    return [(str(one.dtype).removeprefix("torch."), tuple(one.shape[1:])) for one in inputs]
 
 
 def _own_words(model: Any) -> dict[str, Any]:

@@ -50,7 +50,10 @@ _SLURM: dict[str, tuple[Any, Any]] = {
     "max_requeues": (
         Annotated[
             int | None,
-            _option(help="how often a job may continue after a time limit or lost node; 50", min=0),
+            _option(
+                help="how often a job may continue after a time limit or lost node; default: 50",
+                min=0,
+            ),
         ],
         None,
     ),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from multi_gpu_training.delivery.checkpoint_source import find_checkpoint
-from multi_gpu_training.delivery.loaded_model import load
+from multi_gpu_training.delivery.loaded_model import SCRIPT_DATA, load
 from multi_gpu_training.delivery.model_folder import is_model_folder
 from multi_gpu_training.delivery.rank_predictions import ranks
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.recipes import RECIPES
+from multi_gpu_training.safe_files import read_yaml
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class EvaluateFlags:
 
 def evaluate(flags: EvaluateFlags) -> int:
     where = checked_source(flags.run, flags.checkpoint)
+    if _is_of_a_script(Path(where)):  # before its model is missed, which would not be enough
+        raise ConfigError(SCRIPT_DATA)
     with ranks(flags.num_gpus, flags.device) as placement:
         loaded = load(where, device=placement.device, trust=flags.trust)
         metrics = loaded.evaluate(flags.data, flags.part, flags.batch_size, placement)
@@ -50,6 +56,14 @@ def evaluate(flags: EvaluateFlags) -> int:
 
 def checked_source(run: str, checkpoint: str | None) -> str:
     """The checkpoint that is meant: what is wrong with it is said before any rank is started."""
-    from pathlib import Path
-
     return run if is_model_folder(Path(run)) else str(find_checkpoint(run, checkpoint))
+
+
+def _is_of_a_script(checkpoint: Path) -> bool:
+    if checkpoint.parent.name != "checkpoints":
+        return False
+    try:
+        recipe = read_yaml(checkpoint.parent.parent / "config.yaml").get("recipe")
+    except (OSError, ValueError):
+        return False  # it was fetched without its run: loading it will tell
+    return isinstance(recipe, str) and recipe not in RECIPES

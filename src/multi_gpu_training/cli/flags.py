@@ -6,7 +6,9 @@ on from `ctx.params`, where they stand under their names, instead of naming each
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +35,13 @@ def no_flag(ctx: typer.Context, word: str | None) -> str | None:
         )
     _check_paths(word, "")
     return word
+
+
+def code_of_this_folder(trusted: bool) -> bool:
+    """With --trust, find modules in the current folder, as the script did that stands there."""
+    if trusted and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))  # last: no file here hides an installed package
+    return trusted
 
 
 def a_path(param: CallbackParam, given: Any) -> Any:
@@ -70,7 +79,14 @@ TrainedRun = Annotated[
 Checkpoint = Annotated[
     str | None, Option(help="best or step-N; default: the best, else the newest")
 ]
-Trust = Annotated[bool, Option("--trust", help="import the code that the checkpoint names")]
+Trust = Annotated[
+    bool,
+    Option(
+        "--trust",
+        help="import the code that the checkpoint names, from this folder too",
+        callback=code_of_this_folder,
+    ),
+]
 Ranks = Annotated[int, Option(help="-1: all; without GPUs, CPU ranks")]
 WatchedRuns = Annotated[
     list[str] | None,

@@ -134,7 +134,7 @@ def compress(
     device: Device = "auto",
     epochs: Annotated[int | None, Option(help="epochs of fine-tuning or distillation")] = None,
     lr: Annotated[float | None, Option(help="learning rate of fine-tuning or distillation")] = None,
-    trust: Annotated[bool, Option(help="import the code that the checkpoint names")] = False,
+    trust: Trust = False,
 ) -> None:
     """Make a trained model smaller; compare size, speed and accuracy before and after."""
     from multi_gpu_training.cli.compress_command import compress
@@ -163,7 +163,7 @@ def serve(
     allow_host: Annotated[
         list[str] | None, Option(help="another name of this server, besides HOST")
     ] = None,
-    trust: Annotated[bool, Option(help="import the code that the checkpoint names")] = False,
+    trust: Trust = False,
 ) -> None:
     """Serve a trained model: /predict, /health, /metrics, and a page to try it by hand."""
     from multi_gpu_training.cli.serve_command import serve

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +27,7 @@ from multi_gpu_training.safe_output import printable
 
 FORMATS = ("table", "jsonl", "csv")
 MOST_ROWS = 200  # of a table on the terminal; files hold all of them
+MOST_NUMBERS = 6  # of an output in that table
 COLOURS = ("#4878d0", "#ee854a", "#6acc64", "#d65f5f", "#956cb4", "#8c613c", "#dc7ec0", "#797979")
 
 
@@ -119,9 +121,14 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
-    plain = (str, int, float)
+    # Of what is nested only a script's outputs: they are all that it predicts.
     columns = list(
-        dict.fromkeys(n for row in rows for n, value in row.items() if isinstance(value, plain))
+        dict.fromkeys(
+            name
+            for row in rows
+            for name, value in row.items()
+            if name == "output" or isinstance(value, (str, int, float))
+        )
     )
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
@@ -143,6 +150,10 @@ def _print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        shown = ", ".join(_cell(one) for one in value[:MOST_NUMBERS])
+        more = f", ... {len(value):,} in all" if len(value) > MOST_NUMBERS else ""
+        return shorten(f"[{shown}{more}]", 160, placeholder=" ...]")
     return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
 
 

@@ -54,6 +54,10 @@ VERIFY_KEY = "MGT_VERIFY_KEY"
 # How much larger a freshly built model may be than its stored weights: tied weights and what is
 # computed again are not stored, and compressing takes away most of them.
 MOST_SHARED, MOST_COMPRESSED, SPARE_BYTES = 4, 1000, 2**28
+SCRIPT_DATA = (
+    "a script made this run, and only the script knows its data; call manager.evaluate(data) in "
+    "it, or give samples to `mgt predict` or loaded.predict"
+)
 
 
 @dataclass
@@ -273,8 +277,10 @@ class OwnPipeline(Pipeline):
         specs = self.inputs()
         if not specs:
             raise DataError(
-                "nothing says what this model takes; give inputs to the description, as in "
-                '{"inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 8]}]}'
+                "nothing says what this model takes: that is recorded only where a criterion or no "
+                "loss_fn was given, and every input is a tensor with a row per sample; train with "
+                'fit(..., description={"inputs": [{"name": "x", "dtype": "float32", "shape": '
+                '["batch", 8]}]})'
             )
         noise = torch.Generator().manual_seed(0)
         found = []
@@ -289,10 +295,7 @@ class OwnPipeline(Pipeline):
         return found
 
     def job(self, data_dir: str | None = None) -> Job:
-        raise ConfigError(
-            "the data of a script are its own; call manager.evaluate or manager.predict in it, or "
-            "loaded.predict with samples"
-        )
+        raise ConfigError(SCRIPT_DATA)
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         self.job()
@@ -480,18 +483,14 @@ def _own_builder(
         return lambda: copy.deepcopy(model)
     if model is None:
         if not isinstance(named, str) or named.startswith("__main__:") or "<" in named:
-            what = f", a {named.partition(':')[2]}" if isinstance(named, str) else ""
-            raise ModelError(
-                f"a script made {path}{what}: the checkpoint holds its weights, not its code; "
-                "pass the model, as in load(run, model=Net())",
-                code="MGT404",
-            )
+            raise ModelError(f"{path} {_what_to_keep(named, arguments)}", code="MGT404")
         model = imported(named, trust)
         if arguments is None and _needs_arguments(model):
+            name = named.rpartition(":")[2]
             raise ModelError(
-                f"{named} built the model of {path}, but with which arguments is not recorded; "
-                "pass the model, as in load(run, model=Net(...)), or give setup_training "
-                'description={"model": ..., "arguments": {...}}',
+                f"{named} built the model of {path}, but its arguments are not recorded; train "
+                f"with a factory, fit(partial({name}, ...), ...), or load it in Python: "
+                f"load(run, model={name}(...))",
                 code="MGT404",
             )
     given = dict(arguments or {})
@@ -512,6 +511,25 @@ def _own_builder(
         return found
 
     return build
+
+
+def _what_to_keep(named: Any, arguments: Mapping[str, Any] | None) -> str:
+    """Why the model of a script cannot be built anew, and how to train so that it can."""
+    name = named.rpartition(":")[2].rpartition(".")[2] if isinstance(named, str) else ""
+    if not name.isidentifier():
+        return (
+            "holds the weights of a script's model, but not the code that builds it; move a "
+            "function that builds it into a module such as nets.py and train with "
+            "fit(build_model, ...), or load it in Python: load(run, model=build_model())"
+        )
+    words = ", ".join(f"{word}={brief(value)}" for word, value in (arguments or {}).items())
+    words = words if arguments is not None else "..."
+    factory = name if arguments == {} else f"partial({name}, {words})"
+    return (
+        f"holds the weights of a script's {name}, but not its code, which is in the script itself; "
+        f"move {name} into a module such as nets.py and train with fit({factory}, ...), or load it "
+        f"in Python: load(run, model={name}({words}))"
+    )
 
 
 def _needs_arguments(maker: Any) -> bool:

@@ -56,7 +56,7 @@ class FederatedSettings(BaseModel):
     )
     secure_range: float = Field(4.0, gt=0, description="largest element of an update, for SecAgg+")
     max_samples: int | None = Field(
-        None, gt=0, description="most samples of a client; SecAgg+ needs it, None: 10,000"
+        None, gt=0, description="most samples of a client; SecAgg+ needs it; default: 10,000"
     )
     dp: Literal["off", "server", "client"] = Field(
         "off", description="differential privacy: who clips; the server adds the noise"

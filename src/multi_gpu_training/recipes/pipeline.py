@@ -433,7 +433,7 @@ def imported(path: str, trust: bool) -> Any:
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(
             f"{brief(path)}, which builds this run's model, cannot be imported "
-            f"({type(error).__name__}: {error!s:.200}); start where it can be, or give "
-            "load(run, model=...)",
+            f"({type(error).__name__}: {error!s:.200}); start in the folder that holds "
+            f"{module.partition('.')[0]!r:.80}, or load it in Python: load(run, model=...)",
             code="MGT404",
         ) from None

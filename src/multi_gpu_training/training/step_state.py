@@ -82,6 +82,8 @@ class StepState:
         self.augment: Augment | None = None
         self.batch_size_fn: BatchSizeFn | None = None
         self.transform: Callable[[Any], Any] | None = None  # of a batch, right before the loss
+        # Called once, with the first batch as the data gave it and as the loss gets it.
+        self.first_batch: Callable[[Any, Any], None] | None = None
         self._noise_base: int | None = None
         self._generators: list[Any] = [torch.default_generator]
         self._borrowed: dict[Any, tuple[int, int] | Tensor] = {}
@@ -331,10 +333,13 @@ class StepState:
 
     def prepare(self, batch: Any, samples: Tensor | None) -> Any:
         """The batch as the loss function gets it: gathered, and augmented on the device."""
-        batch = as_collated(materialize(batch))
+        given = batch = as_collated(materialize(batch))
         if self.augment is not None and samples is not None:
             with torch.no_grad():
                 batch = self.augment(batch, SampleRandom(samples, self._epoch_key.tensor))
+        if self.first_batch is not None:
+            look, self.first_batch = self.first_batch, None
+            look(given, batch)
         return batch if self.transform is None else self.transform(batch)
 
     # After a micro-batch was computed

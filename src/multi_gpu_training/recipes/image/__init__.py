@@ -63,7 +63,7 @@ class ImageOptions(Options):
     model: str | None = Field(
         None,
         description="vit, resnet, convnext, a folder, timm:NAME or package.module:function; "
-        "None: by mode",
+        "default: as mode says",
     )
     model_args: dict[str, Any] = Field(
         {}, description="arguments of the model, such as {hidden_size: 96}"
@@ -73,17 +73,17 @@ class ImageOptions(Options):
         False, description="run Python code that comes with the model; only if you trust its author"
     )
     data_dir: str | None = Field(
-        None, description="folder of images, table, dataset or IDX files; None is digits"
+        None, description="folder of images, table, dataset or IDX files; default: digits"
     )
     dataset: DatasetName = Field("auto", description="auto: by data_dir and its name")
     label_column: str | None = Field(
-        None, description="label column of a table or dataset; None: label"
+        None, description="label column of a table or dataset; default: label"
     )
     image_size: int | None = Field(
         None,
         ge=4,
         le=8192,
-        description=f"side of an image file; None: {IMAGE_SIZE}, or the model's own",
+        description=f"side of an image file; default: {IMAGE_SIZE}, or the model's own",
     )
     fit: Literal["auto", "crop", "pad", "stretch"] = Field(
         "auto",
@@ -102,11 +102,11 @@ class ImageOptions(Options):
         "auto", description=f"decode all files before training; auto: up to {CHECKED_AT_ONCE:,}"
     )
     cache_dir: str | None = Field(
-        None, description="where to keep what is known about the files; None: data_dir"
+        None, description="where to keep what is known about the files; default: data_dir"
     )
     augment: bool = Field(True, description="shift images; mirror them as flip says")
     flip: bool | None = Field(
-        None, description="mirror half of the images; None: only in Fashion-MNIST"
+        None, description="mirror half of the images; default: only in Fashion-MNIST"
     )
 
 

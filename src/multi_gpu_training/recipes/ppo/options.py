@@ -44,7 +44,7 @@ class PPOOptions(Options):
     num_envs: Size = Field(default=500, description="environments over all ranks")
     rollout_steps: Size | None = Field(
         default=None,
-        description="steps of an environment between updates; None: episode_days, or 128",
+        description="steps of an environment between updates; default: episode_days, or 128",
     )
     num_episodes: PositiveInt = Field(
         default=5000, description="episodes to train on, over all ranks"
@@ -61,10 +61,11 @@ class PPOOptions(Options):
 
     normalise: bool | None = Field(
         default=None,
-        description="scale observations and rewards to unit spread; None: unless env is trading",
+        description="scale observations and rewards to unit spread; default: yes, unless env is "
+        "trading",
     )
     window: Size | None = Field(
-        default=None, description="observations the feature LSTM sees; None: 30 trading, else 1"
+        default=None, description="observations the feature LSTM sees; default: 30 trading, else 1"
     )
     features: Size = 128
     hidden: Size = 512
@@ -87,10 +88,10 @@ class PPOOptions(Options):
     )
 
     data_dir: str | None = Field(
-        default=None, description="CSV file or folder; None: a generated market"
+        default=None, description="CSV file or folder; default: a generated market"
     )
     symbols: str | None = Field(
-        default=None, description="assets to trade, like AAPL,IBM; None: all"
+        default=None, description="assets to trade, like AAPL,IBM; default: all"
     )
     assets: Size = Field(default=30, description="assets of the generated market")
     market_days: Size = Field(default=2520, description="days of the generated market")
@@ -104,7 +105,7 @@ class PPOOptions(Options):
     test_draws: PositiveInt = Field(default=5, description="random agents to compare with")
     execution: Execution | None = Field(
         default=None,
-        description="orders are filled at next_open, or at the close just seen. None: as the "
+        description="orders are filled at next_open, or at the close just seen. Default: as the "
         "resumed run did, else next_open",
     )
     initial_balance: Annotated[float, Field(gt=0)] = 1_000_000.0

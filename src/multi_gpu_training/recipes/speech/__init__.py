@@ -57,7 +57,7 @@ class SpeechOptions(Options):
     """What this recipe can be told beside the settings of every run."""
 
     data_dir: str | None = Field(
-        None, description="folder of speech, or table of path,text; None: the built-in voice"
+        None, description="folder of speech, or table of path,text; default: the built-in voice"
     )
     layout: Layout = Field("auto", description="layout of data_dir; auto: detect it")
     split: SplitName = Field(
@@ -70,7 +70,7 @@ class SpeechOptions(Options):
     )
     alphabet: str = Field("english", description="english, data, or the characters themselves")
     sample_rate: int | None = Field(
-        None, ge=4000, le=192_000, description="samples per second; None: that of the layout"
+        None, ge=4000, le=192_000, description="samples per second; default: that of the layout"
     )
     size: Literal["auto", SizeName] = Field(
         "auto", description="small for digits and the built-in voice, base (7.17M) for sentences"

@@ -57,17 +57,17 @@ class TransformerOptions(Options):
         le=2**14,
         description="train LoRA adapters of this rank (peft); 0: train the whole model",
     )
-    lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; None: 2 x lora_rank")
+    lora_alpha: float | None = Field(None, gt=0, description="LoRA alpha; default: 2 x lora_rank")
     lora_targets: str = Field("all-linear", description="layers with adapters: q_proj,v_proj ...")
     layers: int = Field(2, gt=0, le=10_000, description="model=small: number of layers")
     width: int = Field(128, gt=0, le=2**17, description="model=small: width of a layer")
     heads: int = Field(4, gt=0, le=2**17, description="model=small: attention heads")
     dropout: float = Field(0.0, ge=0, lt=1, description="model=small: dropout")
     tokenizer: str | None = Field(
-        None, description="bytes, a folder or a hub name; None: the model's own"
+        None, description="bytes, a folder or a hub name; default: the model's own"
     )
     pad_token: str | None = Field(None, description="the tokenizer's token to pad with")
-    data_dir: str | None = Field(None, description="folder or file with text; None is pydoc_data")
+    data_dir: str | None = Field(None, description="folder or file with text; default: pydoc_data")
     sequence_length: int = Field(128, gt=1, le=2**22, description="tokens per sample")
     layout: Literal["packed", "padded"] = Field(
         "packed", description="packed: join documents; padded: one line per sample"

@@ -45,20 +45,20 @@ OF_FOLDERS = ("annotations", "time_unit", "unlabelled", "subject", "ignore", "st
 class VideoOptions(Options):
     """What this recipe can be told beside the settings of every run."""
 
-    data_dir: str | None = Field(None, description="folder with Videos/; None: rendered videos")
+    data_dir: str | None = Field(None, description="folder with Videos/; default: rendered videos")
     architecture: Architecture = Field("fast", description="the faster net, or that of the guide")
     frames: int = Field(17, ge=1, le=4096, description="frames per clip")
     frame_size: int | None = Field(
         None,
         ge=8,
         le=8192,
-        description=f"side of a frame; None: {REAL_SIZE}, or {RENDERED_SIZE} where rendered",
+        description=f"side of a frame; default: {REAL_SIZE}, or {RENDERED_SIZE} where rendered",
     )
     width: int | None = Field(
         None,
         ge=1,
         le=2**14,
-        description="channels of the first layer; None: 32, or 16 where rendered",
+        description="channels of the first layer; default: 32, or 16 where rendered",
     )
     dropout: float = Field(0.5, ge=0, lt=1, description="dropout before the last layer")
     augment: Augment = Field(
@@ -69,7 +69,8 @@ class VideoOptions(Options):
     val_share: float = Field(0.2, gt=0, lt=1, description="share of the videos for validation")
     weight_cap: float = Field(10.0, gt=0, description="largest weight of a class in the loss")
     annotations: str | None = Field(
-        None, description="table for all videos; None: the only one in data_dir, else one per video"
+        None,
+        description="table for all videos; default: the only one in data_dir, else one per video",
     )
     time_unit: Unit | None = Field(
         None, description="unit of start and end, if the table's header does not say"
@@ -84,14 +85,14 @@ class VideoOptions(Options):
     resize: bool = Field(False, description="scale videos of other sizes while reading")
     scaling: Scaling | None = Field(
         None,
-        description="letterbox: keep the shape and add grey bars; stretch: fill the frame. None: "
-        "as the resumed run did, else letterbox",
+        description="letterbox: keep the shape and add grey bars; stretch: fill the frame. "
+        "Default: as the resumed run did, else letterbox",
     )
     strict: bool = Field(
         False, description="stop at a video that cannot be read, instead of skipping it"
     )
     cache_dir: str | None = Field(
-        None, description="where to keep decoded frames; None: data_dir/FrameCache"
+        None, description="where to keep decoded frames; default: data_dir/FrameCache"
     )
     memory_gib: float = Field(4.0, ge=0, description="keep clips in memory up to this size")
     videos: int = Field(100, ge=10, description="how many videos to render without data_dir")
