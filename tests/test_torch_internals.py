@@ -387,6 +387,40 @@ def test_gradient_hooks_are_found_and_views_are_known() -> None:
     assert not torch_internals.is_view(weight * 2)
 
 
+def test_a_hook_that_is_replaced_is_not_called_and_its_handle_still_removes_it() -> None:
+    """on_gradient_hooks, after_accumulation_hooks."""
+    weight, called = nn.Parameter(torch.ones(2)), []
+    handles = [
+        weight.register_hook(lambda grad: called.append("first")),
+        weight.register_post_accumulate_grad_hook(lambda p: called.append("first, after")),
+    ]
+    found = [
+        torch_internals.on_gradient_hooks(weight),
+        torch_internals.after_accumulation_hooks(weight),
+    ]
+    for hooks in found:
+        for key in hooks:
+            hooks[key] = lambda value: called.append("second")
+    weight.sum().backward()
+    assert called == ["second", "second"]
+    for handle in handles:
+        handle.remove()
+    assert found == [{}, {}]
+
+
+def test_complete_optimizer_makes_places_for_hooks() -> None:
+    class Bare(optim.Optimizer):
+        def __init__(self, base: optim.Optimizer) -> None:
+            self.param_groups = base.param_groups
+
+    bare = Bare(optim.SGD([nn.Parameter(torch.zeros(()))], 0.1))
+    with pytest.raises(AttributeError):
+        bare.register_step_pre_hook(lambda *_: None)
+    torch_internals.complete_optimizer(bare)
+    for register in (bare.register_step_pre_hook, bare.register_step_post_hook):
+        register(lambda *_: None)
+
+
 def test_names_of_operations_as_a_dispatch_mode_sees_them() -> None:
     """storage_of, argument_writes, takes_device, operation_name."""
     seen: list[Any] = []

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
+from multi_gpu_training.checkpoint.file_layout import refuse_what_no_file_holds
 from multi_gpu_training.checkpoint.integrity import read_manifest
 from multi_gpu_training.checkpoint.model_description import (
     FORMAT,
@@ -352,6 +353,8 @@ class Training:
         self.fault_tolerance.run_state.model_description = described
         if "inputs" not in described and self._calls_the_model_itself(given):
             state.first_batch = self._describe_inputs
+        if config.enable_fault_tolerance:
+            refuse_what_no_file_holds(model)
         self.model = trainer.build(model, self.loss_fn, self.control, bool(given.optimizers))
         if given.optimizers:
             self._take_optimizers(given)

@@ -8,6 +8,7 @@ does. Nothing else in the package may touch a private name of torch.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -167,7 +168,19 @@ def without_gradient_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 def gradient_hooks(tensor: Tensor) -> bool:
     """Whether somebody has hooks on the gradient of this tensor."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return bool(on_gradient_hooks(tensor) or after_accumulation_hooks(tensor))
+
+
+def on_gradient_hooks(tensor: Tensor) -> dict[int, Any]:
+    """What `register_hook` has registered, by the handles' numbers. Torch looks into it when a
+    gradient comes, so an entry that is replaced is not called any more."""
+    return tensor._backward_hooks or {}
+
+
+def after_accumulation_hooks(tensor: Tensor) -> dict[int, Any]:
+    """The same of `register_post_accumulate_grad_hook`."""
+    found: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
+    return found
 
 
 def queue_after_backward(call: Callable[[], None]) -> None:
@@ -175,6 +188,15 @@ def queue_after_backward(call: Callable[[], None]) -> None:
     callback waits for the other ranks. Only inside a backward."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
+
+
+def complete_optimizer(optimizer: Optimizer) -> None:
+    """Give an optimizer whose class does not call `super().__init__()` the places for hooks that
+    torch's base class would have made: wrappers such as Lookahead are often so. Its `step` stays
+    as it is, and calls none."""
+    for name in vars(Optimizer([nn.Parameter(torch.zeros(()))], {})):
+        if name.endswith("_hooks") and not hasattr(optimizer, name):
+            setattr(optimizer, name, OrderedDict())
 
 
 # CUDA graphs

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from tiny import manager_for
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from multi_gpu_training import Callback
-from multi_gpu_training.errors import ModelError
+from multi_gpu_training.errors import CheckpointError, ModelError
 
 SAMPLES, FEATURES, BATCH = 26, 6, 8  # the last batch has two samples
 EPOCHS = 2
@@ -164,6 +164,7 @@ def backward_in_a_callback(folder: Path, by_hand: bool) -> Result:
 
 def unfreeze(folder: Path, by_hand: bool) -> Result:
     """A frozen layer is trained from some step on, and another no longer."""
+    torch.manual_seed(1)
     model = mlp(nn.Linear(8, 8).double())
     model[0].requires_grad_(False)
 
@@ -649,7 +650,145 @@ def zipped_batches(folder: Path, by_hand: bool) -> Result:
     return result(model)
 
 
+def hooks_on_gradients(folder: Path, by_hand: bool) -> Result:
+    """Hooks that clamp, normalise and decay, with a loss that counts some samples twice."""
+    model = mlp()
+    for parameter in model[0].parameters():
+        parameter.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    model[-1].weight.register_hook(lambda grad: grad / (grad.norm() + 1e-3))
+
+    def decay(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-0.02, 0.02).add_(parameter.detach(), alpha=0.1)
+
+    model[-1].bias.register_post_accumulate_grad_hook(decay)
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+        weights = 1.0 + batch[2] % 2
+        each = (model(batch[0]) - batch[1]).square().squeeze(1)
+        return (each * weights).sum() / weights.sum(), weights.sum()
+
+    return fit_or_loop(folder, by_hand, model, loss_fn, sgd)
+
+
+def hooks_that_add_up(folder: Path, by_hand: bool) -> Result:
+    """Hooks that scale and mask do the same to a sum; here one of micro-batches."""
+    model = mlp()
+    mask = torch.arange(FEATURES) % 2
+    model[0].weight.register_hook(lambda grad: 0.5 * grad * mask)
+    seen: list[float] = []
+    model[-1].weight.register_hook(lambda grad: seen.append(float(grad.norm())))
+    return fit_or_loop(folder, by_hand, model, squares, sgd, batch_size=1)
+
+
+class Dropping(Dataset[Any]):
+    """Every fifth sample is broken, and `left` leaves it out."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target, number = data()[index]
+        return None if index % 5 == 2 else (inputs, target, number)
+
+
+def left(samples: list[Any]) -> Any:
+    return default_collate([sample[:2] for sample in samples if sample is not None])
+
+
+class Squares(nn.Module):
+    """A criterion that says itself what it divided by."""
+
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        return (output - target).square().mean(), len(output)
+
+
+def _broken_samples(folder: Path, by_hand: bool, criterion: nn.Module) -> Result:
+    model = mlp()
+    if not by_hand:
+        manager = manager_for(folder, **settings())
+        loader = DataLoader(Dropping(), batch_size=BATCH, collate_fn=left)
+        manager.fit(model, loader, loss_fn=criterion, optimizer=sgd)
+        return result(manager.model)
+    optimizer = sgd(model.parameters())
+    for _ in range(EPOCHS):
+        for start in range(0, SAMPLES, BATCH):
+            numbers = range(start, min(start + BATCH, SAMPLES))
+            inputs, target = left([Dropping()[number] for number in numbers])
+            optimizer.zero_grad()
+            F.mse_loss(model(inputs), target).backward()
+            optimizer.step()
+    return result(model)
+
+
+def samples_left_out(folder: Path, by_hand: bool) -> Result:
+    return _broken_samples(folder, by_hand, nn.MSELoss())
+
+
+def criterion_with_a_weight(folder: Path, by_hand: bool) -> Result:
+    return _broken_samples(folder, by_hand, Squares())
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As many write such a wrapper: without `super().__init__()`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, base.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+
+
+def wrapped_optimizer(folder: Path, by_hand: bool) -> Result:
+    return fit_or_loop(folder, by_hand, mlp(), squares, lambda params: Lookahead(sgd(params)))
+
+
+def hook_with_accumulation(folder: Path) -> str:
+    model = mlp()
+    model[0].weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    try:
+        fit_or_loop(folder, False, model, squares, sgd, batch_size=1)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def trained_with_checkpoints(folder: Path, fault_tolerance: bool) -> str:
+    """How a training of complex weights ends at once."""
+    seen: list[Tensor] = []
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        seen.append(batch[0])
+        return squares(model, batch)
+
+    try:
+        fit_or_loop(
+            folder, False, Complex(), loss_fn, adamw, enable_fault_tolerance=fault_tolerance
+        )
+    except CheckpointError as error:
+        assert not seen
+        return str(error)
+    return ""
+
+
+def with_schedulers(folder: Path) -> None:
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    manager = manager_for(folder, **settings())
+    manager.fit(model, data(), loss_fn=squares, optimizer=optimizer, scheduler=schedulers)
+
+
 CASES: list[Case] = [
+    hooks_on_gradients,
+    hooks_that_add_up,
+    samples_left_out,
+    criterion_with_a_weight,
+    wrapped_optimizer,
     gan,
     backward_in_a_callback,
     unfreeze,

@@ -10,6 +10,8 @@ from ranks import run_ranks
 from recorder import recording
 from training import difference
 
+from multi_gpu_training.errors import ConfigError
+
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("case", corners.CASES, ids=lambda case: case.__name__)
@@ -54,3 +56,20 @@ def test_what_each_rank_would_compute_from_its_part_alone_is_refused(tmp_path: P
         assert len(said) == 3
         assert "max_norm=0.5" in said[0] and "scale_grad_by_freq=True" in said[1]
         assert "fully_sharded trains those of the model alone" in said[2]
+
+
+def test_a_hook_that_each_micro_batch_would_call_is_refused_on_ranks(tmp_path: Path) -> None:
+    for said in run_ranks(2, corners.hook_with_accumulation, tmp_path):
+        assert "a hook on the gradient of a parameter of shape (8, 6)" in said
+
+
+@pytest.mark.parametrize(("fault_tolerance", "said"), [(True, "complex128"), (False, "")])
+def test_what_no_checkpoint_can_hold_is_refused_before_training(
+    tmp_path: Path, fault_tolerance: bool, said: str
+) -> None:
+    assert said in corners.trained_with_checkpoints(tmp_path, fault_tolerance)
+
+
+def test_a_list_of_schedulers_is_refused_with_what_joins_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="ChainedScheduler"):
+        corners.with_schedulers(tmp_path)

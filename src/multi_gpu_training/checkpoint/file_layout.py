@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multi_gpu_training.errors import CheckpointError
 from multi_gpu_training.torch_internals import foreach_copy_
@@ -23,6 +23,16 @@ DTYPE_NAMES = {
 _ALIGNMENT = 64  # of each file's bytes in memory
 _FUSED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _FUSED |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+def refuse_what_no_file_holds(model: nn.Module) -> None:
+    """Say before training, and not at the first save, that a model cannot be saved."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype.is_complex and tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"{name} is of {tensor.dtype}, which checkpoint files cannot hold; use "
+                "torch.complex64, or enable_fault_tolerance=False to train without checkpoints"
+            )
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, ModelError
 from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.loss import (
+    Loss,
     LossFn,
-    Pairs,
     SupervisedLoss,
     is_classification,
     predict,
     read_loss,
+    rows_of,
 )
 from multi_gpu_training.training.loss_weights import ignored_label
 from multi_gpu_training.training.metric_states import is_metric, refuse_inexact
@@ -128,12 +129,14 @@ def evaluate(
                     eval_fn(model, batch, into)
                     continue
                 objects = eval_fn if eval_fn is not None and counts else {}
-                measure = partial(_measure, model, batch, loss_fn, objects, into)
-                mean, weight, pairs = call(measure)
+                loss = call(partial(_measure, model, batch, loss_fn, objects, into))
             if not counts:
                 continue
+            mean, weight, pairs = loss.mean, loss.weight, loss.metrics
             if weight is None:  # counted only where it matters: shapes may not tell
-                count = sample_count(batch, batch_size_fn) if share is None else share.count
+                count = loss.rows
+                if count is None:
+                    count = sample_count(batch, batch_size_fn) if share is None else share.count
                 collected.add_mean(mean, count, pairs)
                 continue
             # A batch in which nothing counts has a mean of 0/0, and 0 x NaN is NaN.
@@ -162,13 +165,13 @@ def _measure(
     loss_fn: LossFn,
     objects: Mapping[str, Any],
     collected: MetricsCollector,
-) -> tuple[Tensor, Tensor | None, Pairs]:
+) -> Loss:
     """Mean loss of a batch, its weight if that is not the sample count, and metrics."""
     if not isinstance(loss_fn, SupervisedLoss) or isinstance(batch, Mapping):
         loss = read_loss(loss_fn(model, batch), torch.device("cpu"))
         if objects:
             _update(objects, *_predicted(model, batch), collected)
-        return loss.mean, loss.weight, loss.metrics
+        return loss
     output, target = predict(model, batch)
     criterion = loss_fn.criterion_for(output, target)
     mean = criterion(output, target)
@@ -176,7 +179,9 @@ def _measure(
         valid = target != ignored_label(criterion)
         collected.add_predictions(output.argmax(1)[valid], target[valid], output.shape[1])
     _update(objects, output, target, collected)
-    return mean, loss_fn.weight_of(output, target), {}
+    if isinstance(mean, tuple):  # the user's own, which says what it divided by
+        return read_loss(mean, mean[0].device)
+    return Loss(mean, loss_fn.weight_of(output, target), {}, rows_of(output, target))
 
 
 def _update(

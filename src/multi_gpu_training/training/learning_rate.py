@@ -350,5 +350,11 @@ def choose_schedule(
         total = min(total or config.max_steps, config.max_steps)
     if given is None:
         return RateCurve(optimizer, config, epoch_steps, total)
+    if not isinstance(given, LRScheduler) and not callable(given):
+        raise ConfigError(
+            f"scheduler={given!r:.100} is neither a torch scheduler nor a function that builds one "
+            "for an optimizer; join several with torch.optim.lr_scheduler.ChainedScheduler or "
+            "SequentialLR"
+        )
     scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
     return BroughtScheduler(scheduler, config, total, scaling)

@@ -46,6 +46,15 @@ class Loss:
     mean: Tensor
     weight: Tensor | None = None  # None: the sample count, which the loader knows in advance
     metrics: Pairs = field(default_factory=dict)
+    rows: int | None = None  # what a mean over samples was taken of, where that is known
+
+    def weight_beside(self, count: int) -> Tensor | None:
+        """The weight, where it is not the number of samples that the loader counted: a collate_fn
+        may leave samples out, or make several rows of one."""
+        if self.weight is not None or self.rows is None or self.rows == count:
+            return self.weight
+        kind = wide_float(self.mean.device)
+        return torch.full((), float(self.rows), dtype=kind, device=self.mean.device)
 
 
 def read_loss(result: Any, device: torch.device) -> Loss:
@@ -258,6 +267,8 @@ class SupervisedLoss:
         output, target = predict(model, batch)
         criterion = self.criterion_for(output, target)
         mean = criterion(output, target)
+        if isinstance(mean, tuple):  # the user's own, which says what it divided by
+            return read_loss(mean, mean[0].device)
         metrics: dict[str, tuple[Tensor | float, Tensor | float]] = {}
         if is_classification(output, target) and not self.learns:
             hits = (output.detach().argmax(1) == target).sum()  # the ignored label is no class
@@ -267,9 +278,10 @@ class SupervisedLoss:
             metrics["accuracy"] = (hits, counted)
         plain = isinstance(output, Tensor) and output.ndim == 2
         known = is_torchs_own(criterion) and not has_class_weights(criterion)
+        rows = rows_of(output, target)
         if self.every_label_counts and plain and known:
-            return Loss(mean, None, metrics)
-        return Loss(mean, self.weight_of(output, target), metrics)
+            return Loss(mean, None, metrics, rows)
+        return Loss(mean, self.weight_of(output, target), metrics, rows)
 
     def weight_of(self, output: Any, target: Any) -> Tensor | None:
         """What the criterion divided its mean by; None if that is the sample count."""
@@ -353,6 +365,12 @@ class SupervisedLoss:
                 model, batch, lambda part, out: own_loss_weight(model, part, out, bool(shifted))
             )
         return own_loss_weight(model, batch, output, bool(shifted))
+
+
+def rows_of(output: Any, target: Any) -> int | None:
+    """How many samples a criterion saw, where output and target agree on it."""
+    both = isinstance(output, Tensor) and isinstance(target, Tensor) and output.ndim and target.ndim
+    return len(output) if both and len(output) == len(target) else None
 
 
 # Criteria that silently (or with a warning) broadcast outputs and targets of different shapes.

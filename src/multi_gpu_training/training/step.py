@@ -153,7 +153,7 @@ class StepModule(nn.Module):
             return self.absent(batch)
         with self.precision.autocast():
             loss = read_loss(self.compiled(self.model, batch), self.tally.device)
-        mean, weight = loss.mean, loss.weight
+        mean, weight = loss.mean, loss.weight_beside(count)
         if weight is None and window_count:
             factor = count * ranks / window_count
             scaled = mean if factor == 1.0 else mean * factor

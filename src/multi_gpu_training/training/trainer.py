@@ -31,6 +31,7 @@ from multi_gpu_training.distributed.replicas import (
     refuse_layers_of_one_batch,
 )
 from multi_gpu_training.errors import ConfigError, ModelError
+from multi_gpu_training.torch_internals import complete_optimizer
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.fast_defaults import (
     choose_fast_defaults,
@@ -243,10 +244,12 @@ class MultiGPUTrainer(ABC):
         """Train with this optimizer, made as fast as the config allows. Returns a line about what
         the NaN check costs with it, if anything."""
         self.state.optimizer = optimizer
+        complete_optimizer(optimizer)
         if self.fast_defaults.fused_optimizer:
             fuse(optimizer, sparse=bool(self.state.step_module.sparse))
         optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self.state.find_parameters()
+        self.eager.take_hooks()
         self.state.rates = Rates(optimizer, self.placement.device)
         return self.nan_guard.attach(optimizer)
 

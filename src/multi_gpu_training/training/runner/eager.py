@@ -22,6 +22,7 @@ from multi_gpu_training.distributed.progress_slot import BACKWARD, OPTIMIZER, no
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.torch_internals import queue_after_backward
+from multi_gpu_training.training.delayed_hooks import DelayedHooks
 from multi_gpu_training.training.loss import Pairs
 from multi_gpu_training.training.nan_guard import NanGuard
 from multi_gpu_training.training.state_rollback import StepStart
@@ -38,6 +39,7 @@ class EagerRunner:
         self.state = state
         self.guard = guard
         self.start = start
+        self.hooks = DelayedHooks()
         self._checked = False
         # The latest micro-batch, detached: mean, weight, metrics, share.
         self._computed: tuple[Tensor, Tensor | None, Pairs, Share]
@@ -68,6 +70,7 @@ class EagerRunner:
             # A backward outside the trainer (in a callback, or in a second training that shares
             # this model) must not leak into this step.
             state.drop_gradients()
+            self.hooks.begin(alone=state.placement.dp_size == 1, whole=share.last)
             if guard.spares:
                 guard.keep_buffers()
         try:
@@ -128,6 +131,7 @@ class EagerRunner:
             self._check_gradients()
             self._checked = True
         state.strategy.weigh(self._window(share), state.weighted, state.unweighted)
+        self.hooks.run(whole=share.first)
         for call in state.callbacks.on_optimizer:  # gradients now cover the whole step
             call()
         if guard.mode == "read":
@@ -153,9 +157,15 @@ class EagerRunner:
         state.drop_gradients()
         return norm
 
+    def take_hooks(self) -> None:
+        """Call the user's hooks on gradients once ranks have exchanged them."""
+        if self.state.strategy.whole_gradients:
+            self.hooks.take(self.state.parameters)
+
     def take_new_parameters(self) -> None:
         """The set of trained parameters changed: check their first gradients again."""
         self._checked = False
+        self.take_hooks()
         self.guard.take_new_parameters()
 
     def _first_look(self) -> AbstractContextManager[None]:

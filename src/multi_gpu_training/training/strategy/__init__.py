@@ -53,6 +53,7 @@ class Strategy(ABC):
         self.parameters: list[nn.Parameter]
         self.forward_exchanges = False  # ranks communicate in every forward
         self.computes_alone = True  # a rank can run model and loss on its own
+        self.whole_gradients = True  # after the exchange, every rank has them
         self.builds_in_parts = False  # accepts models whose weights are on the meta device
 
     # Wrapping

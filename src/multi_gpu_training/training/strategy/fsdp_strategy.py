@@ -56,6 +56,7 @@ class FSDPStrategy(Strategy):
         super().__init__(config, placement)
         self.root: Any = None
         self.computes_alone = placement.group is None
+        self.whole_gradients = placement.group is None
         # Tensor-parallel teams split layers other than by rows: build their models whole.
         self.builds_in_parts = placement.group is not None and placement.team_size == 1
         self._copies = 1  # copies of the model, each over the same number of ranks
