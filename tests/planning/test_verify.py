@@ -65,6 +65,10 @@ BUGS = {
         "manager.fit(net, TensorDataset(x[RANK::WORLD], y[RANK::WORLD]), optimizer=sgd)",
         "data per rank",
     ),
+    "data drawn without a seed": (
+        "torch.seed()\nmanager.fit(net, TensorDataset(torch.randn(80, 6), y), optimizer=sgd)",
+        "not the same on every rank: on rank 1 tensor 0 has other values than on rank 0",
+    ),
     "a parameter changed on one rank": (
         "class Reset(Callback):\n"
         "    def on_step_end(self, run, result):\n"
