@@ -37,6 +37,5 @@ def test_every_machine_says_where_the_run_stands_and_who_logs_the_rest(tmp_path:
         f"{host}: epoch 2/2 is done, step 2",
         f"{host}: ended at step 2; summary and errors are in the log of rank 0",
     ]
-    # The lines of guide 001.
-    assert "Train batches: 2 (per rank: 1)" in main and "Val batches: 2 (per rank: 1)" in main
+    assert "data: 1 step per epoch\n" in main and "Val batches: 1\n" in main
     assert "trains here" not in main

@@ -399,8 +399,8 @@ def test_people_see_batches_bars_and_the_running_accuracy(
     sets = {"clean": data, "noisy": points_of(data, 5)}
     manager.fit(nn.Linear(FEATURES, 2), data, sets)
     out = capsys.readouterr().out
-    assert "Val batches of clean: 16 (per rank: 16)" in out
-    assert "Val batches of noisy: 3 (per rank: 3)" in out
+    assert "Val batches of clean: 16\n" in out
+    assert "Val batches of noisy: 3\n" in out
     assert "val clean loss" in out and "noisy acc" in out
     lines = MultiGPUTrainingManager(quiet(tmp_path, **{**settings, "progress": "lines"}))
     lines.fit(nn.Linear(FEATURES, 2), data)
