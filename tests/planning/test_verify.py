@@ -306,6 +306,16 @@ def test_an_early_end_shows_its_error_and_its_place(
         verify([str(path)], (2,), 6, "cpu", lambda text: None, rank_servers)
 
 
+def test_a_script_without_a_manager_is_told_what_to_use(
+    rank_servers: RankServers, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("print('epoch 1: loss 0.3')\n")
+    with pytest.raises(MeasureError, match="ended without a MultiGPUTrainingManager") as found:
+        verify([str(path)], (2,), 6, "cpu", lambda text: None, rank_servers)
+    assert "manager.fit" in str(found.value) and "loss 0.3" not in str(found.value)
+
+
 def test_ranks_that_wait_for_each_other_are_ended_and_named(
     verified: Verified, monkeypatch: pytest.MonkeyPatch
 ) -> None:
