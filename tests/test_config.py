@@ -14,6 +14,7 @@ from tiny import FEATURES, flat, fork_workers, manager_for, points, quiet, sgd
 from torch import nn
 
 from multi_gpu_training import ConfigError, MultiGPUConfig, MultiGPUTrainingManager, TrainingMode
+from multi_gpu_training.setting_names import ALIASES, ELSEWHERE
 
 # Every block of guide 003 that makes a config, as written there.
 GUIDE = {
@@ -299,3 +300,10 @@ def test_a_config_can_be_read_back_from_its_run_folder(settings: dict[str, Any])
     assert again.plain() == config.plain()
     assert again.compress_gradients == config.compress_gradients
     assert again.bucket_bytes == config.bucket_bytes
+
+
+def test_names_of_other_libraries_lead_to_the_setting() -> None:
+    for name, meant in (ALIASES | ELSEWHERE).items():
+        assert meant in MultiGPUConfig.model_fields and name not in MultiGPUConfig.model_fields
+        with pytest.raises(ConfigError, match=f"unknown key '{name}'; did you mean '{meant}'"):
+            MultiGPUConfig(**{name: 1})

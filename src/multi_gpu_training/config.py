@@ -26,6 +26,7 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.schedules import SCHEDULES
+from multi_gpu_training.setting_names import setting_meant
 from multi_gpu_training.step_ranges import chosen_ranks, step_spans
 
 # Beyond these a number is a slip of the finger, and something overflows hours later.
@@ -793,7 +794,8 @@ def url_problem(text: str) -> str | None:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key[:200], known, n=1)
+    meant = setting_meant(key)
+    close = [meant] if meant in known else difflib.get_close_matches(key[:200], known, n=1)
     hint = f"did you mean {close[0]!r}?" if close else "`mgt config-schema` lists every key"
     return f"unknown key {brief(key)}; {hint}"
 

@@ -25,21 +25,13 @@ from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact_values
 from multi_gpu_training.safe_files import NOT_YAML, check_yaml, read_text
 from multi_gpu_training.safe_output import brief
+from multi_gpu_training.setting_names import ALIASES
 
 READY_CONFIGS = Path(__file__).parent / "configs"
 LONGEST_WORD = 2000
 LARGEST_FILE = 2**20
 SELF = "_self_"  # Hydra's word for the file's own keys in its list of defaults
 
-ALIASES = {
-    "lr": "learning_rate",
-    "grad_accum_steps": "gradient_accumulation_steps",
-    "gpu_ids": "device_ids",
-    "num_gpus": "world_size",
-    "multi_gpu": "training_mode",
-    "sync_batchnorm": "sync_bn",
-    "warmup": "warmup_steps",
-}
 # What a name means inside a section, where that differs from its meaning outside.
 SECTIONS = {
     "training": {"batch_size": "global_batch_size"},

@@ -59,6 +59,10 @@ CODES = {
         "sampler or stream alike on every rank, and do not split it by rank."
     ),
     "MGT304": "A shard of a stream cannot be read to its end. Repair it, or leave it out.",
+    "MGT305": (
+        "The ranks hold different data. Call `torch.manual_seed` before you make, shuffle or split "
+        "random data, and give every rank the whole dataset."
+    ),
     "MGT400": "The model, the optimizer or your own loop cannot be trained as given.",
     "MGT401": (
         "The loss must be a scalar with a gradient, the mean over the samples. Avoid `.detach()`,"

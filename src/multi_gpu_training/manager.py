@@ -45,6 +45,7 @@ from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.events import EventFile, StructuredLogger
 from multi_gpu_training.monitoring.loggers import Logger, check_loggers
 from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest
+from multi_gpu_training.monitoring.run_events import is_asked_for
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.run_records import Records
 from multi_gpu_training.safe_output import protect_output
@@ -452,7 +453,8 @@ class MultiGPUTrainingManager:
                     call()
                 events, folder = self._training.run_events, self.records.folder
                 told = events.end(self.folder, self._failure())
-                summary(self.console, self.progress, self.config, self.step, folder, told)
+                if self._failure() is None or is_asked_for(self._failure()):  # it may be restarted
+                    summary(self.console, self.progress, self.config, self.step, folder, told)
                 events.write_report(told, self.say, self._failure())
             finally:
                 self._training.close(well=self._failure() is None)

@@ -220,7 +220,9 @@ class Training:
         """On rank 0, between steps: the files of an earlier `save_checkpoint` are on the disk."""
         score = save.captured.manifest.get("score")
         if save.best and score is not None:
-            value = f"{score['metric']} {score['value']:.4f}"
+            validated = self.val_loader is not None or self.progress.last["val"]
+            kind = "" if validated else "train "
+            value = f"{kind}{score['metric']} {score['value']:.4f}"
             self.console.line(f"  saved best model: {save.path} ({value})")
         self.records.checkpoints_changed()
         for call in self.callbacks.on_checkpoint:
@@ -283,6 +285,15 @@ class Training:
             epoch_is_over = self.progress.epochs_done > state.epoch
             loader.check_resumed_order(epoch_is_over or state.position == 0)
         loader.seek(state.epoch, state.position)
+        self.console.line(f"resumed {self._place()} ({checkpoint})")
+
+    def _place(self) -> str:
+        """Where the run stands after a resume, counted as people do: from 1."""
+        state, done, epochs = self.state, self.progress.epochs_done, self.config.epochs
+        rate = f"learning rate {state.optimizer.param_groups[0]['lr']:.3g}"
+        if done > state.epoch or (done and state.position == 0):
+            return f"after epoch {done} of {epochs}, step {state.step}, {rate}"
+        return f"in epoch {state.epoch + 1} of {epochs} at step {state.step}, {rate}"
 
     # Data and model
 

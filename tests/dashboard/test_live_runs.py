@@ -285,3 +285,16 @@ def test_a_place_that_cannot_be_is_named(tmp_path: Path) -> None:
     for token in ("short", " " * 20, "a b c d e f g h i j", "\0" * 20):
         said = CliRunner().invoke(app, ["dashboard", str(tmp_path), "--token", token])
         assert isinstance(said.exception, ConfigError) and "--token" in str(said.exception)
+
+
+def test_the_loss_is_that_of_the_last_epoch_where_it_ended_later(tmp_path: Path) -> None:
+    watched = Watched(tmp_path)
+    short, long = Folder(tmp_path / "r" / "short"), Folder(tmp_path / "r" / "long")
+    for folder in (short, long):
+        folder.start()
+    long.log(10, at=1, loss=1.79)
+    for folder in (short, long):
+        folder.add(0, "epoch", 2.0, step=12, epoch=0, train={"loss": 0.4008}, val=None)
+    assert [summary(run, 3.0)["loss"] for run in watched.later().values()] == [0.4008, 0.4008]
+    long.log(20, at=3, loss=0.3)
+    assert {summary(run, 4.0)["loss"] for run in watched.later().values()} == {0.4008, 0.3}

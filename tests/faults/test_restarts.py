@@ -54,6 +54,10 @@ class Steps(Callback):
             file.write(f"{time.time()} {identity.attempt} {step}\\n")
         time.sleep(pause or 0)
         if identity.rank == 1 and step == at:
+            if what == "memory":
+                if identity.attempt == 0:
+                    raise MemoryError("no memory left for now")
+                return
             if what == "data":
                 raise DataError("sample 7 has no label; give it one")
             raise ValueError("a mistake of the user")
@@ -128,6 +132,8 @@ STARTS: dict[str, dict[str, Any]] = {
     "thrice": {"at": 12},
     "bad input": {"at": 12, "what": "data"},
     "early": {"what": "early"},
+    "first step": {"at": 1},
+    "memory in the first step": {"at": 1, "what": "memory"},
     "launcher": {
         "pause": 0.1,
         "launcher": ("-m", "multi_gpu_training", "run", "--num-gpus", "2"),
@@ -228,6 +234,7 @@ def test_the_same_fault_three_times_stops_with_a_diagnosis(runs: Callable[[str],
     [
         ("bad input", 2, "sample 7 has no label"),
         ("early", 1, "ValueError: a mistake before the first step"),
+        ("first step", 1, "ValueError: a mistake of the user"),
     ],
 )
 def test_what_a_restart_cannot_mend_is_not_restarted(
@@ -238,6 +245,28 @@ def test_what_a_restart_cannot_mend_is_not_restarted(
     assert says in run.program.err and "restarting" not in run.program.err
     assert run.attempts == 1
     assert run.program.nothing_left(within_s=BUSY), run.program.alive()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_S)
+def test_an_error_of_the_machine_in_the_first_step_is_restarted(
+    runs: Callable[[str], Run],
+) -> None:
+    run = runs("memory in the first step")
+    assert run.program.end_of_run(LONGEST_S) == 0, run.program
+    assert run.attempts == 2 and "MemoryError: no memory left" in run.program.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONGEST_S)
+def test_a_traceback_shows_the_users_lines_and_counts_the_others(
+    runs: Callable[[str], Run],
+) -> None:
+    run = runs("first step")
+    assert run.program.end_of_run(LONGEST_S) == 1, run.program
+    said = run.program.err
+    assert 'raise ValueError("a mistake of the user")' in said and "manager.fit(" in said
+    assert "training/loop.py" not in said and "MGT_DEBUG=1 shows them" in said
 
 
 @pytest.mark.slow

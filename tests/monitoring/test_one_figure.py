@@ -121,6 +121,18 @@ def test_an_exchange_that_takes_much_of_a_step_stands_out(tmp_path: Path) -> Non
     assert verdict.causes == []
     assert verdict.headline.startswith("no rank is slow, but exchanging gradients costs much of it")
     assert "41% exchanging gradients" in verdict.headline
+    assert "gradient_accumulation_steps make exchanges rarer" in verdict.headline
+
+
+def test_the_exchange_of_sync_bn_is_named_and_not_made_rarer_by_accumulation(
+    tmp_path: Path,
+) -> None:
+    folder = Folder(tmp_path / "run", 2, sync_bn=True)
+    folder.start(gradient_bytes=20_000_000)
+    folder.time_steps([healthy(), healthy()], transfer=0.0145)
+    said = judge(read_run(folder.path)).headline
+    assert "exchanging gradients and BatchNorm's statistics (sync_bn) costs much of it" in said
+    assert "gradient_accumulation_steps only those of gradients" in said
 
 
 def test_a_rank_is_called_slowest_only_where_it_is(tmp_path: Path) -> None:

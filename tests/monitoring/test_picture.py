@@ -30,6 +30,8 @@ def test_one_spike_does_not_press_the_loss_flat() -> None:
     axes = drawn("loss", loss)
     assert axes.get_yscale() == "linear" and 1.4 < axes.get_ylim()[1] < 2.0
     assert axes.get_title() == "Loss (1 point outside, up to 45)"
+    loss[200] = -45.0
+    assert drawn("loss", loss).get_title() == "Loss (1 point outside, down to -45)"
     # The start is high for a reason, and stays in the picture.
     assert drawn("loss", 0.5 + 10 * np.exp(-STEPS / 30)).get_ylim()[1] > 10
 

@@ -119,6 +119,15 @@ def test_a_slow_network_is_slow_for_everyone(folder: Any) -> None:
     assert "MB/s" in verdict.headline
 
 
+def test_with_sync_bn_the_exchange_is_not_of_gradients_alone(folder: Any) -> None:
+    run = folder(3, sync_bn=True)
+    run.time_steps([healthy() for _ in range(3)], transfer=0.05, noise=0.1)
+    said = judged(run).headline
+    assert "1.0 MB of gradients and BatchNorm's statistics (sync_bn) takes " in said
+    assert "sync_bn=false" in said and "gradient_accumulation_steps" not in said
+    assert "MB/s" not in said
+
+
 def test_an_exchange_that_is_late_now_and_then_is_no_slow_network(folder: Any) -> None:
     run = folder(2)
     for step in range(1, 41):

@@ -277,6 +277,23 @@ def test_a_case_that_fails_does_not_lose_the_others() -> None:
     assert ddp["exposed_s"] == pytest.approx(0.002) and ddp["exposed_by"] == "DDP's logger"
 
 
+@pytest.mark.parametrize(
+    ("batches", "said"),
+    [
+        ((8, 16), "The batch per CPU rank is the same in every case;"),
+        ((4, 8), "The global batch is the same in every case, shared out over each CPU rank;"),
+        ((5, 10), "The batch per CPU rank and the global batch differ between the cases;"),
+    ],
+)
+def test_the_note_says_which_batch_the_cases_share(batches: tuple[int, int], said: str) -> None:
+    def measure(case: Case) -> CaseResult:
+        per_rank, whole = batches if case.ranks > 1 else (8, 8)
+        return fake(case, per_rank_batch=per_rank, global_batch=whole)
+
+    report = compare_modes(measure, 2, [TrainingMode.SINGLE, DDP], unit="CPU rank")
+    assert said in report.markdown()
+
+
 def test_the_exchange_is_what_the_silent_step_saves() -> None:
     report = compare_modes(lambda case: fake(case, 0.008 if case.silent else 0.010), 2, [DDP])
     assert report.rows[0]["exposed_s"] == pytest.approx(0.002)

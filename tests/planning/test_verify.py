@@ -65,6 +65,10 @@ BUGS = {
         "manager.fit(net, TensorDataset(x[RANK::WORLD], y[RANK::WORLD]), optimizer=sgd)",
         "data per rank",
     ),
+    "data drawn without a seed": (
+        "torch.seed()\nmanager.fit(net, TensorDataset(torch.randn(80, 6), y), optimizer=sgd)",
+        "not the same on every rank: on rank 1 tensor 0 has other values than on rank 0",
+    ),
     "a parameter changed on one rank": (
         "class Reset(Callback):\n"
         "    def on_step_end(self, run, result):\n"
@@ -300,6 +304,16 @@ def test_an_early_end_shows_its_error_and_its_place(
     path.write_text("\n\nraise ValueError('no such column: age')\n")
     with pytest.raises(MeasureError, match=r"no such column: age.*train.py:3"):
         verify([str(path)], (2,), 6, "cpu", lambda text: None, rank_servers)
+
+
+def test_a_script_without_a_manager_is_told_what_to_use(
+    rank_servers: RankServers, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("print('epoch 1: loss 0.3')\n")
+    with pytest.raises(MeasureError, match="ended without a MultiGPUTrainingManager") as found:
+        verify([str(path)], (2,), 6, "cpu", lambda text: None, rank_servers)
+    assert "manager.fit" in str(found.value) and "loss 0.3" not in str(found.value)
 
 
 def test_ranks_that_wait_for_each_other_are_ended_and_named(

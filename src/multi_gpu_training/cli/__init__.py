@@ -45,6 +45,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except SystemExit as stop:
         if _is_usage_error(stop.__context__):  # typer has told it
+            _suggest_runs(stop.__context__, words)
             print(with_code("", "MGT101").strip(), file=sys.stderr)
         raise
     except KeyboardInterrupt:
@@ -52,6 +53,17 @@ def main() -> None:
         sys.exit(130)
     finally:
         end_no_more(signal.SIGTERM, *SILENT_ENDS)
+
+
+def _suggest_runs(error: BaseException | None, words: list[str]) -> None:
+    """Where a command lacks its RUN, the same command with the newest ones."""
+    if type(error).__name__ != "MissingParameter" or words[:1] not in (["report"], ["resume"]):
+        return
+    from multi_gpu_training.cli.newest_runs import suggestions
+
+    found = suggestions(words[0])
+    if found:
+        print("\n  ".join(["the newest runs here:", *found]), file=sys.stderr)
 
 
 def _told(error: MultiGPUError, words: list[str]) -> str:

@@ -80,8 +80,8 @@ def _recipe_among(words: list[str]) -> str | None:
 
 def _defaults(recipe: str, names: list[str]) -> dict[str, Any]:
     """What the recipe sets among the flags of a command, by the flag's name."""
-    from multi_gpu_training.config_file import ALIASES
     from multi_gpu_training.recipes.option_schemas import recipe_defaults
+    from multi_gpu_training.setting_names import ALIASES
 
     found = recipe_defaults(recipe)
     return {

@@ -49,7 +49,9 @@ def train(
         ),
     ],
     multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp, single or auto")] = None,
-    num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
+    num_gpus: Annotated[
+        int | None, Place(help="GPUs, or CPU ranks without GPUs; -1: all GPUs, or 2 CPU ranks")
+    ] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
     share_gpu: Annotated[
         bool | None, Place(help="allow several ranks on one GPU, for tests")
@@ -106,7 +108,9 @@ def resume(
     ctx: typer.Context,
     run: Annotated[str, Argument(metavar="RUN", help="its folder or URL", callback=no_flag)],
     multi_gpu: Annotated[str | None, Place(help="ddp, fsdp, dp or single")] = None,
-    num_gpus: Annotated[int | None, Place(help="-1: all; without GPUs, CPU ranks")] = None,
+    num_gpus: Annotated[
+        int | None, Place(help="GPUs, or CPU ranks without GPUs; -1: all GPUs, or 2 CPU ranks")
+    ] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
     epochs: Annotated[int | None, Training(help="passes over the data, in all")] = None,
     max_steps: Annotated[int | None, Training(help="end after this many steps, in all")] = None,
@@ -148,7 +152,9 @@ def run(
     script: Annotated[
         str, Argument(metavar="SCRIPT.py", help="any training script", callback=no_flag)
     ],
-    num_gpus: Annotated[int, Option(help="-1: all; without GPUs, CPU ranks")] = -1,
+    num_gpus: Annotated[
+        int, Option(help="GPUs, or CPU ranks without GPUs; -1: all GPUs, or 1 CPU rank")
+    ] = -1,
     share_gpu: Annotated[bool, Option("--share-gpu")] = False,
     max_restarts: Annotated[
         int | None,

@@ -31,7 +31,7 @@ def verify_target(command: list[str], ranks: str, steps: int, device: str) -> in
         raise ConfigError(problems)
     console = Console(highlight=False, soft_wrap=True)
     report = verify(command, _numbers(ranks), steps, device, console.print)
-    table = Table("ranks", "steps", "gradients", "worst in", "updates", "validation", "")
+    table = Table("ranks", "steps", "gradients", "worst in", "updates", "validation", "result")
     rows = [(str(outcome.ranks), outcome) for outcome in report.outcomes]
     if report.own is not None:
         rows.append((f"{report.own.ranks}, own settings", report.own))
@@ -42,7 +42,7 @@ def verify_target(command: list[str], ranks: str, steps: int, device: str) -> in
             f"{outcome.gradients:.1e}",
             outcome.worst_name,
             f"{outcome.moves:.1e}",
-            outcome.metrics or "-",
+            outcome.metrics or ("none" if outcome.passed else "not reached"),
             "same" if outcome.passed else "DIFFERENT",
         )
     console.print(table)

@@ -66,7 +66,6 @@ def summary(run: LiveRun, now: float) -> Values:
     found = figures(record)
     step, total = record.last_step, total_steps(record)
     recent = recent_steps(record)
-    losses = [float(e["loss"]) for e in recent if is_number(e.get("loss"))]
     return told | {
         "step": step,
         "total": total,
@@ -77,7 +76,7 @@ def summary(run: LiveRun, now: float) -> Values:
         "ranks": record.world_size,
         "mode": clean(record.config.get("training_mode", ""), 40),
         "samples_per_s": _recent_rate(recent) or found.samples_per_s,
-        "loss": losses[-1] if losses else None,
+        "loss": _newest_loss(record),
         "metrics": {clean(k, LONGEST_NAME): v for k, v in list(found.metrics.items())[:8]},
         "gpu_use": _mean(rank["gpu_use"] for rank in rank_rows(record)),
         "spark": _spark(record),
@@ -126,6 +125,19 @@ def recent_steps(record: RunRecord) -> list[Event]:
     begun = record.facts.get(record.ranks[0], {}).get("step")
     after = begun if isinstance(begun, int) else -1
     return [event for event in record.steps[-RECENT:] if event["step"] > after]
+
+
+def _newest_loss(record: RunRecord) -> float | None:
+    """The loss of the last logged step, or of an epoch that ended after it: a short run may end
+    before its first logged step."""
+    told: list[tuple[float, Any]] = [(time_of(e), e.get("loss")) for e in recent_steps(record)]
+    told += [
+        (time_of(e), e["train"].get("loss"))
+        for e in record.epochs[-1:]
+        if isinstance(e.get("train"), dict)
+    ]
+    found = [(when, float(loss)) for when, loss in told if is_number(loss)]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def remaining_s(record: RunRecord, step: int, total: int | None) -> float | None:

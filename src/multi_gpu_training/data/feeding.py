@@ -29,6 +29,7 @@ from multi_gpu_training.data.order import (
     ShuffledBatches,
 )
 from multi_gpu_training.data.own_batches import OwnBatches
+from multi_gpu_training.data.rank_agreement import check_same_data
 from multi_gpu_training.data.resident import ResidentLoader, fits_on_gpu
 from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
@@ -110,6 +111,7 @@ def training_loader(
         steps = config.steps_per_epoch
         size = 1 if feeding.items else sizes.global_batch
         return StreamLoader(dataset, size, feeding, steps), sizes
+    check_same_data(dataset, "training dataset", placement)
     source = _training_source(brought, dataset, config, sizes, feeding)
     return _sized_loader(dataset, source, feeding, config, placement), sizes
 
@@ -216,6 +218,7 @@ def validation_loader(
             dataset = copy.copy(dataset)  # set_epoch must not reach a training pass half done
         size = feeding.micro_size if limit is None else sizes.global_batch
         return StreamLoader(dataset, 1 if feeding.items else size, feeding, limit=limit)
+    check_same_data(dataset, purpose, placement)
     samples = _length(dataset, purpose)
     size = feeding.micro_size if limit is None else sizes.global_batch
     source: GlobalBatchSource = ShuffledBatches(samples, size, shuffle=False)

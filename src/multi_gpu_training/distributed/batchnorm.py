@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ModelError
+from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.torch_internals import (
     BatchNormBase,
     BatchNormOfAnyDimensions,
@@ -247,6 +248,17 @@ class _NoFunctionAlone(TorchFunctionMode):
 
 
 _kinds: dict[type[BatchNormBase], type[SyncBatchNorm]] = {}
+
+
+def uses_batch_statistics(model: nn.Module, in_eval: Collection[str]) -> bool:
+    """Whether a BatchNorm of `model` normalises a rank's samples alone in training. in_eval: the
+    modules that stay in eval mode."""
+    return any(
+        isinstance(module, BatchNormBase)
+        and not isinstance(module, SyncBatchNorm)
+        and (plain_name(name) not in in_eval or module.running_mean is None)
+        for name, module in model.named_modules()
+    )
 
 
 def synchronise_batchnorm(model: nn.Module, placement: Placement) -> nn.Module:

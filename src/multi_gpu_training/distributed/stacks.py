@@ -72,6 +72,13 @@ def _own_frame(files: list[str]) -> int:
     return ours[0] if ours else 0
 
 
+def is_package_or_torch(file: str) -> bool:
+    """Whether a frame's file is this package's, but for recipes, or torch's."""
+    if file.startswith(PACKAGE):
+        return not file.startswith(_RECIPES)
+    return any(f"{place}torch/" in file for place in INSTALLED)
+
+
 # In the rank
 
 

@@ -41,7 +41,9 @@ _RARE = ("validation", "saving")  # not part of every step
 
 
 class InjectedFault(RuntimeError):
-    """Raised on purpose."""
+    """Raised on purpose, and not a second time."""
+
+    restart_helps = True
 
 
 def fail_at(

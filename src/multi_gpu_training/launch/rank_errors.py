@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -16,10 +17,19 @@ from typing import Any
 
 from multi_gpu_training.distributed import progress_slot
 from multi_gpu_training.distributed.progress_slot import Phase
+from multi_gpu_training.distributed.stacks import is_package_or_torch
 from multi_gpu_training.errors import LaunchError, MultiGPUError, RankFailure, with_code
 from multi_gpu_training.launch.restart_policy import Fault
 
 _LEFT = "in the middle of training"
+
+# Of files: a disk that is away for a moment raises others.
+_WRONG_PATHS = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_OF_THE_MACHINE = {"MemoryError", "OutOfMemoryError", "AcceleratorError", "TimeoutExpired"}
+_MACHINE_WORDS = re.compile(
+    r"out of memory|can't allocate memory|CUDA|CUBLAS|cuDNN|NCCL|HIP error|timed out"
+    r"|killed by signal|exited unexpectedly"
+)
 
 # In the rank
 
@@ -91,19 +101,50 @@ def _in_training(error: BaseException) -> bool:
 
 
 def own_traceback(entry: str) -> str:
-    """The current traceback from the user's file on, without runpy and the file `entry`."""
+    """The current traceback from the user's file on, without runpy and the file `entry`.
+
+    Of frames in this package and in torch only the innermost is shown, unless MGT_DEBUG is set:
+    thirty of them would hide the few lines that the user can change.
+    """
     kind, error, trace = sys.exc_info()
     while trace is not None and (
         trace.tb_frame.f_code.co_filename == entry or "runpy" in trace.tb_frame.f_code.co_filename
     ):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(kind, error, trace)).rstrip()
+    assert kind is not None and error is not None
+    shown = traceback.TracebackException(kind, error, trace)
+    if os.environ.get("MGT_DEBUG"):
+        return "".join(shown.format()).rstrip()
+    hidden = _hide_frames(shown)
+    text = "".join(shown.format()).rstrip()
+    if not hidden:
+        return text
+    return (
+        f"({hidden} frames in torch and multi_gpu_training hidden; MGT_DEBUG=1 shows them)\n{text}"
+    )
+
+
+def _hide_frames(shown: traceback.TracebackException) -> int:
+    """Leave out, also in the errors that led to this one, the frames of libraries; how many."""
+    chain: list[traceback.TracebackException] = [shown]
+    hidden = 0
+    for one in chain:  # which grows meanwhile
+        chain += [cause for cause in (one.__cause__, one.__context__) if cause is not None]
+        kept = [
+            frame
+            for frame in one.stack
+            if frame is one.stack[-1] or not is_package_or_torch(frame.filename)
+        ]
+        hidden += len(one.stack) - len(kept)
+        one.stack = traceback.StackSummary.from_list(kept)
+    return hidden
 
 
 def _restart_helps(error: BaseException) -> str:
-    """Whether restarting all ranks may help: always, once begun, or never.
+    """Whether restarting all ranks may help: always, once begun, once a step was done, or never.
 
-    A mistake in a script shows before its first step: hence "once begun".
+    A mistake in a script shows before its first step: hence "once begun". One in a model or a
+    loss shows in that step: hence "once a step was done".
     """
     if getattr(error, "restart_helps", True) is False:  # by its class, or by a fault policy
         return "never"
@@ -114,8 +155,19 @@ def _restart_helps(error: BaseException) -> str:
     if isinstance(error, (ConnectionError, TimeoutError)) or "/gloo/" in str(error):
         return "always"
     distributed = sys.modules.get("torch.distributed")  # imported only if the rank used it
-    lost = distributed is not None and isinstance(error, distributed.DistError)
-    return "always" if lost else "once begun"
+    if distributed is not None and isinstance(error, distributed.DistError):
+        return "always"
+    return "once begun" if _may_pass(error) else "once a step was done"
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether an error may be that of a machine, which the same code does not meet again."""
+    if hasattr(error, "restart_helps"):
+        return True
+    if isinstance(error, OSError):
+        return not isinstance(error, _WRONG_PATHS)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & _OF_THE_MACHINE) or _MACHINE_WORDS.search(str(error)) is not None
 
 
 def _code(error: BaseException) -> str:
@@ -200,14 +252,17 @@ def _reported_failure(report: Mapping[str, Any], begun_before: bool) -> tuple[Fa
         text = "\n".join(f"[rank{report['rank']}]: {line}" for line in text.splitlines())
     error = RankFailure(text, code=report.get("error_code"))
     error.exit_code = report["code"]
-    begun = report["begun"]
+    begun, step = report["begun"], report["step"]
     helps = report["restart"]
+    reached = begun
+    if helps == "once a step was done":  # in this attempt, or before the checkpoint it began from
+        reached = begun and step is not None and step > 1
     fault = Fault(
         report["rank"],
         report["kind"],
-        report["step"],
+        step,
         begun,
-        hopeless=helps == "never" or (helps == "once begun" and not (begun or begun_before)),
+        hopeless=helps == "never" or (helps != "always" and not (reached or begun_before)),
         contact=helps == "always",
     )
     return fault, error

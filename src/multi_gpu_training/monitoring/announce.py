@@ -9,6 +9,7 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import BatchSizes, Loader, ValLoaders
 from multi_gpu_training.data.loader import ShareLoader
 from multi_gpu_training.data.own_batches import OwnBatches
+from multi_gpu_training.distributed.batchnorm import uses_batch_statistics
 from multi_gpu_training.gpus import get_gpu_info
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.report.figures import figures
@@ -16,7 +17,7 @@ from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.wording import speed_rows
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
-from multi_gpu_training.training.learning_rate import Scaling
+from multi_gpu_training.training.learning_rate import BroughtScheduler, Scaling
 from multi_gpu_training.training.loss import SupervisedLoss
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.step import StepResult
@@ -40,9 +41,10 @@ def announce(
     if config.device_ids is not None and config.device != "cpu" and placement.device.type == "cpu":
         say(f"device_ids={config.device_ids}: torch sees no GPU, so this trains on the CPU")
     ranks = placement.dp_size
+    backend = f" ({placement.backend})" if placement.backend != "none" else ""
     say(
-        f"mode: {config.training_mode.value}, {ranks} rank{'s' if ranks > 1 else ''} "
-        f"({placement.backend}), device {placement.device}, {state.precision.describe()}"
+        f"mode: {config.training_mode.value}, {ranks} rank{'s' if ranks > 1 else ''}{backend}, "
+        f"device {placement.device}, {state.precision.describe()}"
     )
     parameters = list(state.model.parameters())
     count = sum(p.numel() for p in parameters)
@@ -62,14 +64,24 @@ def announce(
         batches = (
             len(loader) if isinstance(loader, ShareLoader) else loader.steps * sizes.accumulation
         )
-        say(f"data: {loader.steps} steps per epoch")
+        say(f"data: {loader.steps} step{'s' if loader.steps > 1 else ''} per epoch")
         say(f"Train batches: {batches * ranks} (per {one}: {batches})")
     sets = val_loader if isinstance(val_loader, dict) else {"": val_loader}
     for name, val in sets.items():
         if isinstance(val, ShareLoader):
             title = f"Val batches of {name}" if name else "Val batches"
             say(f"{title}: {len(val) * ranks} (per {one}: {len(val)})")
-    say(scaling.describe())
+    if (
+        ranks > 1
+        and not config.sync_bn
+        and uses_batch_statistics(state.model, state.names_in_eval())
+    ):
+        say(
+            "BatchNorm normalises each rank's part of a batch, so the result depends on the number "
+            "of ranks; sync_bn=true normalises the whole batch, as one rank does"
+        )
+    brought = isinstance(state.schedule, BroughtScheduler)
+    say(scaling.describe(float(state.optimizer.param_groups[0]["lr"]) if brought else None))
     say(state.schedule.describe())
     say(f"run: {folder}")
 
@@ -95,7 +107,8 @@ def summary(
     ]
     if progress.best is not None and progress.best_epoch is not None:
         best = f"{_value(progress.metric, progress.best)} (epoch {progress.best_epoch + 1})"
-        rows.append([f"best {progress.metric}", best])
+        kind = "" if last["val"] else "train "  # without a validation, training decides
+        rows.append([f"best {kind}{progress.metric}", best])
     console.table("Summary", ["", ""], rows)
     console.line(f"run folder: {run.path}")
     if (run.checkpoints / "best").is_dir():

@@ -91,7 +91,7 @@ class RunEvents(Callback):
             "execution": execution.mode,
             "replayed": execution.replayed,
         }
-        if isinstance(error, Stopped | KeyboardInterrupt):  # asked for: not a failure
+        if is_asked_for(error):
             facts["stopped"] = "SIGTERM" if getattr(error, "code", None) == 143 else "Ctrl-C"
         elif error is not None:
             facts["error"] = f"{type(error).__name__}: {error}"[:500]
@@ -117,6 +117,11 @@ class RunEvents(Callback):
             say(f"report: {write_page([run])}")
         except Exception as error:  # the run is done and saved: a picture of it must not fail it
             self._logger.warning(f"no report was written: {type(error).__name__}: {error}")
+
+
+def is_asked_for(error: BaseException | None) -> bool:
+    """Whether a run that ends by this was asked to: not a failure."""
+    return isinstance(error, Stopped | KeyboardInterrupt)
 
 
 def rank_facts(

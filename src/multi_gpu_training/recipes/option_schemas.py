@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.config_file import ALIASES, SECTIONS, schema
+from multi_gpu_training.config_file import SECTIONS, schema
+from multi_gpu_training.setting_names import ALIASES
 
 FILE = Path(__file__).parent / "options.json"
 

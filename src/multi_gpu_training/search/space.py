@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from multi_gpu_training.config_file import ALIASES, read_override
+from multi_gpu_training.config_file import read_override
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.safe_output import brief
+from multi_gpu_training.setting_names import ALIASES
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

@@ -55,14 +55,17 @@ class Scaling:
     def rate(self) -> float:
         return self.base_rate * self.factor
 
-    def describe(self) -> str:
+    def describe(self, first: float | None = None) -> str:
+        """first: the rate that a scheduler of the user's begins with."""
         if self.rule == "none":
-            return f"learning rate: {self.base_rate:g} (lr_scaling=none)"
+            rate = f"{self.base_rate:g}" if first is None else f"starts at {first:g}"
+            return f"learning rate: {rate} (lr_scaling=none)"
         ratio = f"{self.global_batch} / {self.base_batch}"
         formula = f"sqrt({ratio})" if self.rule == "sqrt" else ratio
         return (
             f"learning rate: {self.base_rate:g} x {self.factor:g} = {self.rate:g} "
             f"({self.rule}: {formula} samples per step)"
+            + ("" if first is None else f"; the scheduler starts at {first:g}")
         )
 
 

@@ -28,7 +28,7 @@ def choose_optimizer(
     if given is None:
         say(
             f"optimizer: AdamW, lr {config.learning_rate:g}, weight decay "
-            f"{config.weight_decay:g} (none given)"
+            f"{config.weight_decay:g} (the default)"
         )
         return AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
     built = given(parameters) if callable(given) else given

@@ -147,9 +147,10 @@ def _limit(axes: Any, values: np.ndarray, from_zero: bool) -> None:
     readable(axes.yaxis)
     outside = values[(values < low) | (values > high)]
     if len(outside):
-        most = short_number(float(outside[np.abs(outside - low).argmax()]))
+        most = float(outside[np.maximum(low - outside, outside - high).argmax()])
+        way = "up" if most > high else "down"
         points = "1 point" if len(outside) == 1 else f"{len(outside):,} points"
-        title = f"{axes.get_title()} ({points} outside, up to {most})"
+        title = f"{axes.get_title()} ({points} outside, {way} to {short_number(most)})"
         axes.set_title(title, fontsize=10, parse_math=False)
 
 

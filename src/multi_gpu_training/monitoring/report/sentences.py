@@ -12,10 +12,16 @@ from multi_gpu_training.monitoring.report.causes import BETTER_BATCH
 from multi_gpu_training.monitoring.report.run_record import RunRecord
 
 AFFORDABLE = 0.01  # of the time, for checkpoints
+STATISTICS = "BatchNorm's statistics (sync_bn)"
 
 
 def sentence(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     return WORDS[cause.kind](run, steps, cause)
+
+
+def exchanges_statistics(run: RunRecord) -> bool:
+    """Whether ranks talk in every BatchNorm, too: that is part of their exchange."""
+    return run.config.get("sync_bn") is True
 
 
 def _data(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
@@ -38,8 +44,8 @@ def _compute(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
         return (
             f"{_who(run, cause, 'compute')} {duration(facts['spike_s'])} longer than usual in "
             f"{_part(facts['part'])}, {duration(cause.seconds)} per step on average"
-            f"{_waiting(steps, cause)}; find what is done in those steps, and "
-            f"{gain(cause, _at_most(steps))}"
+            f"{_waiting(steps, cause)}; find what is done in those steps, here or by "
+            f"another process on this machine, and {gain(cause, _at_most(steps))}"
         )
     return (
         f"{ranks_do(cause.ranks, 'compute')} {duration(cause.seconds)} per step longer than the "
@@ -74,11 +80,14 @@ def _network(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     amount = f"{sent / 1e6:,.1f} MB" if sent >= 1e5 else f"{sent / 1e3:,.1f} kB"
     size = f"{amount} of gradients" if sent else "gradients"
     rate = f" ({cause.facts['rate'] / 1e6:,.1f} MB/s)" if sent else ""
+    remedies = "a faster connection, gradient_accumulation_steps or fp16_compression"
     slow = "the network is slow" if cause.facts["slow"] else "the network is the limit"
+    if exchanges_statistics(run):  # how long the gradients alone take is not known
+        size, rate, slow = f"{size} and {STATISTICS}", "", "the network is the limit"
+        remedies = "a faster connection, or sync_bn=false if each rank may normalise its own part,"
     return (
         f"{slow}: exchanging {size} takes {duration(cause.seconds)} per step on every rank{rate}, "
-        f"while no rank is late; a faster connection, gradient_accumulation_steps or "
-        f"fp16_compression would {gain(cause, 'up to ')}"
+        f"while no rank is late; {remedies} would {gain(cause, 'up to ')}"
     )
 
 

@@ -11,7 +11,13 @@ from multi_gpu_training.monitoring.report.cause import EVERYWHERE, Cause
 from multi_gpu_training.monitoring.report.causes import find_causes
 from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord
-from multi_gpu_training.monitoring.report.sentences import duration, sentence, strangers
+from multi_gpu_training.monitoring.report.sentences import (
+    STATISTICS,
+    duration,
+    exchanges_statistics,
+    sentence,
+    strangers,
+)
 
 
 @dataclass
@@ -57,6 +63,9 @@ def _healthy(run: RunRecord, steps: Steps) -> str:
     transfer = min(float(np.median(steps.transfer)) / whole, share["comm"])
     waits = share["comm"] - transfer
     step = duration(figures(run).step_s or steps.loaded_step)
+    what = "gradients"
+    if exchanges_statistics(run):
+        what = f"gradients and {STATISTICS}"
     text = f"nothing stands out: of a step of {step}"
     if steps.mean_loaded_step > 2 * steps.loaded_step:
         longer = steps.mean_loaded_step / steps.loaded_step
@@ -71,7 +80,7 @@ def _healthy(run: RunRecord, steps: Steps) -> str:
             f"step of {step}; of the rest"
         )
     elif len(steps.ranks) > 1 and not steps.unseen and max(transfer, waits) >= EVERYWHERE:
-        where = "exchanging gradients costs much of it"
+        where = f"exchanging {what} costs much of it"
         if waits > transfer:
             where = "they wait for each other in turns"
         text = f"no rank is slow, but {where}: of a step of {step}"
@@ -79,9 +88,15 @@ def _healthy(run: RunRecord, steps: Steps) -> str:
     if steps.unseen:
         text += f", {share['comm']:.0%} waiting for {strangers(steps)} or the network"
     elif len(steps.ranks) > 1:
-        text += f", {transfer:.0%} exchanging gradients, {waits:.0%} waiting for other ranks"
+        text += f", {transfer:.0%} exchanging {what}, {waits:.0%} waiting for other ranks"
         if transfer >= EVERYWHERE:
-            text += "; larger batches or gradient_accumulation_steps make exchanges rarer"
+            rarer = "larger batches or gradient_accumulation_steps make exchanges rarer"
+            if exchanges_statistics(run):
+                rarer = (
+                    "larger batches make exchanges rarer, gradient_accumulation_steps only those "
+                    "of gradients: sync_bn exchanges statistics in every forward and backward"
+                )
+            text += f"; {rarer}"
     return text
 
 

@@ -117,14 +117,23 @@ def _waiting(row: Row) -> str:
     return f"{show.milliseconds(value)} ({value / row['step_p50_s']:.0%})"
 
 
+def _same_batch(rows: list[Row], unit: str) -> str:
+    """What is the same in every case, so that people know what the speeds compare."""
+    if len({row["per_rank_batch"] for row in rows}) == 1:
+        return f"The batch per {unit} is the same in every case"
+    if len({row["global_batch"] for row in rows}) == 1:
+        return f"The global batch is the same in every case, shared out over each {unit}"
+    return f"The batch per {unit} and the global batch differ between the cases"
+
+
 def _mode_notes(rows: list[Row], unit: str) -> list[str]:
     found = []
     measured = [row for row in rows if row["samples_per_s"] is not None]
     if measured:
         first = measured[0]
         found.append(
-            f"{first['device']}, {first['precision']}, {first['parameters']:,} parameters. The "
-            f"batch per {unit} is the same in every case; speed is samples/s against the first."
+            f"{first['device']}, {first['precision']}, {first['parameters']:,} parameters. "
+            f"{_same_batch(measured, unit)}; speed is samples/s against the first."
         )
     for row in measured:
         on_gpu = row["device"] != "CPU"  # which has no graphs to miss

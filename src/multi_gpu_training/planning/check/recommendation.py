@@ -11,10 +11,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from multi_gpu_training.config_file import ALIASES
 from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.planning.check.check_report import Printer
 from multi_gpu_training.planning.check.training_fit import MeasuredSpeed, TrainingFit, size
+from multi_gpu_training.setting_names import ALIASES
 
 PLACE = ("world_size", "training_mode")  # of which the recommendation has its own
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.measure.case import Failure
-from multi_gpu_training.measure.script_runner import MeasureError
+from multi_gpu_training.measure.script_runner import HOW, MeasureError
 from multi_gpu_training.planning.verify.conclusion import Diagnosis
 from multi_gpu_training.planning.verify.diagnosis import diagnose
 from multi_gpu_training.planning.verify.mismatch import Mismatch, RankComparison, compare_runs
@@ -109,6 +109,11 @@ def _alone(run: Run, notes: list[str]) -> tuple[RecordedRun, Conditions]:
         if not one.settings or one.failure is Failure.TIMEOUT:
             break  # what fails before there is a manager fails under any conditions
     assert first is not None
+    if first.failure is Failure.NO_MANAGER:
+        raise MeasureError(
+            "the script ended without a MultiGPUTrainingManager, so no training could be compared; "
+            f"{HOW}. A training that a function or `if __name__ == '__main__'` holds must be called"
+        )
     why = first.error
     if first.failure is Failure.TOO_SHORT:
         why = (

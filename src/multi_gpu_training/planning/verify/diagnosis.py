@@ -419,7 +419,8 @@ def failure_cause(error: str, world: int) -> str:
     if "This run cannot start:" in error:
         # The check before training has named it already.
         lines = error.partition("This run cannot start:")[2].strip().splitlines()
-        return lines[0].removeprefix("-").strip()
+        said = lines[0].removeprefix("-").strip()
+        return f"data per rank: {said}" if "MGT305" in error else said
     if "expects same model across all ranks" in error:
         return (
             "the parameters that are trained depend on the rank: another part of the model is "
