@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
 from multi_gpu_training.checkpoint.file_layout import refuse_what_no_file_holds
@@ -41,6 +41,7 @@ from multi_gpu_training.data.feeding import (
     training_loader,
     validation_loader,
 )
+from multi_gpu_training.data.generators import has_seeded_generator
 from multi_gpu_training.data.loader import ShareLoader, wait_for_no_worker
 from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.data.resident import ResidentLoader
@@ -325,6 +326,11 @@ class Training:
             self.fault_tolerance.register("data_stream", self.train_loader)
             for told in self.train_loader.describe():
                 self.console.line(told)
+        elif isinstance(dataset, DataLoader) and has_seeded_generator(dataset):
+            self.console.line(
+                f"order of the data: by seed={config.seed} and the epoch; the seed that the "
+                "DataLoader's or sampler's generator was given counts for nothing"
+            )
         limit = config.limit_val_batches
         self.val_loader: ValLoaders | None = None
         if val_dataset is not None:

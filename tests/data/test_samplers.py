@@ -6,12 +6,20 @@ import itertools
 import random
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, WeightedRandomSampler
+from tiny import line, manager_for, points, sgd, squares
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from multi_gpu_training.data.order import shares
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
@@ -187,3 +195,19 @@ def test_an_order_that_fills_the_memory_is_refused_with_a_remedy(
     with pytest.raises(DataError, match="num_samples = steps x global batch size") as refused:
         SamplerBatches(sampler, 8).rehearse(0)
     assert found in str(refused.value)
+
+
+@pytest.mark.parametrize(("where", "said"), [("loader", 1), ("sampler", 1), ("unseeded", 0)])
+def test_a_seed_that_counts_for_nothing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, said: int
+) -> None:
+    generator = torch.Generator()
+    if where != "unseeded":
+        generator.manual_seed(3)
+    if where == "sampler":
+        loader = DataLoader(points(), sampler=RandomSampler(points(), generator=generator))
+    else:
+        loader = DataLoader(points(), shuffle=True, generator=generator)
+    manager = manager_for(tmp_path, progress="lines", batch_size=4)
+    manager.fit(line(), loader, loss_fn=squares, optimizer=sgd)
+    assert capsys.readouterr().out.count("order of the data: by seed=") == said

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from multi_gpu_training.data.order import derive_seed
 
@@ -22,6 +22,13 @@ _MOST = 1000  # objects to look at: a dataset may hold as many others as it has 
 def seed_own(owner: Any, seed: int) -> None:
     """Seed the generators in attributes of `owner`, and of samplers that it draws from."""
     seed_all(own_generators(owner), seed)
+
+
+def has_seeded_generator(loader: DataLoader[Any]) -> bool:
+    """Whether the user gave the order of a loader a seed of its own."""
+    own = [loader.generator, *own_generators(loader.sampler), *own_generators(loader.batch_sampler)]
+    unseeded = torch.Generator().initial_seed()
+    return any(isinstance(one, torch.Generator) and one.initial_seed() != unseeded for one in own)
 
 
 def seed_all(generators: list[Any], seed: int) -> None:
