@@ -209,13 +209,26 @@ def _quietly() -> Iterator[None]:
 
 def traced(program: Program) -> torch.export.ExportedProgram:
     """The graph, or a ModelError that names what cannot be exported."""
-    try:
-        with torch.no_grad(), _quietly():
-            return torch.export.export(
-                program.module, program.arguments, dynamic_shapes=program.shapes
-            )
-    except Exception as error:  # torch raises nearly anything here
-        raise ModelError(_cannot("torch.export", error)) from error
+    problem: Exception | None = None
+    # torch cannot prove some comparisons of lengths that always hold, such as min(n, 4 n) = n,
+    # and then refuses a side that has a name. Whether the graph is right is checked afterwards.
+    for shapes in (program.shapes, _without_names(program.shapes)):
+        try:
+            with torch.no_grad(), _quietly():
+                return torch.export.export(program.module, program.arguments, dynamic_shapes=shapes)
+        except Exception as error:  # torch raises nearly anything here
+            problem = problem or error
+    assert problem is not None
+    raise ModelError(_cannot("torch.export", problem)) from problem
+
+
+def _without_names(shapes: tuple[dict[int, Any], ...]) -> tuple[dict[int, Any], ...]:
+    """The same ranges, for torch to find out which of them are equal."""
+    dynamic = torch.export.Dim.DYNAMIC
+    return tuple(
+        {axis: dynamic(min=side.min, max=side.max) for axis, side in sides.items()}
+        for sides in shapes
+    )
 
 
 def _cannot(what: str, error: Exception) -> str:
