@@ -65,6 +65,7 @@ from multi_gpu_training.monitoring.loggers import (
 from multi_gpu_training.monitoring.memory_snapshot import MemoryWatch
 from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest, StepTracer
 from multi_gpu_training.monitoring.progress_bar import NodeLines, ProgressBar, ProgressLines
+from multi_gpu_training.monitoring.report.wording import metric
 from multi_gpu_training.monitoring.requested_actions import RequestedActions
 from multi_gpu_training.monitoring.run_events import RunEvents
 from multi_gpu_training.monitoring.run_requests import Inbox
@@ -223,7 +224,7 @@ class Training:
         if save.best and score is not None:
             validated = self.val_loader is not None or self.progress.last["val"]
             kind = "" if validated else "train "
-            value = f"{kind}{score['metric']} {score['value']:.4f}"
+            value = f"{kind}{score['metric']} {metric(score['metric'], score['value'])}"
             self.console.line(f"  saved best model: {save.path} ({value})")
         self.records.checkpoints_changed()
         for call in self.callbacks.on_checkpoint:

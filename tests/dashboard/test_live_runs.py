@@ -256,7 +256,7 @@ def test_top_shows_each_rank_whole_in_terminals_of_any_width(tmp_path: Path, wid
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     ranks = [row for row in shown.splitlines() if "ffff" in row]
     assert [row.strip("│ ")[0] for row in ranks] == ["0", "1"]
-    assert "k=checkpoint .=other" in shown and "…" not in shown
+    assert "f=forward b=backward" in shown and "…" not in shown
 
 
 def test_a_dashboard_for_others_needs_a_token_that_was_chosen(

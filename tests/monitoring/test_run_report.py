@@ -76,8 +76,8 @@ def test_the_page_needs_nothing_but_itself_and_says_everything(tmp_path: Path) -
         "Rank 1 waits 30 ms per step for data; rank 0 waits for rank 1; fix its loader and gain",
         "640 samples/s",
         "2.0 GB peak memory",
-        "0.9 accuracy",
-        "step 100 saved (1.0 MB), training paused for 10.0 ms",
+        "90.00% val accuracy",
+        "step 100 saved (1.0 MB of tensors), training paused for 10.0 ms",
         "num_workers 3",
     ):
         assert expected in words, expected

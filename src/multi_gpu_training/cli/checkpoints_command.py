@@ -16,6 +16,7 @@ from multi_gpu_training.checkpoint.signature import read_signer
 from multi_gpu_training.config import is_url
 from multi_gpu_training.distributed.identity import ALONE
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.monitoring.report.wording import metric, size
 from multi_gpu_training.safe_files import read_yaml
 from multi_gpu_training.safe_output import printable
 from multi_gpu_training.storage.remote_folder import StorageError
@@ -105,7 +106,7 @@ def _print(listing: CheckpointListing, console: Console) -> None:
     below = []
     for item in listing.checkpoints:
         row = _row(item, "complete" if listing.remote else "intact")
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in item.metrics.items())
+        metrics = ", ".join(f"{name} {metric(name, value)}" for name, value in item.metrics.items())
         if wide:
             row.append(metrics)
         elif metrics:
@@ -143,14 +144,7 @@ def _row(item: ListedCheckpoint, well: str) -> list[str]:
         "?" if item.epoch is None else str(item.epoch + 1),
         (item.created or "?")[:16].replace("T", " "),
         "?" if item.world_size is None else str(item.world_size),
-        _size(item.bytes),
+        size(item.bytes) or "?",
         "best" if item.best else "",
         state,
     ]
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

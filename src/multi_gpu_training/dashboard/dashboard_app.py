@@ -145,6 +145,7 @@ class Dashboard:
         problems = [run_view.clean(problem) for problem in self.runs.problems]
         roots = [run_view.clean(root, 200) for root in (*self.runs.roots, *self.runs.urls)]
         facts = {"problems": problems, "roots": roots, "read_only": self.read_only}
+        facts["reading"] = self.runs.reading
         return {"ids": list(runs), "changed": lines, **facts}
 
     def _summary(self, run: LiveRun, now: float) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from multi_gpu_training.storage.remote_view import fetch_record, is_running
 DEPTH = 4  # of run folders below a folder that is watched
 MOST_RUNS = 2_000
 SHOWN = Most(steps=600, samples=90, readings=90)  # what a chart can show
+TELL_S = 0.3  # between partial lists while many runs are read for the first time
+LONG_BYTES = 8 * 2**20  # of events, from which reading a run for the first time takes a while
 QUIET_S = 60.0  # without a change, after which a run that holds no lock counts as killed
 REMOTE_S = 10.0  # between looks at object storage, which runs write every 30 s or so
 ENDED = ("finished", "failed", "stopped")
@@ -52,6 +54,10 @@ class LiveRun:
         self._first_look: float | None = None
         self._reader = RunReader(path, SHOWN)
         self._shape: Shape = ()
+
+    @property
+    def looked_at(self) -> bool:
+        return self._first_look is not None
 
     def silent_s(self, now: float) -> float | None:
         """Seconds since this process saw the run write something."""
@@ -111,7 +117,8 @@ class LiveRun:
 class LiveRuns:
     """All runs below `roots`. `poll` looks once; `watch` does so in a thread until `close`.
 
-    `version` grows with every change, and `wait` returns when it has.
+    `version` grows with every change. `reading`: how many runs were found but not read yet; None
+    before the folders were looked at.
     """
 
     def __init__(self, roots: Sequence[str]) -> None:
@@ -120,8 +127,10 @@ class LiveRuns:
         self.runs: dict[str, LiveRun] = {}
         self.problems: list[str] = []
         self.version = 0
+        self.reading: int | None = None
         self._remote: dict[str, LiveRun] = {}
         self._remote_problems: list[str] = []
+        self._remote_seen = not self.urls
         self._turn = threading.Lock()
         self._end = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -136,7 +145,17 @@ class LiveRuns:
             for run in (*self._local(known), *self._remote.values()):
                 if len(there) < MOST_RUNS:
                     there[run.id] = run
-            for run in list(there.values()):
+            # Short ones first: a list that waits for the longest run looks empty for seconds.
+            sizes = {key: _bytes_of_events(r) for key, r in there.items() if key not in known}
+            told, was_reading = time.monotonic(), self.reading
+            for run in sorted(there.values(), key=lambda run: sizes.get(run.id, -1)):
+                long = sizes.get(run.id, 0) > LONG_BYTES
+                if sizes and (long or time.monotonic() - told > TELL_S):
+                    waiting = {key for key in sizes if key in there and not there[key].looked_at}
+                    self.runs = {one.id: one for one in there.values() if one.id not in waiting}
+                    self.reading = len(waiting)
+                    self.version += 1
+                    told = time.monotonic()
                 try:
                     run.look(now)
                 except OSError as error:
@@ -144,10 +163,10 @@ class LiveRuns:
                         del there[run.id]  # deleted while the page is open
                     else:
                         run.record, run.problem = None, f"cannot be read: {error.strerror or error}"
-            self.runs = there
+            self.runs, self.reading = there, 0 if self._remote_seen else None
             problems = [*self._missing(), *self._remote_problems]
             if {run.id: run.version for run in there.values()} != before or (
-                problems != self.problems
+                (problems, self.reading) != (self.problems, was_reading)
             ):
                 self.problems = problems
                 self.version += 1
@@ -185,6 +204,7 @@ class LiveRuns:
                 found |= {a: r for a, r in self._remote.items() if a.startswith(url)}
         with self._turn:
             self._remote, self._remote_problems = found, problems
+            self._remote_seen = True
 
     def watch(self, interval_s: float = 0.5) -> None:
         """Look every `interval_s` in a thread, and at URLs in another."""
@@ -224,6 +244,14 @@ def run_folders(base: Path, depth: int = DEPTH) -> Iterator[Path]:
     elif depth:
         for name in sorted(inside):
             yield from run_folders(base / name, depth - 1)
+
+
+def _bytes_of_events(run: LiveRun) -> int:
+    try:
+        with os.scandir(run.path / "events") as entries:
+            return sum(entry.stat(follow_symlinks=False).st_size for entry in entries)
+    except OSError:
+        return 0
 
 
 def _remote_runs(url: str) -> list[str]:

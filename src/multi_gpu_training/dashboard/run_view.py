@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from multi_gpu_training.dashboard.live_runs import LiveRun
-from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.report import comparison, wording
 from multi_gpu_training.monitoring.report.attribution import side_by_side
 from multi_gpu_training.monitoring.report.curves import FIRST, IDENTITY
@@ -75,7 +74,8 @@ def summary(run: LiveRun, now: float) -> Values:
         "began": record.began or None,
         "ranks": record.world_size,
         "mode": clean(record.config.get("training_mode", ""), 40),
-        "samples_per_s": _recent_rate(recent) or found.samples_per_s,
+        "samples_per_s": (_recent_rate(recent) if run.state == "running" else None)
+        or found.samples_per_s,
         "loss": _newest_loss(record),
         "metrics": {clean(k, LONGEST_NAME): v for k, v in list(found.metrics.items())[:8]},
         "gpu_use": _mean(rank["gpu_use"] for rank in rank_rows(record)),
@@ -89,24 +89,29 @@ def detail(run: LiveRun, now: float) -> Values:
     told, record = summary(run, now), run.record
     if record is None:
         return told
-    found = figures(record)
-    return told | {
-        "tiles": [(name, clean(value, 200)) for name, value in wording.tiles(record, found)],
-        "verdict": clean(judge(record).headline),
-        "forecast": forecast(found),
-        "curves": curves(record),
-        "rank_rows": rank_rows(record),
-        "events": event_rows(record),
-        "checkpoints": checkpoint_rows(record),
-        "faults": fault_rows(record),
-        "problems": [clean(problem) for problem in record.problems[:20]],
-        "config": [
-            (clean(name, LONGEST_NAME), clean(value, 300))
-            for name, value in redact_values(record.config).items()
-        ],
-        "lr": next((e["lr"] for e in reversed(record.steps) if is_number(e.get("lr"))), None),
-        "log_every": record.config.get("log_every"),
-    }
+    found, verdict = figures(record), judge(record)
+    kind = "cause" if verdict.causes else verdict.kind
+    return (
+        told
+        | {
+            "tiles": [(name, clean(value, 200)) for name, value in wording.tiles(record, found)],
+            "verdict": clean(verdict.headline),
+            "verdict_kind": kind,  # cause, none or unknown
+            "forecast": forecast(found),
+            "curves": curves(record),
+            "rank_rows": rank_rows(record),
+            "events": event_rows(record),
+            "checkpoints": checkpoint_rows(record),
+            "faults": fault_rows(record),
+            "problems": [clean(problem) for problem in record.problems[:20]],
+            "config": [
+                (clean(name, LONGEST_NAME), clean(value, 300))
+                for name, value in redact_values(record.config).items()
+            ],
+            "lr": next((e["lr"] for e in reversed(record.steps) if is_number(e.get("lr"))), None),
+            "log_every": record.config.get("log_every"),
+        }
+    )
 
 
 # Where it stands
@@ -221,9 +226,9 @@ def rank_rows(record: RunRecord) -> list[Values]:
     steps = side_by_side(record)
     phases: dict[int, dict[str, float]] = {}
     if steps is not None:
-        typical = {phase: steps.typical(phase) for phase in PHASES}
+        typical = steps.shown(figures(record).step_s)
         for row, rank in enumerate(steps.ranks):
-            phases[rank] = {p: float(f"{typical[p][row] * 1e3:.4g}") for p in PHASES}
+            phases[rank] = {p: float(f"{v[row] * 1e3:.4g}") for p, v in typical.items()}
     slowest = None if steps is None or steps.slowest is None else steps.ranks[steps.slowest]
     rows = []
     for rank in record.ranks[:MOST_RANKS]:
@@ -267,9 +272,13 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def event_rows(record: RunRecord) -> list[list[str]]:
-    """(time since the start, kind, words), newest first."""
+    """(time since the start, kind, words), newest first. Of a fault the first line: it stands in
+    full among the faults."""
     rows = wording.event_rows(record)[-MOST_EVENTS:]
-    return [[clean(cell) for cell in row] for row in reversed(rows)]
+    return [
+        [clean(cell.partition("\n")[0] if row[1] == "fault" else cell) for cell in row]
+        for row in reversed(rows)
+    ]
 
 
 def checkpoint_rows(record: RunRecord) -> list[Values]:
@@ -294,7 +303,7 @@ def fault_rows(record: RunRecord) -> list[Values]:
         {
             "after": _after(record, event),
             "kind": clean(event.get("kind") or event["event"], 80),
-            "rank": event.get("rank"),
+            "rank": wording.fault_ranks(event).removeprefix("ranks ").removeprefix("rank "),
             "step": event.get("step"),
             "action": clean(event.get("action") or "", 80),
             "text": clean(event.get("message") or event.get("error") or ""),

@@ -21,7 +21,6 @@ from rich.text import Text
 from multi_gpu_training.dashboard.live_runs import LiveRun, LiveRuns
 from multi_gpu_training.dashboard.run_view import STATES, Values, detail, summary
 from multi_gpu_training.errors import ConfigError
-from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.report.sentences import duration
 from multi_gpu_training.monitoring.report.wording import number, size
 from multi_gpu_training.monitoring.run_requests import checked, send_request
@@ -36,6 +35,7 @@ PHASE_STYLES = {
     "optimizer": ("o", "spring_green3"),
     "checkpoint": ("k", "orchid"),
     "other": (".", "grey39"),
+    "queued": ("q", "khaki3"),
 }
 KEYS = {
     "s": ("save", "save a checkpoint now"),
@@ -54,11 +54,11 @@ BAR = 24
 def show_runs(roots: Sequence[str], once: bool, interval_s: float) -> int:
     """Show runs until `q`. Into a file or a pipe, and with `once`, print them as they are."""
     runs, console = LiveRuns(roots), Console(highlight=False)
-    if runs.urls:
-        runs.poll_remote()
-    runs.poll()
     screen = TopScreen(runs)
     if once or not (console.is_terminal and sys.stdin.isatty()):
+        if runs.urls:
+            runs.poll_remote()
+        runs.poll()
         if not console.is_terminal:
             console.width = 140
         for problem in runs.problems:
@@ -112,6 +112,8 @@ class TopScreen:
 
     def listing(self, most: int = MOST_LISTED) -> RenderableType:
         there = self.ordered()
+        if not there and self.runs.reading != 0:
+            return Text("reading the runs...")
         if not there:
             return Text(
                 f"no runs below {', '.join((*self.runs.roots, *self.runs.urls))} yet; start one "
@@ -270,7 +272,12 @@ def _rank_table(told: Values) -> Group:
             memory,
             _phase_bar(row["phases"], longest),
         )
-    legend = " ".join(f"{letter}={phase}" for phase, (letter, _) in PHASE_STYLES.items())
+    seen = {name for row in told["rank_rows"] for name, ms in (row["phases"] or {}).items() if ms}
+    legend = " ".join(
+        f"{letter}={'no core' if phase == 'queued' else phase}"
+        for phase, (letter, _) in PHASE_STYLES.items()
+        if phase in seen
+    )
     return Group(table, Text(legend, style="dim"))  # as a heading it would push the ranks out
 
 
@@ -285,9 +292,9 @@ def _phase_bar(phases: dict[str, float] | None, longest: float) -> Text:
     if not phases or not longest:
         return Text("not timed")
     bar = Text()
-    for phase in PHASES:
+    for phase, ms in phases.items():
         letter, style = PHASE_STYLES[phase]
-        bar.append(letter * round(BAR * phases[phase] / longest), style)
+        bar.append(letter * round(BAR * ms / longest), style)
     return bar.append(f" {sum(phases.values()):.4g} ms")
 
 

@@ -14,7 +14,7 @@ from multi_gpu_training.gpus import get_gpu_info
 from multi_gpu_training.monitoring.console import Console
 from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord
-from multi_gpu_training.monitoring.report.wording import speed_rows
+from multi_gpu_training.monitoring.report.wording import metric, metric_rows, size, speed_rows
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Run
 from multi_gpu_training.training.learning_rate import BroughtScheduler, Scaling
@@ -48,8 +48,8 @@ def announce(
     )
     parameters = list(state.model.parameters())
     count = sum(p.numel() for p in parameters)
-    size = sum(p.numel() * p.element_size() for p in parameters)
-    say(f"model: {type(state.model).__name__}, {count:,} parameters, {size / 2**20:.1f} MB")
+    held = size(sum(p.numel() * p.element_size() for p in parameters))
+    say(f"model: {type(state.model).__name__}, {count:,} parameters, {held}")
     one = "GPU" if placement.device.type == "cuda" else "rank"
     if sizes.global_batch:
         exact = sizes.per_rank * sizes.accumulation * sizes.ranks == sizes.global_batch
@@ -102,11 +102,11 @@ def summary(
         ["epochs", f"{progress.epochs_done}"],
         ["steps", f"{step}"],
         *(speed_rows(figures(told)) if told is not None else []),
-        *([f"train {name}", _value(name, value)] for name, value in last["train"].items()),
-        *([f"val {name}", _value(name, value)] for name, value in last["val"].items()),
+        *metric_rows("train", last["train"]),
+        *metric_rows("val", last["val"]),
     ]
     if progress.best is not None and progress.best_epoch is not None:
-        best = f"{_value(progress.metric, progress.best)} (epoch {progress.best_epoch + 1})"
+        best = f"{metric(progress.metric, progress.best)} (epoch {progress.best_epoch + 1})"
         kind = "" if last["val"] else "train "  # without a validation, training decides
         rows.append([f"best {kind}{progress.metric}", best])
     console.table("Summary", ["", ""], rows)
@@ -130,7 +130,3 @@ class LossAnnouncement(Callback):
     def on_step_end(self, run: Run, result: StepResult) -> None:
         run.say(self._loss_fn.description)
         self._callbacks.remove(self)
-
-
-def _value(name: str, value: float) -> str:
-    return f"{value:.2%}" if name.split("/")[-1] == "accuracy" else f"{value:.4f}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from multi_gpu_training.monitoring.console import Console
-from multi_gpu_training.monitoring.report.wording import number
+from multi_gpu_training.monitoring.report import wording
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.step import StepResult
 
@@ -33,11 +33,11 @@ class ProgressLines(Callback):
         self._console.start_bar(title, self._total(), self._position())
 
     def on_log(self, run: Run, metrics: Mapping[str, float], step: int) -> None:
-        note = f"loss {metrics.get('loss', float('nan')):.4f}"
+        note = f"loss {wording.metric('loss', metrics.get('loss', float('nan')))}"
         if "accuracy" in metrics:
             note += f"  acc {metrics['accuracy']:.2%}"
         if "samples_per_s" in metrics:
-            note += f"  {number(metrics['samples_per_s'])} samples/s"
+            note += f"  {wording.number(metrics['samples_per_s'])} samples/s"
         if self._in_epoch:
             self._console.advance(self._position(), self._total(), note)
         else:  # a loop of the user's own
@@ -100,7 +100,6 @@ def _metrics(values: dict[str, float]) -> str:
     shown = []
     for name, value in values.items():
         *sets, metric = name.split("/")
-        metric = {"accuracy": "acc", "f1": "F1"}.get(metric, metric)
-        number = f"{value:.2%}" if metric == "acc" else f"{value:.4f}"
-        shown.append(f"{' '.join([*sets, metric])} {number}")
+        short = {"accuracy": "acc", "f1": "F1"}.get(metric, metric)
+        shown.append(f"{' '.join([*sets, short])} {wording.metric(name, value)}")
     return ", ".join(shown)

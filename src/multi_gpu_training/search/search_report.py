@@ -309,7 +309,7 @@ def _trials(result: SearchResult, names: Sequence[str]) -> str:
     ]
     metrics = [one.metric for one in result.objectives]
     head = ["trial", "state", *names, *metrics, "seconds", "run", "why"]
-    return f'<div class="scroll">{html_table(head, rows)}</div>'
+    return html_table(head, rows, "trials")
 
 
 def _text(value: Any) -> str:

@@ -2,7 +2,8 @@
 'use strict';
 
 const SVG = 'http://www.w3.org/2000/svg';
-const PHASES = ['input', 'forward', 'backward', 'comm', 'optimizer', 'checkpoint', 'other'];
+const PHASES = ['input', 'forward', 'backward', 'comm', 'optimizer', 'checkpoint', 'other', 'queued'];
+const PHASE_WORDS = { comm: 'communication', queued: 'ready, but without a core' };
 const DASHES = ['', '6 3', '2 3', '8 3 2 3', '1 4', '10 4', '4 2', '3 6'];
 const MARKS = { running: '\u25b6', finished: '\u2713', failed: '\u2715', killed: '\u2715', stopped: '\u25a0',
   quiet: '?', unreadable: '!' };
@@ -14,7 +15,7 @@ const SILENT_S = 30;      // of a running run, from which on the page says so
 const WATCHDOG_MS = 25000; // the server says something every 10 s
 
 const state = { runs: new Map(), ids: [], details: new Map(), selected: [], x: 'step', filter: '', roots: [],
-  problems: [], readOnly: false, compared: null, loaded: false, asked: new Map() };
+  problems: [], readOnly: false, compared: null, reading: null, chosen: false, asked: new Map() };
 const rows = new Map();
 let token = '', stream = null, wait = 1000, lastHeard = 0, drawn = [];
 
@@ -46,21 +47,21 @@ function num(value) {
 
 function span(seconds) {
   if (seconds === null || seconds === undefined) return '';
-  const s = Math.max(0, Math.round(seconds));
-  const two = (large, unit, small, rest) => Math.floor(large) + unit + (Math.floor(small) ? ' ' + Math.floor(small) + rest : '');
-  if (s < 60) return s + ' s';
-  if (s < 3600) return two(s / 60, ' min', s % 60, ' s');
-  if (s < 172800) return two(s / 3600, ' h', s % 3600 / 60, ' min');
-  return two(s / 86400, ' days', s % 86400 / 3600, ' h');
+  const s = Math.max(0, seconds), two = (n) => String(n).padStart(2, '0');
+  if (s < 20) return Number(s.toFixed(1)) + ' s';
+  if (s < 120) return Math.round(s) + ' s';
+  const whole = Math.round(s), minutes = Math.floor(whole / 60);
+  if (minutes < 60) return minutes + ' min ' + two(whole % 60) + ' s';
+  return Math.floor(minutes / 60) + ' h ' + two(minutes % 60) + ' min';
 }
 
 function bytes(value) {
   if (value === null || value === undefined) return '\u2013';
-  return value >= 2 ** 30 ? (value / 2 ** 30).toFixed(1) + ' GB' : (value / 2 ** 20).toFixed(0) + ' MB';
+  return value >= 2 ** 30 ? (value / 2 ** 30).toFixed(1) + ' GB' : (value / 2 ** 20).toFixed(1) + ' MB';
 }
 
 function percent(value) {
-  return value === null || value === undefined ? '\u2013' : Math.round(value * 100) + ' %';
+  return value === null || value === undefined ? '\u2013' : Math.round(value * 100) + '%';
 }
 
 // Address: #token=...&runs=a,b&x=time
@@ -137,11 +138,9 @@ function take(part) {
     state.ids = told.ids;
     for (const run of told.changed) { run.since = performance.now() - (run.silent_s || 0) * 1000; state.runs.set(run.id, run); }
     for (const id of state.runs.keys()) if (!told.ids.includes(id)) state.runs.delete(id);
-    state.roots = told.roots; state.problems = told.problems; state.readOnly = told.read_only;
-    if (!state.loaded) {
-      state.loaded = true;
-      if (!state.selected.length && told.ids.length) { select([firstOf(told.ids)]); }
-    }
+    state.roots = told.roots; state.problems = told.problems; state.readOnly = told.read_only; state.reading = told.reading;
+    const running = told.ids.some((id) => state.runs.get(id).state === 'running');
+    if (!state.chosen && !state.selected.length && told.ids.length && (running || !told.reading)) { select([firstOf(told.ids)]); }
     showList();
     const gone = state.selected.filter((id) => !state.runs.has(id));
     if (gone.length || !state.selected.length) showDetail();
@@ -161,6 +160,7 @@ function firstOf(ids) {
 // The list
 
 function select(ids) {
+  state.chosen = true;
   state.selected = ids.slice(0, 8);
   for (const id of state.details.keys()) if (!ids.includes(id)) state.details.delete(id);
   state.compared = null;
@@ -235,7 +235,8 @@ function showList() {
     if (focused && focused !== document.body && list.contains(focused)) focused.focus({ preventScroll: true });
   }
   const all = state.ids.length, running = [...state.runs.values()].filter((run) => run.state === 'running').length;
-  $('count').textContent = all ? (shown.length < all ? shown.length + ' of ' : '') + all + (all === 1 ? ' run' : ' runs') + ', ' + running + ' running' : '';
+  $('count').textContent = all ? (shown.length < all ? shown.length + ' of ' : '') + all + (all === 1 ? ' run' : ' runs') + ', ' + running + ' running' + (state.reading ? ', reading ' + state.reading + ' more' : '') : state.reading ? 'reading ' + state.reading + ' runs' : '';
+  document.querySelector('.keys').hidden = !all;
   $('roots').textContent = state.roots.join(', ');
   $('problems').replaceChildren(...state.problems.map((text) => el('p', 'notice', text)));
   document.title = running ? '(' + running + ') Runs' : 'Runs';
@@ -243,8 +244,8 @@ function showList() {
 
 function facts(run) {
   const parts = [];
-  if (run.progress !== null && run.progress !== undefined) parts.push(Math.floor(run.progress * 100) + ' %');
-  else if (run.step) parts.push('step ' + num(run.step));
+  if (run.progress !== null && run.progress !== undefined && run.state !== 'finished') parts.push(Math.floor(run.progress * 100) + '%');
+  else if (run.step) parts.push(num(run.step) + (run.step === 1 ? ' step' : ' steps'));
   if (run.remaining_s !== null && run.remaining_s !== undefined) parts.push(span(run.remaining_s) + ' left');
   if (run.loss !== null && run.loss !== undefined) parts.push('loss ' + num(run.loss));
   if (run.samples_per_s) parts.push(num(run.samples_per_s) + ' samples/s');
@@ -270,11 +271,11 @@ function showDetail() {
   const opened = new Set([...box.querySelectorAll('details[open]')].map((one) => one.id));
   const scrolled = new Map([...box.querySelectorAll('.scroll')].map((one) => [one.id, one.scrollLeft]));
   drawn = [];
-  const parts = [];
+  const parts = [], loaded = state.reading === 0;
   for (const id of state.selected) {
-    if (state.loaded && !state.runs.has(id)) parts.push(el('p', 'notice', 'A selected run is not there any more: its folder was deleted or moved.'));
+    if (loaded && !state.runs.has(id)) parts.push(el('p', 'notice', 'A selected run is not there any more: its folder was deleted or moved.'));
   }
-  if (!state.loaded) parts.push(el('p', 'empty', 'Loading the runs\u2026'));
+  if (!there.length && !loaded) parts.push(el('p', 'empty', 'Reading the runs\u2026'));
   else if (!state.ids.length) parts.push(noRuns());
   else if (!there.length) parts.push(el('p', 'empty', 'Choose a run from the list. Tick several to compare them.'));
   else if (there.length === 1) parts.push(...oneRun(there[0]));
@@ -301,15 +302,15 @@ function oneRun(id) {
   if (run.error) parts.push(el('p', 'notice failed', run.error));
   if (!more) return [...parts, el('p', 'empty', run.problem ? '' : 'Reading its events\u2026')];
   parts.push(actions(more), advance(run, more), tiles(more));
-  if (more.verdict) parts.push(el('p', 'verdict', capital(more.verdict) + '.'));
-  if (more.forecast) parts.push(el('p', 'verdict', capital(more.forecast.text) + '.'));
+  if (more.verdict) parts.push(el('p', 'verdict ' + more.verdict_kind, capital(more.verdict) + '.'));
+  if (more.forecast) parts.push(el('p', 'verdict forecast', capital(more.forecast.text) + '.'));
   parts.push(...curves([more]), ...ranks(more));
   parts.push(...table('checkpoints', 'Checkpoints', ['step', 'size', 'stood still', 'after'],
     more.checkpoints.map((c) => [num(c.step), c.size || '', c.stall, c.after]), 'None written yet.'));
-  parts.push(...table('faults', 'Faults and restarts', ['after', 'what', 'rank', 'step', 'answer', ''],
+  parts.push(...table('faults', 'Faults and restarts', ['after', 'what', 'ranks', 'step', 'action', 'message'],
     more.faults.map((f) => [f.after, f.kind, f.rank ?? '', f.step ?? '', f.action, f.text]), 'None.'));
-  parts.push(...table('events', 'Events', ['after', 'what', ''], more.events, 'None yet.'));
-  for (const problem of more.problems) parts.push(el('p', 'soft', problem));
+  parts.push(...table('events', 'Events', ['after', 'what', 'details'], more.events, 'None yet.'));
+  for (const problem of more.problems) parts.push(el('p', 'soft footnote', problem));
   parts.push(settings(more));
   return parts;
 }
@@ -325,7 +326,7 @@ function advance(run, more) {
     box.append(bar);
   }
   const words = ['step ' + num(run.step) + (run.total ? ' of ' + num(run.total) : '')];
-  if (run.progress !== null && run.progress !== undefined) words.push(Math.floor(run.progress * 100) + ' %');
+  if (run.progress !== null && run.progress !== undefined) words.push(Math.floor(run.progress * 100) + '%');
   if (run.elapsed_s) words.push(span(run.elapsed_s) + ' trained');
   if (run.remaining_s !== null && run.remaining_s !== undefined) words.push('about ' + span(run.remaining_s) + ' left');
   const line = el('p', '', words.join(' \u00b7 '));
@@ -375,7 +376,7 @@ function settings(more) {
 
 function ranks(more) {
   if (!more.rank_rows.length) return [];
-  const longest = Math.max(...more.rank_rows.map((r) => r.phases ? PHASES.reduce((sum, p) => sum + r.phases[p], 0) : 0));
+  const longest = Math.max(...more.rank_rows.map((r) => whole(r.phases)));
   const gpus = more.rank_rows.some((r) => r.gpu_use !== null);
   const lines = more.rank_rows.map((r) => {
     const name = el('td', r.slowest ? 'slowest' : '', 'rank ' + r.rank + (r.slowest ? ' (slowest)' : ''));
@@ -387,9 +388,10 @@ function ranks(more) {
   if (!longest) return parts;
   const legend = el('ul', 'legend');
   PHASES.forEach((phase, i) => {
+    if (!more.rank_rows.some((r) => r.phases && r.phases[phase])) return;
     const item = el('li'), key = svg('svg', { width: 12, height: 12, 'aria-hidden': 'true' });
     key.append(svg('rect', { width: 12, height: 12, class: 'p' + i }));
-    item.append(key, document.createTextNode(phase === 'comm' ? 'communication' : phase));
+    item.append(key, document.createTextNode(PHASE_WORDS[phase] || phase));
     legend.append(item);
   });
   parts.splice(1, 0, legend);
@@ -409,23 +411,25 @@ function meter(value, text, label) {
   return cell;
 }
 
+function whole(phases) { return phases ? Object.values(phases).reduce((sum, ms) => sum + ms, 0) : 0; }
+
 function phases(rank, longest) {
   const cell = el('td');
   if (!rank.phases) { cell.textContent = 'not timed'; return cell; }
-  const whole = PHASES.reduce((sum, phase) => sum + rank.phases[phase], 0);
-  const words = PHASES.filter((p) => rank.phases[p] > 0).map((p) => p + ' ' + num(rank.phases[p]) + ' ms').join(', ');
+  const words = PHASES.filter((p) => rank.phases[p] > 0).map((p) => (PHASE_WORDS[p] || p) + ' ' + num(rank.phases[p]) + ' ms').join(', ');
   const drawing = svg('svg', { width: 260, height: 16, role: 'img', 'aria-label': words });
   const title = svg('title');
   title.textContent = words;
   drawing.append(title);
   let x = 0;
   PHASES.forEach((phase, i) => {
-    const width = 200 * rank.phases[phase] / (longest || 1);
+    const width = 200 * (rank.phases[phase] || 0) / (longest || 1);
+    if (!width) return;
     drawing.append(svg('rect', { x: x.toFixed(1), y: 2, width: width.toFixed(1), height: 12, class: 'p' + i }));
     x += width;
   });
   const text = svg('text', { x: (x + 6).toFixed(1), y: 12 });
-  text.textContent = num(whole) + ' ms';
+  text.textContent = num(whole(rank.phases)) + ' ms';
   drawing.append(text);
   cell.append(drawing);
   return cell;
@@ -555,7 +559,7 @@ function draw(box, drawing, read, series, last, fromZero) {
   let x0 = Infinity, x1 = -Infinity, y0 = Infinity, y1 = -Infinity;
   for (const s of series) for (const [x, y] of s.points) { x0 = Math.min(x0, x); x1 = Math.max(x1, x); y0 = Math.min(y0, y); y1 = Math.max(y1, y); }
   if (x0 > 0 && x0 < 0.1 * x1) x0 = 0;
-  if (fromZero) y0 = Math.min(0, y0);
+  if (fromZero) { y0 = Math.min(0, y0); y1 += 0.04 * (y1 - y0); }
   if (x0 === x1) { x0 -= 1; x1 += 1; }
   if (y0 === y1) { const pad = Math.abs(y0) * 0.1 || 1; y0 -= pad; y1 += pad; }
   const X = (x) => left + (x - x0) / (x1 - x0) * (width - left - right);

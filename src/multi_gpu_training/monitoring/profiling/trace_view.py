@@ -82,7 +82,7 @@ class ShownProfile:
         parts.append(f"idle {_percent(found.idle_s, found)}")
         text = f"{self.name}: {_ms(found.step_s)} per step; {', '.join(parts)}"
         if found.memory is not None:
-            text += f"; peak {found.memory.peak_bytes / 2**30:.2f} GiB"
+            text += f"; peak {found.memory.peak_bytes / 2**30:.2f} GB"
             text += f" in {found.memory.during}" if found.memory.during else ""
         return text
 
@@ -159,15 +159,12 @@ def profile_html(shown: Sequence[ShownProfile]) -> Iterator[str]:
         if profile.found.gains:
             yield "<p>What would gain most, and its share of the step:</p><ol>"
             yield "".join(f"<li>{escape(line)}</li>" for line in profile.gains()) + "</ol>"
-        yield _scrolling(profile.titles(), profile.rows())
+        yield html_table(profile.titles(), profile.rows(), "longest kernels")
         gaps = profile.gap_rows()
         if gaps:
-            yield _scrolling(["while nothing was computed", "per step", "share"], gaps)
+            titles = ["while nothing was computed", "per step", "share"]
+            yield html_table(titles, gaps, "while nothing was computed")
         yield f'<p class="soft">Trace for Perfetto: <code>{escape(str(profile.trace))}</code></p>'
-
-
-def _scrolling(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    return f'<div class="scroll">{html_table(titles, rows)}</div>'
 
 
 def _data(text: str) -> str:

@@ -18,6 +18,8 @@ from multi_gpu_training.monitoring.report.run_record import COLUMNS, RunRecord, 
 COMPUTING = ("forward", "backward", "optimizer")
 OWN = tuple(phase for phase in PHASES if phase not in ("comm", "checkpoint"))
 SLOWER = 0.1  # of a step, from which on a rank is slower than others
+LACKED = 0.02  # of a step without a core, from which on it is shown
+QUEUED = "queued"
 FEWEST = 3  # timed steps, to say anything
 
 
@@ -70,6 +72,20 @@ class Steps:
         if phase == "input":
             return self.input_mean_s
         return np.asarray(np.median(self.phases[phase], axis=1))
+
+    def shown(self, step_s: float | None) -> dict[str, np.ndarray]:
+        """Median seconds of each phase, a value a rank, and of `queued` where ranks lacked a core.
+
+        `step_s`: of a step as the run has it. Timing a step makes it longer; then these are its
+        shares. They never grow: medians may add up to less than a step, which some long ones fill.
+        """
+        typical = {phase: self.typical(phase) for phase in PHASES}
+        queued = np.median(self.queued, axis=1)
+        if queued.max() >= LACKED * self.loaded_step:
+            typical[QUEUED] = queued
+        timed = float(sum(values.mean() for values in typical.values()))
+        scale = min(1.0, (step_s or self.loaded_step) / max(timed, 1e-12))
+        return {phase: values * scale for phase, values in typical.items()}
 
     @property
     def step(self) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 BINS = 300
+MOST_TOLD = 16
 WIDTH, HEIGHT = 460, 220
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 10, 34
 
@@ -22,7 +23,9 @@ class Series:
     colour: int = 0
 
 
-def line_chart(series: Sequence[Series], x_unit: str = "step", from_zero: bool = False) -> str:
+def line_chart(
+    series: Sequence[Series], x_unit: str = "step", from_zero: bool = False, title: str = ""
+) -> str:
     """Lines over one pair of axes. Of many points the mean is drawn, with a band from the
     smallest to the largest. Empty where there is nothing to draw."""
     drawn = [s for s in map(_finite, series) if len(s.x)]
@@ -38,7 +41,8 @@ def line_chart(series: Sequence[Series], x_unit: str = "step", from_zero: bool =
         down = HEIGHT - BOTTOM - (min(max(y, low), high) - low) * scale_y
         return f"{LEFT + (x - x_low) * scale_x:.1f},{down:.1f}"
 
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
+    newest = ", ".join(f"{s.name} {s.y[-1]:.4g}" for s in drawn)
+    parts = [_svg(WIDTH, HEIGHT, f"{title} over {x_unit}; newest: {newest}")]
     for tick in _ticks(low, high):
         y = HEIGHT - BOTTOM - (tick - low) * scale_y
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
@@ -69,7 +73,12 @@ def phase_bars(names: Sequence[str], phases: dict[str, np.ndarray], mark: int | 
     """A bar a name, made of its phases; the one at `mark` is said to be the slowest."""
     total = max(float(sum(values[i] for values in phases.values())) for i in range(len(names)))
     row, left, width = 24, 110, 640
-    parts = [f'<svg viewBox="0 0 {left + width + 90} {row * len(names) + 4}" role="img">']
+    told = "; ".join(
+        f"{name}: "
+        + ", ".join(f"{phase} {float(v[i]) * 1e3:.2f} ms" for phase, v in phases.items() if v[i])
+        for i, name in enumerate(names[:MOST_TOLD])
+    )
+    parts = [_svg(left + width + 90, row * len(names) + 4, f"phases of a step; {told}")]
     for i, name in enumerate(names):
         y, x = i * row + 3, float(left)
         bold = ' class="slowest"' if i == mark else ' class="label"'
@@ -95,7 +104,10 @@ def heat_map(
     rows, columns = cells.shape
     left, width, row = 110, 780, max(8, min(22, 400 // rows))
     wide, largest = width / columns, max(float(np.nanmax(cells)), 1e-12)
-    parts = [f'<svg id="heat" viewBox="0 0 {left + width + 10} {rows * row + 24}" role="img">']
+    told = f"own time of {rows} ranks, step {int(steps[0]):,} to {int(steps[-1]):,}"
+    if slowest is not None:
+        told += f"; the slowest is {names[slowest]}"
+    parts = [_svg(left + width + 10, rows * row + 24, told)]
     for r in range(rows):
         y = r * row
         kind = "slowest" if r == slowest else "label"
@@ -119,6 +131,12 @@ def heat_map(
         parts.append(f'<text class="tick" x="{x:.1f}" y="{rows * row + 16}" ')
         parts.append(f'text-anchor="middle">{int(steps[place]):,}</text>')
     return "".join(parts) + "</svg>"
+
+
+def _svg(width: int, height: int, told: str) -> str:
+    """The opening tag; `told` is what a screen reader says of the picture."""
+    label = html.escape(told)
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
 
 
 def _finite(series: Series) -> Series:

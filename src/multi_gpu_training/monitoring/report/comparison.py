@@ -8,7 +8,7 @@ from typing import Any
 from multi_gpu_training.monitoring.report.figures import Figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord
 from multi_gpu_training.monitoring.report.sentences import duration
-from multi_gpu_training.monitoring.report.wording import STATES, number, size
+from multi_gpu_training.monitoring.report.wording import STATES, metric, number, size
 
 UNINTERESTING = ("run_name", "save_dir", "local_dir", "resume")
 
@@ -28,7 +28,8 @@ def table(runs: Sequence[RunRecord], found: Sequence[Figures]) -> tuple[list[str
     base = next((i for i, f in enumerate(found) if f.samples_per_s), None)
     metrics = sorted({name for f in found for name in f.metrics})
     title = ["run", "state", "mode", "ranks", "batch", "samples/s", "speed-up", "efficiency"]
-    title += ["step", "peak memory", "MFU", *metrics]
+    part = "val " if all(f.val for f in found if f.metrics) else ""
+    title += ["step", "peak memory", "MFU", *(f"{part}{name}" for name in metrics)]
     rows = []
     for name, run, f in zip(names(runs), runs, found, strict=True):
         speedup, efficiency = "-", "-"
@@ -50,7 +51,7 @@ def table(runs: Sequence[RunRecord], found: Sequence[Figures]) -> tuple[list[str
                 duration(f.step_s) if f.step_s else "-",
                 size(f.peak_bytes) or "-",
                 "-" if f.mfu is None else f"{f.mfu:.1%}",
-                *("-" if m not in f.metrics else f"{f.metrics[m]:.4g}" for m in metrics),
+                *("-" if m not in f.metrics else metric(m, f.metrics[m]) for m in metrics),
             ]
         )
     keep = [i for i, head in enumerate(title) if i < 8 or any(row[i] != "-" for row in rows)]

@@ -23,8 +23,14 @@ class Figures:
     gpu_utilization: float | None = None
     power_w: float | None = None
     mfu: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    train: dict[str, float] = field(default_factory=dict)  # metrics of the last epoch
+    val: dict[str, float] = field(default_factory=dict)
     forecast: dict[str, Any] | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those that say how good the model is: of validation, where there is one."""
+        return self.val or self.train
 
 
 def figures(run: RunRecord) -> Figures:
@@ -38,7 +44,6 @@ def figures(run: RunRecord) -> Figures:
     if rate is None and step_s and batch:
         rate = batch / step_s
     last = run.epochs[-1] if run.epochs else {}
-    metrics = last.get("val") or last.get("train") or {}
     return Figures(
         samples=_samples(run, facts),
         samples_per_s=rate,
@@ -48,9 +53,15 @@ def figures(run: RunRecord) -> Figures:
         gpu_utilization=_mean(readings(run, "gpu_utilization")),
         power_w=_mean(readings(run, "power_w")),
         mfu=_mfu(run, step_s),
-        metrics={k: float(v) for k, v in metrics.items() if is_number(v)},
+        train=_numbers(last.get("train")),
+        val=_numbers(last.get("val")),
         forecast=_forecast(run, rate, step_s, batch),
     )
+
+
+def _numbers(values: Any) -> dict[str, float]:
+    given = values if isinstance(values, dict) else {}
+    return {name: float(value) for name, value in given.items() if is_number(value)}
 
 
 def readings(run: RunRecord, name: str) -> list[float]:

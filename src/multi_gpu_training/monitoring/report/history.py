@@ -13,6 +13,7 @@ from multi_gpu_training.monitoring.report.lines import EventLines, Places
 Event = dict[str, Any]
 # What only a rank that trains writes; messages come while it is being set up, too.
 TRAINING = ("rank", "work", "epoch", "checkpoint", "run_end")
+TOLD_BY_ALL = ("restart", "resume", "log", "shares", "run_end", "validation", "request", "fault")
 
 
 class Timeline:
@@ -110,20 +111,24 @@ def _launch(start: Event) -> tuple[Any, ...]:
 
 
 def told_once(found: list[Event]) -> list[Event]:
-    """Without what other ranks told as well: of restarts, validations and ends every rank
+    """Without what other ranks told as well: of restarts, validations, faults and ends every rank
     tells. What one rank tells twice happened twice, but for messages."""
     kept: list[Event] = []
     seen: set[Any] = set()
     told: dict[Any, int] = {}
+    faults: dict[Any, list[Any]] = {}  # the ranks that tell of each
     for event in found:
         kind = event["event"]
-        if kind in ("restart", "resume", "log", "shares", "run_end", "validation", "request"):
-            names = ("event", "attempt", "step", "message", "error", "action", "value")
+        if kind in TOLD_BY_ALL:
+            names = ("event", "attempt", "step", "message", "error", "action", "value", "kind")
             key = tuple(event.get(name) for name in names)
-            if kind in ("restart", "resume", "run_end"):
+            if kind in ("restart", "resume", "run_end", "fault"):
                 own = (event.get("rank"), key)
                 told[own] = told.get(own, 0) + 1
                 key = (*key, told[own])
+            if kind == "fault":
+                event = {**event, "ranks": faults.setdefault(key, [])}
+                event["ranks"].append(event.get("rank"))
             if key in seen:
                 continue
             seen.add(key)

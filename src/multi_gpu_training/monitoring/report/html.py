@@ -8,9 +8,8 @@ from html import escape
 
 import numpy as np
 
-from multi_gpu_training.monitoring.html_table import html_table
+from multi_gpu_training.monitoring.html_table import html_table, scrolling
 from multi_gpu_training.monitoring.memory_view import memory_html
-from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.profiling.trace_view import profile_html
 from multi_gpu_training.monitoring.report import charts, comparison, curves, wording
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
@@ -23,7 +22,7 @@ from multi_gpu_training.redaction import redact_values
 
 MOST_CELLS = 8_000
 MOST_ROWS = 64
-WORDS = {"comm": "communication"}
+WORDS = {"comm": "communication", "queued": "ready, but without a core"}
 TITLES = {"samples_per_s": "samples/s", "lr": "learning rate", "grad_norm": "gradient norm"}
 TITLES |= {"input_wait": "share of the time that rank 0 waits for data"}
 
@@ -45,12 +44,12 @@ def _compared(runs: Sequence[RunRecord]) -> Iterator[str]:
     found = [figures(run) for run in runs]
     yield f"<h1>{len(runs)} runs side by side</h1>"
     title, rows = comparison.table(runs, found)
-    yield f'<div class="scroll">{html_table(title, rows)}</div>'
+    yield html_table(title, rows, "runs side by side")
     names = comparison.names(runs)
     yield "<h2>What was set differently</h2>"
     rows = comparison.differences(runs)
     yield (
-        html_table(["setting", *names], rows)
+        html_table(["setting", *names], rows, "settings that differ")
         if rows
         else "<p>Nothing: the settings are the same.</p>"
     )
@@ -104,19 +103,19 @@ def _forecast(found: Figures) -> str:
 def _phases(run: RunRecord, steps: Steps) -> Iterator[str]:
     yield "<h2>A step, rank by rank</h2>"
     source = "shares of eager steps that were computed to compare" if steps.from_checks else "timed"
-    yield f'<p class="soft">Typical seconds of each phase over {len(steps.steps):,} {source} steps.'
+    yield f'<p class="soft">Median time of each phase over {len(steps.steps):,} {source} steps.'
+    typical = steps.shown(figures(run).step_s)
     keys = "".join(
-        f'<span class="key p{i}"></span>{WORDS.get(phase, phase)}' for i, phase in enumerate(PHASES)
+        f'<span class="pair"><span class="key p{i}"></span>{WORDS.get(phase, phase)}</span> '
+        for i, phase in enumerate(typical)
+        if typical[phase].max() > 0
     )
     yield f"{keys}</p>"
     rows = _shown_rows(steps)
     names = [f"rank {steps.ranks[row]}" for row in rows]
-    # Timing a step makes it longer: its phases are shares of the step as the run has it.
-    timed = float(sum(steps.typical(phase).mean() for phase in PHASES))
-    scale = (figures(run).step_s or steps.loaded_step) / max(timed, 1e-12)
-    typical = {phase: steps.typical(phase)[rows] * scale for phase in PHASES}
+    typical = {phase: values[rows] for phase, values in typical.items()}
     slowest = None if steps.slowest is None else rows.tolist().index(steps.slowest)
-    yield f'<div class="scroll">{charts.phase_bars(names, typical, slowest)}</div>'
+    yield scrolling(charts.phase_bars(names, typical, slowest), "phases of a step, rank by rank")
     if len(rows) < len(steps.ranks):
         yield f'<p class="soft">The {len(rows)} slowest of {len(steps.ranks)} ranks are shown.</p>'
     yield _heat_map(steps, rows, names, slowest)
@@ -148,8 +147,10 @@ def _heat_map(steps: Steps, rows: np.ndarray, names: list[str], slowest: int | N
     return (
         '<div class="heat"><h3>Ranks by steps</h3><p class="soft">Darker is longer; a dot marks '
         'the slowest rank of each column. "own time" is all that a rank does before it meets the '
-        f'others. Show <select>{options}</select> <span class="words"></span></p>'
-        f'<div class="scroll">{drawn}</div>'
+        "others. Arrow keys and the pointer read single cells.</p>"
+        f'<p class="soft"><label>Show <select>{options}</select></label> '
+        '<span class="words" role="status"></span></p>'
+        f"{scrolling(drawn, 'ranks by steps')}"
         f'<script type="application/json">{_json(data)}</script></div>'
     )
 
@@ -158,27 +159,31 @@ def _charts(found: dict[str, list[charts.Series]], x_unit: str = "step") -> str:
     parts = []
     for title, series in found.items():
         zero = x_unit != "step" or LOGGED.get(title, ("", "", 1.0, False))[3]  # rates begin at 0
-        drawn = charts.line_chart(series, x_unit, from_zero=zero)
+        shown = TITLES.get(title, title)
+        drawn = charts.line_chart(series, x_unit, from_zero=zero, title=shown)
         if not drawn:
             continue
-        key = "".join(f'<span class="key c{s.colour % 8}"></span>{escape(s.name)}' for s in series)
-        legend = f'<span class="soft">{key}</span>' if len(series) > 1 else ""
-        shown = escape(TITLES.get(title, title))
-        parts.append(f"<div><h3>{shown} {legend}</h3>{drawn}</div>")
+        key = "".join(
+            f'<span class="pair"><span class="key c{s.colour % 8}"></span>{escape(s.name)}</span> '
+            for s in series
+        )
+        alone = len(series) == 1 and series[0].name == "training"
+        legend = "" if alone else f'<span class="soft">{key}</span>'
+        parts.append(f"<div><h3>{escape(shown)} {legend}</h3>{drawn}</div>")
     return f'<div class="charts">{"".join(parts)}</div>' if parts else "<p>Nothing was logged.</p>"
 
 
 def _rest(run: RunRecord) -> Iterator[str]:
     rows = wording.event_rows(run)
     yield "<h2>Events</h2>"
-    yield html_table(["after", "what", ""], rows) if rows else "<p>None.</p>"
+    yield html_table(["after", "what", "details"], rows, "events") if rows else "<p>None.</p>"
     for title, values in (("Settings", run.config), ("Environment", run.environment)):
         if values:
             # Files of older versions hold commands and settings with their secrets.
             shown = redact_values(values)
             listed = [[key, json.dumps(value, default=str)] for key, value in shown.items()]
             yield f"<h2>{title}</h2><details><summary>{len(listed)} entries</summary>"
-            yield html_table(["", ""], listed) + "</details>"
+            yield html_table(["name", "value"], listed, title.lower()) + "</details>"
 
 
 def _json(data: object) -> str:

@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from multi_gpu_training.monitoring.phase_names import PHASES
 from multi_gpu_training.monitoring.profiling.trace_view import show_profiles
 from multi_gpu_training.monitoring.report import comparison, wording
 from multi_gpu_training.monitoring.report.attribution import Steps, side_by_side
@@ -24,6 +23,7 @@ SHADES = " ░▒▓█"
 LEVELS = "▁▂▃▄▅▆▇█"
 MOST_EVENTS = 12
 MOST_ROWS = 16
+WORDS = {"queued": "no core"}
 
 
 def show(runs: Sequence[RunRecord], console: Console) -> None:
@@ -85,19 +85,18 @@ def _data(text: str) -> str:
 
 def _phase_table(steps: Steps, step_s: float) -> Table:
     """Milliseconds of each phase, a row a rank; the slowest is marked, if one is."""
-    # Timing a step makes it longer: its phases are shares of the step as the run has it.
-    scale = step_s / max(float(sum(steps.typical(phase).mean() for phase in PHASES)), 1e-12)
-    title = f"A step of {duration(step_s)}, rank by rank: ms, by {len(steps.steps)} timed steps"
+    typical = steps.shown(step_s)
+    title = f"A step of {duration(step_s)}, rank by rank: median ms of {len(steps.steps)} steps"
     table = Table(title=title, title_justify="left")
     # Checkpoints are rarely among the timed steps, and eight columns are wide enough.
-    shown = [p for p in PHASES if p != "checkpoint" or steps.typical(p).max() * scale >= 5e-6]
-    for name in ("", *shown, "waits for others"):
+    shown = [p for p in typical if p != "checkpoint" or typical[p].max() >= 5e-6]
+    for name in ("", *(WORDS.get(p, p) for p in shown), "waits for others"):
         table.add_column(name, justify="right" if name else "left", no_wrap=not name)
     waits = np.median(steps.waits, axis=1)
     for row in _rows(steps):
-        cells = [f"{float(steps.typical(phase)[row]) * scale * 1e3:.2f}" for phase in shown]
+        cells = [f"{float(typical[phase][row]) * 1e3:.2f}" for phase in shown]
         name = f"rank {steps.ranks[row]}" + (" slowest" if row == steps.slowest else "")
-        table.add_row(name, *cells, f"{waits[row] * scale * 1e3:.2f}")
+        table.add_row(name, *cells, f"{waits[row] * 1e3:.2f}")
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -35,8 +36,20 @@ def tiles(run: RunRecord, found: Figures) -> list[tuple[str, str]]:
         ("power", f"{found.power_w:,.0f} W a GPU" if found.power_w else None),
         ("MFU", f"{found.mfu:.1%}" if found.mfu is not None else None),
     ]
-    rows += [(name, f"{value:.4g}") for name, value in found.metrics.items()]
+    rows += [*metric_rows("train", found.train), *metric_rows("val", found.val)]
     return [(name, value) for name, value in rows if value is not None]
+
+
+def metric_rows(part: str, values: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Metrics of the last epoch, in the same words wherever a run is summed up."""
+    return [(f"{part} {name}", metric(name, value)) for name, value in values.items()]
+
+
+def metric(name: str, value: float) -> str:
+    """78.23% of an accuracy, 0.4521 of others; of small ones four digits that are not zeros."""
+    if name.split("/")[-1] == "accuracy":
+        return f"{value:.2%}"
+    return f"{value:.4g}" if 0 < abs(value) < 0.01 else f"{value:.4f}"
 
 
 def speed_rows(found: Figures) -> list[tuple[str, str]]:
@@ -75,7 +88,13 @@ def forecast_line(found: Figures) -> str | None:
 
 def event_rows(run: RunRecord) -> list[tuple[str, str, str]]:
     """Time since the start, kind and words of each event; of very many the first and last."""
-    shown = [e for e in run.notable if e["event"] not in ("shares",)]
+    # A fault is said to people, too: its message stands in the log a second time.
+    faults = {e.get("message") for e in run.notable if e["event"] == "fault"}
+    shown = [
+        e
+        for e in run.notable
+        if e["event"] != "shares" and not (e["event"] == "log" and e.get("message") in faults)
+    ]
     left = len(shown) - MOST_EVENTS
     rows = [_event_row(run, event) for event in shown]
     if left > 0:
@@ -90,7 +109,8 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
     since = f"+{duration(max(0.0, at - run.began))}" if at is not None and run.began else ""
     if kind == "checkpoint":
         text = (
-            f"step {event.get('step')} saved ({size(event.get('bytes'))}), training paused for "
+            f"step {event.get('step')} saved ({size(event.get('bytes'))} of tensors), training "
+            "paused for "
             f"{duration(float(event.get('stall_s') or 0) + float(event.get('waited_s') or 0))}"
         )
     elif kind in ("restart", "resume"):
@@ -100,8 +120,14 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
         text = f"{again}, on {ranks} from step {event.get('step')}"
     elif kind == "validation":
         found = {k: v for k, v in event.items() if k not in (*IDENTITY, "step")}
-        text = ", ".join(f"{name} {_short(value)}" for name, value in found.items())
+        text = ", ".join(
+            f"{name} {metric(name, value) if is_number(value) else _short(value)}"
+            for name, value in found.items()
+        )
         text = f"after step {event.get('step')}: {text}"
+    elif kind == "fault":
+        text = f"{fault_ranks(event)}, {event.get('kind')}, {event.get('action')}: "
+        text += str(event.get("message"))
     elif kind == "log":
         text = str(event.get("message"))
         kind = str(event.get("level", "log"))
@@ -126,6 +152,14 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
             f"{key} {_short(value)}" for key, value in event.items() if key not in IDENTITY
         )
     return since, kind, text
+
+
+def fault_ranks(event: Event) -> str:
+    """Who tells of a fault: what happens to all of them is one fault."""
+    ranks = sorted(set(event.get("ranks") or [event.get("rank")]), key=str)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 4 else f"{len(ranks)} ranks"
 
 
 def _short(value: Any) -> str:
