@@ -18,6 +18,7 @@ from recorded import Folder, healthy
 
 from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.extras import installed
+from multi_gpu_training.monitoring.report import write_report
 
 PICTURES = os.environ.get("MGT_PICTURES")  # a folder to write screenshots to
 pytestmark = [
@@ -176,6 +177,30 @@ def test_a_run_is_watched_compared_changed_and_stopped_in_the_page(
         requests.append([(e["step"], e["value"]) for e in events if e["event"] == "request"])
     assert requests[0] == requests[1] and requests[0][0][1] == 0.0004
     assert dashboard.close() == 0
+
+
+@in_browser
+def test_the_report_can_be_read_by_everyone(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path / "runs", "one")
+    folder.add(0, "fault", 50.0, step=5, kind="nonfinite", action="skip", message="a\n  b")
+    report = write_report([folder.path])
+    with chromium_page() as (page, said):
+        page.goto(report.as_uri())
+        for width, scheme in ((1360, "light"), (390, "dark")):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.emulate_media(color_scheme=scheme)
+            assert serious_findings(page) == []
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+        # A picture shrinks with the page: what counts is the height of its letters on the screen.
+        small = page.evaluate(
+            "[...document.querySelectorAll('svg text')].filter(e => parseFloat("
+            "getComputedStyle(e).fontSize) * e.getCTM().a < 11.9).map(e => e.textContent)"
+        )
+        assert small == []
+        page.focus(".heat .scroll")
+        page.keyboard.press("ArrowRight")
+        assert "rank 0, step" in page.inner_text(".words")
+        assert said == []
 
 
 @in_browser

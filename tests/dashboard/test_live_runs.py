@@ -6,12 +6,14 @@ import io
 import json
 import shutil
 import socket
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import mgt_here
-from recorded import Folder
+from recorded import Folder, healthy
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -23,11 +25,15 @@ from multi_gpu_training.dashboard.terminal_view import TopScreen
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.event_crc import with_crc
 from multi_gpu_training.monitoring.event_segments import close_segment, merge_segments
+from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.lines import EventTail
 from multi_gpu_training.monitoring.report.run_record import read_run
+from multi_gpu_training.monitoring.report.terminal import show
 from multi_gpu_training.monitoring.run_requests import FOLDER, Inbox
 from multi_gpu_training.storage.event_mirror import EventMirror
 from multi_gpu_training.storage.remote_folder import RemoteFolder
+
+LINE = {"v": 2, "run": "a", "attempt": 0, "rank": 0, "world_size": 2, "time": 1.79e9}
 
 
 def of(run: Any, *names: str) -> list[Any]:
@@ -298,3 +304,121 @@ def test_the_loss_is_that_of_the_last_epoch_where_it_ended_later(tmp_path: Path)
     assert [summary(run, 3.0)["loss"] for run in watched.later().values()] == [0.4008, 0.4008]
     long.log(20, at=3, loss=0.3)
     assert {summary(run, 4.0)["loss"] for run in watched.later().values()} == {0.4008, 0.3}
+
+
+def _watch(runs: LiveRuns, seen: list[tuple[set[str], int | None]]) -> None:
+    """Note what is listed, whenever that changes, until all runs are read."""
+    version = 0
+    while runs.reading != 0:
+        if runs.version != version:
+            version = runs.version
+            seen.append(({run.name for run in runs.runs.values()}, runs.reading))
+        time.sleep(0.001)
+
+
+def test_short_runs_are_listed_before_the_longest_is_read(tmp_path: Path) -> None:
+    for name in ("a-long", "b", "c"):
+        folder = Folder(tmp_path / "r" / name)
+        folder.start()
+        folder.log(5)
+    note = json.dumps({**LINE, "event": "note", "text": "x" * 1000}) + "\n"
+    with (tmp_path / "r" / "a-long" / "events" / "rank-0.jsonl").open("a") as file:
+        file.write(note * 9000)
+    runs = LiveRuns([str(tmp_path)])
+    assert runs.reading is None and not runs.runs  # not "there are no runs"
+    seen: list[tuple[set[str], int | None]] = []
+    watcher = threading.Thread(target=lambda: _watch(runs, seen))
+    watcher.start()
+    runs.poll(1.0)
+    watcher.join()
+    assert seen[0] == ({"r/b", "r/c"}, 1)
+    assert len(runs.runs) == 3 and runs.reading == 0
+    before = runs.version
+    runs.poll(2.0)
+    assert runs.version == before
+
+
+def test_list_detail_and_report_tell_the_same_figures(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "r" / "run")
+    folder.start(epoch_steps=40, epoch_samples=2560)
+    folder.time_steps([healthy(), healthy(queued=9.0)])
+    for step, rate in ((10, 100.0), (20, 3200.0), (30, 3200.0), (40, 1600.0)):
+        folder.log(step, at=step / 40, samples_per_s=rate, loss=0.5)
+    metrics = {"loss": 0.001234, "accuracy": 0.75}
+    folder.add(0, "epoch", 1.0, step=40, epoch=0, train={"loss": 0.25}, val=metrics)
+    lock = RunLock(folder.path)
+    [run] = Watched(tmp_path).later().values()
+    assert summary(run, 200.0)["samples_per_s"] == 2400.0  # of late, while it runs
+    lock.release()
+    folder.end(40)
+    [run] = Watched(tmp_path).later().values()
+    record = read_run(folder.path)
+    shown = dict(detail(run, 200.0)["tiles"])
+    assert summary(run, 200.0)["samples_per_s"] == figures(record).samples_per_s == 3200.0
+    assert shown["samples/s"] == "3,200" and shown["step"] == "20 ms"
+    assert shown["train loss"] == "0.2500" and shown["val accuracy"] == "75.00%"
+    assert shown["val loss"] == "0.001234"
+    # Of each rank the same milliseconds as the report, which add up to the step.
+    console = Console(file=io.StringIO(), width=160)
+    show([record], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    for row in detail(run, 200.0)["rank_rows"]:
+        assert sum(row["phases"].values()) == pytest.approx(20.0, rel=0.05)
+        for ms in row["phases"].values():
+            assert not ms or f"{ms:.2f}" in printed
+
+
+def test_a_fault_of_all_ranks_and_a_stop_are_told_once(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "r" / "run")
+    folder.start()
+    message = "step 5: the gradient is not finite\n  rank 1: the loss is nan"
+    for rank in (0, 1):
+        folder.add(rank, "fault", 1.0, step=5, kind="nonfinite", action="skip", message=message)
+        folder.add(rank, "log", 1.0, step=5, level="warning", message=message)
+    folder.add(1, "fault", 2.0, step=7, kind="loader", action="restart", message="a worker died")
+    folder.add(1, "stopped", 3.0, step=9, signal="SIGTERM", problem=None, save_s=0.1)
+    folder.add(0, "stopped", 3.1, step=9, signal="mgt top", problem=None, save_s=0.25)
+    folder.end(9, at=3.2, stopped="SIGTERM", error="stopped")
+    [run] = Watched(tmp_path).later().values()
+    told = detail(run, 200.0)
+    assert [row[1:] for row in told["events"]] == [
+        ["stopped", "by mgt top after step 9, saved in 250 ms"],
+        ["fault", "rank 1, loader, restart: a worker died"],
+        ["fault", "ranks 0, 1, nonfinite, skip: step 5: the gradient is not finite"],
+    ]
+    assert [(f["ranks"], f["text"]) for f in told["faults"]] == [
+        ("1", "a worker died"),
+        ("0, 1", message),
+    ]
+    assert run.state == "stopped"
+    # Read again, nothing is told twice.
+    folder.log(10, at=4.0)
+    watched = Watched(tmp_path)
+    for _ in range(2):
+        [run] = watched.later().values()
+        assert len(detail(run, 200.0)["faults"]) == 2
+
+
+def test_top_says_what_became_of_a_request(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "runs" / "r" / "run")
+    folder.start()
+    folder.log(5)
+    lock = RunLock(folder.path)
+    runs = LiveRuns([str(tmp_path / "runs")])
+    runs.poll()
+    screen = TopScreen(runs)
+    console = Console(file=io.StringIO(), width=80)
+    screen.press("s")
+    screen.press("y")
+    console.print(screen.render(40))
+    assert "asked r/run to save" in screen.message
+    asked = {"action": "save", "by": "mgt top", "done": True, "outcome": "step 6 is being saved"}
+    for rank in (0, 1):
+        folder.add(rank, "request", 1.0, step=6, value=None, **asked)
+    runs.poll()
+    console.print(screen.render(40))
+    assert screen.message == "r/run: mgt top: save at step 6: step 6 is being saved"
+    lock.release()
+    foot = console.file.getvalue().splitlines()[-2:]  # type: ignore[attr-defined]
+    assert "m memory snapshot" in " ".join(foot)
+    assert not any(line.endswith(("  m", "  s", "stop after")) for line in foot)

@@ -82,7 +82,7 @@ def test_the_page_needs_nothing_but_itself_and_says_everything(tmp_path: Path) -
     ):
         assert expected in words, expected
     assert text.count('class="slowest"') == 2  # in the bars and in the heat map
-    assert 'id="heat"' in text
+    assert 'class="heat"' in text
 
 
 def test_what_a_run_writes_cannot_break_the_page(tmp_path: Path) -> None:

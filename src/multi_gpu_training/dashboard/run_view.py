@@ -303,7 +303,7 @@ def fault_rows(record: RunRecord) -> list[Values]:
         {
             "after": _after(record, event),
             "kind": clean(event.get("kind") or event["event"], 80),
-            "rank": wording.fault_ranks(event).removeprefix("ranks ").removeprefix("rank "),
+            "ranks": wording.fault_ranks(event).removeprefix("ranks ").removeprefix("rank "),
             "step": event.get("step"),
             "action": clean(event.get("action") or "", 80),
             "text": clean(event.get("message") or event.get("error") or ""),

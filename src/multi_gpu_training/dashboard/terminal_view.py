@@ -12,7 +12,7 @@ import tty
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -22,6 +22,7 @@ from multi_gpu_training.dashboard.live_runs import LiveRun, LiveRuns
 from multi_gpu_training.dashboard.run_view import STATES, Values, detail, summary
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.report.sentences import duration
+from multi_gpu_training.monitoring.report.terminal import packed
 from multi_gpu_training.monitoring.report.wording import number, size
 from multi_gpu_training.monitoring.run_requests import checked, send_request
 
@@ -49,6 +50,7 @@ ASKS_VALUE = ("set_lr", "set_log_every")
 UP, DOWN = ("\x1b[A", "k"), ("\x1b[B", "j")
 MOST_LISTED = 15
 BAR = 24
+MOST_DEVICE = 16  # columns of its name
 
 
 def show_runs(roots: Sequence[str], once: bool, interval_s: float) -> int:
@@ -89,6 +91,7 @@ class TopScreen:
         self._chosen: str | None = None
         self._asked: str | None = None  # the action that waits for y, or for a value
         self._typed = ""
+        self._waits_for: tuple[str, list[str]] = "", []  # run, and its answers before
 
     # What is shown
 
@@ -104,7 +107,7 @@ class TopScreen:
 
     def render(self, height: int) -> RenderableType:
         parts: list[RenderableType] = [self.listing(max(3, height // 3 - 3))]
-        shown = self.details()
+        shown = self.details(max(4, height // 3 - 4))
         if shown is not None:
             parts.append(shown)
         parts.append(self._foot())
@@ -133,16 +136,18 @@ class TopScreen:
             table.caption = f"{len(there)} runs"
         return table
 
-    def details(self) -> RenderableType | None:
+    def details(self, most: int = 6) -> RenderableType | None:
         if self.chosen is None:
             return None
         told = detail(self.chosen, time.monotonic())
         if "rank_rows" not in told:
             return Panel(Text(told["problem"] or told["state_text"]), title=Text(told["name"]))
+        self._take_answer(told)
         parts: list[RenderableType] = [Text(_headline(told)), _rank_table(told)]
         events = Table(box=None, pad_edge=False, show_header=False)
-        for row in told["events"][:6]:
-            events.add_row(*(Text(cell[:200], overflow="ellipsis", no_wrap=True) for cell in row))
+        for after, kind, text in told["events"][:most]:
+            first = text.partition("\n")[0][:200]
+            events.add_row(after, Text(kind), Text(first, overflow="ellipsis", no_wrap=True))
         if told["events"]:
             parts += [Text("last events", style="bold"), events]
         return Panel(Group(*parts), title=Text(told["name"]), title_align="left")
@@ -152,10 +157,9 @@ class TopScreen:
             return Text(f"{_words(self._asked)}: {self._typed}_   Enter sends, Esc cancels", "bold")
         if self._asked is not None:
             return Text(f"{_words(self._asked)}? y / n", "bold")
-        keys = "  ".join(f"{key} {action.replace('_', ' ')}" for key, (action, _) in KEYS.items())
-        return Text(f"{self.message}\n" if self.message else "").append(
-            f"up/down choose  {keys}  q quit", "dim"
-        )
+        keys = [f"{key} {action.replace('_', ' ')}" for key, (action, _) in KEYS.items()]
+        foot = _Packed(["up/down choose", *keys, "q quit"])
+        return Group(Text(self.message), foot) if self.message else foot
 
     # Keys
 
@@ -206,10 +210,25 @@ class TopScreen:
             self.message = "the run is gone; not sent"
             return
         try:
+            told = detail(run, time.monotonic())
             send_request(run.path, checked(action, value, "mgt top"))
+            self._waits_for = run.id, _answers(told)
             self.message = f"asked {run.name} to {_words(action)}; its events tell when it is done"
         except ConfigError as error:
             self.message = error.problems[0]
+
+    def _take_answer(self, told: Values) -> None:
+        """Say what became of the last request, once the run's events tell."""
+        run, before = self._waits_for
+        new = [text for text in _answers(told) if text not in before]
+        if told["id"] == run and (new or told["state"] != "running"):
+            answer = new[0] if new else told["state_text"]
+            self.message, self._waits_for = f"{told['name']}: {answer}", ("", [])
+
+
+def _answers(told: Values) -> list[str]:
+    """What the ranks did with requests, the latest first."""
+    return [text for _, kind, text in told.get("events", ()) if kind == "request"]
 
 
 def _words(action: str) -> str:
@@ -256,7 +275,7 @@ def _rank_table(told: Values) -> Group:
     table = Table(box=None, pad_edge=False, header_style="bold")
     gpu = any(row["gpu_use"] is not None for row in told["rank_rows"])
     for name in ("rank", "device", "GPU use" if gpu else "CPU use", "memory", "phases"):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=True, max_width=MOST_DEVICE if name == "device" else None)
     longest = max(
         (sum(row["phases"].values()) for row in told["rank_rows"] if row["phases"]), default=0
     )
@@ -291,11 +310,22 @@ def _bar(share: float | None, width: int) -> Text:
 def _phase_bar(phases: dict[str, float] | None, longest: float) -> Text:
     if not phases or not longest:
         return Text("not timed")
-    bar = Text()
+    bar = Text(f"{sum(phases.values()):>7.4g} ms ", overflow="crop", no_wrap=True)
     for phase, ms in phases.items():
         letter, style = PHASE_STYLES[phase]
         bar.append(letter * round(BAR * ms / longest), style)
-    return bar.append(f" {sum(phases.values()):.4g} ms")
+    return bar
+
+
+class _Packed:
+    """Words on as few lines as the terminal allows; none is broken."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = words
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in packed(self.words, options.max_width):
+            yield Text(line, "dim")
 
 
 class Keyboard:

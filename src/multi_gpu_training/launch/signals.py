@@ -13,6 +13,8 @@ from types import FrameType
 from typing import Any
 
 _ALWAYS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# One Ctrl-C may come twice: `timeout -s INT` sends it to its child, then to the whole group.
+ONE_PRESS_S = 0.1
 _UNLESS_IGNORED = (signal.SIGHUP, signal.SIGQUIT)  # nohup ignores SIGHUP on purpose
 
 
@@ -31,6 +33,7 @@ class LauncherSignals:
     def __init__(self) -> None:
         self._came: list[int] = []
         self._before: dict[signal.Signals, Any] = {}
+        self._interrupted_at = -ONE_PRESS_S
 
     @property
     def interrupts(self) -> int:
@@ -72,4 +75,9 @@ class LauncherSignals:
                 signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            if now - self._interrupted_at < ONE_PRESS_S:
+                return
+            self._interrupted_at = now
         self._came.append(number)

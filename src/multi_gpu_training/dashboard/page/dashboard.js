@@ -308,7 +308,7 @@ function oneRun(id) {
   parts.push(...table('checkpoints', 'Checkpoints', ['step', 'size', 'stood still', 'after'],
     more.checkpoints.map((c) => [num(c.step), c.size || '', c.stall, c.after]), 'None written yet.'));
   parts.push(...table('faults', 'Faults and restarts', ['after', 'what', 'ranks', 'step', 'action', 'message'],
-    more.faults.map((f) => [f.after, f.kind, f.rank ?? '', f.step ?? '', f.action, f.text]), 'None.'));
+    more.faults.map((f) => [f.after, f.kind, f.ranks, f.step ?? '', f.action, f.text]), 'None.'));
   parts.push(...table('events', 'Events', ['after', 'what', 'details'], more.events, 'None yet.'));
   for (const problem of more.problems) parts.push(el('p', 'soft footnote', problem));
   parts.push(settings(more));
@@ -619,6 +619,8 @@ const ASKS = {
 
 function actions(run) {
   const box = el('div', 'actions');
+  const asked = state.asked.get(run.id);
+  if (asked) { const note = el('p', 'notice', asked.text); note.setAttribute('role', 'status'); box.append(note); }
   if (state.readOnly || !run.can_act) return box;
   for (const [action, ask] of Object.entries(ASKS)) {
     const button = el('button', ask.danger ? 'danger' : '', ask.label);
@@ -627,8 +629,6 @@ function actions(run) {
     button.addEventListener('click', () => open(run, action));
     box.append(button);
   }
-  const asked = state.asked.get(run.id);
-  if (asked) { const note = el('p', 'notice', asked.text); note.setAttribute('role', 'status'); box.append(note); }
   return box;
 }
 
@@ -669,7 +669,10 @@ function done(run) {
 
 function noteDone(run) {
   const asked = state.asked.get(run.id);
-  if (asked && (run.state !== 'running' || done(run).some((text) => !asked.seen.includes(text)))) state.asked.delete(run.id);
+  if (!asked || asked.answer) return;
+  asked.answer = done(run).find((text) => !asked.seen.includes(text));
+  if (asked.answer) asked.text = capital(asked.answer) + '.';
+  else if (run.state !== 'running') state.asked.delete(run.id);
 }
 
 // Keys, and what happens without the server

@@ -49,7 +49,7 @@ details summary { cursor: pointer; color: var(--accent); } code { font-size: 12p
 select { font: inherit; color: inherit; background: var(--box); border: 1px solid var(--line);
   padding: 2px 6px; }
 /* Pictures shrink with the page: their text must not. */
-@media (max-width: 900px) { .scroll svg { min-width: 860px; } }
+.scroll svg { min-width: 900px; }
 @media (max-width: 560px) { body { padding: 16px; } .charts .tick { font-size: 16.5px; } }
 @media print { body { max-width: none; } }
 """ + "".join(

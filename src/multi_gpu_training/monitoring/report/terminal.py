@@ -48,7 +48,7 @@ def _show_run(run: RunRecord, console: Console) -> None:
     colour = "red" if verdict.causes else "green" if verdict.kind == "none" else "yellow"
     console.print(Panel(_data(verdict.headline + more), title=_data(run.name), border_style=colour))
     tiles = [f"{name}: {value}" for name, value in wording.tiles(run, found)]
-    for line in _packed(tiles, console.width):
+    for line in packed(tiles, console.width):
         console.print(_data(line))
     forecast = wording.forecast_line(found)
     if forecast:
@@ -67,7 +67,7 @@ def _show_run(run: RunRecord, console: Console) -> None:
         console.print(_table(["after", "what", ""], rows[-MOST_EVENTS:], "Events"))
 
 
-def _packed(words: Sequence[str], width: int) -> list[str]:
+def packed(words: Sequence[str], width: int) -> list[str]:
     """Lines of whole figures: 8.6 ms must not be broken in the middle."""
     lines: list[str] = []
     for word in words:

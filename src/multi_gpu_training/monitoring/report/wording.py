@@ -95,12 +95,34 @@ def event_rows(run: RunRecord) -> list[tuple[str, str, str]]:
         for e in run.notable
         if e["event"] != "shares" and not (e["event"] == "log" and e.get("message") in faults)
     ]
+    shown = _one_stop_each(shown)
     left = len(shown) - MOST_EVENTS
     rows = [_event_row(run, event) for event in shown]
     if left > 0:
         middle = ("", "...", f"{left} more")
         rows = [*rows[: MOST_EVENTS // 2], middle, *rows[-MOST_EVENTS // 2 :]]
     return rows
+
+
+def _one_stop_each(shown: list[Event]) -> list[Event]:
+    """Each rank tells that it stops, and again that it ended. Only the first knows who asked;
+    others get a signal from it."""
+    best: dict[Any, Event] = {}
+    for event in shown:
+        if event["event"] == "stopped":
+            before = best.setdefault(event.get("step"), event)
+            if str(before.get("signal")).startswith("SIG"):
+                best[event.get("step")] = event
+    kept = {id(event) for event in best.values()}
+    return [
+        event
+        for event in shown
+        if id(event) in kept
+        or event["event"] not in ("stopped", "run_end")
+        or (
+            event["event"] == "run_end" and not (event.get("stopped") and event.get("step") in best)
+        )
+    ]
 
 
 def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
@@ -147,6 +169,12 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
         text = str(event.get("error") or f"after step {event.get('step')}")
         if kind == "stopped":
             text = f"by {event.get('stopped', 'a signal')} after step {event.get('step')}"
+    elif kind == "stopped":
+        text = f"by {event.get('signal', 'a signal')} after step {event.get('step')}"
+        if is_number(event.get("save_s")):
+            text += f", saved in {duration(float(event['save_s']))}"
+        if event.get("problem"):
+            text += f"; {event['problem']}"
     else:
         text = f"rank {event.get('rank')}: " + ", ".join(
             f"{key} {_short(value)}" for key, value in event.items() if key not in IDENTITY
