@@ -2,6 +2,7 @@
 
 python benchmarks/after_training.py --out benchmarks/after_training.md
 python benchmarks/after_training.py --recipes image,ppo --formats onnx,torch-export
+python benchmarks/after_training.py --others --data DATA   other models, sizes and data
 python benchmarks/after_training.py --bf16 RUN...   trained runs in bfloat16 against float32
 
 Trains a small run of each recipe on the CPU, and then compares, on samples of the validation data:
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,40 @@ SMALL = {
         *("hidden=32", "features=16", "eval_episodes=2"),
     ],
 }
+# Other models of the recipes: name, recipe, settings. {data}: folder with mnist/ and fsdd/;
+# {made}: folder for what is written here.
+OTHERS = [
+    ("vit, MNIST", "image", ["model=vit", "data_dir={data}/mnist", "max_steps=60"]),
+    ("resnet, colour photos", "image", ["model=resnet", "data_dir={made}/photos", "epochs=3"]),
+    ("guide, 16 frames of 48", "video", [
+        *("architecture=guide", "frame_size=48", "frames=16", "width=6"),
+        *("max_steps=4", "batch_size=12", "videos=12", "num_workers=0"),
+    ]),
+    ("streaming, batch norm, FSDD", "speech", [
+        *("data_dir={data}/fsdd", "streaming=true", "norm=batch", "alphabet=data"),
+        *("max_steps=20", "batch_size=8"),
+    ]),
+    ("bert, 3 layers", "transformer", ["task=masked", "layers=3", "width=48", "max_steps=20"]),
+    ("topics, padded", "transformer", [
+        *("task=classification", "layers=1", "width=96", "sequence_length=64", "max_steps=20"),
+    ]),
+    ("llama, grouped heads", "transformer", [
+        *("model={made}/llama.json", "from_scratch=true", "sequence_length=96", "max_steps=20"),
+    ]),
+    ("Pendulum", "ppo", [
+        *("env=Pendulum-v1", "num_envs=3", "rollout_steps=20", "total_steps=240", "hidden=24"),
+        *("features=12", "eval_episodes=1"),
+    ]),
+    ("trading, 4 assets", "ppo", [
+        *("num_envs=4", "num_episodes=8", "assets=4", "episode_days=30", "market_days=400"),
+        *("window=5", "features=16", "hidden=24", "batch_size=2"),
+    ]),
+]  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 257,
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
 QUIET = ["--multi-gpu", "single", "device=cpu", "progress=off", "tensorboard=false"]
 ITEMS = 10_000
 
@@ -133,10 +169,26 @@ def many_items(run: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+def make_things(folder: Path) -> None:
+    """Photos of three classes in many sizes, and the config of a Llama."""
+    from PIL import Image
+
+    noise = np.random.default_rng(0)
+    for label, colour in {"red": 0, "green": 1, "blue": 2}.items():
+        (folder / "photos" / label).mkdir(parents=True, exist_ok=True)
+        for number in range(40):
+            pixels = noise.integers(0, 120, (*noise.integers(30, 90, 2), 3), dtype=np.uint8)
+            pixels[..., colour] += 100
+            Image.fromarray(pixels).save(folder / "photos" / label / f"{number}.png")
+    (folder / "llama.json").write_text(json.dumps(LLAMA))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recipes", default=",".join(SMALL))
     parser.add_argument("--formats", default="safetensors,torch-export,onnx,aoti,hf")
+    parser.add_argument("--others", action="store_true", help="other models, sizes and data")
+    parser.add_argument("--data", default="data", help="folder with mnist/ and fsdd/, of --others")
     parser.add_argument("--items", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--bf16", nargs="*", type=Path, help="runs to compare in bfloat16, alone")
     parser.add_argument("--samples", type=int, default=400, help="of --bf16")
@@ -151,27 +203,38 @@ def main() -> None:
         return
     unknown = set(given.formats.split(",")) - set(WRITERS)
     assert not unknown, unknown
-    lines = ["| recipe | evaluate | predict | " + " | ".join(given.formats.split(",")) + " |"]
+    formats = given.formats.split(",")
+    lines = ["| recipe | model | evaluate | predict | " + " | ".join(formats) + " |"]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    models = [("small", name, words) for name, words in SMALL.items()]
     with tempfile.TemporaryDirectory() as place:
         base = Path(given.runs or place)
-        for name in given.recipes.split(","):
-            run = base / name / "small"
+        if given.others:
+            make_things(base / "made")
+            models = OTHERS
+        for title, name, words in models:
+            if name not in given.recipes.split(","):
+                continue
+            run_name = re.sub("[^a-z0-9]+", "-", title.lower())
+            run = base / name / run_name
             if not run.exists():
-                words = ["--run-name", "small", "--save-dir", str(base), *QUIET, *SMALL[name]]
+                words = [word.format(data=given.data, made=base / "made") for word in words]
+                words = ["--run-name", run_name, "--save-dir", str(base), *QUIET, *words]
                 mgt_command("train", name, *words)
             agreed = agreement(run)
             cells = [_figure(agreed["evaluate"]), _figure(agreed["predict"])]
-            for to in given.formats.split(","):
+            print(name, title, cells, flush=True)
+            for to in formats:
                 loaded = mgt.load(run, device="cpu")
                 try:
-                    done = export(loaded, to, Path(place) / f"{name}-{to}")
+                    done = export(loaded, to, Path(place) / f"{name}-{run_name}-{to}")
                     cells.append(", ".join(_figure(check.difference) for check in done.checks))
+                    cells[-1] += "".join(f" ({note})" for note in done.notes if "samples" in note)
                 except mgt.MultiGPUError as error:
-                    cells.append(str(error).splitlines()[-1].strip(" -")[:120])
-                print(name, to, cells[-1], flush=True)
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        if given.items and "image" in given.recipes:
+                    cells.append(str(error).splitlines()[-1].strip(" -")[:300])
+                print(name, title, to, cells[-1], flush=True)
+            lines.append(f"| {name} | {title} | {' | '.join(cells)} |")
+        if given.items and not given.others and "image" in given.recipes:
             lines += ["", f"mgt predict, image: {many_items(base / 'image/small', Path(place))}"]
     text = "\n".join(lines)
     print(text)

@@ -6,6 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from processes import Said, mgt_here
 from tiny import line, points, quiet, sgd, squares
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import multi_gpu_training as mgt_package
 
@@ -235,3 +236,156 @@ def test_without_known_inputs_the_export_says_how_to_give_them(
     said = mgt("export", run, "--to", "torch-export", "--out", "kept", "--trust")
     text = " ".join(said.err.split())
     assert said.code == 2 and 'description={"inputs":' in text and "no loss_fn was given" in text
+
+
+# What they take and give
+
+
+class Pair(nn.Module):
+    """Two inputs, of which the second has the type of pixels; a layer called `meta`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meta = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        found: Tensor = self.meta(x) + shift
+        return found
+
+
+def pairs() -> TensorDataset:
+    x, _ = points().tensors
+    return TensorDataset(x, torch.ones(16, 2, dtype=torch.int32), x[:, :2])
+
+
+def test_two_inputs_are_given_as_a_tuple_by_name_or_in_an_npz_file(
+    mgt: Mgt, tmp_path: Path
+) -> None:
+    run = fit(tmp_path, Pair, pairs())
+    x, shift, _ = pairs().tensors
+    np.savez("both.npz", shift=shift[:2].numpy(), x=x[:2].double().numpy())
+    said = mgt("predict", run, "both.npz", "--format", "jsonl", "--trust")
+    loaded = mgt_package.load(run, device="cpu", model=Pair)
+    ways: list[Any] = [(x[0], shift[0]), {"shift": shift[0], "x": x[0]}]
+    first, second = loaded.predict(ways)
+    assert first == second == {"output": loaded.model(x[:1], shift[:1]).tolist()[0]}
+    assert json.loads(said.out.splitlines()[0])["output"] == pytest.approx(first["output"])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"x": np.ones((3, 4), "f4")}, "dict with x; the model takes x: float32 (4,), shift"),
+        ({"x": np.ones((3, 4), "f4"), "shift": np.ones((2, 2), "i4")}, "same number of rows"),
+        (
+            {"x": np.ones((3, 4), "u1"), "shift": np.ones((3, 2), "i4")},
+            "x holds uint8, and the model was trained on float32",
+        ),
+        (
+            {"x": np.ones((3, 5), "f4"), "shift": np.ones((3, 2), "i4")},
+            "Pair failed for samples of float32 (5,), int32 (2,)",
+        ),
+    ],
+    ids=["missing", "rows", "type", "shape"],
+)
+def test_inputs_that_do_not_fit_are_refused_in_one_sentence(
+    mgt: Mgt, tmp_path: Path, arrays: dict[str, Any], says: str
+) -> None:
+    run = fit(tmp_path, Pair, pairs())
+    np.savez("some.npz", **arrays)
+    said = mgt("predict", run, "some.npz", "--trust")
+    assert said.code == 2 and says in said.err
+    assert said.err.count("\n  - ") == 1  # three samples, one reason
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None
+    hidden: tuple[Tensor, ...]
+
+
+class Keywords(nn.Module):
+    """As models of Hugging Face: called by keyword, with an object as its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meta = nn.Linear(4, 2)
+
+    def forward(
+        self, x: Tensor, unused: Tensor | None = None, scale: Any = 1, labels: Any = None
+    ) -> Output:
+        hidden = x * scale
+        logits = self.meta(hidden)
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return Output(logits, loss, (hidden,))
+
+
+class Dicts(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = points().tensors[0][index]
+        return {"scale": torch.tensor([2.0]), "x": x, "labels": torch.tensor(index % 2)}
+
+
+def test_a_model_called_by_keyword_is_fed_and_exported_by_the_names_of_its_inputs(
+    mgt: Mgt, tmp_path: Path
+) -> None:
+    run = fit(tmp_path, Keywords, Dicts())
+    loaded = mgt_package.load(run, device="cpu", model=Keywords)
+    raw = {name: value for name, value in Dicts()[0].items() if name != "labels"}
+    logits, hidden = loaded.predict([raw])[0]["output"]
+    with torch.no_grad():
+        assert logits == loaded.model(**{n: v[None] for n, v in raw.items()}).logits[0].tolist()
+    assert hidden == (2 * raw["x"]).tolist()
+    said = mgt("export", run, "--to", "torch-export", "--out", "kept", "--trust")
+    assert said.code == 0, said.err
+    named = json.loads(Path("kept/schema.json").read_text())["inputs"]
+    assert [one["name"] for one in named] == ["scale", "x"]
+
+
+class OfConfig(nn.Linear):
+    def __init__(self, config: Output) -> None:
+        super().__init__(4, 1)
+
+
+def test_arguments_that_cannot_be_recorded_are_named(mgt: Mgt, tmp_path: Path) -> None:
+    config = Output(torch.zeros(1), None, ())
+    run = fit(tmp_path, functools.partial(OfConfig, config))
+    said = mgt("predict", run, "x.npy", "--trust")
+    assert said.code == 2 and "from config (a Output), which a checkpoint does not" in said.err
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ([{"name": "x"}], 'inputs[0] needs a shape such as ["batch", 8]'),
+        ([{"name": "x", "shape": ["batch"], "dtype": "real"}], "not 'real'"),
+    ],
+)
+def test_a_description_that_could_not_be_read_is_refused_before_training(
+    tmp_path: Path, inputs: Any, says: str
+) -> None:
+    with pytest.raises(mgt_package.ConfigError) as refused:
+        fit(tmp_path, line(), description={"inputs": inputs})
+    assert says in str(refused.value)
+
+
+def test_a_scripts_model_is_quantised_and_compared_on_made_up_inputs(
+    mgt: Mgt, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchao")
+    run = fit(tmp_path, small_net_of(3))
+    words = ("compress", run, "--method", "quantize", "--trust", "--out", "small")
+    refused = mgt(*words, "--max-drop", "1%")
+    assert refused.code == 2 and "only the script knows the data" in refused.err
+    said = mgt(*words)
+    assert said.code == 0, said.err
+    rows = json.loads(Path("small/compression.json").read_text())["rows"]
+    assert 0 < rows[1]["metrics"]["distance"] < 0.1 and rows[1]["drop"] is None
+
+
+def small_net_of(width: int) -> Callable[[], nn.Module]:
+    return functools.partial(small_net, width=width)

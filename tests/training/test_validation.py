@@ -272,6 +272,21 @@ def test_outputs_of_any_form_come_back_one_per_sample(tmp_path: Path) -> None:
         manager.predict(points(0))
 
 
+class TakesTwo(nn.Linear):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * scale)
+
+
+def test_a_model_that_batches_do_not_fit_needs_a_predict_fn(tmp_path: Path) -> None:
+    x, y = points().tensors
+    manager = MultiGPUTrainingManager(quiet(tmp_path))
+    manager.fit(TakesTwo(4, 1), TensorDataset(x, torch.ones(16, 1), y))
+    with pytest.raises(ModelError, match=r"forward\(x.*1 inputs, without the last.*predict_fn"):
+        manager.predict(TensorDataset(x, torch.ones(16, 1)))
+    found = manager.predict(TensorDataset(x, y), lambda model, batch: model(batch[0], batch[1]))
+    assert found.shape == (16, 1)
+
+
 def test_gather_puts_the_outputs_of_your_own_loop_in_order(tmp_path: Path) -> None:
     manager = manager_for(tmp_path, **ALONE)
     model, _, val_loader = manager.setup_training(line(), points(), points(9), loss_fn=squares)

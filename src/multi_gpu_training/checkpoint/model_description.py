@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.errors import ConfigError
@@ -37,14 +38,33 @@ def model_description(model: Any, given: Mapping[str, Any] | None) -> dict[str, 
                 f"description cannot be written as JSON ({error}); use numbers, texts, lists and "
                 "dicts with texts as keys"
             ) from None
+        _check_tensors(found)
         if callable(given.get("model")):
             raise ConfigError("description: give the model as text, package.module:Name")
     return {"format": FORMAT, **found} if found else {}
 
 
+def _check_tensors(found: Mapping[str, Any]) -> None:
+    """Refuse inputs and outputs that could not be read when the model is loaded."""
+    for which in ("inputs", "outputs"):
+        for number, one in enumerate(found.get(which) or ()):
+            shape = one.get("shape") if isinstance(one, dict) else None
+            kind = one.get("dtype", "float32") if isinstance(one, dict) else None
+            if not isinstance(shape, list) or not shape:
+                problem = 'a shape such as ["batch", 8]'
+            elif not isinstance(getattr(torch, str(kind), None), torch.dtype):
+                problem = f"a dtype of torch, such as float32, not {str(kind)[:40]!r}"
+            else:
+                continue
+            raise ConfigError(f"description: {which}[{number}] needs {problem}")
+
+
 def described_inputs(model: nn.Module, given: Any, batch: Any) -> list[dict[str, Any]] | None:
     """What `model(*inputs)` takes, from an `(inputs..., target)` batch as the data gave it and as
-    the loss gets it. None where that cannot be told: `augment` may have changed the form."""
+    the loss gets it; of a dict what `model(**inputs)` takes, all but the labels. None where that
+    cannot be told: `augment` may have changed the form."""
+    if isinstance(given, Mapping) and isinstance(batch, Mapping):
+        return _keyword_inputs(given, batch)
     forms = [_forms(part) for part in (given, batch)]
     if forms[0] is None or forms[0] != forms[1]:
         return None
@@ -57,6 +77,20 @@ def described_inputs(model: nn.Module, given: Any, batch: Any) -> list[dict[str,
     return [
         {"name": name, "dtype": dtype, "shape": ["batch", *shape]}
         for name, (dtype, shape) in zip(names, forms[0], strict=False)
+    ]
+
+
+def _keyword_inputs(
+    given: Mapping[str, Any], batch: Mapping[str, Any]
+) -> list[dict[str, Any]] | None:
+    names = [name for name in batch if name != "labels"]
+    target: list[Any] = [None]  # stands where a list has its target
+    forms = [_forms([part.get(name) for name in names] + target) for part in (given, batch)]
+    if forms[0] is None or forms[0] != forms[1] or "labels" not in batch:
+        return None
+    return [
+        {"name": name, "dtype": dtype, "shape": ["batch", *shape], "keyword": True}
+        for name, (dtype, shape) in zip(names, forms[0], strict=True)
     ]
 
 
@@ -94,10 +128,17 @@ def _own_words(model: Any) -> dict[str, Any]:
             }
         except (TypeError, ValueError):
             arguments = None
-    try:
-        json.dumps(arguments, allow_nan=False)
-    except (TypeError, ValueError):
-        arguments = None
-    if arguments is not None:
+    unrecorded = {n: type(v).__name__ for n, v in (arguments or {}).items() if not _is_plain(v)}
+    if unrecorded:
+        found["unrecorded"] = unrecorded
+    elif arguments is not None:
         found["arguments"] = arguments
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from multi_gpu_training.delivery.checkpoint_source import find_checkpoint
-from multi_gpu_training.delivery.loaded_model import SCRIPT_DATA, load
+from multi_gpu_training.delivery.loaded_model import load
 from multi_gpu_training.delivery.model_folder import is_model_folder
+from multi_gpu_training.delivery.own_pipeline import SCRIPT_DATA
 from multi_gpu_training.delivery.rank_predictions import ranks
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes import RECIPES

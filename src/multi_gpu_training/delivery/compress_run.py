@@ -46,6 +46,7 @@ KEPT = (
 TUNING_SHARE, TUNING_RATE = 0.2, 0.2  # of the run's epochs and rate, to mend a pruned model
 # Metrics by which models are compared, the first that an evaluation has. True: more is better.
 JUDGED = {"accuracy": True, "f1": True, "wer": False, "cer": False}
+DISTANCE, DISTANCE_SAMPLES = "distance", 64  # stands for a metric where no data are at hand
 WIDTHS = ("width", "n_embd", "hidden_size")
 
 
@@ -94,10 +95,15 @@ def compress_run(
 ) -> Compression:
     """Make, measure and save a model for every setting. Those that lose more than `tolerance`
     allows are not saved."""
-    check(loaded, settings)
-    say(f"evaluating {loaded.checkpoint}")
-    before = loaded.evaluate()
-    metric = judged_metric(before)
+    check(loaded, settings, tolerance)
+    if loaded.recipe == "custom":  # only the script knows its data
+        say("comparing outputs for made-up inputs: the data of a script are not known here")
+        judge, metric = _distance_from(loaded), DISTANCE
+    else:
+        say(f"evaluating {loaded.checkpoint}")
+        judge, metric = LoadedModel.evaluate, ""
+    before = judge(loaded)
+    metric = metric or judged_metric(before)
     # Each weight once, also where `save` writes tied ones under all of their names.
     bytes_before = len(safetensors.torch.save(plain_tensors(loaded.model)))
     made: list[tuple[Setting, LoadedModel | None, str | None]] = []
@@ -117,8 +123,8 @@ def compress_run(
         if model is None:
             rows.append(Compressed(setting.name, 0, Speed(), {}, None, False, None, why))
             continue
-        metrics = model.evaluate()
-        drop = lost(metric, before, metrics)
+        metrics = judge(model)
+        drop = None if metric == DISTANCE else lost(metric, before, metrics)
         row = Compressed(setting.name, 0, next(speeds), metrics, drop, tolerance.holds(drop))
         folder = out / setting.folder
         row.bytes = _save(model, folder, row, loaded)
@@ -133,9 +139,30 @@ def compress_run(
     return found
 
 
-def check(loaded: LoadedModel, settings: Sequence[Setting]) -> None:
+def _distance_from(original: LoadedModel) -> Callable[[LoadedModel], dict[str, float]]:
+    """How far the outputs of a model are from those of the original, by norm and as a share."""
+    batch = original.pipeline.collate(original.pipeline.synthetic(DISTANCE_SAMPLES))
+    wanted = original.outputs(batch)
+
+    def distance(model: LoadedModel) -> dict[str, float]:
+        both = list(zip(wanted, model.outputs(batch), strict=True))
+        off = sum(float((a.double() - b.double()).square().sum()) for a, b in both)
+        norm = sum(float(a.double().square().sum()) for a, _ in both)
+        return {DISTANCE: math.sqrt(off / norm) if norm else math.sqrt(off)}
+
+    return distance
+
+
+def check(
+    loaded: LoadedModel, settings: Sequence[Setting], tolerance: MaxDrop | None = None
+) -> None:
     """Refuse what cannot work before anything is trained."""
     problems = []
+    if loaded.recipe == "custom" and tolerance is not None and tolerance.most is not None:
+        problems.append(
+            "--max-drop: only the script knows the data of its run; leave it out, and evaluate "
+            "what is written: manager.evaluate(data) with model=loaded.model"
+        )
     trained = find_recipe(loaded.recipe) if loaded.recipe != "custom" else None
     quantised = any(step["method"] == "quantize" for step in loaded.pipeline.compression)
     for setting in settings:
@@ -149,7 +176,13 @@ def check(loaded: LoadedModel, settings: Sequence[Setting]) -> None:
                 f"--method {setting.name}: the weights of {loaded.checkpoint} are quantised "
                 "already; start from the run that it was made of"
             )
-        if setting.quantize == ONNX and loaded.program is not loaded.model:
+        if setting.quantize == ONNX and loaded.recipe == "custom":
+            problems.append(
+                f"--method {setting.name}: its ranges come from validation inputs, which only the "
+                "script knows; use quantize:int8, or onnxruntime's quantize_static on the file of "
+                "`mgt export --to onnx`"
+            )
+        elif setting.quantize == ONNX and loaded.program is not loaded.model:
             problems.append(
                 f"--method {setting.name}: static int8 is measured for image and video models; "
                 f"for a {loaded.recipe} model use quantize:int8, or `mgt export --to onnx`"

@@ -87,15 +87,15 @@ def _notes(rows: list[Compressed]) -> list[str]:
 
 def draw(found: Compression, path: Path) -> bool:
     """Size and latency of each model against what it lost; lines join the models that no other
-    one beats in both. False where matplotlib is missing."""
-    if not can_draw(path):
+    one beats in both. False where there is nothing to compare or no matplotlib."""
+    rows = [row for row in found.rows if row.drop is not None and math.isfinite(row.drop)]
+    if len(rows) < 2 or not can_draw(path):
         return False
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    rows = [row for row in found.rows if row.drop is not None and math.isfinite(row.drop)]
     first = rows[0]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     panels = (

@@ -14,6 +14,7 @@ its name: the programs in a fresh process that does not have this package.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import re
@@ -215,11 +216,23 @@ def traced(program: Program) -> torch.export.ExportedProgram:
     for shapes in (program.shapes, _without_names(program.shapes)):
         try:
             with torch.no_grad(), _quietly():
-                return torch.export.export(program.module, program.arguments, dynamic_shapes=shapes)
+                return torch.export.export(
+                    program.module, program.arguments, dynamic_shapes=_as_given(program, shapes)
+                )
         except Exception as error:  # torch raises nearly anything here
             problem = problem or error
     assert problem is not None
     raise ModelError(_cannot("torch.export", problem)) from problem
+
+
+def _as_given(program: Program, shapes: tuple[dict[int, Any], ...]) -> tuple[Any, ...]:
+    """The shapes as torch wants them: those of `*args` in a tuple of their own."""
+    parameters = list(inspect.signature(program.module.forward).parameters.values())
+    kinds = [parameter.kind for parameter in parameters]
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return shapes
+    before = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*shapes[:before], shapes[before:])
 
 
 def _without_names(shapes: tuple[dict[int, Any], ...]) -> tuple[dict[int, Any], ...]:
@@ -386,10 +399,12 @@ def run_elsewhere(
         command = [sys.executable, "-I", "-c", alone, str(folder.resolve() / "run.py"), *words]
         ended = subprocess.run(command, capture_output=True, text=True, cwd=place, check=False)
         if ended.returncode:
+            said = ended.stdout + ended.stderr
+            # ExecuTorch names what its runtime lacks only in its log.
+            lacks = ", ".join(dict.fromkeys(re.findall(r"Missing operator: \[\d+\] (\S+)", said)))
             lines = ended.stderr.strip().splitlines()
-            raise ModelError(
-                f"the exported program cannot be run ({lines[-1][:300] if lines else 'no output'})"
-            )
+            why = f"its runtime has no {lacks}" if lacks else lines[-1][:300] if lines else "silent"
+            raise ModelError(f"the exported program cannot be run ({why}); use another format")
         found = []
         for number in range(len(batches)):
             with np.load(Path(place) / f"out-{number}.npz", allow_pickle=False) as outputs:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +24,7 @@ from multi_gpu_training.delivery.model_folder import (
     read_model_folder,
     write_weights,
 )
+from multi_gpu_training.delivery.own_pipeline import OwnPipeline, own_builder
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import (
     CheckpointError,
@@ -42,7 +40,6 @@ from multi_gpu_training.recipes.pipeline import (
     TensorSpec,
     device_of,
     find_pipeline,
-    imported,
     run_program,
 )
 from multi_gpu_training.recipes.recipe import Job
@@ -54,10 +51,6 @@ VERIFY_KEY = "MGT_VERIFY_KEY"
 # How much larger a freshly built model may be than its stored weights: tied weights and what is
 # computed again are not stored, and compressing takes away most of them.
 MOST_SHARED, MOST_COMPRESSED, SPARE_BYTES = 4, 1000, 2**28
-SCRIPT_DATA = (
-    "a script made this run, and only the script knows its data; call manager.evaluate(data) in "
-    "it, or give samples to `mgt predict` or loaded.predict"
-)
 
 
 @dataclass
@@ -219,105 +212,6 @@ class LoadedModel:
         return path
 
 
-class OwnPipeline(Pipeline):
-    """A script's model: raw input are the tensors it takes, one sample each."""
-
-    recipe = "custom"
-
-    def __init__(self, *given: Any, build: Callable[[], nn.Module], **more: Any) -> None:
-        super().__init__(*given, **more)
-        self._build = build
-
-    def build_model(self) -> nn.Module:
-        return self._build()
-
-    def changed(self, **changes: Any) -> Pipeline:
-        raise ConfigError("a script's model is rebuilt by the script; use with_model(...)")
-
-    def inputs(self) -> list[TensorSpec]:
-        return _specs(self.description.get("inputs"))
-
-    def outputs(self) -> list[TensorSpec]:
-        return _specs(self.description.get("outputs"))
-
-    def sample(self, raw: Any) -> Any:
-        parts = raw if isinstance(raw, tuple) else (raw,)
-        try:
-            return tuple(torch.as_tensor(part) for part in parts)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"a script's model takes arrays or tensors, one sample each, and got "
-                f"{type(raw).__name__} ({error!s:.100})"
-            ) from None
-
-    def find(self, word: str, task: str) -> list[tuple[str, Any]]:
-        """Rows of an array in a .npy file."""
-        try:
-            rows = np.load(word, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{brief(word)} cannot be read ({error!s:.200}); a script's model takes .npy files "
-                "with one sample per row"
-            ) from None
-        return [(f"{word}:{number}", row) for number, row in enumerate(rows)]
-
-    def collate(self, samples: Sequence[Any]) -> tuple[Tensor, ...]:
-        return tuple(torch.stack(list(column)) for column in zip(*samples, strict=True))
-
-    def read(self, outputs: tuple[Tensor, ...], samples: Sequence[Any]) -> list[Result]:
-        from multi_gpu_training.recipes.pipeline import likeliest
-
-        first = outputs[0]
-        if self.labels and first.ndim == 2 and first.shape[1] == len(self.labels):
-            return [likeliest(row, self.labels) for row in first]
-        rows = zip(*(part.tolist() for part in outputs), strict=True)
-        return [{"output": row[0] if len(row) == 1 else list(row)} for row in rows]
-
-    def synthetic(self, count: int) -> list[Any]:
-        specs = self.inputs()
-        if not specs:
-            raise DataError(
-                "nothing says what this model takes: that is recorded only where a criterion or no "
-                "loss_fn was given, and every input is a tensor with a row per sample; train with "
-                'fit(..., description={"inputs": [{"name": "x", "dtype": "float32", "shape": '
-                '["batch", 8]}]})'
-            )
-        noise = torch.Generator().manual_seed(0)
-        found = []
-        for _ in range(count):
-            sample = []
-            for spec in specs:
-                shape = [side if isinstance(side, int) else 8 for side in spec.shape[1:]]
-                kind = getattr(torch, spec.dtype)
-                value = torch.randn(shape, generator=noise)
-                sample.append(value.to(kind) if kind.is_floating_point else value.abs().to(kind))
-            found.append(tuple(sample))
-        return found
-
-    def job(self, data_dir: str | None = None) -> Job:
-        raise ConfigError(SCRIPT_DATA)
-
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        self.job()
-        return {}
-
-    def examples(self, count: int) -> list[Any]:
-        self.job()
-        return []
-
-
-def _specs(facts: Any) -> list[TensorSpec]:
-    return [
-        TensorSpec(
-            str(one.get("name", f"input{number}")),
-            str(one.get("dtype", "float32")),
-            tuple(one["shape"]),
-            str(one.get("meaning", "")),
-        )
-        for number, one in enumerate(facts or ())
-    ]
-
-
 def load(
     where: str | Path,
     *,
@@ -434,7 +328,7 @@ def _pipeline(
             code="MGT702",
         )
     if model is not None or recipe not in RECIPES:
-        build = _own_builder(stored.description, path, model, trust)
+        build = own_builder(stored.description, path, model, trust)
         return OwnPipeline(stored.description, options, seed, trust, build=build)
     kind = find_pipeline(str(recipe))
     description = stored.description
@@ -471,74 +365,6 @@ def _settings(
         config = config or written
         options = options or written
     return options, config
-
-
-def _own_builder(
-    description: Mapping[str, Any], path: Path, model: Any, trust: bool
-) -> Callable[[], nn.Module]:
-    """What builds the model of a script."""
-    arguments = description.get("arguments")
-    named = description.get("model")
-    if isinstance(model, nn.Module):
-        return lambda: copy.deepcopy(model)
-    if model is None:
-        if not isinstance(named, str) or named.startswith("__main__:") or "<" in named:
-            raise ModelError(f"{path} {_what_to_keep(named, arguments)}", code="MGT404")
-        model = imported(named, trust)
-        if arguments is None and _needs_arguments(model):
-            name = named.rpartition(":")[2]
-            raise ModelError(
-                f"{named} built the model of {path}, but its arguments are not recorded; train "
-                f"with a factory, fit(partial({name}, ...), ...), or load it in Python: "
-                f"load(run, model={name}(...))",
-                code="MGT404",
-            )
-    given = dict(arguments or {})
-
-    def build() -> nn.Module:
-        try:
-            found = model(**given)
-        except TypeError as error:
-            raise ModelError(
-                f"the model of {path} cannot be built with its recorded arguments {given} "
-                f"({error}); pass the built model: load(run, model=Net(...))",
-                code="MGT404",
-            ) from None
-        if not isinstance(found, nn.Module):
-            raise ModelError(
-                f"{named or model} built a {type(found).__name__}, not a module", code="MGT404"
-            )
-        return found
-
-    return build
-
-
-def _what_to_keep(named: Any, arguments: Mapping[str, Any] | None) -> str:
-    """Why the model of a script cannot be built anew, and how to train so that it can."""
-    name = named.rpartition(":")[2].rpartition(".")[2] if isinstance(named, str) else ""
-    if not name.isidentifier():
-        return (
-            "holds the weights of a script's model, but not the code that builds it; move a "
-            "function that builds it into a module such as nets.py and train with "
-            "fit(build_model, ...), or load it in Python: load(run, model=build_model())"
-        )
-    words = ", ".join(f"{word}={brief(value)}" for word, value in (arguments or {}).items())
-    words = words if arguments is not None else "..."
-    factory = name if arguments == {} else f"partial({name}, {words})"
-    return (
-        f"holds the weights of a script's {name}, but not its code, which is in the script itself; "
-        f"move {name} into a module such as nets.py and train with fit({factory}, ...), or load it "
-        f"in Python: load(run, model={name}({words}))"
-    )
-
-
-def _needs_arguments(maker: Any) -> bool:
-    try:
-        parameters = inspect.signature(maker).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return any(p.default is p.empty and p.kind not in kinds for p in parameters)
 
 
 def _match_type(model: nn.Module, stored: StoredModel) -> None:

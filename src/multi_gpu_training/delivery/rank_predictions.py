@@ -57,7 +57,7 @@ def predict_on_ranks(
     found = [result for part in placement.gather_json(mine) for result in part]
     problems = [result["error"] for result in found if "error" in result]
     if problems and len(problems) == len(found):
-        raise DataError(problems[:10])
+        raise DataError(list(dict.fromkeys(problems))[:10])
     return found
 
 

@@ -16,7 +16,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -393,7 +393,25 @@ def run_program(
 ) -> tuple[Tensor, ...]:
     """The outputs on the host."""
     found = program(*(tensor.to(device) for tensor in tensors))
-    return tuple(part.cpu() for part in (found if isinstance(found, (tuple, list)) else (found,)))
+    return tuple(part.cpu() for part in tensors_in(found))
+
+
+def tensors_in(found: Any) -> Iterator[Tensor]:
+    """The tensors of an output in order; models give them alone, in tuples, dicts or objects."""
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, (tuple, list)):
+        for part in found:
+            yield from tensors_in(part)
+    elif isinstance(found, Mapping):
+        yield from tensors_in(list(found.values()))
+    elif is_dataclass(found) and not isinstance(found, type):
+        yield from tensors_in([getattr(found, one.name) for one in fields(found)])
+    elif found is not None:
+        raise ModelError(
+            f"the model gives a {type(found).__name__}; it must give tensors, alone or in tuples, "
+            "dicts or dataclasses"
+        )
 
 
 def likeliest(scores: Tensor, labels: Sequence[str], most: int = 5) -> Result:

@@ -341,9 +341,16 @@ class SupervisedLoss:
         output = model(**batch)
         mean = getattr(output, "loss", None)
         if not isinstance(mean, Tensor):
+            named = isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor)
+            remedy = (
+                "it returned a plain dict: give loss_fn=lambda model, batch: "
+                'model(**batch)["loss"], or return an object with .loss and .logits'
+                if named
+                else "add labels to the batch, or give loss_fn(model, batch) -> loss"
+            )
             raise ModelError(
                 f"{type(model).__name__} returned no .loss for a batch with keys {sorted(batch)}; "
-                "add labels to the batch, or give loss_fn(model, batch) -> loss",
+                f"{remedy}",
                 code="MGT401",
             )
         return Loss(mean, self._label_weight(model, batch, output))

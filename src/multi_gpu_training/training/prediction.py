@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,11 +27,32 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     """The outputs when there is no predict_fn. As in training, the last entry of a list or tuple is
     the target, and so are the `labels` of a mapping."""
     if isinstance(batch, Mapping):
-        output = model(**{key: value for key, value in batch.items() if key != "labels"})
+        named = {str(key): value for key, value in batch.items() if key != "labels"}
+        _check_call(model, (), named)
+        output = model(**named)
         return getattr(output, "logits", output)
     if isinstance(batch, (list, tuple)):
-        return model(*(batch[:-1] if len(batch) > 1 else batch))
+        inputs = batch[:-1] if len(batch) > 1 else batch
+        _check_call(model, inputs, {})
+        return model(*inputs)
     return model(batch)
+
+
+def _check_call(model: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Say what to do where the model's forward takes something else than batches have."""
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*inputs, **named)
+    except TypeError as error:
+        given = f"the entries {', '.join(named)}" if named else f"{len(inputs)} inputs"
+        left_out = "" if named else ", without the last entry of the batch, the target"
+        raise ModelError(
+            f"{type(model).__name__}.forward{signature} cannot be called with {given}{left_out} "
+            f"({error}); give predict_fn, a function of (model, batch) that returns the outputs"
+        ) from None
 
 
 def gather_outputs(pairs: Iterable[tuple[Any, Any]], placement: Placement) -> Any:
