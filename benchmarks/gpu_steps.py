@@ -209,16 +209,15 @@ class Watch:
         from multi_gpu_training.training.loop import TrainingLoop
 
         parts = {
-            name: getattr(TrainingLoop, name)
-            for name in ("_train", "_end_of_training", "_validate")
+            name: getattr(TrainingLoop, name) for name in ("_train", "_end_of_steps", "_validate")
         }
 
         def begun(loop: Any, *given: Any, **more: Any) -> Any:
             self.begun_s = self.now()
             return parts["_train"](loop, *given, **more)
 
-        def ended(loop: Any, loader: Any, epoch: int, undisturbed: bool) -> Any:
-            metrics = parts["_end_of_training"](loop, loader, epoch, undisturbed)
+        def ended(loop: Any, loader: Any, epoch: int, in_fit: bool) -> Any:
+            metrics = parts["_end_of_steps"](loop, loader, epoch, in_fit)
             self.epochs_s.append(self.now() - self.begun_s)
             found = loop.trainer.execution
             share = found.replayed / max(1, found.steps)

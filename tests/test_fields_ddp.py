@@ -236,7 +236,7 @@ def train_marked(folder: Path, settings: dict[str, Any]) -> tuple[list[float], f
     manager.setup_training(model, points(), points(), loss_fn=loss_fn, optimizer=sgd)
     manager.train_epoch(manager.train_loader, 0)
     at_validation: list[float] = []
-    manager.loop.evaluator.loss_fn = watching(lambda m, _: float(m.mark), at_validation)
+    manager.loop.validation.evaluator.loss_fn = watching(lambda m, _: float(m.mark), at_validation)
     manager.validate_epoch()
     return found, at_validation[0]
 

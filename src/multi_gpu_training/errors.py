@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 # A code keeps its meaning for good; docs/troubleshooting.md has the same words.
@@ -283,6 +284,15 @@ class NonFiniteLossError(MultiGPUError):
             "on_nonfinite=skip skips such steps, rollback returns to the last checkpoint"
         )
         self.args = ("\n  ".join(lines),)
+
+
+def add_place(error: Exception, rank: int, host: str, step: int, folder: Path) -> None:
+    """Say with an error which rank raised it, where and when."""
+    who = f"rank {rank} on {host}"
+    blamed = error.ranks if isinstance(error, NonFiniteLossError) else []
+    if blamed and rank not in blamed:  # every rank raises it; any may report first
+        who = f"rank {', '.join(map(str, blamed))}, told by {who}"
+    error.add_note(f"({who}, step {step}, run {folder})")
 
 
 class LossSpikeError(MultiGPUError):

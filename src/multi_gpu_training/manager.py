@@ -365,7 +365,7 @@ class MultiGPUTrainingManager:
         once; a dict of several; or this rank's batches, such as val_loader. None: the validation
         data. With `ema_decay` or `swa_start`, this evaluates the averaged weights.
         """
-        return self.loop.evaluator.evaluate(self._evaluation_data(data, "evaluation"))
+        return self.loop.validation.evaluator.evaluate(self._evaluation_data(data, "evaluation"))
 
     def predict(self, data: Any = None, predict_fn: PredictFn | None = None) -> Any:
         """Return the outputs for all samples, in the order of the data, in host memory.
@@ -379,8 +379,11 @@ class MultiGPUTrainingManager:
         data = self._evaluation_data(data, "prediction", in_order=True)
         given = predict_fn or call_model
         if isinstance(data, Mapping):
-            return {name: self.loop.evaluator.predict(part, given) for name, part in data.items()}
-        return self.loop.evaluator.predict(data, given)
+            return {
+                name: self.loop.validation.evaluator.predict(part, given)
+                for name, part in data.items()
+            }
+        return self.loop.validation.evaluator.predict(data, given)
 
     def gather(self, outputs: Iterable[tuple[Any, Any]]) -> Any:
         """Collect the outputs of your own loop over `val_loader` from all ranks, in data order.
@@ -395,7 +398,7 @@ class MultiGPUTrainingManager:
 
         Changes nothing if no weights are averaged. Every rank must enter it.
         """
-        with self.loop.evaluator.ready_model() as model:
+        with self.loop.validation.evaluator.ready_model() as model:
             yield model
 
     def _evaluation_data(self, data: Any, purpose: str, **how: Any) -> Any:
@@ -423,7 +426,7 @@ class MultiGPUTrainingManager:
         state is copied to the host, and a thread writes it. `score` says how good the state is,
         for `keep_best`.
         """
-        return self.loop.save_checkpoint(best, wait, score=score)
+        return self.loop.saving.save(best, wait, score=score)
 
     def finish(self) -> None:
         """End the run: write its last checkpoint, summary and log, and call the callbacks.
@@ -541,7 +544,7 @@ class MultiGPUTrainingManager:
     @property
     def should_stop(self) -> bool:
         """True once max_steps is reached or early stopping ends the run."""
-        return self.loop.should_stop
+        return self.loop.stopping.should_stop
 
     @property
     def step(self) -> int:
@@ -564,7 +567,7 @@ class MultiGPUTrainingManager:
     @property
     def evaluated(self) -> MetricsCollector:
         """The metrics that this rank collected in the last evaluation."""
-        return self.loop.evaluator.evaluated
+        return self.loop.validation.evaluator.evaluated
 
     def log(self, **metrics: float | Tensor) -> None:
         """Send your own metrics to every logger, under the current step."""

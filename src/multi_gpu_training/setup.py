@@ -77,6 +77,7 @@ from multi_gpu_training.safe_output import printable
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
 from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
+from multi_gpu_training.training.epoch_end import EpochEnd
 from multi_gpu_training.training.evaluation import Evaluator, choose_eval_fn
 from multi_gpu_training.training.learning_rate import (
     Scaling,
@@ -94,9 +95,12 @@ from multi_gpu_training.training.optimizer import choose_optimizer
 from multi_gpu_training.training.prepared_parts import FurtherOptimizers, stateful
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.replica_check import ReplicaCheck
+from multi_gpu_training.training.saving import Saving
 from multi_gpu_training.training.step_state import Augment
+from multi_gpu_training.training.stopping import Stopping
 from multi_gpu_training.training.strategy.deferred_init import build_deferred
 from multi_gpu_training.training.trainer import MultiGPUTrainer
+from multi_gpu_training.training.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -433,7 +437,7 @@ class Training:
                 "learning rate; drop one of them"
             )
         optimizers = list(given.optimizers)
-        self.manual = self.trainer.take_optimizers(optimizers, lambda: self.loop.between_steps())
+        self.manual = self.trainer.take_optimizers(optimizers, lambda: self.loop.saving.if_due())
         base, batch = base_batch_size(config, given.dataset), self.sizes.global_batch
         schedules = []
         for optimizer in optimizers:
@@ -491,7 +495,7 @@ class Training:
         def on_stop() -> None:
             found = alive()
             assert found is not None
-            found.loop.stop()
+            found.loop.saving.stop()
 
         def on_request(text: str) -> None:
             found = alive()
@@ -521,38 +525,65 @@ class Training:
         self.records.loggers.loggers += [*open_loggers(names, run), *(given if main else ())]
 
     def _build_loop(self, given: Given) -> TrainingLoop:
+        config, trainer = self.config, self.trainer
+        callbacks, progress = self.callbacks, self.progress
         log = self._add_callbacks(given)
-        return TrainingLoop(
-            config=self.config,
-            trainer=self.trainer,
-            callbacks=self.callbacks,
-            progress=self.progress,
-            checkpoints=self.fault_tolerance,
-            log=log,
-            control=self.control,
-            train_loader=self.train_loader,
-            val_loader=self.val_loader,
-            evaluator=Evaluator(
+        stopping = Stopping(config, progress, self.state)
+        validation = Validation(
+            config,
+            self.state,
+            callbacks,
+            progress,
+            self.control,
+            self.val_loader,
+            Evaluator(
                 self.state,
-                partial(self.trainer.execution.verify, spare=True),
+                partial(trainer.execution.verify, spare=True),
                 self.averaged,
                 self.loss_fn,
                 self.eval_fn,
             ),
-            epoch_metrics=self.epoch_metrics,
-            facts={
-                "global_batch_size": self.sizes.global_batch or None,
-                "steps_per_epoch": self.train_loader.steps,
-                "options": self.options,
-            },
-            renew_shares=self.balance.renew,
-            record=self.logger.record,
-            warn=self.logger.warning,
             track=self.console.track,
+            warn=self.logger.warning,
+        )
+        manifest = {
+            "global_batch_size": self.sizes.global_batch or None,
+            "steps_per_epoch": self.train_loader.steps,
+            "options": self.options,
+        }
+        saving = Saving(
+            config,
+            trainer,
+            callbacks,
+            progress,
+            self.fault_tolerance,
+            log,
+            self.control,
+            manifest,
+            record=self.logger.record,
+            folder=self.folder,
+        )
+        self.requested = self._requested_actions(log, saving, stopping)
+        return TrainingLoop(
+            config,
+            trainer,
+            callbacks,
+            progress,
+            self.train_loader,
+            validation,
+            EpochEnd(config, trainer, callbacks, progress, saving, log, self.epoch_metrics),
+            self.fault_tolerance,
+            saving,
+            stopping,
+            log,
+            self.control,
+            renew_shares=self.balance.renew,
             folder=self.folder,
         )
 
-    def _requested_actions(self, log: IntervalLog) -> RequestedActions:
+    def _requested_actions(
+        self, log: IntervalLog, saving: Saving, stopping: Stopping
+    ) -> RequestedActions:
         """What does the requests that come while the run trains."""
 
         def saves() -> str | None:
@@ -572,8 +603,9 @@ class Training:
             log,
             self.logger,
             self.console.line,
-            lambda: self.loop,
-            self._memory_watch().request,
+            saving,
+            stopping,
+            self._memory.request,
             saves,
             rates,
         )
@@ -613,7 +645,7 @@ class Training:
             self.sizes.global_batch,
             wait,
             spikes,
-            lambda metrics: self.loop.check_finite(metrics),
+            partial(trainer.check_loss, folder=self.folder),
         )
         if not resident:  # data on the device are never waited for
             add(wait)
@@ -638,7 +670,7 @@ class Training:
             step_s = lambda: log.step_s  # noqa: E731
             add(StepSampler(state, trainer.execution, logger.record, wait, step_s))
         add(log)
-        self.requested = self._requested_actions(log)
+        self._memory = self._memory_watch()
         traced = ProfileRequest.of(config)
         if traced is not None and self.placement.is_main:
             traced.tell(self.folder)

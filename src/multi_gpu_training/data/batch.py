@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.data.order import Share
+from multi_gpu_training.errors import CheckpointError
 
 _ATTRIBUTE = "_mgt_share"
 _PLAIN = "_mgt_plain"
@@ -66,6 +67,20 @@ def came_from_a_loader(batch: Any) -> bool:
     return share_of(batch) is not None or any(
         share_of(tensor) is not None for tensor in tensors_of(batch)
     )
+
+
+def refuse_to_start_over(batches: Iterable[Any], step: int) -> Iterator[Any]:
+    """The batches, if they come from a loader of ours, perhaps inside a wrapper of the user's. Any
+    other would begin again an epoch that the run is in the middle of."""
+    for batch in batches:
+        if not came_from_a_loader(batch):
+            raise CheckpointError(
+                f"the checkpoint of step {step} was saved in the middle of an epoch whose batches "
+                "come from your own loader, which would begin it again. Give its data to "
+                "setup_training and train_epoch the loader that it returns, or set "
+                "checkpoint_frequency above the steps of an epoch: its end is saved anyway"
+            )
+        yield batch
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:

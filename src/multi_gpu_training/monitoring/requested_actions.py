@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.events import StructuredLogger
 from multi_gpu_training.monitoring.run_requests import RunRequest
 from multi_gpu_training.monitoring.step_log import IntervalLog
 from multi_gpu_training.safe_files import parse_json
+from multi_gpu_training.training.saving import Saving
 from multi_gpu_training.training.step_state import StepState
-
-
-class RequestedLoop(Protocol):
-    """What is asked of the loop."""
-
-    last_epoch: int | None
-
-    @property
-    def asked_to_end(self) -> bool: ...
-
-    def save_between_steps(self) -> None: ...
-
-    def end_after_epoch(self) -> None: ...
+from multi_gpu_training.training.stopping import Stopping
 
 
 class RequestedActions:
@@ -44,12 +33,14 @@ class RequestedActions:
         log: IntervalLog,
         logger: StructuredLogger,
         say: Callable[[str], None],
-        loop: Callable[[], RequestedLoop],
+        saving: Saving,
+        stopping: Stopping,
         snapshot_memory: Callable[[], str],
         saves: Callable[[], str | None],
         rates: Callable[[], str | None],
     ) -> None:
-        self._state, self._log, self._logger, self._loop = state, log, logger, loop
+        self._state, self._log, self._logger = state, log, logger
+        self._saving, self._stopping = saving, stopping
         self._say, self._snapshot_memory = say, snapshot_memory
         self._saves, self._rates = saves, rates
 
@@ -76,11 +67,11 @@ class RequestedActions:
             return self._snapshot_memory()
         if request.action == "save":
             self._refuse(self._saves())
-            self._loop().save_between_steps()
+            self._saving.between_steps()
             return f"step {self._state.step} is being saved"
         self._log.flush()  # what was logged so far belongs to the settings so far
         if request.action == "stop_after_epoch":
-            self._loop().end_after_epoch()
+            self._stopping.end_after_epoch()
             outcome = "the run ends after this epoch"
         elif request.action == "set_log_every":
             assert value is not None
@@ -99,7 +90,7 @@ class RequestedActions:
         if self._saves() is not None or not self._state.config.enable_fault_tolerance:
             return "; in the next checkpoint"
         if self._state.step:
-            self._loop().save_between_steps()
+            self._saving.between_steps()
         return ""
 
     def _refuse(self, reason: str | None) -> None:
@@ -109,7 +100,7 @@ class RequestedActions:
     # Saved with the run
 
     def state_dict(self) -> dict[str, Any]:
-        return {"log_every": self._log.asked_every, "last_epoch": self._loop().last_epoch}
+        return {"log_every": self._log.asked_every, "last_epoch": self._stopping.last_epoch}
 
     state_to_save = state_dict
 
@@ -119,7 +110,6 @@ class RequestedActions:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("log_every") is not None:
             self._log.set_every(int(state["log_every"]))
-        loop = self._loop()
-        loop.last_epoch = state.get("last_epoch")
-        if loop.asked_to_end:  # it did: whoever resumes the run wants more of it
-            loop.last_epoch = None
+        self._stopping.last_epoch = state.get("last_epoch")
+        if self._stopping.asked_to_end:  # it did: whoever resumes the run wants more of it
+            self._stopping.last_epoch = None

@@ -72,6 +72,21 @@ class RunLog(Protocol):
     def record(self, event: str, **fields: Any) -> None: ...
 
 
+class StepLog(Protocol):
+    """What the loop needs from the step log. active: false if the user's loop logs for itself."""
+
+    active: bool
+
+    def flush(self) -> None:
+        """Log the steps not logged yet; raise if their loss is not finite."""
+
+    def end_epoch(self) -> None:
+        """Wait for pending metrics; steps not logged yet count towards the epoch only."""
+
+    def went_back(self) -> None:
+        """Tell the log that the run returned to an earlier step."""
+
+
 @dataclass(frozen=True)
 class TrainingFault:
     """Something went wrong at `step`, and `action` was taken."""

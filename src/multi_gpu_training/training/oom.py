@@ -318,6 +318,12 @@ def normalises_batches(model: nn.Module) -> bool:
     return any(isinstance(module, BatchNormBase) and module.training for module in model.modules())
 
 
+def add_advice(error: Exception, state: StepState) -> None:
+    """Say with an error what a user can do, if memory ran out. One from a step says it already."""
+    if is_out_of_memory(error) and not hasattr(error, "__notes__"):
+        error.add_note(advice(state))
+
+
 def advice(state: StepState) -> str:
     """What a user can do when memory runs out."""
     wishes = ["a smaller model or shorter inputs"]

@@ -34,6 +34,7 @@ class Progress:
     def __init__(self, config: MultiGPUConfig) -> None:
         self.metric = config.best_metric or "loss"
         self.sets: tuple[str, ...] = ()  # names of the validation sets, if there are several
+        self.epoch: int | None = None  # which the loop trains, or trained last; not saved
         self.validated_step = 0  # the latest one; after a stop, one that was due may be missing
         self._chosen = config.best_metric is not None
         self.mode = config.best_metric_mode

@@ -95,6 +95,12 @@ class StepState:
         self.frozen_at_start: list[str] = []
         self.in_eval_at_start: list[str] = []
 
+    @property
+    def at_end_of_epoch(self) -> bool:
+        """Whether the next step is of another epoch. Never, where its length is unknown."""
+        total = None if self.loader is None else self.loader.steps
+        return total is not None and self.position >= total
+
     # Which parameters are trained
 
     @property

@@ -1,18 +1,68 @@
-"""Iterate over batches so that a signal can stop the run, and end the process cleanly."""
+"""When a run ends: by max_steps, early stopping or on request; or at once, by a signal."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.cleanup import end_workers
 from multi_gpu_training.distributed.control import Control, LeaveWait, exit_code
 from multi_gpu_training.distributed.progress_slot import INPUT, note_count, note_phase
+from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.step_state import StepState
 
 _END = object()
+
+
+@dataclass
+class Stopping:
+    """What ends a run without a signal. All ranks see the same."""
+
+    config: MultiGPUConfig
+    progress: Progress
+    state: StepState
+    last_epoch: int | None = None  # the epoch after which the run was asked to end
+
+    @property
+    def should_stop(self) -> bool:
+        """True once max_steps is reached, early stopping has decided, or the epoch after which the
+        run was asked to end is over."""
+        return self.reached_max_steps or self.progress.out_of_patience or self.asked_to_end
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to train, and all of it is recorded."""
+        recorded = self.progress.epochs_done >= self.config.epochs
+        ended = self.progress.out_of_patience or self.asked_to_end
+        return self.is_complete or ended or recorded
+
+    @property
+    def reached_max_steps(self) -> bool:
+        return self.config.max_steps is not None and self.state.step >= self.config.max_steps
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether max_steps is reached and the epoch of the last step is recorded."""
+        progress = self.progress
+        recorded = progress.unfinished is not None or progress.epochs_done > self.state.epoch
+        return self.reached_max_steps and recorded
+
+    @property
+    def asked_to_end(self) -> bool:
+        return self.last_epoch is not None and self.progress.epochs_done > self.last_epoch
+
+    def end_after_epoch(self) -> None:
+        """End the run once the current epoch is closed. Every rank must call this."""
+        if self.progress.epoch is None:
+            raise ConfigError(
+                "this training does not go by epochs of the manager; use stop, which saves first"
+            )
+        self.last_epoch = self.progress.epochs_done
 
 
 class Stopped(SystemExit):

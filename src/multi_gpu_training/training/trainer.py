@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from multi_gpu_training.distributed.replicas import (
     check_same_model,
     refuse_layers_of_one_batch,
 )
-from multi_gpu_training.errors import ConfigError, ModelError
+from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
 from multi_gpu_training.torch_internals import complete_optimizer
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.fast_defaults import (
@@ -374,6 +376,20 @@ class MultiGPUTrainer(ABC):
     def check_replicas(self) -> None:
         """Raise if a parameter differs in any bit between ranks. Collective."""
         self.strategy.check_replicas(self.state.step)
+
+    def check_loss(self, metrics: dict[str, float], folder: Path) -> None:
+        """Raise if the loss over some steps is NaN or infinite. folder: that of the run."""
+        if math.isfinite(metrics.get("loss", 0.0)):
+            return
+        self.execution.verify()  # these two name the step and the samples where they can
+        self.nan_guard.look(now=True)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        raise NonFiniteLossError(
+            self.step,
+            text=f"the loss is {metrics['loss']} over the steps up to {self.step}; lower the "
+            f"learning rate (now {rate:g}), set max_grad_norm, or check the data. The checkpoints "
+            f"in {folder / 'checkpoints'} are from before",
+        )
 
     def full_state(self) -> dict[str, Any]:
         """The state_dict of the whole model, on every rank. Every rank must call it."""

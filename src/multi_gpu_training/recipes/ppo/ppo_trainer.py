@@ -224,7 +224,7 @@ class DistributedCLSTMPPOTrainer:
             self.progress.passes = passes
             if trainer.step:
                 self._copies.restore("begin")
-            manager.loop.stop(lambda: self._save_checkpoint(False, standing()))
+            manager.loop.saving.stop(lambda: self._save_checkpoint(False, standing()))
 
         manager.control.on_stop = leave
         manager.control.arrive()
@@ -262,7 +262,7 @@ class DistributedCLSTMPPOTrainer:
         self, metrics: dict[str, float], finished: Finished, started: float, collected: float
     ) -> None:
         manager, progress = self.manager, self.progress
-        manager.loop.check_finite(metrics)
+        manager.trainer.check_loss(metrics, manager.folder)
         found = [e for part in self.placement.gather_json(finished.episodes()) for e in part]
         episodes = [(earned, length) for _, _, earned, length in sorted(found)]
         steps = self.options.num_envs * self.options.steps
