@@ -15,7 +15,6 @@ stepped by the end of the block steps there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -38,6 +37,12 @@ from multi_gpu_training.distributed.progress_slot import (
 )
 from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
 from multi_gpu_training.torch_internals import RunningStatsBase
+from multi_gpu_training.training.backward_arguments import (
+    checked_loss,
+    chosen_slots,
+    is_sum,
+    plain_weight,
+)
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.gradient_exchange import (
     GradientExchange,
@@ -300,47 +305,18 @@ class ManualTrainer:
         """
         if not self._inside:
             raise ModelError("trainer.backward(loss) belongs inside `with trainer.step():`")
-        loss = _checked(loss)
-        slots = self._chosen(optimizer)
-        summed = _is_sum(reduction, weight, slots)
-        if self._stood_in and self._sharded is None and not self._has_batch:
-            raise ModelError(
-                "the newest manager.shard had no row for this rank and gave it a stand-in, which "
-                "only that step knows; call it in every step, or share out at least as many rows "
-                "as there are ranks"
-            )
-        # A stand-in has weight zero, whatever the loop counts in it.
-        given: Number = self._weight if weight is None else _plain_weight(weight)
-        weight = given if self._weight else 0.0
-        samples = weight  # what the log divides by
-        if summed:
-            weight = float(weight > 0)
+        loss = checked_loss(loss)
+        slots = chosen_slots(optimizer, self._slots)
+        summed = is_sum(reduction, weight, slots)
+        weight, samples = self._weights_of(weight, summed)
         last = last and self._share.last
-        mean, device = loss.detach(), self._placement.device
+        # One rank with one micro-batch: its gradient is the gradient, as in a loop without us.
         plain = self._placement.dp_size == 1 and last and not any(slot.open for slot in slots)
         plain = plain and (isinstance(weight, Tensor) or weight > 0)
-        if plain:
-            scaled = loss
-        elif not isinstance(weight, Tensor) and not weight > 0:
-            # Selected, not multiplied: a mean over nothing is NaN.
-            scaled, mean = no_gradient(loss), torch.zeros_like(mean)
-        else:
-            if self._unit is None:
-                self._unit = weight
-            scaled = loss if weight is self._unit else loss * ratio(weight, self._unit, loss)
+        scaled, mean = (loss, loss.detach()) if plain else self._scaled(loss, weight)
         for slot in slots:
             slot.open_up(plain)
-        reach = None if self._holds_all and len(slots) == len(self._slots) else slots
-        note_phase(BACKWARD)
-        self._own = True
-        with torch.autocast(device.type, enabled=False):
-            torch.autograd.backward(
-                scaled,
-                retain_graph=retain_graph,
-                inputs=None if reach is None else [p for slot in reach for p in slot.parameters],
-            )
-        self._own = False
-        note_phase(BETWEEN_STEPS)
+        self._run_backward(scaled, slots, retain_graph)
         part = mean.double() * weight
         if isinstance(weight, Tensor):
             part = torch.where(weight > 0, part, torch.zeros_like(part))
@@ -360,6 +336,43 @@ class ManualTrainer:
         if self._closure_loss is not None and last:
             self._closure_loss = self._closure_loss + over_ranks
         return over_ranks
+
+    def _weights_of(self, given: Number | None, summed: bool) -> tuple[Number, Number]:
+        """What a loss counts in the gradient, and what the log divides it by."""
+        if self._stood_in and self._sharded is None and not self._has_batch:
+            raise ModelError(
+                "the newest manager.shard had no row for this rank and gave it a stand-in, which "
+                "only that step knows; call it in every step, or share out at least as many rows "
+                "as there are ranks"
+            )
+        weight: Number = self._weight if given is None else plain_weight(given)
+        # A stand-in has weight zero, whatever the loop counts in it.
+        weight = weight if self._weight else 0.0
+        return (float(weight > 0) if summed else weight), weight
+
+    def _scaled(self, loss: Tensor, weight: Number) -> tuple[Tensor, Tensor]:
+        """The loss to differentiate, and its value. The weight of the whole step is not known
+        before its last micro-batch, so gradients count in units of the first one's weight."""
+        mean = loss.detach()
+        if not isinstance(weight, Tensor) and not weight > 0:
+            # Selected, not multiplied: a mean over nothing is NaN.
+            return no_gradient(loss), torch.zeros_like(mean)
+        if self._unit is None:
+            self._unit = weight
+        return loss if weight is self._unit else loss * ratio(weight, self._unit, loss), mean
+
+    def _run_backward(
+        self, scaled: Tensor, slots: list[OptimizerGradients], retain_graph: bool
+    ) -> None:
+        everything = self._holds_all and len(slots) == len(self._slots)
+        inputs = None if everything else [p for slot in slots for p in slot.parameters]
+        note_phase(BACKWARD)
+        self._own = True
+        # As torch advises: gradients take the types that autocast chose in the forward.
+        with torch.autocast(self._placement.device.type, enabled=False):
+            torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
+        self._own = False
+        note_phase(BETWEEN_STEPS)
 
     def _complete(self, slot: OptimizerGradients) -> Tensor:
         """Make this rank's sum of weighted gradients the mean, or the sum, over all ranks."""
@@ -393,25 +406,6 @@ class ManualTrainer:
                 code="MGT606",
             )
 
-    def _chosen(
-        self, optimizer: Optimizer | Sequence[Optimizer] | None
-    ) -> list[OptimizerGradients]:
-        if optimizer is None:
-            return self._slots
-        wanted = [optimizer] if not isinstance(optimizer, Sequence) else list(optimizer)
-        if not all(isinstance(one, Optimizer) for one in wanted):
-            raise ModelError(
-                f"trainer.backward(loss, optimizer={optimizer!r:.60}): give an optimizer that "
-                "manager.prepare got, or a list of them; a weight goes by its name, weight=..."
-            )
-        found = [slot for slot in self._slots if any(slot.optimizer is one for one in wanted)]
-        if len(found) != len(wanted):
-            raise ModelError(
-                "trainer.backward got an optimizer that manager.prepare did not; give prepare all "
-                f"of them (it has {', '.join(type(o).__name__ for o in self.optimizers)})"
-            )
-        return found
-
     def _refuse_foreign(self, parameter: Tensor) -> None:
         if not self._own and self._inside:
             raise ModelError(_FOREIGN)
@@ -421,7 +415,7 @@ class ManualTrainer:
     def _before_move(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        (slot,) = self._chosen(optimizer)
+        (slot,) = chosen_slots(optimizer, self._slots)
         if not self._inside:
             raise ModelError(
                 f"{type(optimizer).__name__}.step() was called outside `with trainer.step():`, "
@@ -482,7 +476,7 @@ class ManualTrainer:
             nn.utils.clip_grad_value_(slot.parameters, config.max_grad_value)
 
     def _after_move(self, optimizer: Optimizer, *_: Any) -> None:
-        (slot,) = self._chosen(optimizer)
+        (slot,) = chosen_slots(optimizer, self._slots)
         slot.due = False
         note_phase(BETWEEN_STEPS)
 
@@ -532,55 +526,6 @@ class _LookBeforeSave(Callback):
 
     def on_save_begin(self, run: Run) -> None:
         self._look()
-
-
-def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ModelError(
-            f"trainer.backward got {found}; give a scalar loss, the mean over this rank's samples",
-            code="MGT401",
-        )
-    if not loss.requires_grad:
-        raise ModelError(
-            "the loss has no gradient; compute it from a model's output without .detach(), .item() "
-            "or torch.no_grad()",
-            code="MGT401",
-        )
-    return loss.reshape(())
-
-
-def _is_sum(reduction: str, weight: Any, slots: Sequence[OptimizerGradients]) -> bool:
-    if reduction not in ("mean", "sum"):
-        raise ModelError(f"trainer.backward got reduction={reduction!r}; give 'mean' or 'sum'")
-    summed = reduction == "sum"
-    if summed and weight is not None:
-        raise ModelError(
-            "trainer.backward got a weight with reduction='sum'; a weight is what a mean was "
-            "divided by, so give the weight with a mean, or the sum alone"
-        )
-    if any(slot.open and slot.summed != summed for slot in slots):
-        raise ModelError(
-            "trainer.backward got a mean and a sum as micro-batches of one step (last=False); "
-            "give all of them the same reduction, or end the first with last=True"
-        )
-    return summed
-
-
-def _plain_weight(weight: Number) -> Number:
-    """A weight as a number if reading it does not wait for a GPU, otherwise as a double tensor."""
-    try:
-        if isinstance(weight, Tensor) and weight.is_cuda:
-            return weight.detach().double().reshape(())
-        found = float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        found = math.nan
-    if not 0 <= found < math.inf:
-        raise ModelError(
-            f"trainer.backward(loss, weight={weight!r:.60}): give a number, 0 or more: what the "
-            "mean was divided by, such as the number of tokens"
-        )
-    return found
 
 
 def _is_finite(grad: Tensor) -> bool:
