@@ -151,7 +151,7 @@ def test_more_ranks_than_gpus_are_refused(
 ) -> None:
     monkeypatch.setattr("multi_gpu_training.launch.launcher.available_gpus", lambda: 2)
     (tmp_path / "train.py").touch()
-    asked = "--num-gpus 4 asked for, but 2 GPUs are there"
+    asked = "--num-gpus 4: this machine has only 2 GPUs"
     refused(mgt("run", "--num-gpus", 4, "train.py"), asked, "at most 2", "--share-gpu")
     refused(mgt("train", "image", "--num-gpus", 4), asked, "at most 2", "--share-gpu")
     refused(mgt("train", "image", "--gpu-ids", "0,2"), "[2] not there", "2 GPUs")

@@ -647,7 +647,7 @@ class MultiGPUConfig(BaseModel):
         if self.warmup_epochs and self.warmup_steps:
             yield (
                 f"warmup_epochs={self.warmup_epochs:g} and warmup_steps={self.warmup_steps} "
-                "both set the warm-up; give one"
+                "both set the warm-up; use only one"
             )
         if self.ema_decay is not None and self.swa_start is not None:
             yield (

@@ -33,8 +33,8 @@ CODES = {
         " remedy."
     ),
     "MGT101": (
-        "The command line has an unknown command or flag, lacks a word, or gives a flag a value "
-        "of the wrong type. `mgt COMMAND --help` lists the flags."
+        "The command line has an unknown command or flag, is missing an argument, or gives a flag "
+        "a value of the wrong type. `mgt COMMAND --help` lists the flags."
     ),
     "MGT102": (
         "No setting, option or recipe has this name. `mgt config-schema` and `mgt recipes` list "
@@ -79,7 +79,7 @@ CODES = {
     ),
     "MGT404": (
         "The model cannot be loaded: its code is missing, or you have not allowed it. Keep a "
-        "script's model in a module of its own. Read code before you set "
+        "script's model in a separate module. Read code before you set "
         "`trust_remote_code=true` or `--trust`."
     ),
     "MGT500": "The ranks could not be started.",
@@ -150,7 +150,7 @@ CODES = {
         "credentials."
     ),
     "MGT800": (
-        "A training that another command started failed; its own message is quoted. Run it alone "
+        "A training started by another command failed; its message is quoted. Run it on its own "
         "to see more."
     ),
 }

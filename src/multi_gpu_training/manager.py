@@ -181,7 +181,7 @@ class MultiGPUTrainingManager:
         def __getattr__(self, name: str) -> Any:
             if name in _MADE_BY_SETUP or hasattr(type(self), name):
                 raise _NotSetUpError(
-                    f"manager.{name} needs a training, and this manager has none yet; call fit, "
+                    f"manager.{name} needs a training, but none is set up yet; call fit, "
                     "setup_training or prepare first"
                 )
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -293,8 +293,8 @@ class MultiGPUTrainingManager:
     def _set_up(self, given: Given) -> None:
         if hasattr(self, "_training"):
             raise ConfigError(
-                "this manager has set up a training already; make another MultiGPUTrainingManager "
-                "for another training"
+                "this manager has already set up a training; create another "
+                "MultiGPUTrainingManager for the next one"
             )
         check_loggers(self.config, given.loggers)
         check_callbacks(given.callbacks)
@@ -334,7 +334,7 @@ class MultiGPUTrainingManager:
         """
         if dataset is None:
             raise DataError(
-                "fit got no dataset; a loop that makes its own batches is "
+                "fit got no dataset; if your loop makes its own batches, use "
                 "manager.setup_training(model) and manager.trainer.train_step(batch), or "
                 "manager.prepare(model, optimizer) (docs/own-loop.md)"
             )

@@ -333,8 +333,8 @@ class Training:
                 self.console.line(told)
         elif isinstance(dataset, DataLoader) and has_seeded_generator(dataset):
             self.console.line(
-                f"order of the data: by seed={config.seed} and the epoch; the seed that the "
-                "DataLoader's or sampler's generator was given counts for nothing"
+                f"data order: set by seed={config.seed} and the epoch; the seed of the "
+                "DataLoader's or sampler's own generator is ignored"
             )
         limit = config.limit_val_batches
         self.val_loader: ValLoaders | None = None

@@ -76,7 +76,7 @@ class Doubling(DataLoader[Any]):
             DataLoader(points(), batch_sampler=BatchSampler(PartOfARank(), 4, False)),
             "PartOfARank gives a rank only its part",
         ),
-        (Doubling(points(), batch_size=4), "Doubling has an __iter__ of its own"),
+        (Doubling(points(), batch_size=4), "Doubling has its own __iter__"),
         (DataLoader(points(), batch_size=32, drop_last=True), "drop_last=True leaves no step"),
     ],
 )

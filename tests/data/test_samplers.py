@@ -138,7 +138,7 @@ class Counting(Sampler[int]):
 
 def test_a_sampler_that_counts_its_passes_is_warned_of_once() -> None:
     source = SamplerBatches(Counting(told=False), 8)
-    with pytest.warns(UserWarning, match=r"Counting gives another order .* set_epoch"):
+    with pytest.warns(UserWarning, match=r"Counting returns a different order .* set_epoch"):
         first = list(source.batches(0, 0))
     assert list(source.batches(0, 1)) != first
 
@@ -210,4 +210,4 @@ def test_a_seed_that_counts_for_nothing_is_named(
         loader = DataLoader(points(), shuffle=True, generator=generator)
     manager = manager_for(tmp_path, progress="lines", batch_size=4)
     manager.fit(line(), loader, loss_fn=squares, optimizer=sgd)
-    assert capsys.readouterr().out.count("order of the data: by seed=") == said
+    assert capsys.readouterr().out.count("data order: set by seed=") == said

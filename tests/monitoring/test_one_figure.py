@@ -77,9 +77,7 @@ def test_the_verdict_speaks_of_the_step_that_the_report_shows(tmp_path: Path) ->
     folder.time_steps([healthy(), healthy()])  # 23 ms each, and longer for being timed
     for step in range(10, 41, 10):
         folder.log(step, samples_per_s=3200.0)  # of 64 samples: 20 ms
-    assert judge(read_run(folder.path)).headline.startswith(
-        "nothing stands out: of a step of 20 ms"
-    )
+    assert judge(read_run(folder.path)).headline.startswith("nothing stands out: of a 20 ms step")
     shown = shown_by(folder.path)
     assert "step: 20 ms" in shown and "A step of 20 ms, rank by rank" in shown
     row = next(line for line in shown.splitlines() if line.startswith("│ rank 0"))

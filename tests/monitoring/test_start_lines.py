@@ -100,7 +100,7 @@ def test_the_rate_of_a_scheduler_is_called_the_first(
 
     said = output(capsys, tmp_path / "own", scheduler=cycle, optimizer=None)
     assert "learning rate: starts at 0.012 (" in said
-    assert "optimizer: AdamW" in said and "(the default)" in said
+    assert "optimizer: AdamW (the default), lr 0." in said
     assert "1 rank, device cpu" in said
     said = output(capsys, tmp_path / "scaled", scheduler=cycle, settings={"lr_scaling": "linear"})
     assert "samples per step); the scheduler starts at " in said

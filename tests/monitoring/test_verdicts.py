@@ -35,7 +35,7 @@ def test_a_run_that_is_well_has_no_cause(folder: Any, ranks: int, noise: float) 
     run.time_steps([healthy() for _ in range(ranks)], noise=noise)
     verdict = judged(run)
     assert (verdict.kind, verdict.causes) == ("none", [])
-    assert verdict.headline.startswith("nothing stands out: of a step of 2")
+    assert verdict.headline.startswith("nothing stands out: of a 2")
 
 
 def test_the_rank_whose_loader_is_slow_is_named_with_those_that_wait(folder: Any) -> None:

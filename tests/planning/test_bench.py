@@ -450,10 +450,10 @@ def test_wrong_requests_say_what_is_wrong(mgt: Mgt, tmp_path: Path) -> None:
     said = mgt("--steps", 1, "--modes", "single,pipeline", "--batch-sizes", "8,x", "--tune")
     assert said.code == 2
     for words in (
-        "--batch-sizes and --tune are tables of their own",
+        "--batch-sizes and --tune each make their own table",
         "--steps 1: use at least 2",
         "'pipeline' is unknown; use single, dp, ddp",
-        "--batch-sizes 8,x: give numbers like 128,256,512",
+        "--batch-sizes 8,x: use numbers like 128,256,512",
     ):
         assert words in said.err, said.err
     assert mgt("--device", "cuda").code == 2

@@ -256,7 +256,7 @@ def test_a_profile_is_scaled_as_its_config_asked(mgt: Mgt, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--gpus", "two"), "--gpus two: give numbers like"),
+        (("--gpus", "two"), "--gpus two: use numbers like"),
         (("--gpus", "0"), "each must be at least 1"),
         (("--interconnect", "carrier-pigeon"), "no all-reduce times for 'carrier-pigeon'"),
         (("--interconnect", "a100-nvlink", "--curve", "x.csv"), "give one"),

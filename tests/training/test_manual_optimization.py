@@ -172,7 +172,7 @@ def test_what_needs_a_training_says_so_before_there_is_one(tmp_path: Path) -> No
         "train_loader": lambda: manager.train_loader,
     }
     for name, call in calls.items():
-        with pytest.raises(ConfigError, match=rf"manager.{name} needs a training, and this manag"):
+        with pytest.raises(ConfigError, match=rf"manager.{name} needs a training, but none is"):
             call()
     assert not hasattr(manager, "train_loader")
     with pytest.raises(AttributeError, match="has no attribute 'trian_loader'"):

@@ -120,8 +120,8 @@ class RunDescription:
             raise ConfigError(
                 f"step {snapshot.step} was saved by a run with other settings:\n"
                 + table(changes)
-                + "\nResume with the settings that it had, or start a new run; --resume-anyway "
-                "(resume_anyway=true, MGT_RESUME_ANYWAY=1) goes on, as another training",
+                + "\nResume with those settings, or start a new run; --resume-anyway "
+                "(resume_anyway=true, MGT_RESUME_ANYWAY=1) continues as a different training",
                 code="MGT703",
             )
         if not changes:
@@ -183,12 +183,12 @@ class RunDescription:
                 yield Change(name, config[name], now[name], REFUSED, why)
         yield from self._data_changes(saved["data"], mine["data"])
         if saved["optimizer"] != mine["optimizer"]:
-            why = "its state fits no other optimizer; anyway: it begins without one"
+            why = "its state does not fit another optimizer; anyway: it starts from scratch"
             yield Change("optimizer", saved["optimizer"], mine["optimizer"], REFUSED, why)
         else:
             yield from self._optimizer_changes(saved, config, now)
         if saved["schedule"] != mine["schedule"]:
-            why = "it cannot take over the place in the old one; anyway: it begins anew"
+            why = "it cannot continue where the old one was; anyway: it starts from scratch"
             yield Change("scheduler", saved["schedule"], mine["schedule"], REFUSED, why)
         else:
             then = dict(_leaves(saved["schedule_state"]))

@@ -25,7 +25,7 @@ def merge(given: Path, out: Path, like: Path | None = None) -> tuple[Path, int]:
     the file and the step it is of.
     """
     if out.exists():
-        raise ConfigError(f"{out} is there already; choose another name", code="MGT106")
+        raise ConfigError(f"{out} already exists; choose another name", code="MGT106")
     if like is not None and not (like / "config.json").is_file():
         raise ConfigError(f"--like {like}: no config.json in it; give a save_pretrained folder")
     if like is not None and out.suffix == ".safetensors":

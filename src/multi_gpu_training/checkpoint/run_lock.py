@@ -122,8 +122,8 @@ def _take(descriptor: int, folder: Path, grace_s: float) -> bool:
             if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise
             print(
-                f"{folder} lies on a file system without locks ({error.strerror}); make sure "
-                "that no second run uses it",
+                f"{folder} is on a file system without locks ({error.strerror}); make sure "
+                "that no other run uses it",
                 file=sys.stderr,
             )
             return False

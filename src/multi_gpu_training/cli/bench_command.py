@@ -95,7 +95,7 @@ def check(flags: BenchFlags) -> None:
     }
     asked = [name for name, given in tables.items() if given]
     if len(asked) > 1:
-        problems.append(f"{' and '.join(asked)} are tables of their own; ask for one at a time")
+        problems.append(f"{' and '.join(asked)} each make their own table; use one at a time")
     if flags.allow_compression and not flags.tune:
         problems.append("--allow-compression is for --tune; add it, or drop this")
     # One by one, so that the problems of both are reported together.

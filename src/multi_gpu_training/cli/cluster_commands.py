@@ -61,7 +61,7 @@ def serve_witness(
 ) -> None:
     """Decide which half of a run continues when its machines lose each other. Runs until Ctrl-C.
 
-    Start it on a machine of its own, and give every node --witness HOST:PORT.
+    Start it on a separate machine, and pass --witness HOST:PORT to every node.
     """
     from multi_gpu_training.cli.cluster_token_command import run_witness
     from multi_gpu_training.distributed.cluster_token import remember

@@ -261,10 +261,10 @@ def check(flags: EstimateFlags) -> None:
     chooses = flags.accelerator or flags.instance
     describes = flags.price_per == "node" or flags.price_source or flags.price_date
     wrong = {
-        "--interconnect and --curve both say what connects the GPUs; give one": (
+        "--interconnect and --curve both describe the network; use only one": (
             flags.interconnect is not None and flags.curve is not None
         ),
-        "--epochs and --samples both say how long the training is; give one": (
+        "--epochs and --samples both set the length of the training; use only one": (
             flags.epochs is not None and flags.samples is not None
         ),
         f"--scaling {flags.scaling}: use strong or weak": (
@@ -272,7 +272,7 @@ def check(flags: EstimateFlags) -> None:
         ),
         f"--strategy {flags.strategy}: use ddp or fsdp": flags.strategy not in ("ddp", "fsdp"),
         f"--price-per {flags.price_per}: use gpu or node": flags.price_per not in ("gpu", "node"),
-        "--price and --catalog both say what a GPU costs; give one": (
+        "--price and --catalog both set the price; use only one": (
             flags.price is not None and flags.catalog is not None
         ),
         "--accelerator, --instance, --region and --spot choose from a --catalog": (

@@ -34,7 +34,7 @@ federated = typer.Typer(
 )
 
 Target = Annotated[str, Argument(metavar="RECIPE|SCRIPT.py", help="what each client trains")]
-Rounds = Annotated[int, Option(help="how many in all")]
+Rounds = Annotated[int, Option(help="number of rounds")]
 Clients = Annotated[int, Option(help="how many take part")]
 Strategy = Annotated[
     str, Option(help="fedavg, fedavgm (--server-momentum), fedprox (--mu) or fedadam (--server-lr)")

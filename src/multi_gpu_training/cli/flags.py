@@ -65,14 +65,14 @@ def _check_paths(given: Any, flag: str) -> None:
 Place = partial(Option, rich_help_panel="Where it runs")
 Machines = partial(Option, rich_help_panel="Several machines")
 Training = partial(Option, rich_help_panel="Training")
-Prices = partial(Option, rich_help_panel="What it costs")
+Prices = partial(Option, rich_help_panel="Cost")
 
 # Flags that several commands have.
 AnyTarget = partial(Argument, callback=no_flag, autocompletion=complete_target)
 Target = Annotated[str, AnyTarget(metavar="[RECIPE|CONFIG|SCRIPT.py]")]
 Device = Annotated[str, Option(help="auto, cpu, cuda, mps or xpu")]
-Warmup = Annotated[int | None, Option(help="steps before measuring; 40 on GPUs, 5 on CPUs")]
-AsJson = Annotated[bool, Option("--json", help="for programs")]
+Warmup = Annotated[int | None, Option(help="warm-up steps; default: 40 on GPUs, 5 on CPUs")]
+AsJson = Annotated[bool, Option("--json", help="print JSON")]
 TrainedRun = Annotated[
     str, Argument(metavar="RUN", help="a run folder, a checkpoint, or its URL", callback=a_path)
 ]
@@ -83,7 +83,7 @@ Trust = Annotated[
     bool,
     Option(
         "--trust",
-        help="import the code that the checkpoint names, from this folder too",
+        help="import code that the checkpoint names, also from this folder",
         callback=code_of_this_folder,
     ),
 ]

@@ -96,7 +96,7 @@ def become(arguments: list[str]) -> NoReturn:
 
 
 def ask_all(recipe: str | None) -> Answers:
-    print("Enter takes what is proposed, Ctrl-C leaves. Looking for GPUs ...\n", flush=True)
+    print("Enter accepts the suggestion, Ctrl-C quits. Looking for GPUs ...\n", flush=True)
     # torch takes seconds to import: after the first words, not before them.
     from multi_gpu_training.gpus import get_gpu_info, print_gpu_info
     from multi_gpu_training.recipes.recipe import find_recipe

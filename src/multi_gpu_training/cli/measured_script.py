@@ -108,7 +108,7 @@ def numbers(flag: str, text: str) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"{flag} {text[:80]}: give numbers like 128,256,512") from None
+        raise ConfigError(f"{flag} {text[:80]}: use numbers like 128,256,512") from None
     if min(found) < 1:
         raise ConfigError(f"{flag} {text[:80]}: each must be at least 1")
     if max(found) > LARGEST:

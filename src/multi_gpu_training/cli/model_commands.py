@@ -74,7 +74,7 @@ def predict(
 ) -> None:
     """Predict with a trained model, on all GPUs: one result per input, in the same order.
 
-    Ends with 1 if an input could not be used.
+    Exits with 1 if an input could not be used.
     """
     from multi_gpu_training.cli.predict_command import PredictFlags, predict
 
@@ -96,7 +96,7 @@ def export(
     run: TrainedRun,
     to: Annotated[str, Option(help="onnx, torch-export, aoti, executorch, safetensors or hf")],
     out: Annotated[
-        str | None, Option(help="the new folder; default exports/RECIPE-NAME-TO", callback=a_path)
+        str | None, Option(help="output folder; default: exports/RECIPE-NAME-TO", callback=a_path)
     ] = None,
     checkpoint: Checkpoint = None,
     max_batch: Annotated[int, Option(min=2, help="largest batch of the exported program")] = 1024,
@@ -156,8 +156,8 @@ def serve(
         str | None, Option(help="generate, score, ... if the model has several")
     ] = None,
     max_batch: Annotated[int, Option(help="largest number of inputs computed together")] = 32,
-    max_delay_ms: Annotated[float, Option(help="longest wait of an input for others")] = 5.0,
-    max_waiting: Annotated[int, Option(help="inputs that may wait; more get 503")] = 1024,
+    max_delay_ms: Annotated[float, Option(help="how long an input may wait for others")] = 5.0,
+    max_waiting: Annotated[int, Option(help="length of the queue; further inputs get 503")] = 1024,
     max_body_mib: Annotated[float, Option(help="largest request; larger ones get 413")] = 10.0,
     rate: Annotated[float, Option(help="requests per second and client; 0: unlimited")] = 1000.0,
     allow_host: Annotated[

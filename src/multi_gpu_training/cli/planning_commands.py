@@ -49,7 +49,7 @@ def check(
     ] = None,
     engine: Annotated[
         str | None,
-        Machines(help="which one to test: local, torchrun, elastic, slurm, ray, kubernetes"),
+        Machines(help="the engine to test: local, torchrun, elastic, slurm, ray, kubernetes"),
     ] = None,
     ray_address: RayAddress = None,
     ray_options: RayOptions = None,
@@ -65,8 +65,8 @@ def check(
 ) -> None:
     """Check this machine before training: software, GPUs, links, disk, network, real ranks.
 
-    With a recipe, config or script also its memory, largest batch, time, and a ready command.
-    Ends with 1 if anything fails. On several machines start it on each, or with torchrun;
+    Given a recipe, config or script, also show its memory, largest batch, time, and a command.
+    Exits with 1 if anything fails. On several machines, start it on each, or with torchrun;
     --engine slurm or ray asks the cluster first, then its nodes, in ranks of a short job there.
     """
     from multi_gpu_training.cli.check_command import CheckFlags, check
@@ -82,7 +82,7 @@ def check(
 def verify(
     ctx: typer.Context,
     target: Annotated[str, AnyTarget(metavar="RECIPE|CONFIG|SCRIPT.py")],
-    ranks: Annotated[str, Option(help="numbers of ranks to compare with one")] = "2,3",
+    ranks: Annotated[str, Option(help="rank counts to compare with one rank")] = "2,3",
     steps: Annotated[int, Option(help="optimizer steps")] = 8,
     device: Device = "auto",
 ) -> None:
@@ -102,19 +102,19 @@ def bench(
     device: Device = "auto",
     modes: Annotated[str, Option(help="what to compare")] = "single,dp,ddp",
     batch_sizes: Annotated[
-        str | None, Option(help="like 128,256,512: speed and memory of each")
+        str | None, Option(help="like 128,256,512: compare speed and memory")
     ] = None,
     precision: Annotated[
-        bool, Option("--precision", help="float32, mixed, and mixed with accumulation")
+        bool, Option("--precision", help="compare float32, mixed, and mixed with accumulation")
     ] = False,
     tune: Annotated[bool, Option("--tune", help="try DDP settings and print the best")] = False,
     allow_compression: Annotated[
         bool, Option("--allow-compression", help="--tune may choose 16-bit gradients")
     ] = False,
     repeats: Annotated[
-        int | None, Option(help="rounds over all cases; default 1, with --tune 3")
+        int | None, Option(help="rounds over all cases; default: 1, or 3 with --tune")
     ] = None,
-    timeout: Annotated[float, Option(help="longest time for a case, in seconds")] = 300.0,
+    timeout: Annotated[float, Option(help="time limit per case, in seconds")] = 300.0,
     out: Annotated[
         str | None, Option(help="folder for bench.json, .md and .png; default runs/bench/TIME")
     ] = None,
@@ -132,40 +132,36 @@ def bench(
 def estimate(
     ctx: typer.Context,
     target: Target = "image",
-    gpus: Annotated[str | None, Place(help="like 1,2,8; default 1, 2, 4 ... 1024")] = None,
-    interconnect: Annotated[
-        str | None, Place(help="what connects them; leave it out for a list")
-    ] = None,
+    gpus: Annotated[str | None, Place(help="like 1,2,8; default: 1, 2, 4 ... 1024")] = None,
+    interconnect: Annotated[str | None, Place(help="network between GPUs; omit for a list")] = None,
     curve: Annotated[
         str | None, Place(help="CSV of your own all-reduce times", callback=a_path)
     ] = None,
     gpus_per_node: Annotated[int, Place()] = 8,
     scaling: Annotated[
-        str | None, Place(help="weak: same batch per GPU; strong: same global batch")
+        str | None, Place(help="weak: fixed batch per GPU; strong: fixed global batch")
     ] = None,
-    strategy: Annotated[str, Place(help="ddp: a whole model per GPU; fsdp: a part")] = "ddp",
+    strategy: Annotated[str, Place(help="ddp: a full copy per GPU; fsdp: a shard")] = "ddp",
     epochs: Annotated[float | None, Option(help="length of the training, in epochs")] = None,
     samples: Annotated[float | None, Option(help="length of the training, in samples")] = None,
     price: Annotated[float | None, Prices(help="per GPU and hour")] = None,
     price_per: Annotated[str, Prices(help="gpu or node")] = "gpu",
-    price_source: Annotated[
-        str | None, Prices(help="where the price comes from; printed with it")
-    ] = None,
+    price_source: Annotated[str | None, Prices(help="source of the price, printed with it")] = None,
     price_date: Annotated[str | None, Prices(help="date of the price; default: today")] = None,
     catalog: Annotated[str | None, Prices(help="CSV in SkyPilot's format", callback=a_path)] = None,
-    accelerator: Annotated[str | None, Prices(help="which accelerator in it, like H100")] = None,
-    instance: Annotated[str | None, Prices(help="or which instance type in it")] = None,
+    accelerator: Annotated[str | None, Prices(help="accelerator in the catalog, like H100")] = None,
+    instance: Annotated[str | None, Prices(help="or instance type in the catalog")] = None,
     region: Annotated[str | None, Prices()] = None,
     spot: Annotated[bool, Prices("--spot")] = False,
     electricity: Annotated[float | None, Prices(help="price per kWh, for your own GPUs")] = None,
     profile: Annotated[
         str | None,
-        Option(help="profile.json of an earlier estimate: measure nothing", callback=a_path),
+        Option(help="reuse the profile.json of an earlier estimate", callback=a_path),
     ] = None,
     steps: Annotated[int, Option(help="measured steps")] = 50,
     warmup: Warmup = None,
     device: Device = "auto",
-    timeout: Annotated[float, Option(help="longest time for measuring, in seconds")] = 600.0,
+    timeout: Annotated[float, Option(help="time limit for measuring, in seconds")] = 600.0,
     as_json: AsJson = False,
     out: Annotated[
         str | None, Option(help="output folder; default: runs/estimate/NAME-TIME")
@@ -190,7 +186,7 @@ def search(
     metric: Annotated[
         list[str] | None, Option(help="a metric the run logs, with :min or :max; default: val/loss")
     ] = None,
-    trials: Annotated[int | None, Option(help="how many in all; default: 20")] = None,
+    trials: Annotated[int | None, Option(help="total number of trials; default: 20")] = None,
     sampler: Annotated[
         str | None, Option(help="tpe, optuna-tpe, random, grid, cmaes, nsga2 or pbt")
     ] = None,
@@ -201,7 +197,7 @@ def search(
     generation_epochs: Annotated[int | None, Option(help="pbt: default 1")] = None,
     parallel: Annotated[int | None, Place(help="trials at a time; default: one per GPU")] = None,
     gpus_per_trial: Annotated[int | None, Place(help="without GPUs, CPU ranks")] = None,
-    trials_per_gpu: Annotated[int | None, Place(help="how many small trials share a GPU")] = None,
+    trials_per_gpu: Annotated[int | None, Place(help="number of small trials per GPU")] = None,
     engine: Annotated[str | None, Place(help="where trials run: local or ray")] = None,
     ray_address: RayAddress = None,
     device: Annotated[str | None, Place(help="auto, cpu or cuda")] = None,
@@ -213,13 +209,11 @@ def search(
         str | None, Option(help="Optuna's URL; default: SQLite in the search's folder")
     ] = None,
     resume: Annotated[bool, Option("--resume", help="continue the search in this folder")] = False,
-    trial_timeout: Annotated[
-        float | None, Option(help="longest time for a trial, in seconds")
-    ] = None,
+    trial_timeout: Annotated[float | None, Option(help="time limit per trial, in seconds")] = None,
     hang_timeout: Annotated[
         float | None, Option(help="seconds a trial may be silent; default: 1800")
     ] = None,
-    repeat_best: Annotated[int | None, Option(help="train the K best trials again ...")] = None,
+    repeat_best: Annotated[int | None, Option(help="retrain the K best trials ...")] = None,
     seeds: Annotated[int | None, Option(help="... with this many seeds each")] = None,
     forecast: Annotated[
         bool, Option("--forecast", help="measure one trial, forecast time and cost, and exit")

@@ -173,7 +173,10 @@ def _with_saved(
     folder, saved = found
     asked = {**given, **({} if flags.num_gpus is None else {"num_gpus": flags.num_gpus})}
     taken = taken_settings(recipe, saved, asked)
-    if identity is None or (identity.rank == 0 and identity.attempt == 0):
+    # Where our launcher started this rank, the launcher has said it already.
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    ours = main is not None and main.name == "multi_gpu_training.launch.rank_main"
+    if identity is None or (identity.rank == 0 and identity.attempt == 0 and not ours):
         print(resume_line(folder, taken), flush=True)
     return {**taken, **given}
 
@@ -286,7 +289,7 @@ def _gpu_ids(text: Any) -> list[int]:
     try:
         return [int(part) for part in str(text).split(",")]
     except ValueError:
-        raise ConfigError(f"--gpu-ids {str(text)[:80]}: give numbers like 0,1,3") from None
+        raise ConfigError(f"--gpu-ids {str(text)[:80]}: use numbers like 0,1,3") from None
 
 
 def _check_gpu_ids(ids: list[int], gpus: int, mode: TrainingMode, share: bool) -> None:

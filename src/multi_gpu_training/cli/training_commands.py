@@ -65,9 +65,9 @@ def train(
     grad_accum_steps: Annotated[int | None, Training(help="micro-batches per step")] = None,
     mode: Annotated[str | None, Training(help="the recipe's variant")] = None,
     data_dir: Annotated[str | None, Training(help="your data")] = None,
-    save_dir: Annotated[str | None, Training(help="where runs are kept: a folder or URL")] = None,
+    save_dir: Annotated[str | None, Training(help="folder or URL for runs")] = None,
     run_name: Annotated[
-        str | None, Training(help="name of its folder there; default: the time")
+        str | None, Training(help="name of the run's folder; default: the time")
     ] = None,
     resume: Annotated[str | None, Training(help="auto, or a checkpoint (folder, URL)")] = None,
     resume_anyway: Annotated[
@@ -112,8 +112,8 @@ def resume(
         int | None, Place(help="GPUs, or CPU ranks without GPUs; -1: all GPUs, or 2 CPU ranks")
     ] = None,
     gpu_ids: Annotated[str | None, Place(help="like 0,1,3: inside CUDA_VISIBLE_DEVICES")] = None,
-    epochs: Annotated[int | None, Training(help="passes over the data, in all")] = None,
-    max_steps: Annotated[int | None, Training(help="end after this many steps, in all")] = None,
+    epochs: Annotated[int | None, Training(help="total passes over the data")] = None,
+    max_steps: Annotated[int | None, Training(help="end after this many steps in total")] = None,
     lr: Annotated[float | None, Training(help="learning rate")] = None,
     data_dir: Annotated[str | None, Training(help="where the data is now")] = None,
     resume_anyway: Annotated[
@@ -155,10 +155,12 @@ def run(
     num_gpus: Annotated[
         int, Option(help="GPUs, or CPU ranks without GPUs; -1: all GPUs, or 1 CPU rank")
     ] = -1,
-    share_gpu: Annotated[bool, Option("--share-gpu")] = False,
+    share_gpu: Annotated[
+        bool, Option("--share-gpu", help="allow several ranks on one GPU, for tests")
+    ] = False,
     max_restarts: Annotated[
         int | None,
-        Option(min=0, help="default: as the script's config says", show_default=False),
+        Option(min=0, help="default: from the script's config", show_default=False),
     ] = None,
     recovery_timeout: Annotated[
         float,

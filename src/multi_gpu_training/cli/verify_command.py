@@ -64,7 +64,7 @@ def _numbers(text: str) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--ranks {text[:80]}: give numbers like 2,3") from None
+        raise ConfigError(f"--ranks {text[:80]}: use numbers like 2,3") from None
     if not all(n >= 2 for n in numbers):
         raise ConfigError(f"--ranks {text[:80]}: each is compared with one rank; use 2 or more")
     problems = rank_problems("--ranks", max(numbers))

@@ -30,10 +30,11 @@ def report(
     out: Annotated[
         str | None,
         Option(
-            help="the HTML file; default RUN/report.html, of several ./report.html", callback=a_path
+            help="the HTML file; default: RUN/report.html, or ./report.html for several",
+            callback=a_path,
         ),
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="verdict and figures, for programs")] = False,
+    as_json: Annotated[bool, Option("--json", help="print verdict and figures as JSON")] = False,
     html: Annotated[bool, Option(help="write the HTML file")] = True,
 ) -> None:
     """Explain what a run did and why it is slow, or compare several runs."""
@@ -50,7 +51,7 @@ def dashboard(
     ] = "127.0.0.1",
     port: Annotated[int, Option(help="0: pick a free port")] = 8765,
     token: Annotated[
-        str | None, Option(envvar="MGT_DASHBOARD_TOKEN", help="default: a new one each time")
+        str | None, Option(envvar="MGT_DASHBOARD_TOKEN", help="default: a new one for each start")
     ] = None,
     allow_host: Annotated[
         list[str] | None, Option(help="another name of this server, besides HOST")
@@ -81,7 +82,7 @@ def profile(
     ctx: typer.Context,
     target: Annotated[str, AnyTarget(metavar="RUN|RECIPE|CONFIG|SCRIPT.py")],
     steps: Annotated[
-        str | None, Option(help="like 20-24 or 20-24,200-202; default 60-64, on CPUs 6-8")
+        str | None, Option(help="like 20-24 or 20-24,200-202; default: 60-64, or 6-8 on CPUs")
     ] = None,
     ranks: Annotated[str, Option(help="like 0 or 0,3, or all")] = "0",
     num_gpus: Annotated[int, Place(help="-1: all; without GPUs, CPU ranks")] = -1,
@@ -89,7 +90,7 @@ def profile(
 ) -> None:
     """Trace a few steps: kernels, exposed communication, gaps, and what to improve first.
 
-    Of a run folder, show what its traces found. The traces open in Perfetto.
+    Given a run folder, show what its traces found. Open the traces in Perfetto.
     """
     from multi_gpu_training.cli.profile_command import profile
 
@@ -108,7 +109,7 @@ def checkpoints(
     ],
     as_json: AsJson = False,
     to: Annotated[str | None, Option(help="upload: the run's URL, if not its save_dir")] = None,
-    wait: Annotated[float, Option(help="upload: longest time, in seconds")] = 3600.0,
+    wait: Annotated[float, Option(help="upload: time limit in seconds")] = 3600.0,
     verify_key: Annotated[
         str | None,
         Option(help="key file: checkpoints not signed with it count as damaged", callback=a_path),
@@ -119,9 +120,9 @@ def checkpoints(
 ) -> None:
     """List the checkpoints of a run, check every byte, and say which are intact.
 
-    Ends with 1 if there is none to go on from. `upload RUN` copies a local run to the object
-    storage that is its save_dir, and ends with 1 if something is missing there then. `merge RUN
-    OUT` writes the newest weights, sharded or not, into OUT: a .safetensors file, or a folder.
+    Exits with 1 if none can be resumed. `upload RUN` copies a local run to the object storage in
+    its save_dir, and exits with 1 if anything is still missing there. `merge RUN OUT` writes the
+    newest weights, sharded or not, to OUT: a .safetensors file or a folder.
     """
     from multi_gpu_training.cli.checkpoints_command import (
         merge_checkpoint,

@@ -182,8 +182,8 @@ def _own_batches_loader(
         sizes = _sizes(None, config, placement, replicas)
     elif config.lr_scaling != "none":
         raise ConfigError(
-            f"lr_scaling={config.lr_scaling} multiplies the rate by the batch size, and without a "
-            "dataset nobody knows it; set batch_size, or drop lr_scaling"
+            f"lr_scaling={config.lr_scaling} multiplies the rate by the batch size, which is "
+            "unknown without a dataset; set batch_size, or drop lr_scaling"
         )
     feeding = _feeding(None, None, config, placement, sizes, batch_size_fn)
     return OwnBatches(feeding, config.steps_per_epoch), sizes
@@ -238,8 +238,8 @@ def _settle_stream(dataset: Any, placement: Placement) -> None:
         states = placement.gather_json(shuffle_state(dataset))
         if any(state != states[0] for state in states):
             raise DataError(
-                "stream.shuffle() without a seed draws another order on every rank, so samples "
-                "would come twice or never; give shuffle(seed=N), or "
+                "stream.shuffle() without a seed draws a different order on every rank, so samples "
+                "would come twice or never; use shuffle(seed=N), or "
                 "ShardedStream.from_datasets(stream) without .shuffle()",
                 code="MGT303",
             )
@@ -410,9 +410,9 @@ def _dataset(data: Data) -> Dataset[Any]:
         changed = type(data).__iter__ is not DataLoader.__iter__
         if changed and not type(data).__module__.startswith("torchdata."):
             raise DataError(
-                f"{type(data).__name__} has an __iter__ of its own, which the manager would pass "
-                "by: it reads the dataset itself, to share batches over the ranks. Do that work "
-                "in the dataset, in collate_fn or in augment, and give a plain DataLoader",
+                f"{type(data).__name__} has its own __iter__, which the manager would bypass: it "
+                "reads the dataset itself, to split batches over the ranks. Do that work in the "
+                "dataset, in collate_fn or in augment, and pass a plain DataLoader",
                 code="MGT303",
             )
         return data.dataset
@@ -455,7 +455,7 @@ def place_after_resume(
         if seen % size == 0:
             return seen // size
         raise ConfigError(
-            f"the checkpoint stands {seen} samples into an epoch, which "
+            f"the checkpoint is {seen} samples into an epoch, which "
             f"global_batch_size={size} does not divide; continue with "
             f"global_batch_size={saved}, as it was, or from the end of an epoch",
             code="MGT703",
@@ -467,7 +467,7 @@ def place_after_resume(
     if changed and position:
         was = f"{steps} batches" if steps is not None else f"batches of {saved}"
         raise ConfigError(
-            f"the checkpoint stands at step {position} of an epoch of {was}; with "
+            f"the checkpoint is at step {position} of an epoch of {was}; with "
             f"global_batch_size={size} this {type(loader.dataset).__name__} forms other batches "
             f"({loader.steps} an epoch): continue with global_batch_size={saved} and the batch "
             "sampler as it was, or from the end of an epoch",

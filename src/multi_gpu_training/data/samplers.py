@@ -21,8 +21,8 @@ from multi_gpu_training.errors import DataError
 
 MOST = 10**8  # that an epoch may have: its order is drawn as a whole, with 40 bytes for each
 _MEMORY = (
-    "{} gives another order when it is asked again for the same epoch: it counts its passes, or "
-    "has randomness that cannot be seeded. After a resume or a rollback in the middle of an epoch "
+    "{} returns a different order when asked again for the same epoch: it counts its passes, or "
+    "its randomness cannot be seeded. After a resume or a rollback in the middle of an epoch, "
     "some samples would be repeated and others missed. Let its order depend on "
     "set_epoch(epoch), or draw it from a generator that the sampler keeps as an attribute"
 )

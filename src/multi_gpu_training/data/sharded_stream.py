@@ -183,9 +183,9 @@ class ShardedStream(IterableDataset[Any]):
             )
         if self.lengths is None:
             said.append(
-                "stream: how many samples each shard holds is not known, so until the first pass "
-                "is over every rank reads all shards with one worker and decodes its own share; "
-                "lengths=[...] or count=True avoids that"
+                "stream: the sizes of the shards are unknown, so during the first pass every rank "
+                "reads all shards with one worker and decodes its own share; lengths=[...] or "
+                "count=True avoids that"
             )
         return said
 

@@ -56,7 +56,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     folder = folder.expanduser()
     if os.path.lexists(folder):
         raise ConfigError(
-            f"{folder} is there already; choose another --out, or remove it", code="MGT106"
+            f"{folder} already exists; choose another --out, or remove it", code="MGT106"
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -149,7 +149,7 @@ def serve(
     folder = folder.absolute()
     if (folder / "federation.json").exists() and not resume:
         raise ConfigError(
-            f"{folder} holds a federation already; continue it with --resume", code="MGT106"
+            f"{folder} already holds a federation; continue it with --resume", code="MGT106"
         )
     make_private(folder)
     (folder / ENDED).unlink(missing_ok=True)

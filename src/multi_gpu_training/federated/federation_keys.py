@@ -30,7 +30,7 @@ def make_keys(folder: Path, host: str, clients: Sequence[str]) -> Iterator[str]:
     if problems:
         raise ConfigError(problems)
     if (folder / "ca.pem").exists():
-        raise ConfigError(f"{folder} holds keys already; choose another folder", code="MGT106")
+        raise ConfigError(f"{folder} already holds keys; choose another folder", code="MGT106")
     make_private(folder)
     make_private(folder / "clients")
     now = datetime.datetime.now(datetime.UTC)

@@ -127,7 +127,7 @@ class FederatedServer:
         file = self.folder / FILE
         if file.exists() and not resume:
             raise ConfigError(
-                f"{self.folder} holds a federation already; continue it with --resume, or choose "
+                f"{self.folder} already holds a federation; continue it with --resume, or choose "
                 "another --save-dir",
                 code="MGT106",
             )

@@ -52,8 +52,8 @@ def ranks_for(
             raise ConfigError(f"--num-gpus {brief(num_gpus, 40)}: {problem}")
     if gpus and num_gpus > gpus and not share_gpu:
         raise ConfigError(
-            f"--num-gpus {num_gpus} asked for, but {gpus} GPUs are there; use at most {gpus}, or "
-            "--share-gpu to test several ranks on one GPU",
+            f"--num-gpus {num_gpus}: this machine has only {gpus} GPU{'s' * (gpus > 1)}; use at "
+            f"most {gpus}, or --share-gpu to test several ranks on one GPU",
             code="MGT201",
         )
     return num_gpus
@@ -76,7 +76,7 @@ def too_many_ranks(ranks: int) -> str | None:
     most = max(MOST_RANKS, MOST_RANKS_PER_CORE * (os.cpu_count() or 1))
     if ranks <= most:
         return None
-    return f"each is a process of its own here, and this machine starts at most {most}"
+    return f"each is a separate process, and this machine starts at most {most}"
 
 
 def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) -> None:
@@ -129,8 +129,8 @@ def _ranks_here(config: MultiGPUConfig, hosts: Hosts) -> tuple[int, int]:
         raise ConfigError(f"world_size={world}: {problem}")
     if gpus and here > gpus and not config.share_gpu:
         raise ConfigError(
-            f"world_size={world} needs {here} GPUs on this machine and {gpus} are there; start "
-            f"{gpus}, or set share_gpu=true to test several ranks on one GPU",
+            f"world_size={world} needs {here} GPUs on this machine, which has {gpus}; start "
+            f"{gpus} ranks, or set share_gpu=true to test several ranks on one GPU",
             code="MGT201",
         )
     return here, world

@@ -46,7 +46,7 @@ LOOK_RECORDED = 128
 LARGE = 2**20  # mean elements per gradient above which reading its norm is faster than the check
 LOOKED_AT = (torch.float32, torch.float16, torch.float64)  # types that torch's check takes
 _WITH_GATE = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
-_NO_GATE = "{} has no gate for NaN: each step waits for the GPU to look for one"
+_NO_GATE = "{} cannot skip NaN by itself: each step waits for the GPU to check for it"
 
 
 class NanGuard:

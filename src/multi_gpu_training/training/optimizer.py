@@ -27,8 +27,8 @@ def choose_optimizer(
     parameters = [*(p for p in model.parameters() if p.requires_grad), *of_loss]
     if given is None:
         say(
-            f"optimizer: AdamW, lr {config.learning_rate:g}, weight decay "
-            f"{config.weight_decay:g} (the default)"
+            f"optimizer: AdamW (the default), lr {config.learning_rate:g}, weight decay "
+            f"{config.weight_decay:g}"
         )
         return AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
     built = given(parameters) if callable(given) else given

@@ -390,7 +390,7 @@ class Rendezvous:
                 text = traceback.format_exc()
                 if text not in self._failed_beats:
                     self._failed_beats.add(text)
-                    say(f"an error between launchers, which go on:\n{printable(text, 5000)}")
+                    say(f"an error between launchers, which continue:\n{printable(text, 5000)}")
 
     def _look_after_others(self, leader: Leader) -> None:
         self._ask_witness(leader)

@@ -208,7 +208,7 @@ class JobSupervisor:
         return code
 
     def _give_up(self, why: str) -> int:
-        say(f"job {own_job()} ends: {why}. Submit it again with --resume auto to go on")
+        say(f"job {own_job()} ends: {why}. Submit it again with --resume auto to continue")
         return 1
 
 

@@ -141,8 +141,8 @@ def _shared(run: RunRecord, steps: Steps | None, cause: Cause) -> str:
     text = f"{ranks_do(cause.ranks, 'share')} {cause.facts['place']}"
     kind = "GPU" if cause.facts["place"].startswith("GPU") else "core"
     if cause.facts.get("measured") is False:
-        return f"{text}; give each rank a {kind} of its own"
-    return f"{text} and {_slow_down(cause)}; give each rank a {kind} of its own and {gain(cause)}"
+        return f"{text}; give each rank its own {kind}"
+    return f"{text} and {_slow_down(cause)}; give each rank its own {kind} and {gain(cause)}"
 
 
 def _slow_down(cause: Cause) -> str:

@@ -66,7 +66,7 @@ def _healthy(run: RunRecord, steps: Steps) -> str:
     what = "gradients"
     if exchanges_statistics(run):
         what = f"gradients and {STATISTICS}"
-    text = f"nothing stands out: of a step of {step}"
+    text = f"nothing stands out: of a {step} step"
     if steps.mean_loaded_step > 2 * steps.loaded_step:
         longer = steps.mean_loaded_step / steps.loaded_step
         text = (
@@ -76,14 +76,14 @@ def _healthy(run: RunRecord, steps: Steps) -> str:
     elif steps.mean_loaded_step > 2 * steps.step:
         other = 1 - steps.step / steps.mean_loaded_step
         text = (
-            f"nothing stands out except other work on the machine, which takes {other:.0%} of a "
-            f"step of {step}; of the rest"
+            f"nothing stands out but other work on the machine, which takes {other:.0%} of a "
+            f"{step} step; of the rest"
         )
     elif len(steps.ranks) > 1 and not steps.unseen and max(transfer, waits) >= EVERYWHERE:
         where = f"exchanging {what} costs much of it"
         if waits > transfer:
-            where = "they wait for each other in turns"
-        text = f"no rank is slow, but {where}: of a step of {step}"
+            where = "ranks wait for each other in turns"
+        text = f"no rank is slow, but {where}: of a {step} step"
     text += f", {computing:.0%} is computing, {share['input']:.0%} waiting for data"
     if steps.unseen:
         text += f", {share['comm']:.0%} waiting for {strangers(steps)} or the network"

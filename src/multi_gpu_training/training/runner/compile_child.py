@@ -31,7 +31,7 @@ def main(path: Path, parent: int) -> None:
         step = pickle.loads(path.read_bytes())
         compile_step(step)
     except torch.OutOfMemoryError:
-        problem = "there is no memory to compile in beside the training"
+        problem = "there is not enough memory to compile beside the training"
     except Exception as error:  # whatever the compiler raises, training continues without it
         problem = in_a_line(error)
     (path.parent / "outcome.json").write_text(json.dumps({"problem": problem}))

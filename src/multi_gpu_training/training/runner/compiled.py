@@ -59,7 +59,7 @@ def _micro_problem(state: StepState, compiled: LossFn, micro: Fed) -> str | None
                 rounded = _loss_and_gradients(state, None, given)
         return _too_far(state, expected, rounded, found)
     except torch.OutOfMemoryError:
-        return "there is no memory to compile in"
+        return "there is not enough memory to compile"
     except Exception as error:  # whatever the compiler raises, training continues without it
         return in_a_line(error)
 

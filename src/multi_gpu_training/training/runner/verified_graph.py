@@ -321,7 +321,7 @@ class VerifiedGraph:
             self.comparison.copies.restore("before")
             self.state.drop_gradients()
             self.cache.forget()
-            self.give_up("there is no memory to compare its recording")
+            self.give_up("there is not enough memory to compare its recording")
             return
         if self.guard.weights_are_spoilt():
             self._take_back()
