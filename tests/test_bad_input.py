@@ -157,7 +157,7 @@ def test_more_ranks_than_gpus_are_refused(
     refused(mgt("train", "image", "--gpu-ids", "0,2"), "[2] not there", "2 GPUs")
     refused(mgt("train", "image", "--gpu-ids", "0,0"), "repeats a GPU", "--share-gpu")
     refused(mgt("train", "image", "--gpu-ids", "0", "--num-gpus", 2), "--num-gpus 2")
-    with pytest.raises(ConfigError, match=r"world_size=4 needs 4 GPUs .* 2 are there"):
+    with pytest.raises(ConfigError, match=r"world_size=4 needs 4 GPUs .* has 2"):
         MultiGPUTrainingManager(MultiGPUConfig(world_size=4))
 
 
