@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from processes import Said, mgt_here
+from processes import Program, Said, mgt_here
 
 from multi_gpu_training.cli.train_command import TrainFlags, resolve
 from multi_gpu_training.errors import ConfigError
@@ -58,6 +58,12 @@ def test_a_resumed_run_keeps_its_settings_and_the_command_line_overrides_them(
     assert "max_steps      2      4      applied" in said.out
     after = yaml.safe_load(Path("runs/image/first/config.yaml").read_text())
     assert (after["learning_rate"], after["max_steps"], after["mode"]) == (2e-3, 4, "cnn")
+
+    # With several ranks, the line comes once: from the launcher.
+    words = ("resume", "runs/image/first", "--num-gpus", "2", "--max-steps", "5")
+    with Program("-m", "multi_gpu_training", *words, cwd=tmp_path) as program:
+        assert program.end_of_run() == 0, program
+        assert program.out.count("resuming runs/image/first") == 1, program
     assert after["batch_size"] == 24 and after["seed"] == 7
 
     # A config file counts as the command line; a run of another recipe is not taken for this one.
