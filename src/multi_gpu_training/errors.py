@@ -59,7 +59,7 @@ CODES = {
         "Samples would be lost or repeated, because ranks would draw different orders. Seed the "
         "sampler or stream alike on every rank, and do not split it by rank."
     ),
-    "MGT304": "A shard of a stream cannot be read to its end. Repair it, or leave it out.",
+    "MGT304": "A shard of a stream cannot be read to the end. Repair it, or leave it out.",
     "MGT305": (
         "The ranks hold different data. Call `torch.manual_seed` before you make, shuffle or split "
         "random data, and give every rank the whole dataset."
