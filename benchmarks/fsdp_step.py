@@ -1,11 +1,12 @@
 """What sharding costs where there is nothing to share: one rank, fsdp against the plain step.
 
     python benchmarks/fsdp_step.py --out fsdp_step.json      # one GPU, NCCL
+    python benchmarks/fsdp_step.py --form compile            # both compiled
     python benchmarks/fsdp_step.py --quick                   # a small model on one CPU rank, gloo
 
 A Llama-shaped model (1.1 billion parameters by default) trains in bf16 mixed precision with
 activation checkpointing and AdamW, once unsharded and once with training_mode=fsdp on a group of
-one rank, both operation by operation. Both live side by side in one process, and rounds of steps
+one rank, both in the same form. Both live side by side in one process, and rounds of steps
 alternate between them; the ratio is that of their median steps. Their losses must agree.
 """
 
@@ -27,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
+
+FORMS = {"eager": "eager", "compile": "compiled (sharded: block by block)"}
 
 
 class Attention(nn.Module):
@@ -93,6 +96,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=8, help="of a round")
+    parser.add_argument("--form", choices=("eager", "compile"), default="eager")
     parser.add_argument("--gather-bf16", action="store_true", help="fsdp_gather_dtype=bf16")
     parser.add_argument("--quick", action="store_true", help="a small model on the CPU")
     parser.add_argument("--out", type=Path)
@@ -146,7 +150,8 @@ def prepared(given: argparse.Namespace, mode: str, folder: str) -> MultiGPUTrain
     gather = {"fsdp_gather_dtype": "bf16"} if given.gather_bf16 and mode == "fsdp" else {}
     gather |= {} if given.quick else {"mixed_precision_dtype": "bf16"}
     config = MultiGPUConfig(
-        training_mode=mode, device="cpu" if given.quick else "cuda", step_execution="eager",
+        training_mode=mode, device="cpu" if given.quick else "cuda", step_execution=given.form,
+        deterministic=given.form == "compile",  # compile before the first step, not after some
         use_mixed_precision=not given.quick, use_gradient_checkpointing=True,
         progress="off", tensorboard=False, monitor=False, report=False, save_dir=folder,
         run_name=mode, enable_fault_tolerance=False, consistency_check_every=0, **gather,
@@ -185,7 +190,7 @@ def table(given: argparse.Namespace, found: dict[str, Any]) -> str:
     lines, kind = [found["machine"], ""], "float32" if given.quick else "bf16 mixed precision"
     lines += [
         f"{found['parameters'] / 1e9:.2f} billion parameters, {given.batch} x {given.length} "
-        f"tokens, {kind}, activation checkpointing, AdamW, eager against eager.",
+        f"tokens, {kind}, activation checkpointing, AdamW, both {FORMS[given.form]}.",
         "",
         "| | median step |",
         "|---|---|",

@@ -43,6 +43,21 @@ def test_programs_are_compiled_into_packages_under_the_name_that_is_used() -> No
     assert callable(torch._inductor.aoti_load_package)  # in the run.py of exports
 
 
+def test_errors_of_the_compiler_are_told_from_those_of_compiled_code() -> None:
+    def breaks(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    def raises(x: Tensor) -> Tensor:
+        raise ValueError("the user's own")
+
+    for function, ours in ((breaks, True), (raises, False)):
+        compiled = torch.compile(function, fullgraph=ours, backend="eager")
+        with pytest.raises(Exception) as caught:
+            compiled(torch.ones(2))
+        assert torch_internals.is_compiler_error(caught.value) is ours
+
+
 def line_with_gradient() -> nn.Linear:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)

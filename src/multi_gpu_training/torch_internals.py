@@ -199,6 +199,13 @@ def complete_optimizer(optimizer: Optimizer) -> None:
             setattr(optimizer, name, OrderedDict())
 
 
+def is_compiler_error(error: Exception) -> bool:
+    """Whether torch.compile failed, and not the code that it compiled."""
+    import torch._dynamo.exc  # takes a second, and whoever compiles has imported it
+
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+
+
 # CUDA graphs
 
 

@@ -5,9 +5,11 @@ Every case is a function of (folder, by_hand) that returns tensors by name, in f
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import corners
 import torch
@@ -290,6 +292,85 @@ def save_pretrained(folder: Path) -> Result:
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     model.save_pretrained(folder, max_shard_size="1MB")
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Deep(nn.Module):
+    def __init__(self, first: nn.Module, blocks: nn.ModuleList, last: nn.Module) -> None:
+        super().__init__()
+        self.first, self.blocks, self.last = first, blocks, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def deep(by_hand: bool, folder: Path, **settings: Any) -> Any:
+    """Three equal blocks between two layers; the manager, unless by hand."""
+    torch.manual_seed(1)
+    block = lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))  # noqa: E731
+    first = nn.Sequential(nn.Flatten(), nn.Linear(50, 8))
+    blocks = nn.ModuleList([block(), block(), block()])
+    model = Deep(first, blocks, nn.Linear(8, 3)).double()
+    if by_hand:
+        return train(folder, True, model, images(), class_loss, corners.sgd, 0.5)
+    config = {"global_batch_size": BATCH, "shuffle": False, "epochs": EPOCHS, "report": False}
+    # deterministic: compiled from the first step on.
+    config |= {"training_mode": "fsdp", "max_grad_norm": 0.5, "deterministic": True}
+    manager = manager_for(folder, step_execution="compile", **config, **settings)
+    manager.fit(model, images(), images(), loss_fn=class_loss, optimizer=corners.sgd)
+    return manager
+
+
+def compiled_blocks(folder: Path, fails_on: int) -> tuple[Result, str, str, int]:
+    """With a compiler that changes nothing but counts, or fails on one rank: the weights, how steps
+    ran and why, and how often compiled code was called."""
+    calls = []
+
+    def compile_it(function: Any, **_: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if int(os.environ.get("RANK", 0)) == fails_on:
+                raise torch._dynamo.exc.Unsupported("no compiler here")
+            calls.append(torch.is_grad_enabled())
+            return function(*args, **kwargs)
+
+        return called
+
+    with mock.patch.object(torch, "compile", compile_it):
+        manager = deep(False, folder)
+    run = manager.trainer.execution
+    assert all(calls)  # never in validation
+    return full(manager), run.mode, run.reason, len(calls)
+
+
+def really_compiled(folder: Path, recomputes: bool) -> tuple[Result, str, str]:
+    manager = deep(False, folder, use_gradient_checkpointing=recomputes)
+    run = manager.trainer.execution
+    return full(manager), run.mode, run.reason
+
+
+def compiled_otherwise(folder: Path) -> list[str]:
+    """Why steps of models that cannot be compiled block by block run as they are."""
+    reasons = []
+    more = {"step_execution": "compile", "deterministic": True}
+    for model, settings in (
+        (gpt2(), {"use_gradient_checkpointing": True}),
+        (nn.Sequential(nn.Flatten(), nn.Linear(50, 3)).double(), {}),
+        (Cnn(), {"sync_bn": True}),
+    ):
+        manager = manager_for(
+            folder, training_mode="fsdp", global_batch_size=BATCH, **more, **settings
+        )
+        data, loss = (
+            (texts(), token_loss)
+            if settings.get("use_gradient_checkpointing")
+            else (images(), class_loss)
+        )
+        manager.setup_training(model, data, loss_fn=loss, optimizer=corners.sgd)
+        reasons.append(manager.trainer.execution.reason)
+        manager.finish()
+    return reasons
 
 
 def streamed(folder: Path) -> Result:

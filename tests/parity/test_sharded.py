@@ -43,6 +43,41 @@ def test_a_model_built_in_parts_starts_and_is_judged_as_on_one_rank(tmp_path: Pa
         assert 0 < found["most whole"] < len(alone["before"])
 
 
+def test_blocks_are_compiled_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    expected = sharded.deep(True, tmp_path)
+    well = run_ranks(2, sharded.compiled_blocks, tmp_path / "well", -1)
+    badly = run_ranks(2, sharded.compiled_blocks, tmp_path / "badly", 1)
+    # The comparison and six steps, each with a forward of three blocks.
+    assert [(mode, calls) for _, mode, _, calls in well] == [("compile", 21), ("compile", 21)]
+    assert [mode for _, mode, *_ in badly] == ["eager", "eager"]
+    assert badly[1][2] == "it does not compile: no compiler here"
+    assert [calls for *_, calls in badly] == [3, 0]
+    for found, *_ in (*well, *badly):
+        assert all(value <= LIMIT for value in difference(found, expected).values())
+
+
+def test_steps_that_cannot_be_compiled_block_by_block_say_why(tmp_path: Path) -> None:
+    for reasons in run_ranks(2, sharded.compiled_otherwise, tmp_path):
+        assert reasons == [
+            "torch cannot compile how this model recomputes its blocks",
+            "no block was found to compile; name some in fsdp_blocks",
+            "sync_bn exchanges statistics inside the blocks",
+        ]
+
+
+@pytest.mark.engines  # real compilers take half a minute
+@pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "recomputed"])
+def test_compiled_blocks_compute_what_a_plain_loop_computes(
+    tmp_path: Path, recomputes: bool
+) -> None:
+    expected = sharded.deep(True, tmp_path)
+    for found, mode, reason in run_ranks(
+        2, sharded.really_compiled, tmp_path, recomputes, timeout_s=400
+    ):
+        assert mode == "compile", reason
+        assert all(value <= LIMIT for value in difference(found, expected).values())
+
+
 @pytest.mark.engines
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_float32_differs_by_rounding_only(tmp_path: Path, ranks: int) -> None:

@@ -55,6 +55,11 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
     return _kinds[kind]
 
 
+def recomputed(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class whose forward `kind` recomputes in backward, if it does."""
+    return next((inner for inner, made in _kinds.items() if made is kind), None)
+
+
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Members, with parameters, of the outermost containers."""
     if isinstance(module, nn.Sequential):

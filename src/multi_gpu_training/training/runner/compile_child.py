@@ -19,7 +19,7 @@ from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.distributed.replicas import replicate_alone
 from multi_gpu_training.training.loss import read_loss
 from multi_gpu_training.training.runner.compile_ahead import set_switches
-from multi_gpu_training.training.runner.compiled import compile_loss, in_a_line
+from multi_gpu_training.training.runner.compiled import in_a_line
 
 
 def main(path: Path, parent: int) -> None:
@@ -42,7 +42,7 @@ def compile_step(step: dict[str, Any]) -> None:
     if kind == "cuda":
         torch.cuda.set_device(index or 0)
     set_switches(step["switches"])
-    compiled = compile_loss(step["loss_fn"])
+    compiled = torch.compile(step["loss_fn"], dynamic=False)  # as `Strategy.compile` does
     module = _Step(step["model"], compiled, kind, step["autocast"])
     module.trained = step["trained"]  # DDP also sends the gradients of the loss's own parameters
     run = module if step["ddp"] is None else replicate_alone(module, step["ddp"])

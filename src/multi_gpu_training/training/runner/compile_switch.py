@@ -19,7 +19,7 @@ from multi_gpu_training.data.order import Share
 from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.probe import untouched
 from multi_gpu_training.training.runner.compile_ahead import CompileAhead, fits_beside
-from multi_gpu_training.training.runner.compiled import compile_loss, compiled_problem
+from multi_gpu_training.training.runner.compiled import compiled_problem
 from multi_gpu_training.training.runner.graph import resolve_kept
 from multi_gpu_training.training.runner.rollback_window import Fed
 from multi_gpu_training.training.step_state import StepState
@@ -102,7 +102,7 @@ class CompileSwitch:
         state = self._state
         problem = None if self._ahead is None else self._ahead.problem
         self.close()
-        compiled = compile_loss(state.step_module.loss_fn)
+        compiled = state.strategy.compile(state.step_module.loss_fn)
         if state.placement.all_agree(problem is None):
             problem = compiled_problem(state, compiled, step)
         if not state.placement.all_agree(problem is None):

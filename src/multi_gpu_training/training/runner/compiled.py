@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
 
 from multi_gpu_training.state_dicts import random_state
 from multi_gpu_training.training.loss import LossFn
@@ -30,15 +31,11 @@ SAME_16_BITS = 0.05
 SAME = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 2e-3, torch.complex64: 2e-3}
 
 
-def compile_loss(loss_fn: LossFn) -> LossFn:
-    """The loss function with the model it calls, compiled for the shapes of each call."""
-    compiled: LossFn = torch.compile(loss_fn, dynamic=False)
-    return compiled
-
-
 def compiled_problem(state: StepState, compiled: LossFn, step: list[Fed]) -> str | None:
     """Why steps cannot be compiled, if so. Computes a micro-batch of every size without the other
     ranks, which would otherwise wait for one that cannot compile. The state stays unchanged."""
+    if not state.strategy.computes_alone:
+        return _problem_together(state, compiled, step)
     sizes = {micro[2].count: micro for micro in step if micro[2].count}
     problems = (_micro_problem(state, compiled, micro) for micro in sizes.values())
     return next((problem for problem in problems if problem is not None), None)
@@ -64,6 +61,45 @@ def _micro_problem(state: StepState, compiled: LossFn, micro: Fed) -> str | None
         return in_a_line(error)
 
 
+def _problem_together(state: StepState, compiled: LossFn, step: list[Fed]) -> str | None:
+    """The same where ranks need each other to compute: one micro-batch each, and in the same order
+    what it gives plain, compiled and with rounded weights. Collective."""
+    batch, samples, share = step[-1]
+    device = state.placement.device
+    if not state.placement.all_agree(share.count > 0):
+        return "a rank has no samples in the step to compare with"
+    with untouched(state):
+        given = state.prepare(resolve_kept(batch), samples)
+        before = random_state(device)
+        expected = _exchanged_gradients(state, None, given)
+        draws = random_state(device) != before
+        try:
+            found = _exchanged_gradients(state, compiled, given)
+        except CheckpointError as error:  # the same on every rank, which all run the same blocks
+            state.drop_gradients()
+            state.strategy.forget_step()
+            return in_a_line(error)
+        if not state.placement.all_agree(not draws):
+            return None  # compiled code draws different noise: nothing to compare
+        with _weights_rounded_again(state):
+            rounded = _exchanged_gradients(state, None, given)
+    failure = state.strategy.compile_failure
+    return in_a_line(failure) if failure else _too_far(state, expected, rounded, found)
+
+
+def _exchanged_gradients(state: StepState, compiled: LossFn | None, given: Any) -> list[Tensor]:
+    """Loss and gradients of a micro-batch, computed and exchanged as in a step."""
+    strategy = state.strategy
+    state.drop_gradients()
+    with state.step_module.computing(compiled), strategy.no_sync(True):
+        result = strategy.forward(given, 1, 1, 1)
+        result.scaled.backward()
+    found = [result.mean.detach(), *(grad.clone() for grad in strategy.gradients())]
+    state.drop_gradients()
+    strategy.forget_step()
+    return found
+
+
 def _loss_and_gradients(state: StepState, compiled: LossFn | None, given: Any) -> list[Tensor]:
     module = state.step_module
     parameters = [p for p in state.trained.parameters() if p.requires_grad]
@@ -80,7 +116,7 @@ def _loss_and_gradients(state: StepState, compiled: LossFn | None, given: Any) -
 def _weights_rounded_again(state: StepState) -> Iterator[None]:
     """Inside a `with` block, shift every weight by about one rounding error: the resulting change
     tells how far apart two correct results may be."""
-    weights = [p.detach() for p in state.parameters]
+    weights = [state.strategy.held(p.detach()) for p in state.parameters]
     kept = [weight.clone() for weight in weights]
     generator = torch.Generator(state.placement.device).manual_seed(0)
     try:
@@ -136,6 +172,8 @@ def try_compiled(
     problem = compiled_problem(state, compiled, comparison.newest[1])
     if state.placement.all_min(int(problem is None)) == 0:
         return problem or "it does not compile on another rank", seconds
+    if not state.strategy.computes_alone:  # the ranks have just computed together
+        return None, seconds
     copies.keep("before")
     try:
         with state.step_module.computing(compiled):

@@ -17,10 +17,10 @@ from multi_gpu_training.training.step_state import StepState
 def obstacle(state: StepState, asked: str) -> str | None:
     """Why steps of this run can never be compiled (`asked`) or recorded; None if it is worth
     trying."""
-    if state.placement.device.type != "cuda":
-        return "there is no GPU" if asked != "compile" else None
     if asked == "compile":
         return state.strategy.compile_obstacle()
+    if state.placement.device.type != "cuda":
+        return "there is no GPU"
     problem = state.strategy.recording_obstacle()
     if problem is not None:
         return problem

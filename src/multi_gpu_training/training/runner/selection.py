@@ -29,7 +29,7 @@ from multi_gpu_training.training.metrics import MetricsCollector
 from multi_gpu_training.training.nan_guard import NanGuard
 from multi_gpu_training.training.optimizer import make_capturable
 from multi_gpu_training.training.runner.compile_switch import LONG_RUN_S, CompileSwitch
-from multi_gpu_training.training.runner.compiled import compile_loss, try_compiled
+from multi_gpu_training.training.runner.compiled import try_compiled
 from multi_gpu_training.training.runner.eager import EagerRunner
 from multi_gpu_training.training.runner.graph import CudaGraphs, Graphs
 from multi_gpu_training.training.runner.graph_cache import GraphCache, micro_key
@@ -147,7 +147,8 @@ class StepExecution:
         if graphs is None:
             problem = obstacle(state, asked)
             if problem is not None:
-                self._stay_eager(problem, quiet=state.placement.device.type == "cpu")
+                expected = asked == "auto" and state.placement.device.type == "cpu"
+                self._stay_eager(problem, quiet=expected)
                 return
             if asked == "compile":
                 self.active = True
@@ -400,7 +401,7 @@ class StepExecution:
         self._cache.graphs = None
         self.switch.close()
         self.say("step: compiling, which can take a minute")
-        compiled = compile_loss(module.loss_fn)
+        compiled = self.state.strategy.compile(module.loss_fn)
         problem, seconds = try_compiled(self.state, self._comparison, compiled)
         slowest = self._all_slowest(seconds if against_s is not None else 0.0)
         slower = against_s is not None and slowest > WORTH_IT * against_s

@@ -23,6 +23,7 @@ from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.torch_internals import RunningStatsBase, foreach_mul_, sparse_values
+from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.strategy.deferred_init import materialise
 
@@ -211,6 +212,10 @@ class Strategy(ABC):
         """This rank's part of the step's gradients."""
         return [grad for p in self.parameters if (grad := p.grad) is not None]
 
+    def held(self, parameter: Tensor) -> Tensor:
+        """What this rank holds of a parameter: its own memory, not a copy."""
+        return parameter
+
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The same, by the names of the parameters."""
         for name, parameter in self.step_module.trained.named_parameters():
@@ -290,6 +295,16 @@ class Strategy(ABC):
 
     def compile_obstacle(self) -> str | None:
         """Why a step cannot be compiled under this strategy, if so."""
+        return None
+
+    def compile(self, loss_fn: LossFn) -> LossFn:
+        """The loss function with the model it calls, compiled for the shapes of each call."""
+        compiled: LossFn = torch.compile(loss_fn, dynamic=False)
+        return compiled
+
+    @property
+    def compile_failure(self) -> Exception | None:
+        """Why a part of the compiled model ran uncompiled, if so."""
         return None
 
     def compiling(self) -> AbstractContextManager[Any]:

@@ -41,9 +41,11 @@ from multi_gpu_training.torch_internals import (
     initialise_sharded,
     is_view,
 )
+from multi_gpu_training.training.loss import LossFn
 from multi_gpu_training.training.step import MicroResult, StepModule
 from multi_gpu_training.training.strategy import Forward, StandIn, Strategy
 from multi_gpu_training.training.strategy.blocks import find_blocks
+from multi_gpu_training.training.strategy.compiled_blocks import CompiledBlocks
 from multi_gpu_training.training.strategy.deferred_init import source_of
 
 _ORDERS = 2**20  # distinct orders of blocks: sums of squares stay exact in float64
@@ -59,6 +61,7 @@ class FSDPStrategy(Strategy):
         self.whole_gradients = placement.group is None
         # Tensor-parallel teams split layers other than by rows: build their models whole.
         self.builds_in_parts = placement.group is not None and placement.team_size == 1
+        self._compiled: CompiledBlocks | None = None
         self._copies = 1  # copies of the model, each over the same number of ranks
         self._names: list[str] = []  # of the trained parameters
         self._whole: list[nn.Parameter] = []  # on every rank: those without rows to split
@@ -95,6 +98,8 @@ class FSDPStrategy(Strategy):
         step_module.replicated = step_module.sharded = step_module.needs_graph = True
         self._whole = [p for p in model.parameters() if p.ndim == 0]
         blocks = find_blocks(model, self.config.fsdp_blocks, self.config.find_unused_parameters)
+        if self.config.step_execution == "compile" and blocks:
+            self._compiled = CompiledBlocks(step_module, blocks)
         before = list(model.named_parameters())
         mesh = make_mesh(self.placement, self._copy_size())
         if self.placement.team_size > 1:
@@ -290,6 +295,9 @@ class FSDPStrategy(Strategy):
     def gradients(self) -> list[Tensor]:
         return [piece(grad) for p in self.parameters if (grad := p.grad) is not None]
 
+    def held(self, parameter: Tensor) -> Tensor:
+        return piece(parameter)
+
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, grad in super().named_gradients():
             yield name, piece(grad)
@@ -360,7 +368,36 @@ class FSDPStrategy(Strategy):
         return None if self.root is None else "fully sharded steps gather parameters as they go"
 
     def compile_obstacle(self) -> str | None:
-        return self.recording_obstacle()
+        if self.root is None:
+            return None
+        if self.config.step_execution != "compile":
+            return "sharded steps are compiled only if step_execution=compile asks for it"
+        if self._compiled is None:
+            return "no block was found to compile; name some in fsdp_blocks"
+        if self.forward_exchanges:
+            return "sync_bn exchanges statistics inside the blocks"
+        if self.config.use_gradient_checkpointing and self._blocks_recompute_otherwise():
+            return "torch cannot compile how this model recomputes its blocks"
+        if self.placement.team_size > 1:
+            return "tensor_parallel exchanges activations inside the blocks"
+        return None
+
+    def compile(self, loss_fn: LossFn) -> LossFn:
+        return (
+            super().compile(loss_fn) if self._compiled is None else self._compiled.compile(loss_fn)
+        )
+
+    def _blocks_recompute_otherwise(self) -> bool:
+        """Whether checkpoints lie around the blocks (Hugging Face), or keep buffers."""
+        model = self.step_module.model
+        if callable(getattr(model, "gradient_checkpointing_enable", None)):
+            return True
+        blocks = (m for m in sharded_modules(self.root) if m is not self.root)
+        return any(True for block in blocks for _ in block.buffers())  # type: ignore[attr-defined]
+
+    @property
+    def compile_failure(self) -> Exception | None:
+        return None if self._compiled is None else self._compiled.failure
 
 
 class ShardedStep(nn.Module):
