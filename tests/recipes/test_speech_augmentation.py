@@ -19,7 +19,7 @@ from multi_gpu_training.recipes.speech.features import DRAWS, LogMel, mel_filter
 from multi_gpu_training.recipes.speech.speech_model import Recogniser, Size
 
 RATE = 8000
-OFF = {"pitch": 0.0, "vocal_tract": 0.0, "noise": 0.0, "reverb": 0.0, "gain": 0.0}
+OFF = {name: 0.0 for name in ("pitch", "vocal_tract", "noise", "reverb", "gain", "equaliser")}
 TINY = Size(16, 2, 4, 6, 12.0, 4, 3, 20, 0.0)
 
 
@@ -38,7 +38,7 @@ def made(batch: Batch, key: int = 1, first: int = 0, **given: float) -> Batch:
     return Augmentation(RATE, **{**OFF, **given})(batch, SampleRandom(numbers, key))
 
 
-ALL = {"pitch": 0.2, "vocal_tract": 0.2, "noise": 0.7, "reverb": 0.5, "gain": 6.0}
+ALL = {"pitch": 0.2, "vocal_tract": 0.2, "noise": 0.7, "reverb": 0.5, "gain": 6, "equaliser": 6}
 
 
 def test_what_an_utterance_becomes_does_not_depend_on_the_batch_around_it() -> None:
@@ -97,6 +97,22 @@ def test_gain_makes_all_of_it_quieter_or_louder() -> None:
     assert -6.1 < float(decibels.min()) < -4 and 4 < float(decibels.max()) < 6.1
 
 
+def test_an_equaliser_colours_each_frequency_smoothly_and_as_far_as_it_says() -> None:
+    batch = tones(40)
+    noise = torch.randn(batch.sound.shape, generator=torch.Generator().manual_seed(8))
+    batch = batch._replace(sound=1000 * noise, samples=torch.full((40,), 4000))
+    # As long as what the equaliser transforms, so that nothing wraps around.
+    heard = made(batch, equaliser=6.0).sound
+    before, after = (torch.fft.rfft(s, n=8192).abs().square() for s in (batch.sound, heard))
+    bands = mel_filters(RATE, 8192, 20).float()
+    decibels = 10 * (after @ bands / (before @ bands)).log10()
+    sum_of_curves = 6.0 * sum(2 / (order + 1) for order in range(1, 7))
+    assert 4 < float(decibels.abs().max()) < sum_of_curves
+    assert float(decibels.std(0).min()) > 1.0  # every band, and another one each time
+    assert float(decibels.diff(dim=1).abs().max()) < 5.0
+    assert abs(float(decibels.mean())) < 1.0
+
+
 def test_what_is_switched_off_changes_nothing() -> None:
     batch = tones(4)
     same = made(batch)
@@ -143,7 +159,7 @@ def speechlike(seconds: float = 0.6) -> Tensor:
     return (4000 * loud * torch.randn(size, generator=generator)).to(torch.int16)[None]
 
 
-@pytest.mark.parametrize("normalise", ["utterance", "running"])
+@pytest.mark.parametrize("normalise", ["tilt", "utterance", "running"])
 def test_features_do_not_tell_how_loud_an_utterance_was_recorded(normalise: str) -> None:
     features, sound = LogMel(RATE, 40, normalise).double(), speechlike()
     samples = torch.tensor([sound.shape[1]])
@@ -167,6 +183,20 @@ def test_features_hardly_tell_how_quiet_the_pauses_are() -> None:
     assert apart("utterance") < 0.25 * apart("bands")
 
 
+def test_a_microphone_that_tilts_the_spectrum_changes_features_little() -> None:
+    sound = 30000 * speechlike().float() / speechlike().abs().max()
+    spectrum = torch.fft.rfft(sound)
+    decibels = torch.linspace(-12, 12, spectrum.shape[1])
+    tilted = torch.fft.irfft(spectrum * 10 ** (decibels / 20), n=sound.shape[1])
+    samples = torch.tensor([sound.shape[1]])
+    features = LogMel(RATE, 40, "tilt").double()
+    one, other = (features(s, samples)[0] for s in (sound, tilted))
+    assert float((one - other).abs().mean()) < 0.25  # of 24 dB; pauses stay at their floor
+    assert 0.99 < float(one.square().mean()) < 1.01
+    # Bands that change less stay smaller: their spread is that of all bands together.
+    assert float(one.std(1).max() / one.std(1).min()) > 1.1
+
+
 def test_running_features_do_not_look_ahead() -> None:
     features, sound = LogMel(RATE, 40, "running").double(), speechlike()
     changed = sound.clone()
@@ -178,7 +208,7 @@ def test_running_features_do_not_look_ahead() -> None:
     assert not torch.allclose(one, other, atol=0.1)
 
 
-@pytest.mark.parametrize("normalise", ["utterance", "running"])
+@pytest.mark.parametrize("normalise", ["tilt", "utterance", "running"])
 def test_padding_and_silence_are_harmless(normalise: str) -> None:
     torch.manual_seed(0)
     model = Recogniser(TINY, 29, RATE, normalise=normalise).double().eval()
@@ -210,8 +240,10 @@ def test_each_variation_can_be_switched_off_and_all_together() -> None:
     assert not any("vary" in line for line in lines)
     with pytest.raises(ConfigError, match=r"noise=0\.5 does nothing with augment=false"):
         recipe.build(recipe.config({}), SpeechOptions(augment=False, noise=0.5))
-    with pytest.raises(ConfigError, match="normalise=utterance needs the whole utterance"):
-        recipe.build(recipe.config({}), SpeechOptions(streaming=True, normalise="utterance"))
+    for whole in ("tilt", "utterance"):
+        with pytest.raises(ConfigError, match=f"normalise={whole} needs the whole utterance"):
+            recipe.build(recipe.config({}), SpeechOptions(streaming=True, normalise=whole))
+    assert recipe.build(recipe.config({}), SpeechOptions()).model.features.normalise == "tilt"
     streaming = recipe.build(recipe.config({}), SpeechOptions(streaming=True))
     assert streaming.model.features.normalise == "running"
 
@@ -222,6 +254,11 @@ def test_a_run_of_version_01_goes_on_as_it_was() -> None:
     assert (options.speed, options.pitch, options.reverb) == (0.15, 0.0, 0.0)
     assert (options.split, options.lexicon, options.normalise) == ("official", "none", "bands")
     assert options.noise == 0.5  # what the user asks for now
+    assert options.equaliser == 0.0
+    between = SpeechOptions()
+    had = {name: v for name, v in between.model_dump().items() if name != "equaliser"}
+    keep_resumed(between, had)  # when auto chose otherwise
+    assert (between.normalise, between.equaliser, between.noise) == ("utterance", 0.0, 0.7)
     later = SpeechOptions()
     keep_resumed(later, options.model_dump())
     assert later.model_dump() == options.model_dump()

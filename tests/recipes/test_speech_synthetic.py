@@ -100,7 +100,7 @@ def test_a_checkpoint_reads_with_the_words_features_and_edges_of_its_training(
     (tmp_path / "words.txt").unlink()  # it is in the checkpoint
     torch.manual_seed(0)
     model = mine.build_model().eval()
-    assert model.features.normalise == "utterance"
+    assert model.features.normalise == "tilt"
     at = torch.arange(4000) / RATE
     voice = (8000 * torch.sin(2000 * at)).to(torch.int16)
     silence = torch.zeros(4000, dtype=torch.int16)

@@ -46,11 +46,21 @@ BEFORE: dict[str, Any] = {
     "noise": 0.0,
     "reverb": 0.0,
     "gain": 0.0,
+    "equaliser": 0.0,
     "spec_augment": True,
     "lexicon": "none",
     "synthetic_voices": 0,
 }
-VARIATIONS = ("speed", "pitch", "vocal_tract", "noise", "reverb", "gain", "spec_augment")
+VARIATIONS = (
+    "speed",
+    "pitch",
+    "vocal_tract",
+    "noise",
+    "reverb",
+    "gain",
+    "equaliser",
+    "spec_augment",
+)
 
 
 class SpeechOptions(Options):
@@ -80,8 +90,9 @@ class SpeechOptions(Options):
     )
     normalise: NormaliseName = Field(
         "auto",
-        description="features, by the loudness and the bands of the utterance; running: of what "
-        "was heard so far; bands: as up to version 0.1; auto: running if streaming, else utterance",
+        description="features, tilt: by the loudness and the smooth part of the utterance's mean "
+        "spectrum; utterance: by its loudness and each band; running: of what was heard so far; "
+        "bands: as up to version 0.1; auto: running if streaming, else tilt",
     )
     trim: float = Field(
         30.0,
@@ -99,6 +110,9 @@ class SpeechOptions(Options):
     noise: float = Field(0.7, ge=0, le=1, description="share of utterances with noise")
     reverb: float = Field(0.5, ge=0, le=1, description="share of utterances in a room")
     gain: float = Field(6.0, ge=0, le=40, description="quieter or louder by up to this many dB")
+    equaliser: float = Field(
+        6.0, ge=0, le=40, description="microphones that colour the sound by up to this many dB"
+    )
     spec_augment: bool = Field(True, description="hide bands and stretches of time")
     buckets: int = Field(6, ge=1, le=10_000, description="lengths that batches are padded to")
     decoder: Literal["greedy", "beam"] = Field("greedy", description="how to decode the test")
@@ -126,7 +140,7 @@ def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
     data = load_speech(options, timing, config.seed)
     normalise = options.normalise
     if normalise == "auto":
-        normalise = "running" if options.streaming else "utterance"
+        normalise = "running" if options.streaming else "tilt"
     model = Recogniser(
         size, data.alphabet.classes, data.rate, options.norm, options.streaming, normalise
     )
@@ -190,9 +204,9 @@ def check(options: SpeechOptions) -> None:
             f"synthetic_language={options.synthetic_language} does nothing with "
             "synthetic_voices=0; set synthetic_voices, or drop it"
         )
-    if options.streaming and options.normalise == "utterance":
+    if options.streaming and options.normalise in ("tilt", "utterance"):
         problems.append(
-            "normalise=utterance needs the whole utterance, and streaming=true has what was heard "
+            f"normalise={options.normalise} needs the whole utterance, and streaming=true has what was heard "
             "so far; use normalise=running, or drop it"
         )
     if problems:
@@ -204,6 +218,9 @@ def keep_resumed(options: SpeechOptions, had: dict[str, Any] | None) -> None:
     so into the checkpoints of this run."""
     if had is None:
         return
+    if "equaliser" not in had and had.get("normalise") == "auto":
+        # Between version 0.1 and `tilt`, auto chose this.
+        had = {**had, "normalise": "running" if options.streaming else "utterance"}
     for name, before in BEFORE.items():
         idle = name in VARIATIONS and not options.augment
         if name not in options.model_fields_set and not idle:
@@ -212,7 +229,7 @@ def keep_resumed(options: SpeechOptions, had: dict[str, Any] | None) -> None:
 
 def augmentation_of(options: SpeechOptions, rate: int) -> Augmentation | None:
     """What is done to training utterances on the device; None for nothing."""
-    given = options.model_dump(include={"pitch", "vocal_tract", "noise", "reverb", "gain"})
+    given = options.model_dump(include={"pitch", "vocal_tract", "noise", "reverb", "gain", "equaliser"})
     if not options.augment or not any(given.values()):
         return None
     return Augmentation(rate, **given)

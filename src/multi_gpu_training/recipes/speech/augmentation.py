@@ -22,6 +22,7 @@ ROOM_S = 0.3  # of an impulse response; what comes later is below hearing here
 REVERB_S = (0.1, 0.6)  # time until a room is 60 dB quieter
 DIRECT_DB = (0.0, 15.0)  # how much louder the voice is than its room
 NOISE_DB = (5.0, 35.0)  # how much louder the voice is than the noise
+CURVES = 6  # cosines that a microphone's frequency response is drawn from, the k-th 2/(k+1) as strong
 STEEPEST = 2.0  # of a noise: power falls with frequency to this exponent, 0 (white) or more
 
 
@@ -31,6 +32,7 @@ class Augmentation:
 
     pitch, vocal_tract: by how much frequencies are scaled at most, as a share.
     noise, reverb: the share of utterances that get some. gain: at most so many decibels.
+    equaliser: how many decibels the first curve of a microphone's response takes or adds at most.
     """
 
     rate: int
@@ -39,13 +41,14 @@ class Augmentation:
     noise: float
     reverb: float
     gain: float
+    equaliser: float = 0.0
 
     def __call__(self, batch: Batch, random: SampleRandom) -> Batch:
         # What is drawn comes in one piece, so that one switch changes no other's numbers.
         u = random.uniform(9)
         warps = torch.stack([spread(u[:, 0], self.pitch), spread(u[:, 1], self.vocal_tract)], 1)
         sound = batch.sound
-        if self.noise or self.reverb or self.gain:
+        if self.noise or self.reverb or self.gain or self.equaliser:
             sound = self.heard(sound.float(), batch.samples, u[:, 2:], random)
         return batch._replace(sound=sound, warps=warps)
 
@@ -63,8 +66,20 @@ class Augmentation:
         if self.noise:
             spectrum = spectrum + self.hiss(points, loud, u[:, 3:6], random)
         louder = 10 ** ((2 * u[:, 6:7] - 1) * self.gain / 20)
+        if self.equaliser:
+            louder = louder * self.response(points, random)
         heard: Tensor = torch.fft.irfft(spectrum * louder, n=points)[:, :size]
         return heard
+
+    def response(self, points: int, random: SampleRandom) -> Tensor:
+        """(batch, points / 2 + 1): how a microphone weakens or strengthens each frequency, smooth
+        on the mel scale."""
+        u = 2 * random.uniform(CURVES) - 1
+        hertz = torch.arange(points // 2 + 1, device=u.device) * (self.rate / points)
+        place = (1 + hertz / 700).log() / math.log1p(self.rate / 2 / 700)
+        order = torch.arange(1, CURVES + 1, device=u.device)[:, None]
+        decibels = u @ (torch.cos(math.pi * order * place) * 2 / (order + 1))
+        return 10 ** (self.equaliser * decibels / 20)
 
     def room(self, taps: int, u: Tensor, random: SampleRandom) -> Tensor:
         """(batch, taps + 1): what follows the direct sound; all zero where there is no room."""

@@ -16,7 +16,8 @@ DRAWS = 8  # random numbers of a sample: place and width of two bands and two st
 FLOOR = 1e-6  # power below which all sound is silence
 QUIET = 1e-3  # of the loudness of an utterance: what lies below it tells of rooms, not of words
 HEARD_BEFORE = 20.0  # frames
-NormaliseName = Literal["auto", "utterance", "running", "bands"]
+BENDS = 3  # of a mean spectrum that are a recording's: its level, its tilt, its curvature
+NormaliseName = Literal["auto", "tilt", "utterance", "running", "bands"]
 
 
 class LogMel(nn.Module):
@@ -80,7 +81,11 @@ class LogMel(nn.Module):
         lengths = self.lengths(samples)
         if self.normalise == "bands":
             return normalise(power.clamp(min=FLOOR).log(), lengths), lengths
-        ways = {"utterance": normalise_utterance, "running": normalise_running}
+        ways = {
+            "tilt": normalise_tilt,
+            "utterance": normalise_utterance,
+            "running": normalise_running,
+        }
         return ways[self.normalise](power, lengths), lengths
 
     def warped_filters(self, warps: Tensor) -> Tensor:
@@ -123,10 +128,35 @@ def normalise_utterance(power: Tensor, lengths: Tensor) -> Tensor:
 
     How loud it was recorded, and how quiet its pauses are, then tells nothing.
     """
+    return normalise(levels_over_loudness(power, lengths), lengths)
+
+
+def normalise_tilt(power: Tensor, lengths: Tensor) -> Tensor:
+    """Levels over the loudness of the utterance, without the smooth part of their mean over time,
+    and with spread 1 over all bands.
+
+    A microphone shapes that smooth part. The rest of the mean tells what was said where words are
+    short, and so does which bands change the most.
+    """
+    levels = levels_over_loudness(power, lengths)
+    mask = inside(lengths, levels.shape[1]).unsqueeze(2)
+    count = lengths.view(-1, 1, 1).to(levels.dtype)
+    bands = levels.shape[2]
+    places = (torch.arange(bands, device=levels.device, dtype=levels.dtype) + 0.5) / bands
+    orders = torch.arange(BENDS, device=levels.device, dtype=levels.dtype)
+    smooth = torch.cos(math.pi * orders[:, None] * places)
+    smooth = smooth / smooth.square().sum(1, keepdim=True).sqrt()  # orthonormal rows
+    mean = torch.where(mask, levels, 0.0).sum(1, keepdim=True) / count
+    apart = torch.where(mask, levels - mean @ smooth.T @ smooth, 0.0)
+    spread = (apart.square().sum((1, 2), keepdim=True) / (count * bands)).sqrt()
+    return apart / (spread + 1e-2)
+
+
+def levels_over_loudness(power: Tensor, lengths: Tensor) -> Tensor:
     mask = inside(lengths, power.shape[1]).unsqueeze(2)
     count = lengths.view(-1, 1, 1).to(power.dtype)
     loud = torch.where(mask, power, 0.0).sum(1, keepdim=True).mean(2, keepdim=True) / count
-    return normalise((power / loud.clamp(min=FLOOR) + QUIET).log(), lengths)
+    return (power / loud.clamp(min=FLOOR) + QUIET).log()
 
 
 def normalise_running(power: Tensor, lengths: Tensor) -> Tensor:
