@@ -14,12 +14,13 @@ from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.speech import SpeechOptions, keep_resumed
 from multi_gpu_training.recipes.speech.audio import trimmed
 from multi_gpu_training.recipes.speech.augmentation import NOISE_DB, Augmentation
-from multi_gpu_training.recipes.speech.dataset import Batch
+from multi_gpu_training.recipes.speech.dataset import Batch, cropped
 from multi_gpu_training.recipes.speech.features import DRAWS, LogMel, mel_filters, warped_bins
 from multi_gpu_training.recipes.speech.speech_model import Recogniser, Size
 
 RATE = 8000
-OFF = {name: 0.0 for name in ("pitch", "vocal_tract", "noise", "reverb", "gain", "equaliser")}
+VOICE = ("pitch", "vocal_tract", "noise", "reverb", "gain", "equaliser", "contour", "compression")
+OFF = dict.fromkeys(VOICE, 0.0)
 TINY = Size(16, 2, 4, 6, 12.0, 4, 3, 20, 0.0)
 
 
@@ -38,7 +39,7 @@ def made(batch: Batch, key: int = 1, first: int = 0, **given: float) -> Batch:
     return Augmentation(RATE, **{**OFF, **given})(batch, SampleRandom(numbers, key))
 
 
-ALL = {"pitch": 0.2, "vocal_tract": 0.2, "noise": 0.7, "reverb": 0.5, "gain": 6, "equaliser": 6}
+ALL = dict(zip(VOICE, (0.2, 0.2, 0.7, 0.5, 6.0, 6.0, 6.0, 0.3), strict=True))
 
 
 def test_what_an_utterance_becomes_does_not_depend_on_the_batch_around_it() -> None:
@@ -52,6 +53,18 @@ def test_what_an_utterance_becomes_does_not_depend_on_the_batch_around_it() -> N
     other = made(batch, key=2, **ALL)
     assert not torch.equal(other.warps, whole.warps)
     assert not torch.allclose(other.sound, whole.sound, atol=10.0)
+
+
+def test_shares_of_a_batch_are_rounded_as_the_whole_is() -> None:
+    """Each variation alone: what a rank makes of its share is equal to the last bit."""
+    for size in (3999, 4000, 4837):
+        batch = tones(7, size)
+        for name, amount in ALL.items():
+            whole = made(batch, **{name: amount})
+            for start, end in ((0, 3), (3, 5), (5, 7), (4, 7)):
+                part = Batch(*(field[start:end] for field in batch))
+                alone = made(part, first=start, **{name: amount})
+                assert torch.equal(alone.sound, whole.sound[start:end]), (name, size, start)
 
 
 def energy(sound: Tensor, samples: Tensor) -> Tensor:
@@ -111,6 +124,39 @@ def test_an_equaliser_colours_each_frequency_smoothly_and_as_far_as_it_says() ->
     assert float(decibels.std(0).min()) > 1.0  # every band, and another one each time
     assert float(decibels.diff(dim=1).abs().max()) < 5.0
     assert abs(float(decibels.mean())) < 1.0
+
+
+def test_moments_become_quieter_and_louder_within_what_is_said() -> None:
+    batch = tones(60, 8000)
+    batch = batch._replace(samples=torch.full((60,), 8000))
+    heard = made(batch, contour=6.0).sound
+    before, after = (s.double().view(60, 50, 160).square().mean(2) for s in (batch.sound, heard))
+    decibels = 10 * (after / before).log10()
+    assert 5 < float(decibels.max()) < 6.1 and -6.1 < float(decibels.min()) < -5
+    assert float(decibels.std(1).median()) > 1.5  # within one utterance, too
+    assert float(decibels.diff(dim=1).abs().max()) < 4  # and without steps
+
+
+def test_compression_evens_loudness_out_or_does_the_opposite() -> None:
+    batch = tones(60, 8000)
+    loud = torch.cat([torch.full((4000,), 1.0), torch.full((4000,), 0.1)])  # 20 dB apart
+    sound = (batch.sound * loud).to(torch.int16)
+    batch = batch._replace(sound=sound, samples=torch.full((60,), 8000))
+    heard = made(batch, compression=0.3).sound
+    one, other = heard[:, 500:3500], heard[:, 4500:7500]
+    apart = 10 * (one.square().mean(1) / other.square().mean(1)).log10()
+    assert 14 <= float(apart.min()) < 15.5 and 24.5 < float(apart.max()) <= 26.1
+    silence = batch._replace(sound=torch.zeros_like(sound))
+    assert torch.equal(made(silence, compression=0.3).sound, silence.sound.float())
+
+
+def test_cutting_an_end_off_leaves_enough_for_the_text() -> None:
+    sound = torch.arange(1, 1001, dtype=torch.int16)
+    assert torch.equal(cropped(sound, 100, [1.0, 0.5], 0), sound[100:])
+    assert torch.equal(cropped(sound, 100, [0.4, 0.75], 0), sound[:950])
+    assert torch.equal(cropped(sound, 600, [1.0, 1.0], 0), sound[125:-125])
+    assert torch.equal(cropped(sound, 100, [1.0, 1.0], 801), sound)
+    assert torch.equal(cropped(sound[:3], 100, [1.0, 1.0], 0), sound[:3])
 
 
 def test_what_is_switched_off_changes_nothing() -> None:
@@ -231,9 +277,10 @@ def test_each_variation_can_be_switched_off_and_all_together() -> None:
     job = recipe.build(recipe.config({}), SpeechOptions())
     assert job.augment is not None and job.loss_fn.warp and job.loss_fn.augment
     assert job.dataset.speed > 0 and job.val_dataset.speed == 0
-    still = recipe.build(recipe.config({}), SpeechOptions(**OFF, speed=0, spec_augment=False))
+    assert job.dataset.crop > 0 and job.val_dataset.crop == 0
+    still = recipe.build(recipe.config({}), SpeechOptions(**OFF, speed=0, crop=0, spec_augment=False))
     assert still.augment is None and not still.loss_fn.warp and not still.loss_fn.augment
-    assert still.dataset.speed == 0
+    assert still.dataset.speed == still.dataset.crop == 0
     off = recipe.build(recipe.config({}), SpeechOptions(augment=False))
     assert off.augment is None and not off.loss_fn.augment and off.dataset.speed == 0
     lines = off.callbacks[0].lines  # type: ignore[attr-defined]

@@ -47,6 +47,9 @@ BEFORE: dict[str, Any] = {
     "reverb": 0.0,
     "gain": 0.0,
     "equaliser": 0.0,
+    "contour": 0.0,
+    "compression": 0.0,
+    "crop": 0.0,
     "spec_augment": True,
     "lexicon": "none",
     "synthetic_voices": 0,
@@ -59,6 +62,9 @@ VARIATIONS = (
     "reverb",
     "gain",
     "equaliser",
+    "contour",
+    "compression",
+    "crop",
     "spec_augment",
 )
 
@@ -112,6 +118,15 @@ class SpeechOptions(Options):
     gain: float = Field(6.0, ge=0, le=40, description="quieter or louder by up to this many dB")
     equaliser: float = Field(
         6.0, ge=0, le=40, description="microphones that colour the sound by up to this many dB"
+    )
+    contour: float = Field(
+        6.0, ge=0, le=40, description="moments quieter or louder by up to this many dB"
+    )
+    compression: float = Field(
+        0.3, ge=0, le=0.9, description="loudness evened out, or the opposite, by up to this share"
+    )
+    crop: float = Field(
+        0.08, ge=0, le=1, description="either end cut off by up to this many seconds"
     )
     spec_augment: bool = Field(True, description="hide bands and stretches of time")
     buckets: int = Field(6, ge=1, le=10_000, description="lengths that batches are padded to")
@@ -229,7 +244,8 @@ def keep_resumed(options: SpeechOptions, had: dict[str, Any] | None) -> None:
 
 def augmentation_of(options: SpeechOptions, rate: int) -> Augmentation | None:
     """What is done to training utterances on the device; None for nothing."""
-    given = options.model_dump(include={"pitch", "vocal_tract", "noise", "reverb", "gain", "equaliser"})
+    names = set(VARIATIONS) - {"speed", "crop", "spec_augment"}
+    given = options.model_dump(include=names)
     if not options.augment or not any(given.values()):
         return None
     return Augmentation(rate, **given)
@@ -291,12 +307,13 @@ def load_speech(options: SpeechOptions, timing: Timing, seed: int = 0) -> Speech
 def datasets(data: SpeechData, options: SpeechOptions, timing: Timing) -> tuple[Speech, Speech]:
     """Training and test part, padded to the same few lengths."""
     speed = options.speed if options.augment else 0.0
+    crop = options.crop if options.augment else 0.0
     # At their slowest: a bucket must hold what any epoch may draw.
     lengths = [longest(clip.samples, speed) for clip in data.train]
     labels = [len(clip.labels) for clip in data.train]
     buckets = Buckets(lengths, labels, options.buckets, 10 * timing.hop)
     return (
-        Speech(data.train, data.rate, buckets, speed, options.trim),
+        Speech(data.train, data.rate, buckets, speed, options.trim, crop),
         Speech(data.test, data.rate, buckets, 0.0, options.trim),
     )
 

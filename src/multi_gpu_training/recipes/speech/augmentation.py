@@ -23,6 +23,8 @@ REVERB_S = (0.1, 0.6)  # time until a room is 60 dB quieter
 DIRECT_DB = (0.0, 15.0)  # how much louder the voice is than its room
 NOISE_DB = (5.0, 35.0)  # how much louder the voice is than the noise
 CURVES = 6  # cosines that a microphone's frequency response is drawn from, the k-th 2/(k+1) as strong
+CONTOUR_S = 0.08  # between two points of a loudness contour
+QUIETEST_DB = -30.0  # a moment, beside the whole: below it a compressor does no more
 STEEPEST = 2.0  # of a noise: power falls with frequency to this exponent, 0 (white) or more
 
 
@@ -33,6 +35,9 @@ class Augmentation:
     pitch, vocal_tract: by how much frequencies are scaled at most, as a share.
     noise, reverb: the share of utterances that get some. gain: at most so many decibels.
     equaliser: how many decibels the first curve of a microphone's response takes or adds at most.
+    contour: how many decibels each moment is quieter or louder at most, changing smoothly: how
+    loud consonants are beside vowels differs from voice to voice.
+    compression: by up to this share, differences in loudness become smaller, or larger.
     """
 
     rate: int
@@ -42,6 +47,8 @@ class Augmentation:
     reverb: float
     gain: float
     equaliser: float = 0.0
+    contour: float = 0.0
+    compression: float = 0.0
 
     def __call__(self, batch: Batch, random: SampleRandom) -> Batch:
         # What is drawn comes in one piece, so that one switch changes no other's numbers.
@@ -50,6 +57,8 @@ class Augmentation:
         sound = batch.sound
         if self.noise or self.reverb or self.gain or self.equaliser:
             sound = self.heard(sound.float(), batch.samples, u[:, 2:], random)
+        if self.contour or self.compression:
+            sound = self.shaped(sound.float(), batch.samples, random)
         return batch._replace(sound=sound, warps=warps)
 
     def heard(self, sound: Tensor, samples: Tensor, u: Tensor, random: SampleRandom) -> Tensor:
@@ -77,9 +86,28 @@ class Augmentation:
         u = 2 * random.uniform(CURVES) - 1
         hertz = torch.arange(points // 2 + 1, device=u.device) * (self.rate / points)
         place = (1 + hertz / 700).log() / math.log1p(self.rate / 2 / 700)
-        order = torch.arange(1, CURVES + 1, device=u.device)[:, None]
-        decibels = u @ (torch.cos(math.pi * order * place) * 2 / (order + 1))
+        decibels = torch.zeros_like(u[:, :1] * place)
+        # No matrix product: its rounding would depend on how many ranks share the batch.
+        for order in range(1, CURVES + 1):
+            decibels += u[:, order - 1, None] * torch.cos(math.pi * order * place) * 2 / (order + 1)
         return 10 ** (self.equaliser * decibels / 20)
+
+    def shaped(self, sound: Tensor, samples: Tensor, random: SampleRandom) -> Tensor:
+        """Sound whose loudness over time is another."""
+        moment = self.rate // 100
+        power = F.avg_pool1d(sound.square().unsqueeze(1), moment, ceil_mode=True).squeeze(1)
+        size = power.shape[1]
+        mask = inside(-(-samples // moment), size)
+        mean = torch.where(mask, power, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+        level = 10 * (power / mean.clamp(min=1e-6)).clamp(min=10 ** (QUIETEST_DB / 10)).log10()
+        decibels = (2 * random.uniform(1) - 1) * self.compression * level
+        points = (2 * random.uniform(int(size * 0.01 / CONTOUR_S) + 2) - 1) * self.contour
+        at = torch.arange(size, device=sound.device) * (moment / self.rate / CONTOUR_S)
+        decibels = decibels + between_points(points, at)
+        # From moments to samples, without steps between them.
+        at = (torch.arange(sound.shape[1], device=sound.device) + 0.5) / moment - 0.5
+        decibels = between_points(F.pad(decibels, (0, 1)), at.clamp(0, size - 1))
+        return sound * (decibels * (math.log(10) / 20)).exp()
 
     def room(self, taps: int, u: Tensor, random: SampleRandom) -> Tensor:
         """(batch, taps + 1): what follows the direct sound; all zero where there is no room."""
@@ -104,6 +132,13 @@ class Augmentation:
 def spread(u: Tensor, share: float) -> Tensor:
     """Factors from 1 / (1 + share) to 1 + share, as often above 1 as below."""
     return ((2 * u - 1) * math.log1p(share)).exp()
+
+
+def between_points(points: Tensor, at: Tensor) -> Tensor:
+    """(batch, places): lines from point to point. No lerp and no interpolate: their rounding
+    depends on where in a batch a value lies."""
+    before = at.long()
+    return points[:, before] + points.diff(dim=1)[:, before] * (at - before)
 
 
 def between(u: Tensor, ends: tuple[float, float]) -> Tensor:

@@ -243,8 +243,8 @@ class SpeechPipeline(Pipeline):
                 f"({self.description['alphabet']!r:.80}); give data of the same alphabet"
             )
         found = super().parts(job, part)
-        # Training data are varied in speed; here they are as they were spoken.
-        return found if part == "val" else [replace(job.dataset, speed=0.0), job.val_dataset]
+        # Training data are varied in speed and cut; here they are as they were spoken.
+        return found if part == "val" else [replace(job.dataset, speed=0.0, crop=0.0), job.val_dataset]
 
 
 PIPELINE = SpeechPipeline
