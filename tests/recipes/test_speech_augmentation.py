@@ -278,7 +278,9 @@ def test_each_variation_can_be_switched_off_and_all_together() -> None:
     assert job.augment is not None and job.loss_fn.warp and job.loss_fn.augment
     assert job.dataset.speed > 0 and job.val_dataset.speed == 0
     assert job.dataset.crop > 0 and job.val_dataset.crop == 0
-    still = recipe.build(recipe.config({}), SpeechOptions(**OFF, speed=0, crop=0, spec_augment=False))
+    still = recipe.build(
+        recipe.config({}), SpeechOptions(**OFF, speed=0, crop=0, spec_augment=False)
+    )
     assert still.augment is None and not still.loss_fn.warp and not still.loss_fn.augment
     assert still.dataset.speed == still.dataset.crop == 0
     off = recipe.build(recipe.config({}), SpeechOptions(augment=False))

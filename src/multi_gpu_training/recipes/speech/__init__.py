@@ -221,8 +221,8 @@ def check(options: SpeechOptions) -> None:
         )
     if options.streaming and options.normalise in ("tilt", "utterance"):
         problems.append(
-            f"normalise={options.normalise} needs the whole utterance, and streaming=true has what was heard "
-            "so far; use normalise=running, or drop it"
+            f"normalise={options.normalise} needs the whole utterance, and streaming=true has what "
+            "was heard so far; use normalise=running, or drop it"
         )
     if problems:
         raise ConfigError(problems)

@@ -244,7 +244,9 @@ class SpeechPipeline(Pipeline):
             )
         found = super().parts(job, part)
         # Training data are varied in speed and cut; here they are as they were spoken.
-        return found if part == "val" else [replace(job.dataset, speed=0.0, crop=0.0), job.val_dataset]
+        return (
+            found if part == "val" else [replace(job.dataset, speed=0.0, crop=0.0), job.val_dataset]
+        )
 
 
 PIPELINE = SpeechPipeline
