@@ -8,6 +8,7 @@ does. Nothing else in the package may touch a private name of torch.
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -248,6 +249,19 @@ def remove_ddp_hooks(ddp: DistributedDataParallel) -> None:
     """Let parameters forget a wrapper that will not be used again; else a second one around the
     same module exchanges every gradient twice."""
     ddp._remove_autograd_hooks()
+
+
+def unexchanged_parameters(ddp: DistributedDataParallel) -> list[str]:
+    """Names of the parameters whose gradients DDP still waits for after a backward."""
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        # DDP numbers its parameters; the sentence that lists them ends the paragraph.
+        names = [name for name, p in ddp.module.named_parameters() if p.requires_grad]
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        numbers = [int(number) for number in found[1].split()] if found else []
+        return [names[n] for n in numbers if n < len(names)] or ["(DDP does not say which)"]
+    return []
 
 
 def inside_ddp_forward(ddp: DistributedDataParallel) -> AbstractContextManager[None]:

@@ -696,6 +696,96 @@ def left(samples: list[Any]) -> Any:
     return default_collate([sample[:2] for sample in samples if sample is not None])
 
 
+class Gaps(Dropping):
+    """Whole shares of three ranks are broken; nothing but the batch says how many are left."""
+
+    def __getitem__(self, index: int) -> Any:
+        broken = index < 24 and index % 8 in (0, 1, 2, 4)
+        return None if broken else data()[index]
+
+
+class Columns(Dropping):
+    """Gives ready batches, which the collate_fn passes on."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        inputs, targets, _ = data().tensors
+        return {"inputs": inputs[indices], "targets": targets[indices]}
+
+
+def passed_on(batch: Any) -> Any:
+    return batch
+
+
+def whole_shares_left_out(folder: Path, by_hand: bool) -> Result:
+    model = mlp()
+    if not by_hand:
+        # Two micro-batches of four make a step: each counts what is left of it.
+        loader = DataLoader(Gaps(), batch_size=4, collate_fn=left)
+        how = settings(gradient_accumulation_steps=2)
+        manager_for(folder, **how).fit(model, loader, loss_fn=squares, optimizer=sgd)
+        return result(model)
+    optimizer = sgd(model.parameters())
+    for _ in range(EPOCHS):
+        for start in range(0, SAMPLES, BATCH):
+            batch = left([Gaps()[i] for i in range(start, min(start + BATCH, SAMPLES))])
+            optimizer.zero_grad()
+            squares(model, batch).backward()
+            optimizer.step()
+    return result(model)
+
+
+def ready_batches(folder: Path, by_hand: bool) -> Result:
+    model = mlp()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch[:2] if by_hand else (batch["inputs"], batch["targets"])
+        return F.mse_loss(model(inputs), targets)
+
+    if by_hand:
+        return fit_or_loop(folder, by_hand, model, loss_fn, sgd)
+    loader = DataLoader(Columns(), batch_size=BATCH, collate_fn=passed_on)
+    manager_for(folder, **settings()).fit(model, loader, loss_fn=loss_fn, optimizer=sgd)
+    return result(model)
+
+
+def norm_converted_by_the_user(folder: Path, by_hand: bool) -> Result:
+    """As scripts for DDP do it, and without sync_bn. No bias before BatchNorm: its gradient is
+    rounding."""
+    model = mlp(nn.BatchNorm1d(8).double())
+    model[0].bias = None
+    if not by_hand:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return fit_or_loop(folder, by_hand, model, squares, sgd)
+
+
+class Branch(nn.Module):
+    """A part of the model that only large inputs use: on the first rank none, in the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.part = mlp(), nn.Linear(FEATURES, 1).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.trunk(inputs)
+        large = inputs.abs().amax(1) > 1.9
+        return (
+            found.index_add(0, large.nonzero()[:, 0], self.part(inputs[large]))
+            if large.any()
+            else found
+        )
+
+
+def branch_of_one_rank(folder: Path, find_unused: bool = False) -> Result:
+    how = {"find_unused_parameters": find_unused}
+    return fit_or_loop(folder, False, Branch(), squares, adamw, **how)
+
+
+def branch_that_some_ranks_take(folder: Path, by_hand: bool) -> Result:
+    if by_hand:
+        return fit_or_loop(folder, True, Branch(), squares, adamw)
+    return branch_of_one_rank(folder, True)
+
+
 class Squares(nn.Module):
     """A criterion that says itself what it divided by."""
 
@@ -788,6 +878,10 @@ CASES: list[Case] = [
     hooks_that_add_up,
     samples_left_out,
     criterion_with_a_weight,
+    whole_shares_left_out,
+    ready_batches,
+    norm_converted_by_the_user,
+    branch_that_some_ranks_take,
     wrapped_optimizer,
     gan,
     backward_in_a_callback,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import corners
 import pytest
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from recorder import recording
 from training import difference
 
@@ -61,6 +61,11 @@ def test_what_each_rank_would_compute_from_its_part_alone_is_refused(tmp_path: P
 def test_a_hook_that_each_micro_batch_would_call_is_refused_on_ranks(tmp_path: Path) -> None:
     for said in run_ranks(2, corners.hook_with_accumulation, tmp_path):
         assert "a hook on the gradient of a parameter of shape (8, 6)" in said
+
+
+def test_a_branch_that_only_another_rank_takes_is_named_before_ranks_wait(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"from this rank's part .*: part.weight, part.bias; if"):
+        run_ranks(2, corners.branch_of_one_rank, tmp_path)
 
 
 @pytest.mark.parametrize(("fault_tolerance", "said"), [(True, "complex128"), (False, "")])

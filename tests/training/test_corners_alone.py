@@ -293,6 +293,18 @@ def lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters)
 
 
+class SharpnessAware(torch.optim.SGD):
+    """As most implementations do, it asks for a closure in its first line."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "a closure is needed"
+        return super().step(closure)
+
+
+def sharpness_aware(parameters: Any) -> torch.optim.Optimizer:
+    return SharpnessAware(parameters, lr=0.1)
+
+
 def several(parameters: Any) -> Any:
     given = list(parameters)
     return [torch.optim.SGD(given[:1], lr=0.1), torch.optim.SGD(given[1:], lr=0.1)]
@@ -302,6 +314,7 @@ def several(parameters: Any) -> Any:
     "optimizer, words",
     [
         (lbfgs, r"LBFGS computes the loss several times .* manager\.prepare\(model, optimizer\)"),
+        (sharpness_aware, r"SharpnessAware computes the loss several times per step"),
         (several, r"optimizer is a list of 2; .* manager\.prepare\(model, \*optimizers\)"),
         (several(line().parameters()), "optimizer is a list of 2"),
     ],

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from multi_gpu_training import Callback
 from multi_gpu_training.errors import DataError, ModelError
+from multi_gpu_training.training.loss_weights import find_divisor
 
 CLASSES = 3
 LossFn = Callable[[nn.Module, list[Tensor]], Any]
@@ -80,9 +81,30 @@ class Warmer(nn.CrossEntropyLoss):
         return super().forward(input / 2, target)
 
 
-def criterion(name: str) -> nn.Module:
+class OwnWeights(nn.Module):
+    """Keeps its class weights in a plain attribute."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.class_weights = weight
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        weight = self.class_weights
+        if output.dtype == torch.float64 != weight.dtype:
+            raise RuntimeError("expected scalar type Double but found Float")
+        return F.cross_entropy(output, target, weight=weight)
+
+
+def criterion(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     weight = torch.tensor([0.2, 1.0, 5.0], dtype=torch.float64)
+
+    def weighted(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, weight=weight)
+
     return {
+        "function with weights": lambda: weighted,
+        "function ignoring": lambda: lambda out, y: F.cross_entropy(out, y, ignore_index=1),
+        "own weights": lambda: OwnWeights(weight),
         "ignoring": lambda: Tempered(ignore_index=1),
         "weighted": lambda: Tempered(weight=weight),
         "focal": lambda: Focal(weight),
@@ -90,7 +112,10 @@ def criterion(name: str) -> nn.Module:
     }[name]()
 
 
-NAMES = ("ignoring", "weighted", "focal", "warmer")
+NAMES = (
+    *("ignoring", "weighted", "focal", "warmer"),
+    *("function with weights", "function ignoring", "own weights"),
+)
 
 
 def fit_criteria(folder: Path, accumulation: int) -> list[Tensor]:
@@ -328,3 +353,31 @@ def test_a_dataset_may_fetch_batches_alone(tmp_path: Path) -> None:
         manager_for(tmp_path).fit(model, dataset, optimizer=sgd)
         found.append(flat(model))
     assert torch.equal(*found)
+
+
+def test_class_weights_in_an_attribute_count_in_float32_too() -> None:
+    weight = torch.tensor([0.2, 1.0, 5.0])
+    target = torch.tensor([0, 2, 2])
+    found = find_divisor(OwnWeights(weight), torch.zeros(3, CLASSES), target)
+    assert found.weigh(torch.zeros(3, CLASSES), target).item() == pytest.approx(10.2)
+
+
+class Entries(dict[str, Any]):
+    """An output whose attributes are its entries: one that it lacks is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(FEATURES, CLASSES).double()
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Entries:
+        return Entries(loss=F.cross_entropy(self.line(inputs), labels))
+
+
+def test_an_output_may_raise_keyerror_for_what_it_lacks(tmp_path: Path) -> None:
+    rows = [{"inputs": x, "labels": y} for x, y in classes()]
+    run = manager_for(tmp_path).fit(OwnLoss(), rows, optimizer=sgd)  # a list is a dataset
+    assert run.steps > 0

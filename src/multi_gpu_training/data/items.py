@@ -67,10 +67,10 @@ class ItemLoader(ShareLoader):
 
 
 class _FetchItem(Fetch):
-    def collated(self, share: Share) -> Any:
+    def collated(self, share: Share) -> tuple[Share, Any]:
         item = self.sample(share, share.indices[0])
         seed_everything(share.key)
-        return self.collate(item)
+        return share, self.collate(item)
 
 
 def takes_item(feeding: Feeding, position: int) -> bool:

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from multi_gpu_training.data.order import (
 )
 from multi_gpu_training.data.passes import EpochLoader
 from multi_gpu_training.data.prefetch import on_device
-from multi_gpu_training.data.sample_count import BatchSizeFn
+from multi_gpu_training.data.sample_count import BatchSizeFn, fits, rows_of
 from multi_gpu_training.data.samplers import BatchSamplerBatches, SamplerBatches
 from multi_gpu_training.distributed.cleanup import die_with_parent, end_workers, for_one_process
 from multi_gpu_training.errors import DataError
@@ -161,7 +162,7 @@ class ShareLoader(EpochLoader):
             if share.count:
                 self._template = (share.count, batch)
                 yield share, batch
-            else:
+            elif not self.feeding.evaluating:
                 yield share, emptied(self.stand_in_on_host(share))
 
     def fetched_here(self) -> Iterator[Any]:
@@ -188,9 +189,13 @@ class ShareLoader(EpochLoader):
 
     def stand_in_on_host(self, share: Share) -> Any:
         if self._template is None:
-            first = next(iter(next(iter(self.source.batches(self.feeding.seed, share.epoch)))))
-            sample = replace(share, indices=(first,), count=1)
-            self._template = (1, self._fetch[sample][1])
+            for index in chain.from_iterable(self.source.batches(self.feeding.seed, share.epoch)):
+                found, batch = self._fetch[replace(share, indices=(index,), count=1, left_out=0)]
+                if found.count:  # the collate_fn may drop it
+                    self._template = (1, batch)
+                    break
+            else:
+                raise DataError("collate_fn dropped every sample of the dataset", code="MGT302")
         size, batch = self._template
         return head(batch, 1, size)
 
@@ -211,6 +216,7 @@ class Fetch(Dataset[Any]):
         self.collate = collate
         self.in_main_process = in_main_process
         self._own: tuple[int, list[Any]] | None = None  # the dataset's generators, in an epoch
+        self._ready: bool | None = None  # whether it gives ready batches; None: not yet tried
         # Plain tensors know no randomness: one gather gives what collating would.
         self.tensors = (
             dataset.tensors if type(dataset) is TensorDataset and collate is torch_collate else None
@@ -227,13 +233,31 @@ class Fetch(Dataset[Any]):
             self._own = (share.epoch, own_generators(self.dataset))
         if self.in_main_process:
             with global_generators_kept(self._own[1]):
-                return share, self.collated(share)
-        return share, self.collated(share)
+                return self.collated(share)
+        return self.collated(share)
 
-    def collated(self, share: Share) -> Any:
+    def collated(self, share: Share) -> tuple[Share, Any]:
+        """The share and its batch. A collate_fn may leave samples out, even all."""
+        if self._fetches_batches(share):
+            batch = self.dataset.__getitems__(list(share.indices))  # type: ignore[attr-defined]
+            return share, self.collate(batch)
         samples = [self.sample(share, index) for index in share.indices]
         seed_everything(share.key)
-        return self.collate(samples)
+        return collated(self.collate, samples, share)
+
+    def _fetches_batches(self, share: Share) -> bool:
+        """Whether the dataset's `__getitems__` returns ready batches rather than lists of samples,
+        for a collate_fn that passes them on. Randomness then belongs to the share."""
+        if self._ready is None:
+            several = getattr(self.dataset, "__getitems__", None)
+            self._ready = False
+            if several is not None and self.collate is not torch_collate:
+                with global_generators_kept():
+                    one = several(list(share.indices[:1]))
+                self._ready = not (isinstance(one, (list, tuple)) and len(one) == 1)
+        if self._ready:
+            seed_everything(share.key)
+        return self._ready
 
     def sample(self, share: Share, index: int) -> Any:
         seed = derive_seed(share.sample_seed, index)
@@ -247,6 +271,36 @@ class Fetch(Dataset[Any]):
             if several is None:
                 raise
             return several([index])[0]
+
+
+def collated(collate: Collate, samples: list[Any], share: Share) -> tuple[Share, Any]:
+    """A batch of samples and its share, which counts only those that the collate_fn kept.
+
+    A dataset says None for what it cannot read, and the collate_fn drops it. Other drops are seen
+    where the tensors of a batch agree on fewer rows. An empty share has no batch.
+    """
+    if collate is torch_collate:
+        return share, collate(samples)
+    there = [sample is not None for sample in samples]
+    kept = sum(there)
+    if kept < len(samples):
+        indices = tuple(i for i, is_there in zip(share.indices, there, strict=True) if is_there)
+        share = replace(share, indices=indices, count=kept, left_out=len(samples) - kept)
+        if not kept:
+            return share, None
+    try:
+        batch = collate(samples)
+    except Exception as error:
+        error.add_note(
+            f"collate_fn got the {len(samples)} samples of this rank's part of a batch. If it "
+            "leaves out all of them, let the dataset return None for what it leaves out: such a "
+            "rank then waits for the others"
+        )
+        raise
+    rows = None if fits(batch, kept) else rows_of(batch)
+    if rows is not None and 0 < rows < kept:
+        share = replace(share, count=rows, left_out=len(samples) - rows)
+    return share, batch
 
 
 class WorkerStart:

@@ -55,6 +55,7 @@ class Share:
     key, sample_seed: where this micro-batch's and its samples' randomness comes from.
     changed: the user unpacked or changed the batch, so that fetching it again gives another one.
     place: of the first of these samples, counted from the start of the pass over all ranks.
+    left_out: samples that the plan gave this rank and its collate_fn dropped; not in `count`.
     """
 
     epoch: int
@@ -68,6 +69,12 @@ class Share:
     sample_seed: int = 0
     changed: bool = False
     place: int = 0
+    left_out: int = 0
+
+    @property
+    def planned(self) -> int:
+        """Samples that the plan gave this rank."""
+        return self.count + self.left_out
 
 
 def derive_seed(*parts: int) -> int:

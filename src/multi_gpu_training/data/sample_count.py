@@ -44,6 +44,17 @@ def fits(batch: Any, count: int) -> bool:
     return bool(tensors) and all(count in tensor.shape for tensor in tensors)
 
 
+def rows_of(batch: Any) -> int | None:
+    """The rows of a batch whose parts are tensors and lists of one length; None for any other."""
+    parts = list(batch.values()) if isinstance(batch, Mapping) else batch
+    parts = [batch] if isinstance(batch, Tensor) else parts
+    if not isinstance(parts, (list, tuple)) or not any(isinstance(p, Tensor) for p in parts):
+        return None
+    sized = [isinstance(p, (list, tuple)) or (isinstance(p, Tensor) and p.ndim > 0) for p in parts]
+    lengths = {len(p) for p in parts} if all(sized) else set()
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 def _seen(batch: Any) -> int | None:
     # Graph batches and tensor dicts say it themselves; their tensors have other first dimensions.
     for name in ("num_graphs", "batch_size"):

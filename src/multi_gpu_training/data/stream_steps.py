@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from multi_gpu_training.data.generators import own_generators, seed_own
 from multi_gpu_training.data.items import item_parts, takes_item
-from multi_gpu_training.data.loader import Feeding
+from multi_gpu_training.data.loader import Feeding, collated
 from multi_gpu_training.data.order import Share, cut, derive_seed, seed_everything, without_rest
 from multi_gpu_training.data.shard_sources import is_hugging_face
 from multi_gpu_training.data.sharded_stream import ShardedStream, ShardPass
@@ -62,6 +62,7 @@ class StreamSteps(IterableDataset[Window]):
         self.start = start
         self.steps = steps
         self.limit = limit
+        self._last: list[Any] = []  # a sample that was there, for a batch in which none is
 
     def __iter__(self) -> Iterator[Window]:
         try:
@@ -110,8 +111,14 @@ class StreamSteps(IterableDataset[Window]):
             )
             samples = take(first + begin, first + end) if share.count else take(first, first + 1)
             seed_everything(share.key)
-            batch = feeding.collate(samples)
-            yield share, batch, len(samples), told if share.last else None
+            if share.count:
+                share, batch = collated(feeding.collate, samples, share)
+            if share.count == 0:  # a stand-in; the collate_fn drops what is None
+                samples = _there(samples) or _there(take(0, length)) or self._last
+                batch = feeding.collate(samples)
+            self._last = _there(samples)[:1]
+            size = share.count if share.left_out and share.count else len(samples)
+            yield share, batch, size, told if share.last else None
 
     def _item_parts(self, sample: Any, epoch: int, position: int) -> Iterator[Window]:
         feeding = self.feeding
@@ -122,6 +129,10 @@ class StreamSteps(IterableDataset[Window]):
         share = Share(epoch, position, (), 1, 1, True, True, key, seed)
         for part in item_parts(item, feeding, share, position):
             yield *part, None
+
+
+def _there(samples: list[Any]) -> list[Any]:
+    return [sample for sample in samples if sample is not None]
 
 
 class WholeStream(StreamSteps):

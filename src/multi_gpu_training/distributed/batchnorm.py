@@ -261,11 +261,18 @@ def uses_batch_statistics(model: nn.Module, in_eval: Collection[str]) -> bool:
     )
 
 
-def synchronise_batchnorm(model: nn.Module, placement: Placement) -> nn.Module:
+def synchronise_batchnorm(
+    model: nn.Module, placement: Placement, only_converted: bool = False
+) -> nn.Module:
     """Let every BatchNorm of `model` normalise over all ranks. It stays the same object: under
-    every name it is registered by, with its parameters and hooks."""
+    every name it is registered by, with its parameters and hooks.
+
+    only_converted: only where the user has made it a SyncBatchNorm of torch, which knows neither
+    ranks without samples nor CPUs.
+    """
+    kind = nn.SyncBatchNorm if only_converted else BatchNormBase
     for name, module in model.named_modules():
-        if isinstance(module, BatchNormBase):
+        if isinstance(module, kind):
             if not isinstance(module, SyncBatchNorm):
                 module.__class__ = _synchronised(type(module), name)
             assert isinstance(module, SyncBatchNorm)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from multi_gpu_training.torch_internals import CriterionBase, version
 from multi_gpu_training.training.loss_weights import (
     Divisor,
     check_own_loss,
+    entry_of,
     find_divisor,
     has_class_weights,
     ignored_label,
@@ -176,7 +178,8 @@ def choose_loss(given: Any) -> LossFn:
                 "loss_fn(model, batch) -> loss",
                 code="MGT401",
             ) from None
-    _refuse_criterion(function)
+    if _takes_output_and_target(function):
+        return SupervisedLoss(FunctionCriterion(given))
     return given  # type: ignore[no-any-return]
 
 
@@ -191,8 +194,11 @@ CRITERIA: dict[Any, type[nn.Module]] = {
     F.binary_cross_entropy: nn.BCELoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
 }
-OUTPUTS = ("input", "output", "outputs", "pred", "preds", "prediction", "logits", "y_pred", "y_hat")
-TARGETS = ("target", "targets", "label", "labels", "y", "y_true")
+OUTPUTS = (
+    *("input", "output", "outputs", "out", "pred", "preds", "prediction", "predictions"),
+    *("logits", "scores", "y_pred", "y_hat", "yhat", "recon", "reconstruction"),
+)
+TARGETS = ("target", "targets", "label", "labels", "y", "y_true", "gt")
 
 
 def _unwrapped(given: Any) -> tuple[Any, dict[str, Any]]:
@@ -202,19 +208,39 @@ def _unwrapped(given: Any) -> tuple[Any, dict[str, Any]]:
     return given, {}
 
 
-def _refuse_criterion(given: Any) -> None:
-    """Refuse a function of (output, target): it would be called with a model and fail later."""
+def _takes_output_and_target(function: Any) -> bool:
+    """Whether the names of its two arguments say that this is a criterion, not a function of
+    model and batch."""
     try:
-        names = list(inspect.signature(given).parameters)[:2]
+        given = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
-        return
-    if len(names) == 2 and names[0] in OUTPUTS and names[1] in TARGETS:
-        name = getattr(given, "__name__", "criterion")
-        raise ModelError(
-            f"loss_fn={name} takes ({names[0]}, {names[1]}), but it is called as loss_fn(model, "
-            f"batch); give `lambda model, batch: {name}(model(batch[0]), batch[1])`",
-            code="MGT401",
-        )
+        return False
+    names = [p.name for p in given[:2]]
+    required = [p for p in given[2:] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return len(names) == 2 and names[0] in OUTPUTS and names[1] in TARGETS and not required
+
+
+class FunctionCriterion(nn.Module):
+    """The user's function of (output, target), as a criterion.
+
+    Its numbers and tensors are attributes, as those of a module would be: one of them may be an
+    ignored label or the weights of the classes.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        inner, keywords = _unwrapped(function)
+        found = [*keywords.values()]
+        if isinstance(inner, types.FunctionType):
+            cells = inspect.getclosurevars(inner)
+            found += [*cells.nonlocals.values(), *cells.globals.values()]
+            found += inner.__defaults__ or ()
+            self.labels = sorted({c for c in inner.__code__.co_consts if type(c) is int})
+        self.tensors = [value for value in found if isinstance(value, Tensor)]
+
+    def forward(self, output: Any, target: Any) -> Any:
+        return self.function(output, target)
 
 
 def _takes_the_model(module: nn.Module) -> bool:
@@ -339,7 +365,7 @@ class SupervisedLoss:
 
     def _own_loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
         output = model(**batch)
-        mean = getattr(output, "loss", None)
+        mean = entry_of(output, "loss")
         if not isinstance(mean, Tensor):
             named = isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor)
             remedy = (
@@ -359,7 +385,7 @@ class SupervisedLoss:
         self, model: nn.Module, batch: Mapping[str, Any], output: Any
     ) -> Tensor | None:
         """How many labels a Hugging Face model averaged over; None if it is one per sample."""
-        labels, logits = batch.get("labels"), getattr(output, "logits", None)
+        labels, logits = batch.get("labels"), entry_of(output, "logits")
         shifted = self._shifted
         if shifted is None and isinstance(logits, Tensor) and isinstance(labels, Tensor):
             tokens = logits.ndim > 2 and not labels.is_floating_point()

@@ -93,15 +93,31 @@ def find_divisor(criterion: nn.Module, output: Any, target: Any) -> Divisor:
         return Divisor(by_samples)
     if getattr(criterion, "reduction", None) == "batchmean":
         return Divisor(usual)
-    try:
-        twin = copy.deepcopy(criterion).cpu().double().train(criterion.training)
-        candidates = [by_samples, *_by_labels(criterion, output, target)]
-        with global_generators_kept(), torch.no_grad():
-            for number in _fitting(twin, candidates, output, target):
-                return Divisor(candidates[number])
-    except Exception:  # it rejects such a batch, or cannot be copied
-        return Divisor(by_samples)
-    return Divisor(by_samples, adds_up=False)
+    # Tensors that a function uses cannot be converted: try them as they are, too.
+    wide = torch.zeros((), dtype=torch.float64)
+    for like in (wide, output.new_zeros(()) if output.is_floating_point() else wide):
+        try:
+            twin = _twin(criterion, like)
+            candidates = [by_samples, *_by_labels(criterion, output, target)]
+            with global_generators_kept(), torch.no_grad():
+                for number in _fitting(twin, candidates, output, target, like):
+                    return Divisor(candidates[number])
+            return Divisor(by_samples, adds_up=False)
+        except Exception:  # it rejects such a batch, or cannot be copied
+            continue
+    return Divisor(by_samples)  # nothing is known
+
+
+def _twin(criterion: nn.Module, like: Tensor) -> nn.Module:
+    """A copy with the device and floating-point type of `like`, in tensors that are neither
+    buffers nor parameters as well."""
+    twin = copy.deepcopy(criterion).to(like).train(criterion.training)
+    for module in twin.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                kind = like.dtype if value.is_floating_point() else value.dtype
+                setattr(module, name, value.to(like.device, kind))
+    return twin
 
 
 def _by_size(output: Any, target: Any) -> Tensor | None:
@@ -115,10 +131,11 @@ def _by_labels(criterion: nn.Module, output: Tensor, target: Tensor) -> list[Wei
     place = _classes_at(output, target)
     if place is None:
         return []
-    ignored = {IGNORED, *(ignored_label(module) for module in criterion.modules())}
+    ignored = _ignored_labels(criterion)
     weights: dict[int, Tensor] = {}
     for module in criterion.modules():
-        for value in [*vars(module).values(), *module.buffers(recurse=False)]:
+        listed = vars(module).get("tensors", ())  # of a criterion that is a function
+        for value in [*vars(module).values(), *module.buffers(recurse=False), *listed]:
             if isinstance(value, Tensor) and value.shape == (output.shape[place],):
                 weights[id(value)] = value
     return [
@@ -126,6 +143,14 @@ def _by_labels(criterion: nn.Module, output: Tensor, target: Tensor) -> list[Wei
         for weight in [*weights.values(), None]
         for label in sorted(ignored)
     ]
+
+
+def _ignored_labels(criterion: nn.Module) -> set[int]:
+    """Every number that may be the label a criterion ignores."""
+    found = {IGNORED, *(ignored_label(module) for module in criterion.modules())}
+    for module in criterion.modules():
+        found.update(vars(module).get("labels", ()))
+    return found
 
 
 def _counted_by(ignored: int, weight: Tensor | None, output: Any, target: Any) -> Tensor:
@@ -142,14 +167,22 @@ def _classes_at(output: Tensor, target: Tensor) -> int | None:
 
 
 def _fitting(
-    criterion: nn.Module, candidates: Sequence[Weigh], output: Tensor, target: Tensor
+    criterion: nn.Module,
+    candidates: Sequence[Weigh],
+    output: Tensor,
+    target: Tensor,
+    like: Tensor,
 ) -> Iterator[int]:
     """The candidates for which the losses of the parts add up to the loss of the whole."""
     generator = torch.Generator().manual_seed(0)
     trials: list[tuple[Tensor, Tensor]] = []
-    labels = sorted({ignored_label(m) for m in criterion.modules()})
-    for ignored in (None, *labels):
-        made = _made_up(output, target, ignored, generator)
+    near = 1e-7 if like.dtype == torch.float64 else 1e-4
+    for ignored in (None, *sorted(_ignored_labels(criterion))):
+        out, wanted = _made_up(output, target, ignored, generator)
+        out, wanted = out.to(like), wanted.to(like.device)
+        if wanted.is_floating_point():
+            wanted = wanted.to(like.dtype)
+        made = out, wanted
         try:
             criterion(*made)
         except (IndexError, ValueError, RuntimeError):
@@ -170,7 +203,7 @@ def _fitting(
                 if count:  # a mean over nothing is NaN
                     total += count * float(criterion(out[part], wanted[part]))
                     weights += count
-            if not abs(total - whole * weights) <= 1e-7 * abs(whole * weights):
+            if not abs(total - whole * weights) <= near * abs(whole * weights):
                 fits.discard(number)
     yield from sorted(fits)
 
@@ -210,10 +243,10 @@ def own_loss_weight(
     model: nn.Module, batch: Mapping[str, Any], output: Any, shifted: bool
 ) -> Tensor | None:
     """How many labels a Hugging Face model averaged over; None where it is one per sample."""
-    starts, scores = batch.get("start_positions"), getattr(output, "start_logits", None)
+    starts, scores = batch.get("start_positions"), entry_of(output, "start_logits")
     if isinstance(starts, Tensor) and isinstance(scores, Tensor):  # truncated answers do not count
         return (starts < scores.shape[1]).sum().to(wide_float(starts.device))
-    labels, logits = batch.get("labels"), getattr(output, "logits", None)
+    labels, logits = batch.get("labels"), entry_of(output, "logits")
     if not isinstance(labels, Tensor) or not isinstance(logits, Tensor):
         return None
     if labels.is_floating_point() or labels.ndim == 0 or logits.ndim < 2 or is_ctc(model):
@@ -223,6 +256,15 @@ def own_loss_weight(
     ignored = _setting(model, "semantic_loss_ignore_index") if logits.ndim == 4 else None
     counted = (labels[..., 1:] if shifted else labels) != (IGNORED if ignored is None else ignored)
     return counted.sum().to(wide_float(labels.device))
+
+
+def entry_of(output: Any, name: str) -> Any:
+    """An attribute of a model's output; None if it has none. A dict whose attributes are its
+    entries may raise KeyError for those that it lacks."""
+    try:
+        return getattr(output, name, None)
+    except KeyError:
+        return None
 
 
 def is_ctc(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,8 +72,15 @@ def check_several(optimizers: Sequence[Optimizer], config: MultiGPUConfig) -> No
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether `step` requires a closure, as LBFGS does."""
     closure = inspect.signature(optimizer.step).parameters.get("closure")
-    required = closure is not None and closure.default is inspect.Parameter.empty
-    return required or isinstance(optimizer, optim.LBFGS)
+    if closure is None:
+        return False
+    if closure.default is inspect.Parameter.empty or isinstance(optimizer, optim.LBFGS):
+        return True
+    try:  # the usual SAM has a default that its first line rejects
+        source = inspect.getsource(inspect.unwrap(type(optimizer).step))
+    except (OSError, TypeError):
+        return False
+    return bool(re.search(r"assert closure\b|if (not closure|closure is None):\s*raise", source))
 
 
 # Optimizers whose step never leaves the GPU. SGD only when fused: its other forms read the rate.

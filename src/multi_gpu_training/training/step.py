@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +118,7 @@ class StepModule(nn.Module):
         self.silent = False  # the latest micro-batch gives no parameter a gradient
         self.finds_unused = False  # ranks tell each other which parameters they used
         self.needs_graph = False  # every micro-batch must go through model and loss, backward too
+        self.rows: int | None = None  # samples of the micro-batch, if fewer than planned
         self.beside: nn.Module | None = None  # what else the optimizer moves, such as a criterion
         parameters = [p for p in model.parameters() if p.requires_grad]
         exact = all(p.dtype in (torch.float64, torch.complex128) for p in parameters)
@@ -153,6 +155,8 @@ class StepModule(nn.Module):
             return self.absent(batch)
         with self.precision.autocast():
             loss = read_loss(self.compiled(self.model, batch), self.tally.device)
+        if self.rows is not None and loss.rows is None:
+            loss = replace(loss, rows=self.rows)
         mean, weight = loss.mean, loss.weight_beside(count)
         if weight is None and window_count:
             factor = count * ranks / window_count

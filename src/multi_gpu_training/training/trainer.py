@@ -163,8 +163,8 @@ class MultiGPUTrainer(ABC):
         refuse_layers_of_one_batch(model, self.placement)
         if manual:
             self._start_from_rank_0(model)
-        if self.config.sync_bn and self.placement.dp_size > 1:
-            model = synchronise_batchnorm(model, self.placement)
+        if self.placement.dp_size > 1:
+            model = synchronise_batchnorm(model, self.placement, not self.config.sync_bn)
         self.fast_defaults = choose_fast_defaults(self.config, model, device)
         if self.fast_defaults.channels_last:
             lay_out_channels_last(model)
@@ -185,8 +185,8 @@ class MultiGPUTrainer(ABC):
         beside.to(self.placement.device)
         check_same_model(beside, self.placement)
         self._start_from_rank_0(beside)
-        if self.config.sync_bn and self.placement.dp_size > 1:
-            synchronise_batchnorm(beside, self.placement)
+        if self.placement.dp_size > 1:
+            synchronise_batchnorm(beside, self.placement, not self.config.sync_bn)
         self.strategy.train_beside(beside)
 
     def _choose_mode(self, model: nn.Module) -> None:

@@ -87,7 +87,8 @@ class EagerRunner:
                 else:
                     batch = state.prepare(batch, samples)
                     ranks = state.placement.dp_size
-                    result = strategy.forward(batch, share.count, self._window(share), ranks)
+                    state.step_module.rows = share.count if share.left_out else None
+                    result = strategy.forward(batch, share.planned, self._window(share), ranks)
                 self._computed = result.mean, result.weight, result.metrics, share
                 if share.first:
                     state.weighted, state.unweighted = False, 0
@@ -105,6 +106,8 @@ class EagerRunner:
                 note_phase(BACKWARD)
                 # The tally is added unscaled: it is a weight, not a gradient.
                 (scaled if result.tally is None else scaled + result.tally).backward()
+                if share.last:
+                    strategy.check_exchanged()
             norm = self._move_weights(share) if share.last else None
         finally:
             state.attendance.present = True  # between steps, every batch counts
@@ -115,7 +118,7 @@ class EagerRunner:
     def _window(self, share: Share) -> int:
         """Samples of the whole step, over all ranks; 0 if unknown until the step is over."""
         alone = share.first and share.last and self.state.placement.dp_size == 1
-        return share.count if alone else share.window_count
+        return share.planned if alone else share.window_count
 
     def _announce_exchange(self, grad: Tensor) -> None:
         """Runs first in a backward. The callback it queues runs once this rank's own gradients are

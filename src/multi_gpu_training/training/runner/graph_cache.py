@@ -68,7 +68,7 @@ def micro_key(state: StepState, batch: Any, share: Share) -> Any:
         weights = loader.feeding.weights
         shares = None if weights is None else tuple(weights)
         return _PLAN, share.window_count, loader.feeding.micro_size, shares
-    return signature(batch), share.count, share.window_count, share.last
+    return signature(batch), share.count, share.left_out, share.window_count, share.last
 
 
 def is_planned(key: Any) -> bool:

@@ -157,6 +157,11 @@ class Strategy(ABC):
         of a step; earlier exchanges would be wasted."""
         return nullcontext()
 
+    def check_exchanged(self) -> None:
+        """After the last backward of a step: raise if it ended before ranks had exchanged all
+        gradients."""
+        return
+
     def absent(self, share: Share, stand_in: StandIn | None) -> MicroResult:
         """Take part in a micro-batch without samples here: the other ranks wait for this one."""
         module = self.step_module

@@ -16,10 +16,12 @@ from multi_gpu_training.distributed.replicas import (
     settle_buckets,
     watch_buckets,
 )
+from multi_gpu_training.errors import ModelError
 from multi_gpu_training.torch_internals import (
     ddp_logging_data,
     inside_ddp_forward,
     remove_ddp_hooks,
+    unexchanged_parameters,
 )
 from multi_gpu_training.training.step import StepModule, zero_loss
 from multi_gpu_training.training.strategy import Forward, Strategy
@@ -62,6 +64,20 @@ class DDPStrategy(Strategy):
 
     def no_sync(self, last: bool) -> AbstractContextManager[Any]:
         return nullcontext() if last or self.ddp is None else self.ddp.no_sync()
+
+    def check_exchanged(self) -> None:
+        # Without this look, the rank would move its weights and wait for the others in another
+        # collective, while they wait for its gradients.
+        unused = [] if self.ddp is None else unexchanged_parameters(self.ddp)
+        if unused:
+            names = [name.removeprefix("model.") for name in unused]
+            raise ModelError(
+                f"{len(names)} parameters got no gradient from this rank's part of a batch: "
+                f"{', '.join(names[:8])}{' ...' if len(names) > 8 else ''}; if the loss does not "
+                "use them in every batch, set find_unused_parameters=true; otherwise use them in "
+                "the loss or freeze them with requires_grad_(False)",
+                code="MGT402",
+            )
 
     def settle(self, batch: Callable[[], Any]) -> None:
         self.settled = True
