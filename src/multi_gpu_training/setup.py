@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from multi_gpu_training.data.feeding import (
     Loader,
     ValData,
     ValLoaders,
+    is_named,
     place_after_resume,
     training_loader,
     validation_loader,
@@ -86,7 +87,7 @@ from multi_gpu_training.training.learning_rate import (
     scale_rate,
 )
 from multi_gpu_training.training.loop import TrainingLoop
-from multi_gpu_training.training.loss import LossFn, SupervisedLoss, choose_loss
+from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
 from multi_gpu_training.training.loss_parts import LossState, describe, parts_beside, trainable
 from multi_gpu_training.training.manual_optimization import ManualTrainer
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
@@ -100,7 +101,7 @@ from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.stopping import Stopping
 from multi_gpu_training.training.strategy.deferred_init import build_deferred
 from multi_gpu_training.training.trainer import MultiGPUTrainer
-from multi_gpu_training.training.validation import Validation
+from multi_gpu_training.training.validation import Validation, check_metric, check_sets
 
 
 @dataclass(frozen=True)
@@ -320,8 +321,8 @@ class Training:
         self.eval_fn = choose_eval_fn(given.eval_fn, self.placement.dp_size)
         sets = list(val_dataset) if is_named(val_dataset) else []
         self.progress.sets = tuple(sets)
-        _check_sets(config, sets, val_dataset)
-        _check_metric(config, self.loss_fn, self.eval_fn, sets)
+        check_sets(config, sets, val_dataset)
+        check_metric(config, self.loss_fn, self.eval_fn, sets)
         replicas = self.trainer.strategy.replicas
         count = self.state.batch_size_fn = given.batch_size_fn
         self.train_loader, self.sizes = training_loader(
@@ -694,51 +695,6 @@ def build_model(model: Any, config: MultiGPUConfig, in_parts: bool = False) -> n
     if config.use_gradient_checkpointing:
         use_activation_checkpointing(model)
     return model
-
-
-def is_named(data: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether these are several sets by name. A dict with numbers for keys is one dataset."""
-    return isinstance(data, Mapping) and all(isinstance(name, str) for name in data)
-
-
-def _check_sets(config: MultiGPUConfig, sets: list[str], val_dataset: Any) -> None:
-    """What the config asks of a validation needs one, and names must be usable in a log."""
-    for field in ("validate_every", "limit_val_batches", "validate_at_start"):
-        asked = getattr(config, field)
-        if val_dataset is None and asked:
-            raise ConfigError(
-                f"{field}={asked}, but there is no val_dataset; give one, or drop {field}"
-            )
-    if isinstance(val_dataset, Mapping) and not val_dataset:
-        raise ConfigError("val_dataset={} holds no set; give one by name, or leave it out")
-    odd = [name for name in sets if not name or "/" in name or name != name.strip()]
-    if odd:
-        raise ConfigError(
-            f"val_dataset has a set named {odd[0]!r}, and metrics are called val/NAME/loss; give "
-            "it a name without slashes and outer spaces"
-        )
-
-
-def _check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: Any, sets: list[str]) -> None:
-    """A set that does not exist, or a metric that the built-in evaluation never gives, is an error
-    before training."""
-    known = ["accuracy", "f1", "loss"]
-    if config.best_metric is None:
-        return
-    asked = metric = config.best_metric
-    if sets:
-        name, _, metric = asked.removeprefix("val/").partition("/")
-        if name not in sets or not metric:
-            raise ConfigError(
-                f"best_metric={asked!r} names no validation set; there are {', '.join(sets)}: "
-                f"write for example best_metric={sets[0]}/{asked if '/' not in asked else 'loss'}"
-            )
-    elif eval_fn is None:
-        metric = asked.removeprefix("val/")
-    if eval_fn is None and isinstance(loss_fn, SupervisedLoss) and metric not in known:
-        raise ConfigError(
-            f"best_metric={asked!r} is unknown; without an eval_fn there are {', '.join(known)}"
-        )
 
 
 def _changed_options(have: dict[str, Any], checkpoint: Path) -> str:

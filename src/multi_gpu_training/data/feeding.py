@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.utils.data import (
     BatchSampler,
@@ -45,6 +45,11 @@ Data = Dataset[Any] | DataLoader[Any]
 # What is validated on: one set, or several by name.
 ValData = Data | Mapping[str, Data]
 ValLoaders = Loader | dict[str, Loader]
+
+
+def is_named(data: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Whether these are several sets by name. A dict with numbers for keys is one dataset."""
+    return isinstance(data, Mapping) and all(isinstance(name, str) for name in data)
 
 
 @dataclass(frozen=True)

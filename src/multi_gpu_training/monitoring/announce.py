@@ -74,7 +74,7 @@ def announce(
     if (
         ranks > 1
         and not config.sync_bn
-        and uses_batch_statistics(state.model, state.names_in_eval())
+        and uses_batch_statistics(state.model, state.modes.names_in_eval())
     ):
         say(
             "BatchNorm normalises each rank's part of a batch, so the result depends on the number "

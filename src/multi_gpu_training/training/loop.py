@@ -111,7 +111,7 @@ class TrainingLoop:
         if loader is self.train_loader:
             self._seek(epoch)
             self.renew_shares()
-        trainer.state.enter_training_mode()
+        trainer.state.modes.enter_training()
         trainer.execution.mark()  # recorded steps are never undone past this point
         while True:
             for call in self.callbacks.on_epoch_begin:  # after a rollback, again

@@ -27,7 +27,7 @@ def untouched(state: StepState) -> Iterator[None]:
     norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
     alone = Placement(state.placement.identity, device)
     present, state.attendance.present = state.attendance.present, True
-    state.enter_training_mode()
+    state.modes.enter_training()
     for norm in norms:
         norm.placement = alone
     try:

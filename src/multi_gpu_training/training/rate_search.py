@@ -117,7 +117,7 @@ def _everything_back(trainer: MultiGPUTrainer, loader: Loader) -> Iterator[None]
     counters = Counters.of(state)
     scaler = copy.deepcopy(state.precision.scaler.state_dict())
     schedule_rates = [dict(group) for group in state.optimizer.param_groups]
-    state.enter_training_mode()
+    state.modes.enter_training()
     try:
         yield
     finally:

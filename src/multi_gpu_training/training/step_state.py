@@ -6,7 +6,7 @@ trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter, is_
 from typing import Any
@@ -27,11 +27,11 @@ from multi_gpu_training.distributed.batchnorm import ATTENDANCE
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.progress_slot import BETWEEN_STEPS, note_phase
 from multi_gpu_training.errors import DataError, ModelError
-from multi_gpu_training.state_dicts import plain_name
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.learning_rate import Rates, Schedule
 from multi_gpu_training.training.loss import SupervisedLoss
 from multi_gpu_training.training.metrics import MetricsCollector
+from multi_gpu_training.training.model_modes import ModelModes
 from multi_gpu_training.training.precision import Precision
 from multi_gpu_training.training.step import MicroResult, StepModule, StepResult
 from multi_gpu_training.training.strategy import Strategy
@@ -70,11 +70,11 @@ class StepState:
         self.moving = False
         self.extra_tensors: list[Tensor] = []
         self.model: nn.Module
+        self.modes = ModelModes()
         self.step_module: StepModule
         self.parameters: list[nn.Parameter]
         self._frozen: list[nn.Parameter] = []
         self._groups: list[list[Tensor]] = []
-        self._in_eval: list[nn.Module] = []  # modules that are not trained in train mode
         self.optimizer: Optimizer
         self.rates: Rates
         self.schedule: Schedule
@@ -91,9 +91,6 @@ class StepState:
         # Called at the end of a micro-batch, before the user's generators are restored.
         self.watch_noise: Callable[[], None] | None = None
         self._epoch_key = EpochKey(placement.device)
-        # Names of the parameters the user froze and of the modules in eval mode, at the start.
-        self.frozen_at_start: list[str] = []
-        self.in_eval_at_start: list[str] = []
 
     @property
     def at_end_of_epoch(self) -> bool:
@@ -116,18 +113,6 @@ class StepState:
         optimizer = vars(self).get("optimizer")
         groups = [] if optimizer is None else optimizer.param_groups
         self._groups = [list(group["params"]) for group in groups]
-
-    def frozen_names(self) -> list[str]:
-        """Names of the model's parameters that are not trained now."""
-        named = self.model.named_parameters()
-        return [plain_name(name) for name, p in named if not p.requires_grad]
-
-    def freeze_as(self, names: Sequence[str]) -> None:
-        """Train all of the model's parameters but these, as in the run that saved them."""
-        kept = set(names)
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad == (plain_name(name) in kept):
-                parameter.requires_grad_(not parameter.requires_grad)
 
     def parameters_changed(self) -> bool:
         """Whether the user froze, unfroze or added parameters since the last check.
@@ -194,37 +179,6 @@ class StepState:
             )
         if len(before) != len(self.parameters) or not all(map(is_, before, self.parameters)):
             self.strategy.take_parameters()
-
-    # Modes of the modules
-
-    def enter_training_mode(self) -> None:
-        """Put the model into its training mode: each module in the mode the user left it in. If
-        all are in eval mode, use the modes of the previous call; the first time, use train mode,
-        because `from_pretrained` and others return models in eval mode."""
-        modules = list(self.model.modules())
-        in_eval = [module for module in modules if not module.training]
-        all_in_eval = len(in_eval) == len(modules)
-        # The user's own train() may keep some layers in eval mode: every plain loop calls it.
-        if all_in_eval or any(type(module).train is not nn.Module.train for module in modules):
-            self.model.train()
-            for module in self._in_eval if all_in_eval else in_eval:
-                module.training = False  # not its children, unlike `eval()`
-        self._in_eval = [module for module in modules if not module.training]
-
-    def names_in_eval(self) -> list[str]:
-        """The modules that stay in eval mode while the model is trained."""
-        named = [(plain_name(name), module) for name, module in self.model.named_modules()]
-        found = [name for name, module in named if not module.training]
-        if len(found) == len(named):  # for example during a validation
-            kept = {id(module) for module in self._in_eval}
-            found = [name for name, module in named if id(module) in kept]
-        return found
-
-    def take_modes(self, names_in_eval: Sequence[str]) -> None:
-        """Put these modules into eval mode and all others into train mode."""
-        kept = set(names_in_eval)
-        for name, module in self.model.named_modules():
-            module.training = plain_name(name) not in kept
 
     # Before a micro-batch is computed
 

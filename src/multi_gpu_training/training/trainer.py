@@ -104,7 +104,7 @@ class MultiGPUTrainer(ABC):
         )
         self._boundary = Boundary()
         self._say = say
-        self._ahead: tuple[int, dict[str, Any]] | None = None  # a step and its `_names`
+        self._ahead: tuple[int, dict[str, Any]] | None = None  # a step, and the model's modes then
 
     @abstractmethod
     def make_strategy(self) -> Strategy:
@@ -172,8 +172,7 @@ class MultiGPUTrainer(ABC):
         state.model = model
         state.step_module = StepModule(model, loss_fn, state.precision)
         state.find_parameters()
-        state.frozen_at_start = state.frozen_names()
-        state.in_eval_at_start = state.names_in_eval()
+        state.modes.begin(model)
         self.strategy.wrap(state.step_module)
         if self.placement.breakable is not None and not manual:
             self.placement.on_broken = self.oom.join
@@ -401,7 +400,7 @@ class MultiGPUTrainer(ABC):
 
     def read_ahead(self) -> None:
         """Find now what takes long in the next `state_dict`, which is of the same step."""
-        self._ahead = self.state.step, self._names()
+        self._ahead = self.state.step, self.state.modes.state_dict()
 
     def collect_metrics(self) -> MetricsCollector:
         """Metrics collected since the last reset, including those of recorded steps."""
@@ -412,7 +411,8 @@ class MultiGPUTrainer(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         state = self.state
-        ahead, self._ahead = self._ahead, None
+        ahead, self._ahead = self._ahead or (-1, {}), None
+        modes = ahead[1] if ahead[0] == state.step else state.modes.state_dict()
         epoch, position = state.epoch, state.position
         most = self.config.max_steps
         # The loader knows if the user's loop left an epoch early. An epoch that max_steps cut
@@ -427,15 +427,7 @@ class MultiGPUTrainer(ABC):
             "schedule": state.schedule.state_dict(),
             "memory": self.oom.state_dict(),
             "compiled": self.execution.switch.state_dict(),
-            **(ahead[1] if ahead is not None and ahead[0] == state.step else self._names()),
-        }
-
-    def _names(self) -> dict[str, Any]:
-        """What is frozen and what stays in eval mode, at the start of the run and now."""
-        state = self.state
-        return {
-            "frozen": {"at_start": state.frozen_at_start, "now": state.frozen_names()},
-            "in_eval": {"at_start": state.in_eval_at_start, "now": state.names_in_eval()},
+            **modes,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -449,13 +441,7 @@ class MultiGPUTrainer(ABC):
         if "memory" in saved:
             self.oom.load_state_dict(saved["memory"])
         self.execution.switch.load_state_dict(saved.get("compiled"))
-        # Restores what callbacks froze, unfroze or put into eval mode during the run, unless the
-        # script itself now sets up the model differently.
-        frozen, in_eval = saved.get("frozen"), saved.get("in_eval")
-        if frozen is not None and frozen["at_start"] == state.frozen_at_start:
-            state.freeze_as(frozen["now"])
-        if in_eval is not None and in_eval["at_start"] == state.in_eval_at_start:
-            state.take_modes(in_eval["now"])
+        state.modes.load_state_dict(saved)
 
 
 class RefusingRunner(EagerRunner):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from multi_gpu_training.distributed.progress_slot import Phase, note_phase
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.evaluation import Evaluator, named_sets, prefixed
+from multi_gpu_training.training.loss import LossFn, SupervisedLoss
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.step_state import StepState
 from multi_gpu_training.training.stopping import validation_batches
@@ -98,3 +99,43 @@ class Validation:
                 "best. Check the data and the metric for a division by zero"
             )
         return metrics
+
+
+def check_sets(config: MultiGPUConfig, sets: list[str], val_dataset: Any) -> None:
+    """What the config asks of a validation needs one, and names must be usable in a log."""
+    for field in ("validate_every", "limit_val_batches", "validate_at_start"):
+        asked = getattr(config, field)
+        if val_dataset is None and asked:
+            raise ConfigError(
+                f"{field}={asked}, but there is no val_dataset; give one, or drop {field}"
+            )
+    if isinstance(val_dataset, Mapping) and not val_dataset:
+        raise ConfigError("val_dataset={} holds no set; give one by name, or leave it out")
+    odd = [name for name in sets if not name or "/" in name or name != name.strip()]
+    if odd:
+        raise ConfigError(
+            f"val_dataset has a set named {odd[0]!r}, and metrics are called val/NAME/loss; give "
+            "it a name without slashes and outer spaces"
+        )
+
+
+def check_metric(config: MultiGPUConfig, loss_fn: LossFn, eval_fn: Any, sets: list[str]) -> None:
+    """A set that does not exist, or a metric that the built-in evaluation never gives, is an error
+    before training."""
+    known = ["accuracy", "f1", "loss"]
+    if config.best_metric is None:
+        return
+    asked = metric = config.best_metric
+    if sets:
+        name, _, metric = asked.removeprefix("val/").partition("/")
+        if name not in sets or not metric:
+            raise ConfigError(
+                f"best_metric={asked!r} names no validation set; there are {', '.join(sets)}: "
+                f"write for example best_metric={sets[0]}/{asked if '/' not in asked else 'loss'}"
+            )
+    elif eval_fn is None:
+        metric = asked.removeprefix("val/")
+    if eval_fn is None and isinstance(loss_fn, SupervisedLoss) and metric not in known:
+        raise ConfigError(
+            f"best_metric={asked!r} is unknown; without an eval_fn there are {', '.join(known)}"
+        )
