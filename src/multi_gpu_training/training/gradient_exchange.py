@@ -43,10 +43,13 @@ class GradientExchange:
                 "own backward cannot exchange between ranks; use sparse=False, or train_step",
                 code="MGT403",
             )
+        # Added in float32 at least: sums over many ranks would be rounded again and again in bf16.
         exact = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
         kind = torch.float64 if exact else torch.float32
         device = self._placement.device
         tail = torch.stack([as_double(value, device) for value in (weight, *numbers)])
+        # Which gradients exist travels with the first bucket, instead of in a collective of its
+        # own.
         flags = torch.tensor(present, dtype=torch.float64).to(device, non_blocking=True)
         tail = torch.cat([tail, flags]).to(kind)
         factor: Tensor | None = None

@@ -93,9 +93,10 @@ def scale_rate(
     factor = scale_factor(config.lr_scaling, global_batch, base_batch)
     base_rate = 0.0
     for group in optimizer.param_groups:
+        # The optimizer may come from an earlier training, or be handed over twice.
         already = group.setdefault(_SCALED, 1.0)
         base_rate = base_rate or float(group["lr"]) / already
-        for key in ("lr", "initial_lr"):
+        for key in ("lr", "initial_lr"):  # torch's schedulers start from initial_lr
             if key in group:
                 group[key] = group[key] * (factor / already)
         group[_SCALED] = factor
@@ -161,7 +162,7 @@ class RateCurve:
             if place == len(self.peaks):  # a group that the user added
                 self.peaks.append(float(rate) / (before or 1.0))
                 written.append(rate)
-            elif rate != written[place]:
+            elif rate != written[place]:  # set by the user since
                 self.peaks[place] = float(rate) / (before or 1.0)
             if factor != before:
                 group["lr"] = rate = self.peaks[place] * factor
@@ -212,6 +213,7 @@ class BroughtScheduler:
         for inner in inner_schedulers(scheduler) if scaling.factor != 1.0 else ():
             if hasattr(inner, "base_lrs"):
                 groups = inner.optimizer.param_groups
+                # It was built before the rates were scaled.
                 inner.base_lrs = [group.get("initial_lr", group["lr"]) for group in groups]
 
     def after_step(self, step: int) -> None:
@@ -302,7 +304,7 @@ class Rates:
             self.use_tensors()
         for i, group in enumerate(groups if self.tensors else ()):
             rate = group["lr"]
-            if rate != self._values[i]:
+            if rate != self._values[i]:  # a copy to the device costs more than this look
                 self._values[i] = float(rate)
                 self.tensors[i].fill_(self._values[i])
 
@@ -311,6 +313,7 @@ class Rates:
             groups = self.optimizer.param_groups
             self._outside = [group["lr"] for group in groups]
             for group, tensor in zip(groups, self.tensors, strict=True):
+                # Only while the optimizer steps: schedulers and users do arithmetic with the rate.
                 group["lr"] = tensor
 
     def __exit__(self, *_: object) -> None:

@@ -110,7 +110,7 @@ class MetricsCollector:
             tensors = [value for value in (*values, *named.values()) if isinstance(value, Tensor)]
             if tensors:
                 metric.to(tensors[0].device)
-            metric.reset()
+            metric.reset()  # it may hold what the user tried out before the training
             self._objects[name] = metric
         elif known is not metric:
             raise ConfigError(
@@ -125,12 +125,15 @@ class MetricsCollector:
         mine: dict[str, Any] = {
             name: [float(self._sums[name]), float(self._weights[name])] for name in self._sums
         }
+        # Names and classes are gathered too: a rank may have seen no sample, or no metric of some
+        # name.
         classes = 0 if self._confusion is None else len(self._confusion)
         everyone = placement.gather_json([mine, classes, bool(self._objects)])
         result = {}
         for name in dict.fromkeys(name for pairs, *_ in everyone for name in pairs):
             found = [pairs[name] for pairs, *_ in everyone if name in pairs]
             weight = math.fsum(w for _, w in found)
+            # fsum rounds once, so the order of the ranks does not matter.
             result[name] = math.fsum(s for s, _ in found) / weight if weight else math.nan
         matrix = self.confusion_matrix(placement, max(count for _, count, _ in everyone))
         if matrix is not None:
@@ -145,7 +148,7 @@ class MetricsCollector:
             return None
         matrix = self._confusion
         if matrix is None:
-            matrix = torch.zeros(classes, classes, dtype=torch.int64)
+            matrix = torch.zeros(classes, classes, dtype=torch.int64)  # this rank had no sample
         device = placement.device if placement.backend == "nccl" else torch.device("cpu")
         return placement.sum(matrix.to(device).clone()).cpu()
 

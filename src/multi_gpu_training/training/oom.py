@@ -31,8 +31,9 @@ from multi_gpu_training.training.state_broadcast import broadcast_state
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
 
+# Libraries below torch raise a plain RuntimeError; only its text tells.
 _SIGNS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator: can't allocate")
-_HINT = "memory.json"
+_HINT = "memory.json"  # in the run's folder: no checkpoint is written while memory is short
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -92,6 +93,7 @@ class OomRecovery:
         if len(losses) == 1:
             return result
         counts = torch.tensor(weights, device=losses[0].device)
+        # A part without samples has a stand-in's loss, which may be NaN.
         kept = torch.where(counts > 0, torch.stack(losses), torch.zeros_like(counts))
         mean = (kept * counts).sum() / counts.sum().clamp(min=1)
         return StepResult(mean, result.step, result.moved, result.grad_norm, False)
@@ -110,6 +112,8 @@ class OomRecovery:
         if not is_out_of_memory(error):
             return placement.breakable is not None and placement.breakable.announced
         alone = placement.dp_size == 1
+        # Alone, half-moved weights could not be told from the old ones; other ranks still have
+        # them.
         mendable = not state.moving if alone else placement.breakable is not None
         mendable = mendable and state.config.on_out_of_memory == "split"
         # A sharded rank is in the middle of a collective.
@@ -168,6 +172,7 @@ class OomRecovery:
         if placement.breakable is not None:
             if mine:
                 placement.breakable.announce()
+            # DDP holds the broken group; it is built anew on the next one.
             state.strategy.unwrap()
             placement.regroup()
             votes = placement.gather_json(vote)
@@ -178,6 +183,7 @@ class OomRecovery:
                 f"out of memory while the optimizer moved the weights of step {newest + 1}; "
                 f"{advice(state)}"
             )
+        # The group may break after some ranks finished the step: the rest take over their state.
         if min(steps) < newest:
             broadcast_state(state, steps.index(newest), state.step < newest)
         if placement.breakable is not None:
@@ -198,6 +204,7 @@ class OomRecovery:
         state.drop_gradients()
         if state.precision.scaler.is_enabled():
             forget_scaler_steps(state.precision.scaler)
+        # Tensors in reference cycles, such as those of a traceback, would stay until later.
         gc.collect()
         if state.placement.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -241,6 +248,7 @@ class OomRecovery:
         if share is not None and not share.changed and loader is not None:
             return list(islice(step_batches(loader, share.epoch, share.position), given))
         kept = self._earlier[:given]
+        # A loop may fill the same tensors with its next batch.
         if any(versions(earlier) != written for earlier, written in kept):
             raise DataError(
                 "memory was short, and the step cannot be computed again: one of its batches was "

@@ -32,6 +32,7 @@ def choose_optimizer(
             f"{config.weight_decay:g}"
         )
         return AdamW(parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
+    # No Optimizer is callable, so a callable is a function of the parameters.
     built = given(parameters) if callable(given) else given
     if isinstance(built, (list, tuple, dict)):
         raise ModelError(

@@ -58,6 +58,7 @@ def sort_out(
         )
     if len(modules) == 1 and not loose:
         return modules[0], optimizers, schedulers
+    # Names by class and count: they must be the same in the run that resumes.
     named = nn.ModuleDict()
     for module in modules:
         name = type(module).__name__

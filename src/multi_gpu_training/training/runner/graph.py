@@ -18,7 +18,7 @@ from multi_gpu_training.training.metrics import MetricsCollector, Number
 from multi_gpu_training.training.step import MicroResult
 
 T = TypeVar("T")
-MOST_SUMS = 64
+MOST_SUMS = 64  # a total and a weight for each of 32 metrics
 Compute = Callable[[Any, Tensor | None, Share], tuple[MicroResult, Tensor | None]]
 
 
@@ -178,6 +178,7 @@ class BatchRing:
 
     @staticmethod
     def suits(batch: Any) -> bool:
+        # A slot is contiguous, and a step recorded with other strides may run other kernels.
         return not isinstance(batch, ResidentBatch) and all(
             tensor.is_contiguous() for tensor in leaves(batch)
         )

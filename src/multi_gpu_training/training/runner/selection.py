@@ -43,12 +43,12 @@ from multi_gpu_training.training.runner.verified_graph import VerifiedGraph
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
 
-WARM_UP = 4
+WARM_UP = 4  # steps; the last two are watched for what a recording could not repeat
 WARM_UP_DDP = 12  # DDP's logger reads GPU timers in its first ten steps
-MOST_MICRO_BATCHES = 32
-LARGEST_STATE = 2**30
-CLEARLY_FASTER = 0.8
-WORTH_IT = 0.95
+MOST_MICRO_BATCHES = 32  # each gets a recording of its own
+LARGEST_STATE = 2**30  # bytes; a comparison keeps three copies
+CLEARLY_FASTER = 0.8  # of the eager time; above it the GPU, not Python, is the limit
+WORTH_IT = 0.95  # of the time now; three timings do not tell smaller gains from noise
 COMPARING = 0.005  # maximum fraction of the time spent on optional comparisons
 
 
@@ -131,6 +131,7 @@ class StepExecution:
 
     def leave_stream(self) -> None:
         if self._outer_stream is not None:
+            # What the user does next must see the weights of the last step.
             self._outer_stream.wait_stream(torch.cuda.current_stream(self._outer_stream.device))
             torch.cuda.set_stream(self._outer_stream)
             self._outer_stream = None
@@ -275,6 +276,7 @@ class StepExecution:
             self.give_up(problem or "another rank could not record its step")
             return
         again, difference = self._comparison.first()
+        # Two eager steps may differ too: atomic additions come in any order.
         self._tolerance = max(1e-6, 10 * again)
         if not self.state.placement.all_agree(difference <= self._tolerance):
             self.give_up(
@@ -298,6 +300,7 @@ class StepExecution:
         if self.switch.compiled is not None:
             self.mode = "compiled graph"
         self.say(f"step: one CUDA graph, {recorded * 1e6:,.0f} us instead of {eager * 1e6:,.0f} us")
+        # So many steps that one comparison takes no more than its share of the time.
         spares = math.ceil(self._comparing_s() / (COMPARING * recorded))
         self._verified.start(self._guards, self._tolerance, spares)
         if self.mode == "graph" and self._may_compile and self.switch.pays(recorded):
@@ -328,7 +331,7 @@ class StepExecution:
         note_phase(Phase.RECORDING)
         begun = time.perf_counter()
         keys, step = self._comparison.newest
-        before = self._cache.steps[keys[0]]
+        before = self._cache.steps[keys[0]]  # to return to if compiled code is wrong or no faster
         problem = self.switch.compile(step)
         if problem is None:
             problem = self._cache.record(keys, step, self.switch.compiled)
@@ -351,6 +354,7 @@ class StepExecution:
             self._cache.steps[keys[0]] = before
             self.say(f"step: not compiled, {problem}")
             return
+        # Compiled kernels round differently, so later comparisons must allow for it.
         self._verified.accept(10 * again)
         took = time.perf_counter() - begun
         text = f"{seconds * 1e6:,.0f} us instead of {self._step_s * 1e6:,.0f} us"
@@ -477,6 +481,7 @@ class StepExecution:
     # Among ranks
 
     def _all_slowest(self, seconds: float) -> float:
+        # Every rank must come to the same decision, and ranks agree on integers only.
         return -self.state.placement.all_min(-int(min(seconds, 1e6) * 1e9)) / 1e9
 
 

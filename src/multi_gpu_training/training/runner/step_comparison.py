@@ -112,4 +112,5 @@ class StepComparison:
 
 def max_rel_diff(a: Tensor, b: Tensor) -> float:
     """The largest relative difference of two lists of losses."""
+    # A NaN counts as no difference here: the NaN guard judges those.
     return float(((a - b).abs() / a.abs().clamp(min=1e-12)).nan_to_num().max())

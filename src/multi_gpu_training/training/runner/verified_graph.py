@@ -38,9 +38,9 @@ from multi_gpu_training.training.runner.step_comparison import StepComparison
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
 
-MOST_SHAPES = 8
-FIRST_WINDOW = 16
-LONGEST_WINDOW = 4096
+MOST_SHAPES = 8  # recordings; each holds memory of the device for good
+FIRST_WINDOW = 16  # steps until the first comparison; then four times as many each time
+LONGEST_WINDOW = 4096  # a rollback computes at most so many steps again
 
 # What a rank can do with a step. All ranks do what the smallest vote says.
 STALE = 0  # a value the step reads has changed: run this step eagerly, then stop replaying
@@ -147,6 +147,8 @@ class VerifiedGraph:
             else:
                 self._step.append(fed(batch, samples, share))
             return result
+        # The micro-batches before this one were replayed: their gradients lie in the recording, and
+        # the eager rest must add to them.
         if before == REPLAY and place:
             self.graph.give_gradients(place - 1)
         self._step.append(fed(batch, samples, share))
@@ -207,6 +209,7 @@ class VerifiedGraph:
         limit = min(self._window_limit, self.longest_window or LONGEST_WINDOW)
         since = self.state.step - self.verified_step
         full = since >= max(limit, FIRST_WINDOW) or self._verdict == FULL
+        # Several ranks have voted on this before the step, so that they compare at the same one.
         if self.state.placement.dp_size == 1:
             full = full or window.kept_bytes > KEPT_BYTES or self.graph.ring_is_full
         if full and self.active:
@@ -250,7 +253,7 @@ class VerifiedGraph:
             copies = self.comparison.copies
             self.cache.collect(self.state.metrics)
             if self._kept_at == self.state.step and copies.untouched:
-                copies.rename("before", "verified")
+                copies.rename("before", "verified")  # a save copied this very state a moment ago
             else:
                 copies.keep("verified")
             self._keep_window()
@@ -305,6 +308,7 @@ class VerifiedGraph:
         if not self.active or not self._window.steps or (spare and self._may_spare(meanwhile)):
             return
         changed = self._stale or self._changed()
+        # Steps after a change cannot be kept, those before it may be; ranks follow the worst case.
         vote = 0 if self._stale is not None else 1 if changed is not None else 2
         verdict = self.state.placement.all_min(vote)
         if verdict == 0:
@@ -328,6 +332,7 @@ class VerifiedGraph:
         elif not self.state.placement.all_agree(difference <= self._tolerance):
             self._fall_back(_differs(difference))
         else:
+            # The comparison has copied this state already.
             self._begin_window(verified="before")
             self._window_limit = min(LONGEST_WINDOW, 4 * self._window_limit)
             self.between_windows()
@@ -385,7 +390,9 @@ class VerifiedGraph:
         values: a context that restores old Python values; not used for the last `current` steps.
         """
         assert self._window.counters is not None
+        # A save since then holds wrong weights.
         self.retract(self.verified_step)
+        # A recorded epoch, or a window that began since, already rests on the wrong steps.
         if self._closed or self._window.counters.step > self.verified_step:
             self.give_up(problem)
             raise StaleStepsError(problem, self.state.step, self.anchor)
