@@ -121,7 +121,7 @@ class Saver:
         self.current = None
         self._collect()
         if self._ahead != self.training.step:
-            self.buffers.forget_ahead()
+            self.buffers.forget_ahead()  # it is of another step
         self._ahead = None
         begun, waited_s = time.perf_counter(), self._waited_s
         facts = facts or {}
@@ -131,6 +131,7 @@ class Saver:
             self._wait_for_writing()
         save, now, never = self._capture(snapshot, best, shard)
         host_s = time.perf_counter() - begun - (self._waited_s - waited_s)
+        # One exchange for all three: ranks must raise, or go on, together.
         before, now, never = self._agreed([self._failed, now, never])
         self._unsettled, self._failed = False, None
         if before and self._stops:
@@ -168,6 +169,7 @@ class Saver:
     def poll(self) -> None:
         """Between steps: report saves that have ended. Never waits."""
         if self._queue.has_ended:
+            # Several ranks raise together, in the next `save`; here each looks at another time.
             stops = self._stops and self.placement.group is None
             self._collect(aloud=not stops)
             if stops and self._failed is not None:
@@ -271,6 +273,7 @@ class Saver:
 
     def _agreed(self, problems: list[str | None]) -> list[str | None]:
         """Tell every rank what went wrong on any disk."""
+        # Only rank 0 wrote, so only rank 0 can know.
         if not self.hosts.several and not self._split:
             return list(self.placement.broadcast_json(problems))
         told = self.placement.gather_json(problems)
@@ -342,6 +345,7 @@ class Saver:
         `where` is a path, or "auto" for this run's newest intact one. Ranks that were restarted
         take the newest, whatever was asked for first.
         """
+        # Before what was asked for: `resume=PATH` would throw away what came since.
         path = self._locate("auto") if self.placement.identity.attempt else None
         if path is None and where is not None:
             path = self._locate(where)

@@ -192,6 +192,7 @@ class HostBuffer:
 
     def files(self, layout: StateLayout) -> dict[str, list[Bytes]]:
         """The files as they lie in this memory."""
+        # Files are slices of the buffer: nothing is copied again on its way to the disk.
         raw = memoryview(self._flat.numpy())  # type: ignore[arg-type]
         return {
             name: [file.header, raw[start : start + file.nbytes]]
@@ -247,6 +248,7 @@ class HostBuffer:
         begun = time.perf_counter()
         self._laid_out, self._places = None, []
         self._flat = torch.empty(0, dtype=torch.uint8)  # free it before taking the larger one
+        # Before the memory goes: another allocation may get its pages.
         if self._unpin is not None:
             self._unpin()
         self._flat = _memory(nbytes, for_gpu=self._wants_pinned)

@@ -109,7 +109,7 @@ class StateBuffers:
             try:
                 slot.buffer.reserve(layout.total)
                 return slot
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError:  # the host has room; a save must not end a training
                 pass
         self._too_large = layout
         return None

@@ -163,6 +163,7 @@ class CheckpointStore:
         manifest["history"] = [[e["attempt"], e["from_step"]] for e in self.lineage.entries()]
         if self._signer is not None:
             manifest = self._signer.signed(manifest)
+        # Last: files without a manifest never pass for a checkpoint.
         durable.write_text(staged / integrity.MANIFEST, integrity.manifest_text(signed(manifest)))
         durable.flush(staged)
 
@@ -184,7 +185,7 @@ class CheckpointStore:
         else:
             staged.rename(final)
             durable.flush(self.folder)
-        self.verifier.trust(final)
+        self.verifier.trust(final)  # hashed while it was written
 
     def staging(self, final: Path) -> Path:
         """Make a folder in which a checkpoint can be put together."""
@@ -238,6 +239,7 @@ class CheckpointStore:
         """Point `best` at this checkpoint."""
         link = self.folder / f"{_BEST}{durable.own_name()}"
         link.symlink_to(path.name)
+        # A rename replaces the link in one step: `best` names something at any instant.
         link.replace(self.folder / "best")
         durable.flush(self.folder)
 

@@ -31,9 +31,9 @@ from multi_gpu_training.training.state_broadcast import broadcast_state
 from multi_gpu_training.training.step import StepResult
 from multi_gpu_training.training.step_state import StepState
 
-# Libraries below torch raise a plain RuntimeError; only its text tells.
+# torch's CPU allocator and CUDA's libraries raise a plain RuntimeError.
 _SIGNS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator: can't allocate")
-_HINT = "memory.json"  # in the run's folder: no checkpoint is written while memory is short
+_HINT = "memory.json"  # in the run's folder, for ranks that are started again
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -112,8 +112,7 @@ class OomRecovery:
         if not is_out_of_memory(error):
             return placement.breakable is not None and placement.breakable.announced
         alone = placement.dp_size == 1
-        # Alone, half-moved weights could not be told from the old ones; other ranks still have
-        # them.
+        # Half-moved weights cannot be undone; a rank that finished the step may pass on its own.
         mendable = not state.moving if alone else placement.breakable is not None
         mendable = mendable and state.config.on_out_of_memory == "split"
         # A sharded rank is in the middle of a collective.
