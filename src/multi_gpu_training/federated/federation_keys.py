@@ -71,13 +71,8 @@ def make_keys(folder: Path, host: str, clients: Sequence[str]) -> Iterator[str]:
     ca = private("ca")
     certificate("ca", ca, "ca", ca)
     # The server's own programs reach it at 127.0.0.1.
-    local = ipaddress.ip_address("127.0.0.1")
-    names: list[Any] = [x509.DNSName("localhost"), x509.IPAddress(local)]
-    try:
-        names.append(x509.IPAddress(ipaddress.ip_address(host)))
-    except ValueError:
-        names.append(x509.DNSName(host))
-    certificate("server", private("server"), "ca", ca, names)
+    reached = [_named(name) for name in ("localhost", "127.0.0.1", host)]
+    certificate("server", private("server"), "ca", ca, reached)
     yield f"{folder}/ca.pem: for the server and every client"
     yield f"{folder}/server.pem, server.key, clients/: for the server alone"
     for name in clients:
@@ -87,3 +82,13 @@ def make_keys(folder: Path, host: str, clients: Sequence[str]) -> Iterator[str]:
         )
         write_atomically(folder / "clients" / f"{name}.pub", text + b"\n")
         yield f"{folder}/{name}.key: for the client {name} alone"
+
+
+def _named(host: str) -> Any:
+    """A host as a certificate names it."""
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

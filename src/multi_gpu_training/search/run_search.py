@@ -280,22 +280,7 @@ def run_search(
     slots = find_slots(settings) if function is None else Slots(1, 1)
     folder = StudyFolder(path, settings, resume)
     try:
-        study = Study(
-            folder.study,
-            settings.storage or sqlite_url(path),
-            settings.space(),
-            settings.objectives(),
-            settings.sampler,
-            settings.pruner,
-            settings.seed,
-            resume,
-            settings.population,
-        )
-        if resume and not study.records() and (path / "trials").exists():
-            raise ConfigError(
-                f"{path} holds trials, but the storage knows no study {brief(folder.study)} with "
-                "any; give the --storage that it was begun with"
-            )
+        study = _open_study(settings, path, folder.study, resume)
         limits = TrialLimits(settings.trial_timeout, settings.hang_timeout)
 
         def start(record: TrialRecord, slot: int) -> RunningTrial:
@@ -334,3 +319,23 @@ def run_search(
         return result
     finally:
         folder.close()
+
+
+def _open_study(settings: SearchSettings, path: Path, name: str, resume: bool) -> Study:
+    study = Study(
+        name,
+        settings.storage or sqlite_url(path),
+        settings.space(),
+        settings.objectives(),
+        settings.sampler,
+        settings.pruner,
+        settings.seed,
+        resume,
+        settings.population,
+    )
+    if resume and not study.records() and (path / "trials").exists():
+        raise ConfigError(
+            f"{path} holds trials, but the storage knows no study {brief(name)} with any; give the "
+            "--storage that it was begun with"
+        )
+    return study

@@ -88,29 +88,7 @@ class KubernetesEngine(Engine):
 def kubernetes_job(plan: LaunchPlan, job: RankJob) -> KubernetesJob:
     """The job for a plan. ConfigError: what its flags ask for is wrong, all of it at once."""
     hosts, given = plan.hosts, plan.hosts.engine_options
-    problems: list[str] = []
-    if not job.command:
-        problems.append("--engine kubernetes starts scripts, not functions; use `mgt run FILE`")
-    if hosts.master_addr is not None or hosts.node_rank:
-        problems.append(
-            "--engine kubernetes finds its nodes by itself; drop --master-addr and --node-rank, "
-            "and unset MASTER_ADDR"
-        )
-    if hosts.elastic:
-        problems.append(
-            f"--nodes {hosts.least}:{hosts.nodes} with --engine kubernetes: give a fixed number; "
-            "Kubernetes replaces pods that are lost"
-        )
-    if not given.get("image"):
-        problems.append(
-            "--engine kubernetes needs --image: a container image with this package, your script "
-            "and what it imports"
-        )
-    elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}", given["image"]):
-        problems.append(
-            f"--image {brief(given['image'])}: give the name of an image, such as "
-            "registry.example/team/train:2"
-        )
+    problems = list(_unusable(plan, job))
     kind = given.get("kind") or "jobset"
     if kind not in KINDS:
         problems.append(f"--kind {brief(kind)}: use one of {', '.join(KINDS)}")
@@ -136,17 +114,7 @@ def kubernetes_job(plan: LaunchPlan, job: RankJob) -> KubernetesJob:
     problems += _idle_options(kind, given, pod, int(gpus))
     claim, _, mount = str(given.get("claim") or "").partition(":")
     command, keeps = _kept(job.command, claim, mount or MOUNT)
-    if not keeps:
-        problems.append(
-            "--engine kubernetes: a pod's disk ends with the pod, and the checkpoints with it; add "
-            "--claim NAME (a persistent volume claim), or --save-dir with a URL such as "
-            "s3://bucket/runs. --claim none does without"
-        )
-    for flag, value in (("--claim", claim), ("--namespace", given.get("namespace") or "")):
-        problem = name_problem(flag, value) if value else None
-        problems += [problem] if problem else []
-    if mount and not mount.startswith("/"):
-        problems.append(f"--claim {claim}:{brief(mount)}: the path in the pods begins with /")
+    problems += _storage_problems(keeps, claim, mount, given.get("namespace") or "")
     if problems:
         raise ConfigError(problems)
     restarts = given.get("max_requeues")
@@ -171,6 +139,49 @@ def kubernetes_job(plan: LaunchPlan, job: RankJob) -> KubernetesJob:
         MAX_RESTARTS if restarts is None else restarts,
         () if command[:1] == ("-m",) else _launcher_flags(plan),
     )
+
+
+def _unusable(plan: LaunchPlan, job: RankJob) -> Iterator[str]:
+    """What this engine cannot start, or not without an image."""
+    hosts, given = plan.hosts, plan.hosts.engine_options
+    if not job.command:
+        yield ("--engine kubernetes starts scripts, not functions; use `mgt run FILE`")
+    if hosts.master_addr is not None or hosts.node_rank:
+        yield (
+            "--engine kubernetes finds its nodes by itself; drop --master-addr and --node-rank, "
+            "and unset MASTER_ADDR"
+        )
+    if hosts.elastic:
+        yield (
+            f"--nodes {hosts.least}:{hosts.nodes} with --engine kubernetes: give a fixed number; "
+            "Kubernetes replaces pods that are lost"
+        )
+    if not given.get("image"):
+        yield (
+            "--engine kubernetes needs --image: a container image with this package, your script "
+            "and what it imports"
+        )
+    elif not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,511}", given["image"]):
+        yield (
+            f"--image {brief(given['image'])}: give the name of an image, such as "
+            "registry.example/team/train:2"
+        )
+
+
+def _storage_problems(keeps: bool, claim: str, mount: str, namespace: str) -> Iterator[str]:
+    """Where checkpoints would be lost, or could not be mounted."""
+    if not keeps:
+        yield (
+            "--engine kubernetes: a pod's disk ends with the pod, and the checkpoints with it; add "
+            "--claim NAME (a persistent volume claim), or --save-dir with a URL such as "
+            "s3://bucket/runs. --claim none does without"
+        )
+    for flag, value in (("--claim", claim), ("--namespace", namespace)):
+        problem = name_problem(flag, value) if value else None
+        if problem is not None:
+            yield problem
+    if mount and not mount.startswith("/"):
+        yield f"--claim {claim}:{brief(mount)}: the path in the pods begins with /"
 
 
 def _idle_options(
