@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.feeding import (
     BatchSizes,
     Data,
@@ -64,23 +64,7 @@ from multi_gpu_training.training.progress import FitResult, Progress
 from multi_gpu_training.training.rate_search import RateSearch, search_rate
 from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.stopping import end_control
-from multi_gpu_training.training.trainer import (
-    AutoTrainer,
-    DataParallelTrainer,
-    DistributedDataParallelTrainer,
-    FullyShardedTrainer,
-    MultiGPUTrainer,
-    SingleDeviceTrainer,
-)
-
-TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
-    TrainingMode.SINGLE: SingleDeviceTrainer,
-    TrainingMode.DATA_PARALLEL: DataParallelTrainer,
-    TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
-    TrainingMode.FULLY_SHARDED: FullyShardedTrainer,
-    TrainingMode.AUTO: AutoTrainer,
-}
-
+from multi_gpu_training.training.trainer import TRAINERS
 
 _MADE_BY_SETUP = frozenset(
     ("_training", "records", "fault_tolerance", "model", "loss_fn", "train_loader", "sizes")

@@ -489,3 +489,12 @@ class FullyShardedTrainer(MultiGPUTrainer):
 
     def make_strategy(self) -> Strategy:
         return FSDPStrategy(self.config, self.placement)
+
+
+TRAINERS: dict[TrainingMode, type[MultiGPUTrainer]] = {
+    TrainingMode.SINGLE: SingleDeviceTrainer,
+    TrainingMode.DATA_PARALLEL: DataParallelTrainer,
+    TrainingMode.DISTRIBUTED_DATA_PARALLEL: DistributedDataParallelTrainer,
+    TrainingMode.FULLY_SHARDED: FullyShardedTrainer,
+    TrainingMode.AUTO: AutoTrainer,
+}
