@@ -62,18 +62,12 @@ def share_of(batch: Any) -> Share | None:
     return share if isinstance(share, Share) else None
 
 
-def came_from_a_loader(batch: Any) -> bool:
-    """Whether a batch, or a tensor in it, came from a loader of ours."""
-    return share_of(batch) is not None or any(
-        share_of(tensor) is not None for tensor in tensors_of(batch)
-    )
-
-
 def refuse_to_start_over(batches: Iterable[Any], step: int) -> Iterator[Any]:
     """The batches, if they come from a loader of ours, perhaps inside a wrapper of the user's. Any
     other would begin again an epoch that the run is in the middle of."""
     for batch in batches:
-        if not came_from_a_loader(batch):
+        # An unpacked batch still carries its share on its tensors.
+        if all(share_of(part) is None for part in (batch, *tensors_of(batch))):
             raise CheckpointError(
                 f"the checkpoint of step {step} was saved in the middle of an epoch whose batches "
                 "come from your own loader, which would begin it again. Give its data to "
