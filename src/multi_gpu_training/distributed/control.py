@@ -37,9 +37,9 @@ from multi_gpu_training.portability import process_state
 from multi_gpu_training.torch_internals import default_store
 
 NAMES = {signal.SIGINT: "Ctrl-C"}
-POLL_S = 0.25
+POLL_S = 0.25  # between two looks of the thread; a person waits so long for an answer
 LOOKS = 4  # of the thread, from one look for requests to the next
-MARGIN_S = 2.0
+MARGIN_S = 2.0  # of grace_s, left for the process to end in
 _ASKED = "asked"
 _NEVER = 2**62  # a boundary that no run reaches
 

@@ -59,6 +59,7 @@ class RecoverableGroup:
         self._break()
         dist.destroy_process_group(self.group)
         self._destroy()
+        # Another number: what ranks announced about the old group must not count for this one.
         fresh = RecoverableGroup(self.timeout, self.number + 1)
         _current[0] = fresh
         return fresh

@@ -88,7 +88,7 @@ def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) ->
     if not config.training_mode.has_ranks:
         return
     hosts = hosts or Hosts.from_environment()
-    if choose_engine(hosts, config).identity(config) is not None:
+    if choose_engine(hosts, config).identity(config) is not None:  # this process is a rank
         return
     here, world = _ranks_here(config, hosts)
     if world == 1:
@@ -139,6 +139,7 @@ def _ranks_here(config: MultiGPUConfig, hosts: Hosts) -> tuple[int, int]:
 def own_command() -> list[str] | None:
     """The script or module that this process runs, with its arguments; None when interactive."""
     main = sys.modules["__main__"]
+    # As they were given: the script may have changed sys.argv since.
     arguments = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] if len(sys.argv) > 1 else []
     spec = getattr(main, "__spec__", None)
     if spec is not None:

@@ -162,6 +162,7 @@ class LocalEngine(Engine):
         ranks = self._running
         ranks.end_after_failure()
         own = {code for rank, code in codes.items() if code and rank not in ranks.bystanders}
+        # Ranks that were asked to end did so: no failure to start again after.
         if own and own <= STOPPED.keys():
             return self._ranks_were_asked(min(STOPPED[code] for code in own))
         for found in ranks.progress.values():
