@@ -35,7 +35,7 @@ from multi_gpu_training.distributed.progress_slot import (
     note_phase,
     note_step,
 )
-from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
+from multi_gpu_training.errors import ConfigError, ModelError
 from multi_gpu_training.torch_internals import RunningStatsBase
 from multi_gpu_training.training.backward_arguments import (
     checked_loss,
@@ -51,8 +51,9 @@ from multi_gpu_training.training.gradient_exchange import (
     ratio,
 )
 from multi_gpu_training.training.learning_rate import Schedule
+from multi_gpu_training.training.manual_nan_guard import ManualNanGuard
 from multi_gpu_training.training.metrics import Number
-from multi_gpu_training.training.nan_guard import LOOK, flag_nonfinite
+from multi_gpu_training.training.nan_guard import LOOK
 from multi_gpu_training.training.oom import advice, is_out_of_memory
 from multi_gpu_training.training.optimizer import needs_closure
 from multi_gpu_training.training.step import StepResult, no_gradient
@@ -87,7 +88,6 @@ class ManualTrainer:
         self._placement = state.placement
         self._boundary = boundary
         self._after_step = after_step
-        self._report = told
         self._exchange = GradientExchange(state.placement)
         self._slots = [
             OptimizerGradients(one, number) for number, one in enumerate(self.optimizers)
@@ -108,8 +108,7 @@ class ManualTrainer:
         self._closure_loss: Tensor | None = None
         self._kept: list[tuple[Tensor, Tensor]] = []
         device = state.placement.device
-        self._found = torch.zeros((), dtype=torch.float32, device=device)
-        self._one = torch.ones((), dtype=torch.float32, device=device)
+        self._nan_guard = ManualNanGuard(state, told)
         self._mixed_up = torch.zeros((), dtype=torch.int64, device=device)
         self._own = False  # whether the backward now running was started here
         self._watch: list[Any] = []
@@ -464,7 +463,7 @@ class ManualTrainer:
             self._complete(slot)
         for call in state.callbacks.on_optimizer:
             call()
-        if self._bad(slot):
+        if self._nan_guard.skips(slot):
             slot.skipped = True
             for parameter in slot.parameters:
                 parameter.grad = None  # every optimizer skips a parameter without a gradient
@@ -480,40 +479,10 @@ class ManualTrainer:
         slot.due = False
         note_phase(BETWEEN_STEPS)
 
-    # NaN
-
-    @torch.no_grad()
-    def _bad(self, slot: OptimizerGradients) -> bool:
-        """Whether to skip the step because a gradient is not finite; raises if the config says
-        stop. A GPU is asked only occasionally, unless such steps must be skipped."""
-        grads = [p.grad for p in slot.parameters if p.grad is not None]
-        flag_nonfinite(grads, self._found, self._one)
-        skips = self._state.config.on_nonfinite == "skip"
-        if (self._found.is_cuda and not skips) or not bool(self._found):
-            return False
-        bad = {id(p) for p in slot.parameters if p.grad is not None and not _is_finite(p.grad)}
-        names = [name for name, p in self._state.model.named_parameters() if id(p) in bad]
-        step = self._state.step + 1
-        text = (
-            f"step {step}: the gradient for {type(slot.optimizer).__name__} (optimizer "
-            f"{slot.number + 1}) is not finite in {', '.join(names[:4])}"
-            f"{' ...' if len(names) > 4 else ''}; lower the learning rate, set max_grad_norm, or "
-            "check the data"
-        )
-        self._found.zero_()
-        if not skips:
-            raise NonFiniteLossError(step, text=text)
-        self._report("skip", text, {"step": step})
-        return True
-
     def look(self) -> None:
-        """Raise if a gradient was not finite since the last check. Waits for the device."""
+        """Raise if the latest steps were wrong on a GPU that nobody waited for."""
         self._check_order()
-        if bool(self._found):
-            self._found.zero_()
-            step = self._state.step
-            text = f"a gradient of the {LOOK} steps up to {step} was not finite"
-            raise NonFiniteLossError(step, text=f"{text}; the last checkpoint is from before")
+        self._nan_guard.look()
 
 
 class _LookBeforeSave(Callback):
@@ -526,7 +495,3 @@ class _LookBeforeSave(Callback):
 
     def on_save_begin(self, run: Run) -> None:
         self._look()
-
-
-def _is_finite(grad: Tensor) -> bool:
-    return bool((torch.view_as_real(grad) if grad.is_complex() else grad).isfinite().all())
