@@ -330,6 +330,7 @@ class CallbackList:
         for event in events:
             calls = [(m, heard[event]) for m, heard in self._members if event in heard]
             setattr(self, event, tuple(call for _, call in calls))
+            # Steps that are computed again must not be counted twice by what only watches.
             if event == "on_step_end":
                 self.redo_step_end = tuple(call for m, call in calls if not m.watches_only)
 

@@ -153,7 +153,7 @@ def _in_step(batches: Iterator[Any], placement: Placement) -> Iterator[tuple[Any
     while True:
         found = next(batches, nothing)
         counts = found is not nothing
-        batch = found if counts else batch
+        batch = found if counts else batch  # the other ranks wait in the forward of theirs
         if placement.all_agree(not counts):
             return
         yield batch, counts

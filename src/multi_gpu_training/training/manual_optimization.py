@@ -249,7 +249,7 @@ class ManualTrainer:
         self._inside = self._own = False
         self._sharded = None
         self._state.attendance.present = True
-        for buffer, before in self._kept:
+        for buffer, before in self._kept:  # a stand-in is no sample
             buffer.data.copy_(before)
         self._kept = []
 
@@ -265,6 +265,7 @@ class ManualTrainer:
         result, state = self.result, self._state
         if result is None or not result.moved:
             return
+        # Hooks on every gradient cost time; a loop that is wrong is wrong from its first step.
         if self._watch and state.step >= WATCHED_STEPS:
             for hook in self._watch:
                 hook.remove()
@@ -376,6 +377,7 @@ class ManualTrainer:
     def _complete(self, slot: OptimizerGradients) -> Tensor:
         """Make this rank's sum of weighted gradients the mean, or the sum, over all ranks."""
         unit = 1.0 if self._unit is None else self._unit
+        # Sent along: ranks that exchange for different optimizers would add up in silence.
         tag = float(slot.number + 1)
         # A sum is not divided: the divisors of all ranks add up to 1.
         divisor = float(self._placement.dp_rank == 0) if slot.summed else slot.weight

@@ -14,6 +14,7 @@ from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.state_dicts import Later, WrittenList, json_text, pack
 
+# best_metric_mode=auto decides by these words.
 _SMALLER_IS_BETTER = {"loss", "error", "wer", "cer", "perplexity", "mse", "mae", "rmse"}
 
 

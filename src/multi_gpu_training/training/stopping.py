@@ -84,7 +84,7 @@ def training_batches(
             note_phase(INPUT)
             for call in callbacks.on_input:
                 call()
-            control.waiting = boundary
+            control.waiting = boundary  # a signal may only cut off a wait that no step needs
             batch = next(source, _END)
             control.waiting = False
             if batch is _END:

@@ -158,6 +158,7 @@ class MultiGPUTrainer(ABC):
         state, device = self.state, self.placement.device
         refuse_float64(model, device)
         self.execution.enter_stream()
+        # Before anything is compared or wrapped: replicas are made of what is on the device.
         self.strategy.place(model)
         check_same_model(model, self.placement)
         refuse_layers_of_one_batch(model, self.placement)
@@ -224,6 +225,7 @@ class MultiGPUTrainer(ABC):
             )
         self.config.step_execution = "eager"
         self.strategy = self.state.strategy = SingleDevice(self.config, self.placement)
+        # `train_step` exchanges gradients through the strategy, which has no wrapper here.
         self.eager = RefusingRunner(self.state, self.nan_guard, StepStart(self.state))
 
     def take_optimizers(
@@ -248,6 +250,7 @@ class MultiGPUTrainer(ABC):
         complete_optimizer(optimizer)
         if self.fast_defaults.fused_optimizer:
             fuse(optimizer, sparse=bool(self.state.step_module.sparse))
+        # A user used to plain loops may still call optimizer.step().
         optimizer.register_step_pre_hook(self._refuse_foreign_step)
         self.state.find_parameters()
         self.eager.take_hooks()
@@ -290,6 +293,7 @@ class MultiGPUTrainer(ABC):
                 share = state.own_share(placed) if share is None else share
                 placed = carry(placed, share) if share.changed else placed
                 state.expect_any_label()
+                # The last one is still at hand when the step fails.
                 if not share.last:
                     oom.remember(placed)
             if not self.strategy.settled:

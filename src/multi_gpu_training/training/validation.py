@@ -78,6 +78,7 @@ class Validation:
         note_phase(Phase.VALIDATION)
         metrics: dict[str, float] = {}
         sets = self.loader if isinstance(self.loader, dict) else {}
+        # A user may validate one of several sets; its metrics keep its name.
         one_of_them = {name: one for name, one in sets.items() if one is loader}
         for name, batches in (one_of_them or named_sets(loader)).items():
             title = f"Validation {name}".rstrip()

@@ -120,6 +120,7 @@ class GraphCache:
             return self._eager.compute(batch, samples, share)
 
     def parameters(self) -> list[Tensor]:
+        # The gradient of the tally is the weight of the step.
         return [*self._state.parameters, self._state.step_module.tally]
 
     def collect(self, metrics: MetricsCollector) -> None:

@@ -24,7 +24,7 @@ from multi_gpu_training.torch_internals import version
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _DEPTH = 4
-_MOST = 500
+_MOST = 500  # values: all of them are compared before every replayed step
 # Of torch's own modules, what people do change while training.
 _TORCH_KNOBS = ("p", "dropout", "momentum", "training")
 _LIBRARIES = frozenset({"torch", "numpy", "functools", "typing", "collections", "builtins"})
@@ -239,7 +239,7 @@ def _short(value: Any) -> str:
 
 def _names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
-    for constant in code.co_consts:
+    for constant in code.co_consts:  # functions and comprehensions inside this one
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
 

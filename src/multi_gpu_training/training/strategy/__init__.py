@@ -249,7 +249,7 @@ class Strategy(ABC):
             elif parameter.grad is not None:
                 values.append(parameter.grad)
         norm = nn.utils.get_total_norm(values)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch clips
         for value in values:
             value.mul_(factor)
         return norm
