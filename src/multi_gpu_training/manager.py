@@ -422,16 +422,7 @@ class MultiGPUTrainingManager:
         note_phase(Phase.ENDING)
         try:
             if self._failure() is None:
-                self.trainer.execution.verify()  # the weights of your own loop, too
-                self.trainer.strategy.sync_buffers()
-                self.trainer.nan_guard.look(now=True)
-                if self._training.manual is not None:
-                    self._training.manual.look()  # a NaN of the last few steps
-                if self.config.consistency_check_every:
-                    self.trainer.check_replicas()
-                self.loop.log.flush()
-                self.fault_tolerance.settle()
-                self._training.averaged.leave_in_model()
+                self._training.settle()
             else:  # the other ranks may be anywhere
                 self.fault_tolerance.drain()
         finally:

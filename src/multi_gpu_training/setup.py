@@ -184,6 +184,22 @@ class Training:
         for call in self.callbacks.on_setup:
             call()
 
+    def settle(self) -> None:
+        """At the end of a run that went well: make sure of the last steps, log them, and wait for
+        the last save. Collective."""
+        trainer = self.trainer
+        trainer.execution.verify()  # an own loop may end right after a recorded step
+        trainer.strategy.sync_buffers()
+        trainer.nan_guard.look(now=True)
+        if self.manual is not None:
+            self.manual.look()  # a NaN of the last few steps
+        if self.config.consistency_check_every:
+            trainer.check_replicas()
+        self.loop.log.flush()
+        self.fault_tolerance.settle()
+        # Last: a save that is tried again still needs the trained weights.
+        self.averaged.leave_in_model()
+
     def close(self, well: bool = False) -> None:
         """Release what was acquired. well: the run ended without an error."""
         if well:
