@@ -35,7 +35,6 @@ NaturalInt = Annotated[int, Field(ge=0, le=2**53)]
 RankNumber = Annotated[int, Field(ge=0, lt=2**20)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-NaturalSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 LONGEST_PATH = 4000  # bytes; Linux allows 4096
 # What pydantic calls a name that is not a setting.
 _UNKNOWN = ("extra_forbidden", "no_such_attribute")

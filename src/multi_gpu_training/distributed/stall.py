@@ -187,10 +187,6 @@ def diagnose(
     return Hang(rank, kind, found.step, found.begun, "\n".join(rows), ours)
 
 
-def progress_of(error_files: Mapping[int, str]) -> dict[int, RankProgress]:
-    return {rank: progress_slot.of_rank(file) for rank, file in error_files.items()}
-
-
 class PeerWatch:
     """Ranks that watch each other through the store they met at.
 

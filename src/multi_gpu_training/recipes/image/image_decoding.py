@@ -33,7 +33,6 @@ from multi_gpu_training.safe_files import write_atomically
 
 Fit = Literal["crop", "pad", "stretch"]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-GREY_MEAN, GREY_STD = (0.45,), (0.25,)
 MOST_PIXELS = 50_000_000  # of a decoded image: 600 MB while transparency is taken out
 MOST_ENCODED = 2**28
 BILINEAR = 2  # Pillow's numbers, which Hugging Face's files use as well
