@@ -26,12 +26,12 @@ from multi_gpu_training.distributed.stacks import SAMPLE_EVERY_S, Stack, sample
 
 SHORTEST_S = 120.0
 LONGEST_S = 1440.0  # an exchange between ranks is given up after 30 minutes
-TIMES_THE_STEP = 20
+TIMES_THE_STEP = 20  # the usual time of a step here, before it counts as a stall
 # For phases that take long in healthy runs too, and for a first step, which may compile.
 TIMES_LONGER = 10
 FIRST_STEPS = 3
 LONGEST_ABSENCE_S = 10.0
-SILENT_S = 3.0
+SILENT_S = 3.0  # a rank tells the others every second
 SOON_S = 0.1  # between messages, until all ranks have sent one
 _STEADY = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CALLBACK, Phase.INPUT})
 # Nobody knows how long these usually take: they have a limit only if the user sets one.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SAME_FAULT_STOPS = 3
+SAME_FAULT_STOPS = 3  # in a row: a restart does not mend what comes back at the same step
 LONGEST_PAUSE_S = 30.0
 
 

@@ -326,6 +326,7 @@ class Membership:
         ranks = {node.node_rank for node in waiting}
         if not self.quorum.enough(ranks, self.left, held) or now > self.lease_until(now, ranks):
             return None
+        # By number, so that ranks keep theirs from round to round.
         waiting.sort(key=lambda node: (node.name != self.leader, node.node_rank, node.name))
         return waiting[: self.most]
 
