@@ -2,6 +2,8 @@
 
     python benchmarks/compression.py --image runs/image/fashion --text runs/transformer/gpt2
     python benchmarks/compression.py --executorch runs/image/fashion runs/speech/digits
+    python benchmarks/compression.py --speed runs/image/fashion runs/image/fashion-compressed/*
+    python benchmarks/compression.py --programs compressed/executorch/*
 
 --image: int8, 2:4 with fine-tuning and a student of a tenth lose at most 0.5, 1.0 and 1.5 points;
 size and CPU latency stand beside each other. 2:4 saves time on GPUs only.
@@ -9,7 +11,9 @@ size and CPU latency stand beside each other. 2:4 saves time on GPUs only.
 file at most 0.35.
 --executorch: int8 programs for XNNPACK, one thread, against float32 ones: output error, size,
 latency, points lost, and the operators that XNNPACK does not take. Needs executorch 1.5 in an
-environment of its own: `pip install executorch==1.5.0`.
+environment of its own: `pip install executorch==1.5.1`.
+--speed, --programs: only size and speed of what the other modes wrote, in turns and in about a
+minute, for a time at which nothing else runs.
 
 The runs come from `mgt train image --mode cnn --data-dir fashion-mnist` and
 `mgt train transformer`, whose vocabulary of bytes is small.
@@ -24,20 +28,22 @@ import platform
 import re
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 import multi_gpu_training as mgt
+from multi_gpu_training.compress.tensor_packing import plain_tensors
 from multi_gpu_training.delivery.compress_run import HowToTrain, compress_run
 from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
 from multi_gpu_training.delivery.compression_report import show_table
 from multi_gpu_training.delivery.exports import keep_buffers
+from multi_gpu_training.delivery.inference_speed import measure_together
+from multi_gpu_training.delivery.onnx_int8 import OnnxModel
 
 IMAGE = {
     "quantize:int8": 0.005,
@@ -47,6 +53,7 @@ IMAGE = {
 }
 TEXT = {"quantize:int4": 0.05}
 MOST_TEXT_BYTES = 0.35
+ROWS, TURNS = 8, 300  # inputs with which programs are timed, and calls of each
 
 
 def compress(run: str, limits: dict[str, float], epochs: int | None, out: Path) -> dict[str, Any]:
@@ -76,8 +83,8 @@ def compress(run: str, limits: dict[str, float], epochs: int | None, out: Path) 
 # ExecuTorch
 
 
-def executorch(run: str) -> dict[str, Any]:
-    """One run as float32 and int8 programs, and what became of it."""
+def executorch(run: str, folder: Path) -> dict[str, Any]:
+    """One run as float32 and int8 programs in `folder`, and what became of it."""
     loaded = mgt.load(run, device="cpu")
     samples = loaded.example_samples(64)[0]
     longest = None
@@ -88,26 +95,77 @@ def executorch(run: str) -> dict[str, Any]:
     rows = [padded(loaded.pipeline.collate([sample]), longest) for sample in samples]
     wanted = [first(program(*row)) for row in rows[:8]]
     shown: dict[str, Any] = {"run": run, "float": loaded.evaluate()}
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in ("float32", "int8"):
-            exported = torch.export.export(program.eval(), rows[0], strict=False)
-            if name == "int8":
-                exported = quantized(exported.module(), rows)
-            path = Path(scratch) / f"{name}.pte"
-            not_lowered = lower(exported, path)
-            model = ExecutorchModel(path, longest)
-            apart = [
-                ((first(model.call(row)) - one).norm() / one.norm()).item()
-                for row, one in zip(rows, wanted, strict=False)
-            ]
-            shown[name] = {
-                "bytes": path.stat().st_size,
-                "latency_ms": latency_ms(lambda model=model: model.call(rows[0])),
-                "error": max(apart),
-                "not_lowered": not_lowered,
-                "metrics": loaded.with_model(model).evaluate(),
-            }
-    return shown
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(rows[:ROWS], folder / "inputs.pt")
+    for name in ("float32", "int8"):
+        exported = torch.export.export(program.eval(), rows[0], strict=False)
+        if name == "int8":
+            exported = quantized(exported.module(), rows)
+        path = folder / f"{name}.pte"
+        not_lowered = lower(exported, path)
+        model = ExecutorchModel(path, longest)
+        apart = [
+            ((first(model.call(row)) - one).norm() / one.norm()).item()
+            for row, one in zip(rows, wanted, strict=False)
+        ]
+        shown[name] = {
+            "error": max(apart),
+            "not_lowered": not_lowered,
+            "metrics": loaded.with_model(model).evaluate(),
+        }
+        print(json.dumps(shown[name]), flush=True)
+    return shown | {"speed": program_speeds(folder)}
+
+
+def program_speeds(folder: Path) -> dict[str, Any]:
+    """Bytes and latency of the programs in a folder. They take turns, row by row, so that other
+    work on the machine slows down both alike."""
+    rows = torch.load(folder / "inputs.pt", weights_only=True)
+    paths = sorted(folder.glob("*.pte"))
+    models = [ExecutorchModel(path, None) for path in paths]
+    seconds: list[list[float]] = [[] for _ in models]
+    for turn in range(TURNS):
+        for model, found in zip(models, seconds, strict=True):
+            began = time.perf_counter()
+            model.call(rows[turn % len(rows)])
+            if turn >= len(rows):  # the first calls prepare something
+                found.append(time.perf_counter() - began)
+    return {
+        path.stem: {
+            "bytes": path.stat().st_size,
+            "latency_ms": 1000 * statistics.median(found),
+            "slowest_tenth_ms": 1000 * statistics.quantiles(found, n=10)[-1],
+        }
+        for path, found in zip(paths, seconds, strict=True)
+    }
+
+
+def speeds(folders: list[str]) -> dict[str, Any]:
+    """Sizes and speeds of a run and of models that were made of it, on one thread, in turns."""
+    original = mgt.load(folders[0], device="cpu")
+    batch = original.example_batch(64)
+    programs: list[nn.Module] = [original.program]
+    files: list[Path] = []
+    for folder in map(Path, folders[1:]):
+        onnx = folder / "model.onnx"
+        programs.append(
+            OnnxModel(onnx) if onnx.exists() else mgt.load(folder, device="cpu").program
+        )
+        files.append(onnx if onnx.exists() else folder / "model.safetensors")
+    found = measure_together(programs, batch)
+    whole = len(safetensors.torch.save(plain_tensors(original.model)))
+    sizes = [whole, *(file.stat().st_size for file in files)]
+    return {
+        Path(folder).name: {
+            "bytes": size,
+            "size": size / whole,
+            "latency_ms": 1000 * speed.latency_s,
+            "latency": speed.latency_s / found[0].latency_s,
+            "per_s": speed.samples_per_s,
+            "throughput": speed.samples_per_s / found[0].samples_per_s,
+        }
+        for folder, size, speed in zip(folders, sizes, found, strict=True)
+    }
 
 
 def all_sounds(loaded: Any) -> list[Tensor]:
@@ -192,21 +250,13 @@ def lower(exported: Any, path: Path) -> dict[str, int]:
     return counts
 
 
-def latency_ms(call: Callable[[], Any], rounds: int = 30) -> float:
-    call()
-    seconds = []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return 1000 * statistics.median(seconds)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--image")
     parser.add_argument("--text")
     parser.add_argument("--executorch", nargs="*", default=[])
+    parser.add_argument("--speed", nargs="*", default=[], help="a run and compressed models of it")
+    parser.add_argument("--programs", nargs="*", default=[], type=Path, help="folders with .pte")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--work", type=Path, default=Path("compressed"))
     parser.add_argument("--out", type=Path)
@@ -223,7 +273,13 @@ def main() -> int:
         well = well and all(row["holds"] and row["size"] <= MOST_TEXT_BYTES for row in rows)
     torch.set_num_threads(1)
     if asked.executorch:
-        found["executorch"] = [executorch(run) for run in asked.executorch]
+        work = asked.work / "executorch"
+        found["executorch"] = [executorch(run, work / Path(run).name) for run in asked.executorch]
+    if asked.speed:
+        found["speed"] = speeds(asked.speed)
+    if asked.programs:
+        found["programs"] = {str(folder): program_speeds(folder) for folder in asked.programs}
+    found["load"] = os.getloadavg()[0]
     print(json.dumps(found, indent=1))
     if asked.out:
         asked.out.write_text(json.dumps(found, indent=1) + "\n")

@@ -88,6 +88,8 @@ def test_wrong_requests_end_with_one_sentence_and_its_remedy(mgt: Mgt, tmp_path:
         (("compress", run, "--method", "prune:0.5", "--lr", "0"), "--lr 0: use a number above 0"),
         (("compress", run, "--method", "prune:0.5", "--epochs", "0"), "--epochs 0: use 1 to"),
         (("compress", run, "--method", "prune:0.5", "--out", photo), "is not a folder"),
+        (("compress", run, "--method", "distil:depth=3"), "depth: the image model has no such"),
+        (("serve", run, "--port", "99999999"), "--port 99999999: use 0 to 65535"),
         (("serve", run, "--allow-host", ""), "'' is not the name of a host"),
         (("export", run, "--to", "safetensors", "--length", "9"), "which any length fits"),
         (("export", run, "--to", "tflite"), "use one of onnx, torch-export"),

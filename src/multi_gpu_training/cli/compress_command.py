@@ -67,7 +67,10 @@ def compress(
     for row in kept:
         print(f"{row.name}: {row.folder}")
     if not kept:
-        print(f"no compressed model loses at most {max_drop or 'anything'}", file=sys.stderr)
+        if all(row.problem is not None for row in found.rows[1:]):
+            print("no model could be made; the reasons stand below the table", file=sys.stderr)
+        else:
+            print(f"every compressed model loses more than {max_drop}", file=sys.stderr)
     return 0 if kept else 1
 
 

@@ -19,10 +19,15 @@ LIMITS = {
 }
 
 
+def _plain(value: float) -> str:
+    """The number as it was typed: `:g` would round 99999999 to 1e+08."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def serve(run: str, flags: dict[str, Any]) -> int:
     """Serve until SIGTERM or Ctrl-C; 0 if every accepted input was answered."""
     problems = [
-        f"--{name.replace('_', '-')} {flags[name]:g}: use {low:g} to {high:g}"
+        f"--{name.replace('_', '-')} {_plain(flags[name])}: use {_plain(low)} to {_plain(high)}"
         for name, (low, high) in LIMITS.items()
         if not low <= flags[name] <= high
     ]

@@ -187,11 +187,13 @@ def check(
                 f"--method {setting.name}: static int8 is measured for image and video models; "
                 f"for a {loaded.recipe} model use quantize:int8, or `mgt export --to onnx`"
             )
-        if setting.quantize not in (None, ONNX):
-            try:
+        try:
+            if setting.quantize not in (None, ONNX):
                 check_scheme(str(setting.quantize))
-            except ConfigError as error:
-                problems += error.problems
+            if isinstance(setting.student, dict) and trained is not None:
+                loaded.pipeline.changed(**setting.student)  # knows the names of the arguments
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
 
