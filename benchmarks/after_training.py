@@ -115,12 +115,14 @@ def in_bf16(run: Path, count: int) -> dict[str, Any]:
     """The loaded model in bfloat16 against float32: distance of outputs, agreement of first class.
 
     Of speech and text every counted frame or token is a choice, of PPO every observation.
+    `rounded`: how often the first class stays where the float32 outputs are merely rounded to
+    bfloat16, which is the most that outputs in bfloat16 can be expected to reach.
     """
     import torch
 
     loaded = mgt.load(run, device="cpu")
     half = mgt.load(run, device="cpu")
-    off = norm = same = total = 0.0
+    off = norm = same = rounded = total = 0.0
     samples, _ = loaded.example_samples(count)
     for first in range(0, len(samples), 8):
         tensors = loaded.pipeline.collate(samples[first : first + 8])
@@ -138,7 +140,10 @@ def in_bf16(run: Path, count: int) -> dict[str, Any]:
         norm += float(ours[keep].square().sum())
         agree = (ours.argmax(-1) == theirs.argmax(-1))[keep]
         same, total = same + float(agree.sum()), total + agree.numel()
-    return {"distance": (off / norm) ** 0.5, "same": same / total, "choices": int(total)}
+        close = wanted[0].bfloat16().argmax(-1) == ours.argmax(-1)
+        rounded += float(close[keep].sum())
+    shares = {"same": same / total, "rounded": rounded / total}
+    return {"distance": (off / norm) ** 0.5, **shares, "choices": int(total)}
 
 
 def many_items(run: Path, folder: Path) -> dict[str, Any]:

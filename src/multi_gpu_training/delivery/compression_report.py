@@ -98,32 +98,47 @@ def draw(found: Compression, path: Path) -> bool:
 
     first = rows[0]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    panels = (
-        ("size of the weights, of the original", [row.bytes / first.bytes for row in rows]),
-        (
-            "latency of one sample, of the original",
-            [row.speed.latency_s / first.speed.latency_s for row in rows],
-        ),
-    )
+    sizes = [row.bytes / first.bytes for row in rows]
+    delays = [row.speed.latency_s / first.speed.latency_s for row in rows]
+    panels = (("size of the weights", sizes), ("latency of one sample", delays))
     lost = [100 * float(row.drop or 0.0) for row in rows]
     for axis, (label, values) in zip(axes, panels, strict=True):
-        _panel(axis, label, values, lost, [row.name for row in rows])
+        _panel(axis, f"{label}, relative to the original", values, lost)
     unit = "% of perplexity" if found.metric == "loss" else f"points of {found.metric}"
     axes[0].set_ylabel(f"lost, {unit}")
+    figure.draw_without_rendering()  # names are placed by pixels
+    for axis, (_, values) in zip(axes, panels, strict=True):
+        _name_points(axis, values, lost, [row.name for row in rows])
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
 
 
-def _panel(axis: Any, label: str, values: list[float], lost: list[float], names: list[str]) -> None:
+def _panel(axis: Any, label: str, values: list[float], lost: list[float]) -> None:
     front = pareto(values, lost)
     axis.plot([values[i] for i in front], [lost[i] for i in front], color="0.7", zorder=1)
-    for number, (x, y, name) in enumerate(zip(values, lost, names, strict=True)):
+    for number, (x, y) in enumerate(zip(values, lost, strict=True)):
         axis.scatter([x], [y], color="C0" if number in front else "0.6", zorder=2)
-        axis.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=8)
     axis.set_xlabel(label)
     axis.margins(0.15)
     axis.grid(alpha=0.3)
+
+
+def _name_points(axis: Any, values: list[float], lost: list[float], names: list[str]) -> None:
+    """Write each name beside its point: towards the middle, and above or below other names."""
+    middle = (min(values) + max(values)) / 2
+    taken: list[Any] = []
+    for x, y, name in sorted(zip(values, lost, names, strict=True), key=lambda point: point[1]):
+        side, shift = ("right", -5) if x > middle else ("left", 5)
+        for rise in (4, -10, 15, -21, 26, -32, 37):
+            text = axis.annotate(
+                name, (x, y), (shift, rise), textcoords="offset points", fontsize=8, ha=side
+            )
+            extent = text.get_window_extent()
+            if rise == 37 or not any(extent.overlaps(other) for other in taken):
+                break
+            text.remove()
+        taken.append(extent)
 
 
 def pareto(values: list[float], lost: list[float]) -> list[int]:
