@@ -34,7 +34,7 @@ def verify_target(command: list[str], ranks: str, steps: int, device: str) -> in
     table = Table("ranks", "steps", "gradients", "worst in", "updates", "validation", "result")
     rows = [(str(outcome.ranks), outcome) for outcome in report.outcomes]
     if report.own is not None:
-        rows.append((f"{report.own.ranks}, own settings", report.own))
+        rows.append((f"{report.own.ranks}, own", report.own))
     for name, outcome in rows:
         table.add_row(
             name,
