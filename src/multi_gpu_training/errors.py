@@ -4,7 +4,7 @@
       ConfigError         the request contradicts itself, the machine or the data (exit code 2)
         DataError         the dataset cannot serve the request
         ModelError        the model or the loss cannot be trained as asked
-      ShardError          a shard of a stream could not be read to its end
+      ShardError          a shard of a stream could not be read to the end
       LaunchError         ranks could not be started, or did not find each other
       RankFailure         a rank of a running job died
       CheckpointError     no intact checkpoint, or it belongs to another model

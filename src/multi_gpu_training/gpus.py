@@ -10,7 +10,7 @@ from multi_gpu_training import accelerator
 
 
 def get_gpu_info() -> list[dict[str, Any]]:
-    """One entry a visible GPU: index, name, uuid, memory, compute capability. Empty without."""
+    """One entry per visible GPU: index, name, uuid, memory, compute capability."""
     if not torch.cuda.is_available():
         return []
     return [_describe(index) for index in range(torch.cuda.device_count())]

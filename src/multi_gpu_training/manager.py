@@ -205,8 +205,8 @@ class MultiGPUTrainingManager:
         - `eval_fn(model, batch, metrics)`, or torchmetrics objects, add validation metrics.
         - `states` are further objects with a `state_dict`, saved and restored with the run; use
           (object, "per_rank") for one that differs between ranks.
-        - `batch_size_fn(batch)` counts the samples of your own batches if their shapes do not
-          tell.
+        - `batch_size_fn(batch)` counts the samples of your own batches if their shapes are
+          ambiguous.
         - `description` goes into every checkpoint and tells `load` how to rebuild the model:
           {"model": "package.module:Net", "arguments": {...}, "labels": [...]}.
         - `hooks` is the old name of `callbacks`.
@@ -345,7 +345,7 @@ class MultiGPUTrainingManager:
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Evaluate the model as it is now; return metrics over all ranks and record nothing.
 
-        Every rank must call it. `data` is a dataset or DataLoader, of which each sample counts
+        Every rank must call it. `data` is a dataset or DataLoader, each of whose samples counts
         once; a dict of several; or this rank's batches, such as val_loader. None: the validation
         data. With `ema_decay` or `swa_start`, this evaluates the averaged weights.
         """

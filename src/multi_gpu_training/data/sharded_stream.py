@@ -46,11 +46,11 @@ class Raw:
 class ShardedStream(IterableDataset[Any]):
     """Samples of many shards as one stream, in the same order on any number of ranks and workers.
 
-    shards, open_shard: your own shards, and a function that gives the samples of one. The class
+    shards, open_shard: your own shards, and a function that yields the samples of one. The class
         methods `from_parquet`, `from_webdataset` and `from_datasets` know theirs.
     decode: turns what was read into a sample; runs only on the rank that trains on it.
-    shuffle: another order of shards in each pass; `buffer` samples, over all lanes, are mixed.
-    lengths: samples per shard, where they are known. With them ranks and workers read only their
+    shuffle: changes the order of shards in each pass and mixes `buffer` samples over all lanes.
+    lengths: samples per shard, if known. With them, ranks and workers read only their
         own lanes. `count=True` reads every shard once at the start to find out.
     on_bad_shard: "skip" leaves out shards that cannot be opened when the run starts.
     lanes, block: how shards are interleaved; by default up to 64 lanes, and blocks that spread a
@@ -169,11 +169,11 @@ class ShardedStream(IterableDataset[Any]):
         return None if self.lengths is None else sum(self.lengths)
 
     def learn(self, lengths: Sequence[int]) -> None:
-        """Take over lengths that a whole pass has shown."""
+        """Learn the lengths that a whole pass has shown."""
         self.lengths = list(lengths)
 
     def describe(self) -> list[str]:
-        """What a user should know about how it is read, in sentences."""
+        """Sentences that tell the user how the stream is read."""
         said = []
         if self.bad:
             named = ", ".join(f"{self.names[shard]} ({told})" for shard, told in self.bad.items())

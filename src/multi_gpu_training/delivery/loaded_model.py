@@ -105,7 +105,7 @@ class LoadedModel:
         batch_size: int | None = None,
         **options: Any,
     ) -> list[Result]:
-        """One result per raw input, in their order."""
+        """Return one result per raw input, in the same order."""
         if isinstance(raws, (str, bytes, Path)):
             raise DataError("predict takes a list of inputs; put the one you have into a list")
         chosen = self.task(task)
@@ -113,7 +113,7 @@ class LoadedModel:
         return list(self.pipeline.perform(chosen, self.model, raws, size, **options))
 
     def task(self, asked: str | None) -> str:
-        """The task that is asked for, or the usual one."""
+        """The requested task, or the default one."""
         if asked is not None and asked not in self.tasks:
             raise ConfigError(
                 f"task={brief(asked)}: this {self.recipe} model can {' and '.join(self.tasks)}"
@@ -121,11 +121,11 @@ class LoadedModel:
         return asked or self.tasks[0]
 
     def preprocess(self, raws: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The arguments of `program`; a recording that is cut up gives several rows."""
+        """The arguments of `program`. A long recording is cut into several rows."""
         return self.pipeline.collate([s for raw in raws for s in self.pipeline.samples(raw)])
 
     def outputs(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What the program gives, on the host."""
+        """The program's outputs, on the host."""
         return run_program(self.program, tensors, self.device)
 
     def read(self, outputs: Sequence[Tensor], raws: Sequence[Any]) -> list[Result]:
@@ -143,11 +143,11 @@ class LoadedModel:
         return self.pipeline.examples(count)
 
     def example_batch(self, count: int = 2) -> tuple[Tensor, ...]:
-        """Real samples as tensors; made-up ones where the run's data are gone."""
+        """Real samples as tensors, or made-up ones if the run's data is gone."""
         return self.pipeline.collate(self.example_samples(count)[0])
 
     def example_samples(self, count: int = 2) -> tuple[list[Any], bool]:
-        """The same one by one, and whether they are real."""
+        """The same samples one by one, and whether they are real."""
         try:
             raws = self.pipeline.examples(count)
             samples = [sample for raw in raws for sample in self.pipeline.samples(raw)][:count]
@@ -164,17 +164,17 @@ class LoadedModel:
         batch_size: int | None = None,
         placement: Placement | None = None,
     ) -> dict[str, float]:
-        """Metrics as a validation gives them, over all ranks of `placement`. Collective."""
+        """The metrics of a validation, over all ranks of `placement`. Every rank must call it."""
         data_dir = None if data is None else str(data)
         return self.pipeline.evaluate(self.model, data_dir, part, batch_size, placement)
 
     def job(self, data: str | Path | None = None) -> Job:
-        """What trains this very model further: arguments of `MultiGPUTrainingManager.fit`."""
+        """Arguments of `MultiGPUTrainingManager.fit` that continue training this model."""
         found = self.pipeline.job(None if data is None else str(data))
         return replace(found, model=self.model, description=self.description)
 
     def rebuild(self, **changes: Any) -> LoadedModel:
-        """A model of the same recipe with fresh weights and other arguments."""
+        """A model of the same recipe with new weights and other arguments."""
         pipeline = self.pipeline.changed(**changes)
         try:
             model = pipeline.build_model()
@@ -189,7 +189,7 @@ class LoadedModel:
         return LoadedModel(model.to(self.device).eval(), pipeline)
 
     def with_model(self, model: nn.Module) -> LoadedModel:
-        """The same surroundings with another module that takes and gives the same."""
+        """The same, around another module with the same inputs and outputs."""
         return replace(self, model=model.eval())
 
     def facts(self) -> dict[str, Any]:
@@ -221,12 +221,13 @@ def load(
     trust: bool = False,
     verify_key: str | Path | None = None,
 ) -> LoadedModel:
-    """The trained model in a run folder, a checkpoint folder or at their URL.
+    """Load the trained model of a run or checkpoint folder, or of its URL.
 
-    device: auto, cpu, cuda, ... checkpoint: best or step-N; by default the best one, where a run
-    has one, else the newest. model: of a run that a script made, the model or what builds it.
-    trust: import the code that the checkpoint names, if it names any. verify_key: key file, by
-    default that of MGT_VERIFY_KEY; what is not signed with it is refused.
+    - `device`: auto, cpu, cuda, ...
+    - `checkpoint`: best or step-N; default: the best if the run has one, else the newest
+    - `model`: for a script's run, the model or a function that builds it
+    - `trust`: import the code that the checkpoint names, if any
+    - `verify_key`: key file, default MGT_VERIFY_KEY; anything not signed with it is refused
     """
     key = verify_key or os.environ.get(VERIFY_KEY) or None
     try:

@@ -54,19 +54,19 @@ class FaultToleranceManager(Saver):
         self.register("passed_over", self.skipped_batches)  # as checkpoints on disks call it
 
     def skips(self, batch: Any) -> bool:
-        """Whether a batch is left out because it spoilt the training before."""
+        """Whether to skip a batch because it caused a fault before."""
         return bool(self.skipped_batches.places) and self.skipped_batches.holds(share_of(batch))
 
     def recover(self, error: Exception) -> None:
-        """`handle_error` for the loop, which shows what is raised and repeats what is lost."""
+        """`handle_error` for the loop, which shows the error and repeats lost steps."""
         self.handle_error(error, aloud=False)
 
     def handle_error(self, error: BaseException, aloud: bool = True) -> None:
-        """Act on an error of a training step as the table in docs/faults.md says, and record it.
+        """Act on an error of a training step by the table in docs/faults.md, and record it.
 
-        Where the policy is to roll back, return after the last checkpoint's state is back. Raise
-        everything else again, to end this rank: the launcher ends the others, and starts all of
-        them again from the last checkpoint where that helps.
+        If the policy is to roll back, restore the last checkpoint's state and return. Otherwise
+        raise the error again to end this rank: the launcher ends the others, and restarts all of
+        them from the last checkpoint if that helps.
         """
         policy = judge(error, self.config)
         path = self._locate("auto") if policy.action == ROLLBACK else None
@@ -123,7 +123,7 @@ class FaultToleranceManager(Saver):
             listener(fault)
 
     def roll_back(self, path: Path) -> None:
-        """Bring back the state of a checkpoint while the ranks continue. Collective."""
+        """Restore the state of a checkpoint while the ranks continue. Every rank must call it."""
         optimizer = self.training.optimizer
         before = {p: dict(state) for p, state in optimizer.state.items()}
         skipped = self.skipped_batches.state_dict()

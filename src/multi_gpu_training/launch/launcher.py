@@ -169,7 +169,7 @@ def launch_distributed_training(
     """Run `function(*args)` on `num_gpus` ranks (-1: every GPU) and return rank 0's result.
 
     `function` must be importable: defined in a module, not in a notebook cell. `options` are
-    those of LaunchPlan. In a process that is a rank already, started by torchrun for example, the
+    those of LaunchPlan. In a process that is already a rank, for example under torchrun, the
     function runs there and its own result is returned.
     """
     ranks = ranks_for(num_gpus, share_gpu=bool(options.pop("share_gpu", False)))

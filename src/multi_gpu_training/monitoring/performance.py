@@ -25,7 +25,7 @@ GIGABYTE = 2**30
 
 
 class PerformanceMonitor:
-    """Measures a training loop of your own:
+    """Measures your own training loop:
 
         monitor = PerformanceMonitor()
         monitor.start_monitoring()
@@ -34,8 +34,8 @@ class PerformanceMonitor:
         summary = monitor.get_summary()
         monitor.plot_metrics("training_metrics.png")
 
-    or reads what a run has recorded: `PerformanceMonitor(run="runs/image/first")`. The device is
-    read in a thread, every `interval_s`; a loss on a GPU is not waited for.
+    or reads what a run has recorded: `PerformanceMonitor(run="runs/image/first")`. A thread reads
+    the device every `interval_s`; recording a loss does not wait for the GPU.
     """
 
     def __init__(self, run: Path | str | None = None, interval_s: float = 0.5) -> None:
@@ -51,7 +51,7 @@ class PerformanceMonitor:
         self._thread: threading.Thread | None = None
 
     def start_monitoring(self) -> None:
-        """Begin anew: what was recorded before is forgotten."""
+        """Start measuring; forget what was recorded before."""
         if self._run is not None:
             raise MultiGPUError(
                 "this PerformanceMonitor reads a run's folder; make one without run= to measure"
@@ -80,8 +80,8 @@ class PerformanceMonitor:
             self._ended = time.perf_counter()
 
     def record_metrics(self, loss: Any, batch_size: int, num_gpus: int = 1) -> None:
-        """A step is done: its loss (a number, or a tensor of one), the samples of each GPU, and
-        how many GPUs took part."""
+        """Record a finished step: its loss (a number or a one-element tensor), the samples per GPU,
+        and how many GPUs took part."""
         if self._began is None:
             raise MultiGPUError("record_metrics before start_monitoring; call that first")
         if not _is_one_number(loss):
@@ -105,9 +105,9 @@ class PerformanceMonitor:
         all), memory_usage and max_memory_usage (GB), gpu_utilization (%; 0 without a GPU),
         loss_history, samples and steps.
 
-        Of a run as far as its events know: training_time is without the pauses before a resume,
-        loss_history what was logged, or one value an epoch where nothing was. None is not known.
-        Where the number of samples is not, avg_throughput is the median of what was logged.
+        For a run, these come from its events: training_time leaves out pauses before a resume;
+        loss_history holds logged losses, or one value per epoch if none was logged. None means
+        unknown. If the number of samples is unknown, avg_throughput is the median of the log.
         """
         return self._summary_of_run() if self._run is not None else self._summary_of_loop()
 

@@ -68,7 +68,7 @@ class MetricsCollector:
             self.add(name, total, share)
 
     def add_predictions(self, predicted: Tensor, target: Tensor, classes: int) -> None:
-        """Add integer predictions; gives `accuracy` and macro `f1`. Targets below 0 are
+        """Add integer predictions, for `accuracy` and macro `f1`. Targets below 0 are
         ignored."""
         if predicted.numel() != target.numel():
             raise ConfigError(

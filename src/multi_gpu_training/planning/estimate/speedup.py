@@ -41,13 +41,13 @@ def estimate_training_speedup(
     scaling: Scaling | None = None,
     gpus_per_node: int = 8,
 ) -> dict[str, Any]:
-    """What to expect of `world_size` GPUs: `theoretical_speedup`, `actual_speedup`, `efficiency`,
+    """Forecast `world_size` GPUs: `theoretical_speedup`, `actual_speedup`, `efficiency`,
     `training_s`, `cost`, and everything else that a row of `forecast.json` holds.
 
     `profile` is what `mgt estimate` measured (its profile.json or folder; by default the newest
-    under runs/estimate), `interconnect` one of its names or your own CSV, `price` that of a
-    GPU and hour. Without a price `cost` is None. `scaling` is weak (the same batch per GPU) or
-    strong (the same global batch), by default as the config that was measured wants it.
+    under runs/estimate), `interconnect` one of its names or your own CSV, `price` the
+    price per GPU-hour. Without one, `cost` is None. `scaling` is weak (same batch per GPU) or
+    strong (same global batch), by default as in the measured config.
     """
     outcome = _outcome([world_size], profile, interconnect, price, epochs, scaling, gpus_per_node)
     return {"world_size": world_size, **outcome.rows[0]}
