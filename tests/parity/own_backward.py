@@ -216,7 +216,34 @@ class SummedLosses(Case):
         optimizer.step()
 
 
-CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch, Accumulation, SummedLosses]
+class NormalisedGAN(Case):
+    """BatchNorm over uneven shares: the backward of one rank's loss runs through the others."""
+
+    settings = {"sync_bn": True}
+
+    def __init__(self) -> None:
+        parts = [nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)]
+        self.g, self.d = nn.Sequential(*parts), mlp(2, 6, 1)
+        self.modules = [self.g, self.d]
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in self.modules]
+        self.data = (numbers(SAMPLES, 2), numbers(SAMPLES, 3, seed=1))
+
+    def take(self, batch: Any, backward: Backward) -> None:
+        real, z = batch
+        of_g, of_d = self.optimizers
+        fake = self.g(z)
+        of_d.zero_grad()
+        backward(F.softplus(-self.d(real)).mean() + F.softplus(self.d(fake.detach())).mean(), of_d)
+        of_d.step()
+        of_g.zero_grad()
+        backward(F.softplus(-self.d(fake)).mean(), of_g)
+        of_g.step()
+
+    def weights(self) -> list[Tensor]:
+        return [value for value in super().weights() if value.is_floating_point()]
+
+
+CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch, Accumulation, SummedLosses, NormalisedGAN]
 
 
 def build(kind: type[Case]) -> Case:

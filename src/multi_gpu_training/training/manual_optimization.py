@@ -358,7 +358,9 @@ class ManualTrainer:
             # Selected, not multiplied: a mean over nothing is NaN.
             return no_gradient(loss), torch.zeros_like(mean)
         if self._unit is None:
-            self._unit = weight
+            # One unit on all ranks: where they exchange statistics (BatchNorm), the backward of
+            # one rank's loss runs through the others, so losses must be in proportion by then.
+            self._unit = weight if self._placement.dp_size == 1 else 1.0
         return loss if weight is self._unit else loss * ratio(weight, self._unit, loss), mean
 
     def _run_backward(
