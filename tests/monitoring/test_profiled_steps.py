@@ -20,7 +20,9 @@ from multi_gpu_training.monitoring.profiling.trace_summary import (
     read_trace,
     short_name,
     summarise,
+    write_summary,
 )
+from multi_gpu_training.monitoring.profiling.trace_view import profiles_of
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.run_record import read_run
 
@@ -116,6 +118,53 @@ def test_operators_of_cpu_ranks_count_without_those_they_call() -> None:
     ]
     assert found["exposed_s"] * 1e6 == pytest.approx(30)
     assert found["idle_s"] * 1e6 == pytest.approx(20)
+
+
+def test_pauses_and_many_small_operators_are_told_from_fixed_costs() -> None:
+    """A step of 100 ms: a pause of 40, 300 operators of 100 us with 10 us between them."""
+    events = [
+        event("ProfilerStep#1", "user_annotation", 0, 100_000),
+        event("DistributedDataParallel.forward", "user_annotation", 100, 60_000),
+        event("aten::mm", "cpu_op", 40_000, 66_700),
+    ]
+    small = [event("aten::add", "cpu_op", 67_000 + n * 110, 67_015 + n * 110) for n in range(300)]
+    found = summarise([*events, *small])
+    said = {gain["what"]: round(gain["share"], 2) for gain in found["gains"]}
+    assert list(said) == [
+        "pauses in which nothing is computed, the longest in DistributedDataParallel.forward",
+        "time outside torch's operators",
+        "the longest operator: mm",
+    ]
+    assert list(said.values()) == [0.4, 0.29, 0.27]
+    assert found["small_calls"] == 300 and found["small_s"] == pytest.approx(0.0045)
+    longer = [event("aten::add", "cpu_op", 67_000 + n * 19, 67_019 + n * 19) for n in range(1700)]
+    said = {gain["what"]: gain["do"] for gain in summarise([*events, *longer])["gains"]}
+    assert "instead of in loops" in said["1,700 small operators per step, mostly their fixed cost"]
+
+
+def test_who_waits_in_the_exchange_is_sent_to_the_rank_that_comes_last(tmp_path: Path) -> None:
+    folder = tmp_path / "profile"
+    folder.mkdir()
+    for rank, ready in enumerate((30, 90)):  # milliseconds at which a rank comes to the exchange
+        events = [
+            event("ProfilerStep#5", "user_annotation", 0, 100_000),
+            event("aten::mm", "cpu_op", 0, 30_000),
+            event("gloo:all_reduce", "user_annotation", ready * 1000, 95_000, tid=2),
+        ]
+        trace = folder / f"rank-{rank}.steps-5-5.json.gz"
+        with gzip.open(trace, "wt") as file:
+            json.dump({"traceEvents": events}, file)
+        write_summary(trace)
+    waiting, last = profiles_of(tmp_path, [])
+    assert waiting.gains()[0] == (
+        "65%: waiting for rank 1 in the exchange. What gains is in its trace"
+    )
+    assert last.gains()[0].startswith("65%: pauses in which nothing is computed, the longest in ")
+    assert "exchange of gradients" in last.gains()[2]
+    # Of one rank alone nobody can tell.
+    (folder / "rank-1.steps-5-5.summary.json").unlink()
+    [alone] = profiles_of(tmp_path, [])
+    assert "exchange of gradients" in alone.gains()[0] and "--ranks all" in alone.gains()[0]
 
 
 class Present(Callback):

@@ -25,6 +25,7 @@ from multi_gpu_training.monitoring.profiling.trace_intervals import (
 )
 from multi_gpu_training.safe_files import open_regular, write_atomically
 
+WAITING = "waiting for a batch"
 STEP = "ProfilerStep#"  # the name by which other viewers know steps, too
 MOST_BYTES = 2**28  # of a trace, unpacked
 MOST_EVENTS = 1_000_000  # 30 steps of 5,000 kernels have a third
@@ -33,6 +34,11 @@ MOST_TIME = 1e18  # microseconds
 MOST_ROWS = 12
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 NEGLIGIBLE = 0.01  # shares of a step that are not worth a line
+PAUSE = {"gpu": 1e3, "cpu": 5e3}  # microseconds without work that no fixed cost explains
+PAUSE_SHARE = 0.02  # of a step, and at least that much of it
+SMALL = 20.0  # microseconds of an operator on a CPU, most of which is its fixed cost
+FEWEST_SMALL = 200  # per step
+EXCHANGE = "exchange of gradients that no computation hides"
 US = 1e-6
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _SPACES = re.compile(r"\s*")
@@ -155,6 +161,10 @@ def summarise(events: list[Event]) -> dict[str, Any]:
     busy, talking = _times(work, window), _times(exchange, window)
     idle = without([window], merged([*busy, *talking]))
     each = US / len(steps)
+    on = "gpu" if kernels else "cpu"
+    shortest = max(PAUSE[on], PAUSE_SHARE * wall / len(steps))
+    long = [gap for gap in idle if gap[1] - gap[0] >= shortest]
+    pauses = [(name, s) for name, s in _during(long, host) if name != WAITING]
     copies = [
         event for event in kernels if event["cat"] == "gpu_memcpy" and "HtoD" in event["name"]
     ]
@@ -162,7 +172,7 @@ def summarise(events: list[Event]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "first": steps[0],
         "last": steps[-1],
-        "on": "gpu" if kernels else "cpu",
+        "on": on,
         "step_s": wall * each,
         "busy_s": length(busy) * each,
         "exchange_s": length(talking) * each,
@@ -171,6 +181,10 @@ def summarise(events: list[Event]) -> dict[str, Any]:
         "idle_s": length(idle) * each,
         "optimizer_s": length(_times([e for e in host if _is_optimizer(e)], window)) * each,
     }
+    small = [row for row in rows if row["seconds"] < SMALL * row["calls"]] if on == "cpu" else []
+    found["pauses"] = [{"during": name, "seconds": s * each} for name, s in pauses[:MOST_ROWS]]
+    found["small_calls"] = sum(row["calls"] for row in small) / len(steps)
+    found["small_s"] = sum(row["seconds"] for row in small) * each
     for row in rows:
         row["seconds"] *= each
         row["calls"] /= len(steps)
@@ -269,7 +283,7 @@ def _during(idle: list[Interval], host: list[Event]) -> list[tuple[str, float]]:
 
 def _plain(name: str) -> str:
     if "DataLoader" in name and name.startswith("enumerate"):
-        return "waiting for a batch"
+        return WAITING
     return name.partition("#")[0]
 
 
@@ -292,23 +306,26 @@ def gains(found: dict[str, Any]) -> list[dict[str, Any]]:
     """The three largest shares of a step that something can be done about, and what."""
     step = found["step_s"]
     gpu = found["on"] == "gpu"
-    waits = sum(gap["seconds"] for gap in found["gaps"] if gap["during"] == "waiting for a batch")
+    waits = sum(gap["seconds"] for gap in found["gaps"] if gap["during"] == WAITING)
+    pauses = found["pauses"]
+    paused = sum(pause["seconds"] for pause in pauses)
     top = found["top"][0] if found["top"] else None
     kinds = found["kinds"]
     claims = [
         (
             found["exposed_s"],
-            "exchange of gradients that no computation hides",
+            EXCHANGE,
             "exchange less often (gradient_accumulation_steps, larger batches), or let "
-            "`mgt bench --tune` search bucket sizes",
+            "`mgt bench --tune` search bucket sizes; where a rank is slow (--ranks all shows it), "
+            "the others wait for it here",
         ),
         (
             waits,
-            "waiting for a batch",
+            WAITING,
             "raise num_workers, or keep the data on the GPU (data_on_gpu)",
         ),
         (
-            found["idle_s"] - waits,
+            found["idle_s"] - waits - paused,
             "the GPU waits for Python" if gpu else "time outside torch's operators",
             _idle_advice(found),
         ),
@@ -320,6 +337,24 @@ def gains(found: dict[str, Any]) -> list[dict[str, Any]]:
                 kinds["other kernels"] / 2,
                 "element-wise and other small kernels, of which fusing saves about half",
                 "let step_execution=auto compile them, which it does in runs that are long enough",
+            )
+        )
+    if pauses:
+        where = pauses[0]["during"]
+        claims.append(
+            (
+                paused,
+                f"pauses in which nothing is computed, the longest in {where}",
+                "look in the trace for what the script does there: files, prints, .item(), another "
+                "library; or another process has its core",
+            )
+        )
+    if found["small_calls"] >= FEWEST_SMALL:
+        claims.append(
+            (
+                found["small_s"],
+                f"{found['small_calls']:,.0f} small operators per step, mostly their fixed cost",
+                "compute on whole tensors instead of in loops, or torch.compile that part",
             )
         )
     if not gpu:
@@ -348,4 +383,4 @@ def _advice(name: str, gpu: bool) -> str:
         return "see in the trace what launches it"
     if gpu and re.search(r"sgemm|f32f32_f32f32|_s1688_(?!tf32)", name) and "tf32" not in name:
         return "it computes in float32: use_mixed_precision or allow_tf32"
-    return "this is the work itself: lower precision or another GPU"
+    return f"this is the work itself: lower precision or {'another GPU' if gpu else 'more cores'}"

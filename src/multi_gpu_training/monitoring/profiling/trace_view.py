@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from rich.markup import escape as escape_markup
 from rich.table import Table
 
 from multi_gpu_training.monitoring.html_table import html_table
-from multi_gpu_training.monitoring.profiling.trace_summary import short_name
+from multi_gpu_training.monitoring.profiling.trace_summary import EXCHANGE, short_name
 from multi_gpu_training.safe_files import read_json
 from multi_gpu_training.safe_output import printable
 
@@ -73,6 +73,7 @@ class ShownProfile:
     name: str
     trace: Path
     found: TraceSummary
+    waits_for: str | None = None  # who comes last to the exchange, if that is what it takes
 
     def headline(self) -> str:
         found = self.found
@@ -87,7 +88,12 @@ class ShownProfile:
         return text
 
     def gains(self) -> list[str]:
-        return [f"{gain.share:.0%}: {gain.what}. {_sentence(gain.do)}" for gain in self.found.gains]
+        return [f"{gain.share:.0%}: {self._gain(gain)}" for gain in self.found.gains]
+
+    def _gain(self, gain: GainRow) -> str:
+        if gain.what == EXCHANGE and self.waits_for is not None:
+            return f"waiting for {self.waits_for} in the exchange. What gains is in its trace"
+        return f"{gain.what}. {_sentence(gain.do)}"
 
     def titles(self) -> list[str]:
         what = ["kernel", "of"] if self.found.on == "gpu" else ["operator"]
@@ -127,7 +133,18 @@ def profiles_of(run: Path, problems: list[str]) -> list[ShownProfile]:
         rank = stem.partition(".")[0].removeprefix("rank-")
         name = f"rank {rank}, steps {found.first} to {found.last}"
         shown.append(ShownProfile(name, folder / f"{stem}.json.gz", found))
-    return shown
+    return [_compared(one, shown) for one in shown]
+
+
+def _compared(one: ShownProfile, shown: Sequence[ShownProfile]) -> ShownProfile:
+    """The one that comes last to an exchange waits only for the network; the others for it, too."""
+    steps = one.found.first, one.found.last
+    same = [other for other in shown if (other.found.first, other.found.last) == steps]
+    last = min(same, key=lambda other: other.found.exposed_s)
+    waits = one.found.exposed_s - last.found.exposed_s
+    if waits <= one.found.exposed_s / 2:
+        return one
+    return replace(one, waits_for=last.name.partition(",")[0])
 
 
 def show_profiles(shown: Sequence[ShownProfile], console: Console) -> None:
