@@ -6,7 +6,9 @@
 One training runs all the time. In every other window a dashboard is awake and a client holds its
 stream of changes open, having fetched what the page fetches; in between, the dashboard is stopped
 (SIGSTOP). Neighbouring windows are compared, so that what drifts on the machine counts little. The
-rates are those that the training itself records. Takes about two minutes with 7 pairs of 8 s.
+rates are those that the training itself records. `cores_used` is the processor time of the
+dashboard, and of Chromium, per second of looking: it does not depend on what else the machine
+does. Takes about two minutes with 7 pairs of 8 s.
 
 Needs the extra `dashboard`, and with --browser `.[engines]` and Chromium. Without network:
 `pip download starlette uvicorn -d wheels`, and give --wheels.
@@ -32,6 +34,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "dashboard"), str(ROOT / "src")]
@@ -79,16 +83,16 @@ def main() -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(path + [os.environ.get("PYTHONPATH", "")])
         run = stack.enter_context(training(place, asked.device, asked.ranks, asked.width))
         looks = stack.enter_context(looker(place / "runs", run, asked.browser))
-        windows = alternate(looks, asked.pairs, asked.seconds)
-        rates = recorded_rates(run)
-        found = compare(windows, rates)
+        windows, cores = alternate(looks, asked.pairs, asked.seconds)
+        found = {"cores_used": cores, **compare(windows, recorded_rates(run))}
     machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": sys.version[:7]}
     found |= {"device": asked.device, "ranks": asked.ranks, "browser": asked.browser, **machine}
     print(json.dumps(found, indent=1))
     print(
         f"watched, the training takes {found['ratio'] - 1:+.2%} per step "
         f"(95 % of resampled medians: {found['low'] - 1:+.2%} to {found['high'] - 1:+.2%}), "
-        f"{found['updates']} updates seen"
+        f"{found['updates']} updates seen; cores used: "
+        + ", ".join(f"{name} {share:.3f}" for name, share in cores.items())
     )
     if asked.out is not None:
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -198,20 +202,35 @@ def looker(root: Path, run: Path, browser: bool) -> Iterator[tuple[Any, int]]:
 
 def alternate(
     looks: tuple[Any, int], pairs: int, seconds: float
-) -> list[tuple[bool, float, float, int]]:
-    """(watched, begin, end, updates) of each window, in turns: ABBA."""
+) -> tuple[list[tuple[bool, float, float, int]], dict[str, float]]:
+    """(watched, begin, end, updates) of each window, in turns: ABBA; and who used how much of
+    a core while somebody looked."""
     who, pid = looks
-    windows = []
+    windows, used, looked = [], {"dashboard": 0.0, "browser": 0.0}, 0.0
     for pair in range(pairs):
         for watched in (pair % 2 == 0, pair % 2 == 1):
             os.kill(pid, signal.SIGCONT if watched else signal.SIGSTOP)
             begun, before = time.time(), who.updates
             if watched:
+                spent = processor_s(pid)
                 who.look(seconds)
+                for name, now in processor_s(pid).items():
+                    used[name] += now - spent[name]
+                looked += time.time() - begun
             else:
                 time.sleep(seconds)
             windows.append((watched, begun + SETTLE_S, time.time(), who.updates - before))
-    return windows
+    return windows, {name: seconds / looked for name, seconds in used.items() if seconds}
+
+
+def processor_s(dashboard: int) -> dict[str, float]:
+    """Processor time so far of the dashboard, and of all of Chromium's processes."""
+    browser = [p for p in psutil.Process().children(recursive=True) if "chrom" in p.name()]
+    parts = {"dashboard": [psutil.Process(dashboard)], "browser": browser}
+    return {
+        name: sum(p.cpu_times().user + p.cpu_times().system for p in processes)
+        for name, processes in parts.items()
+    }
 
 
 def compare(

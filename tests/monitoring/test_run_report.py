@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from recorded import Folder, healthy
+from rich.console import Console
 from typer.testing import CliRunner
 
 from multi_gpu_training.checkpoint.run_lock import RunLock
@@ -19,6 +21,7 @@ from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.html import page
 from multi_gpu_training.monitoring.report.lines import thinned
 from multi_gpu_training.monitoring.report.run_record import read_run
+from multi_gpu_training.monitoring.report.terminal import show
 from multi_gpu_training.monitoring.report.verdict import judge
 
 
@@ -279,3 +282,23 @@ def test_a_long_list_is_thinned_evenly_and_keeps_its_end() -> None:
     kept = thinned(list(range(1000, 2003)), 10)
     assert len(kept) <= 12 and kept[0] == 1000 and kept[-1] == 2002
     assert thinned([], 10) == [] and thinned([5], 10) == [5]
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("count", [2, 5])
+def test_runs_side_by_side_break_no_word_in_any_terminal(
+    tmp_path: Path, width: int, count: int
+) -> None:
+    for number in range(count):
+        whole_run(tmp_path / "image" / f"run-{number}", learning_rate=number)
+    console = Console(file=io.StringIO(), width=width)
+    show([read_run(path) for path in sorted((tmp_path / "image").iterdir())], console)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, printed.splitlines())) <= width
+    assert "…" not in printed
+    compared = printed.partition("Set differently")[0]
+    for whole in ("distributed_data_parallel", "samples/s", "efficiency", "val accuracy", "90.00%"):
+        assert whole in compared
+    # And each figure of the phases is whole.
+    rows = [line for line in printed.splitlines() if "slowest" in line and "." in line]
+    assert len(rows) == count and all(len(re.findall(r"\d+\.\d\d\b", row)) >= 7 for row in rows)

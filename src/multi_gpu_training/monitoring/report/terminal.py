@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 
@@ -23,7 +25,9 @@ SHADES = " ░▒▓█"
 LEVELS = "▁▂▃▄▅▆▇█"
 MOST_EVENTS = 12
 MOST_ROWS = 16
+ROOM_FOR_LINES = 100  # columns that the table of phases needs with lines between its columns
 WORDS = {"queued": "no core"}
+SHORT = {"backward": "backw.", "optimizer": "optim.", "checkpoint": "ckpt."}
 
 
 def show(runs: Sequence[RunRecord], console: Console) -> None:
@@ -35,11 +39,30 @@ def show(runs: Sequence[RunRecord], console: Console) -> None:
 
 def _show_compared(runs: Sequence[RunRecord], console: Console) -> None:
     title, rows = comparison.table(runs, [figures(run) for run in runs])
-    console.print(_table(title, rows, "Runs side by side"))
+    _print_fitting(title, rows, "Runs side by side", console)
     different = comparison.differences(runs)
     if different:
         title = ["setting", *comparison.names(runs)]
         console.print(_table(title, different, "Set differently"))
+
+
+def _print_fitting(
+    title: Sequence[str], rows: Sequence[Sequence[str]], name: str, console: Console
+) -> None:
+    """A row for each run; a column, where the terminal is too narrow; a paragraph, where it is
+    too narrow for that as well."""
+    turned = list(zip(title, *rows, strict=True))
+    unbounded = console.options.update(max_width=100_000)
+    for table in (_table(title, rows, name), _table(turned[0], turned[1:], name)):
+        if Measurement.get(console, unbounded, table).maximum <= console.width:
+            console.print(table)
+            return
+    console.print(name)
+    for row in rows:
+        console.print(_data(row[0]))
+        told = [f"{head} {cell}" for head, cell in zip(title[1:], row[1:], strict=True)]
+        for line in packed(told, console.width - 2):
+            console.print(f"  {_data(line)}")
 
 
 def _show_run(run: RunRecord, console: Console) -> None:
@@ -58,7 +81,8 @@ def _show_run(run: RunRecord, console: Console) -> None:
         console.print(f"loss  {loss[0]:.4g} {_spark(loss)} {loss[-1]:.4g}")
     steps = side_by_side(run)
     if steps is not None:
-        console.print(_phase_table(steps, found.step_s or steps.loaded_step))
+        narrow = console.width < ROOM_FOR_LINES
+        console.print(_phase_table(steps, found.step_s or steps.loaded_step, narrow))
         for line in _heat_lines(steps):
             console.print(_data(line), highlight=False)
     show_profiles(run.profiles, console)
@@ -83,19 +107,26 @@ def _data(text: str) -> str:
     return escape(printable(text))
 
 
-def _phase_table(steps: Steps, step_s: float) -> Table:
+def _phase_table(steps: Steps, step_s: float, narrow: bool) -> Table:
     """Milliseconds of each phase, a row a rank; the slowest is marked, if one is."""
     typical = steps.shown(step_s)
     title = f"A step of {duration(step_s)}, rank by rank: median ms of {len(steps.steps)} steps"
     table = Table(title=title, title_justify="left")
+    if narrow:  # no lines between columns: a figure must not be cut
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     # Checkpoints are rarely among the timed steps, and eight columns are wide enough.
     shown = [p for p in typical if p != "checkpoint" or typical[p].max() >= 5e-6]
-    for name in ("", *(WORDS.get(p, p) for p in shown), "waits for others"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=not name)
+    words = WORDS | (SHORT if narrow else {})
+    for name in ("", *(words.get(p, p) for p in shown), "waits for others"):
+        others = name == "waits for others"
+        table.add_column(
+            name, justify="right" if name else "left", no_wrap=not others, min_width=6 * others
+        )
     waits = np.median(steps.waits, axis=1)
     for row in _rows(steps):
         cells = [f"{float(typical[phase][row]) * 1e3:.2f}" for phase in shown]
-        name = f"rank {steps.ranks[row]}" + (" slowest" if row == steps.slowest else "")
+        name = f"{'' if narrow else 'rank '}{steps.ranks[row]}"
+        name += " slowest" if row == steps.slowest else ""
         table.add_row(name, *cells, f"{waits[row] * 1e3:.2f}")
     return table
 
