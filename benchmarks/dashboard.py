@@ -5,8 +5,7 @@
 Needs `.[engines]` and Chromium. Writes 50 run folders, one of 200,000 steps on 8 ranks (minutes,
 unless --folder has them from before), opens the page, and measures: the first paint and the first
 list; the time from a line in an event file to its number on the page; heap and DOM of the page
-while a run writes twice per second. `--cost` trains a small model on two CPU ranks with and
-without a dashboard that looks at it.
+while a run writes twice per second.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,25 +29,6 @@ from multi_gpu_training.checkpoint.run_lock import RunLock  # noqa: E402
 from multi_gpu_training.monitoring.events import EventFile  # noqa: E402
 
 PHASES = ("input", "forward", "backward", "comm", "optimizer", "checkpoint", "other")
-TRAINING = """
-import sys, time, torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from multi_gpu_training import MultiGPUConfig, MultiGPUTrainingManager
-def main():
-    config = MultiGPUConfig(device="cpu", save_dir=sys.argv[1], epochs=1,
-        max_steps=int(sys.argv[2]), global_batch_size=64, progress="off",
-        tensorboard=False, enable_fault_tolerance=False)
-    manager = MultiGPUTrainingManager(config)
-    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 10))
-    data = TensorDataset(torch.randn(64 * 4000, 256), torch.randint(0, 10, (64 * 4000,)))
-    begun = time.perf_counter()
-    manager.fit(model, data)
-    if manager.placement.is_main:
-        print("SECONDS", time.perf_counter() - begun)
-if __name__ == "__main__":
-    main()
-"""
 
 
 def write_run(path: Path, ranks: int, steps: int, every: int, ended: bool = True) -> None:
@@ -104,7 +83,7 @@ def measure(folder: Path, minutes: float, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {"runs": 51}
     try:
         with chromium_page() as (page, said):
-            page.goto(dashboard.address)  # the server has just started: it reads 166 MB meanwhile
+            page.goto(dashboard.address)  # the server has just started: it reads 211 MB meanwhile
             page.wait_for_selector(".row")
             found["cold_list_s"] = page.evaluate("performance.now() / 1000")
             page.wait_for_selector(".row:has-text('long')")
@@ -164,45 +143,16 @@ def soak(page: Any, files: list[EventFile], step: int, minutes: float) -> list[d
     return readings
 
 
-def cost(rounds: int) -> dict[str, Any]:
-    """Seconds of a small training on two CPU ranks, with and without a dashboard beside it."""
-    found: dict[str, list[float]] = {"alone": [], "watched": []}
-    with tempfile.TemporaryDirectory() as place:
-        script = Path(place) / "train.py"
-        script.write_text(TRAINING)
-        for number in range(rounds):
-            for how in ("alone", "watched")[:: 1 if number % 2 else -1]:
-                root = Path(place) / "runs"
-                dashboard = DashboardProcess(root) if how == "watched" else None
-                command = [sys.executable, "-m", "multi_gpu_training", "run", "--num-gpus", "2"]
-                ran = subprocess.run(
-                    [*command, str(script), str(root), "1500"],
-                    capture_output=True,
-                    text=True,
-                    check=True,
-                )
-                line = next(text for text in ran.stdout.splitlines() if "SECONDS" in text)
-                found[how].append(float(line.split()[-1]))
-                if dashboard is not None:
-                    dashboard.close()
-    alone, watched = (statistics.median(found[how]) for how in ("alone", "watched"))
-    return {**found, "ratio": watched / alone}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, help="keeps the runs for the next time")
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--cost", action="store_true", help="measure the cost for a training alone")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    if asked.cost:
-        found = cost(asked.rounds)
-    else:
-        folder = asked.folder or Path(tempfile.mkdtemp(prefix="mgt-dashboard-"))
-        make_runs(folder)
-        found = measure(folder, asked.minutes, asked.rounds)
+    folder = asked.folder or Path(tempfile.mkdtemp(prefix="mgt-dashboard-"))
+    make_runs(folder)
+    found = measure(folder, asked.minutes, asked.rounds)
     print(json.dumps(found, indent=1))
     if asked.out is not None:
         asked.out.write_text(json.dumps(found, indent=1) + "\n")

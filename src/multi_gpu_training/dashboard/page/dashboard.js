@@ -40,7 +40,7 @@ function num(value) {
   if (value === null || value === undefined) return '\u2013';
   const size = Math.abs(value);
   if (value === 0) return '0';
-  if (size >= 1e6 || size < 1e-3) return value.toExponential(2);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(3).replace(/\.?0+e/, 'e');
   if (size >= 100) return Math.round(value).toLocaleString('en-US');
   return String(Number(value.toPrecision(4)));
 }
@@ -250,7 +250,7 @@ function facts(run) {
   if (run.loss !== null && run.loss !== undefined) parts.push('loss ' + num(run.loss));
   if (run.samples_per_s) parts.push(num(run.samples_per_s) + ' samples/s');
   if (run.state === 'running' && silence(run) > SILENT_S) parts.push('silent for ' + span(silence(run)));
-  return parts.join(' \u00b7 ') || run.problem || run.state_text;
+  return parts.map((part) => part.replaceAll(' ', '\u00a0')).join(' \u00b7 ') || run.problem || run.state_text;
 }
 
 function silence(run) { return (performance.now() - run.since) / 1000; }
@@ -536,7 +536,7 @@ function tickText(value, width) {
 }
 
 function xText(x) {
-  if (state.x === 'time') return span(x);
+  if (state.x === 'time') return x >= 3600 && x % 3600 === 0 ? x / 3600 + ' h' : x >= 60 && x % 60 === 0 ? x / 60 + ' min' : span(x);
   return x >= 1e6 ? Number((x / 1e6).toPrecision(3)) + ' M' : x >= 1e4 ? Number((x / 1e3).toPrecision(3)) + ' k' : num(x);
 }
 
@@ -573,8 +573,9 @@ function draw(box, drawing, read, series, last, fromZero) {
     drawing.append(text);
   }
   for (const x of along.found) {
-    const text = svg('text', { x: Math.min(X(x), width - right - 16), y: height - 6, 'text-anchor': 'middle' });
-    text.textContent = xText(x);
+    const words = xText(x), half = words.length * 3.6;  // of its width: it must not leave the picture
+    const text = svg('text', { x: Math.min(X(x), width - half), y: height - 6, 'text-anchor': 'middle' });
+    text.textContent = words;
     drawing.append(text);
   }
   for (const s of series) {

@@ -16,7 +16,7 @@ STATES = {
     "finished": "finished",
     "failed": "failed",
     "stopped": "stopped: by a signal",
-    "running": "still going",
+    "running": "running",
     "ended without a word": "ended without a word: killed, or the machine went down",
     "unknown": "its end is not recorded",
 }
