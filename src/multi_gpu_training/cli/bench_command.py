@@ -48,7 +48,8 @@ class BenchFlags(MeasuringFlags):
 def bench(flags: BenchFlags) -> int:
     """0 if something could be measured, else 1."""
     check(flags)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
+    console.soft_wrap = not console.is_terminal  # files and pipes get whole lines
     with runner_for("bench", flags, console) as runner:
         runner.ranks_at_hand = flags.ranks or runner.gpus or CPU_RANKS
         report = measure(flags, runner)

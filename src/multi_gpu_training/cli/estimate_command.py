@@ -65,7 +65,8 @@ def estimate(flags: EstimateFlags) -> int:
 
     check(flags)
     link, prices = interconnect(flags), prices_of(flags)
-    console = Console(highlight=False, soft_wrap=True, stderr=flags.as_json)
+    console = Console(highlight=False, stderr=flags.as_json)
+    console.soft_wrap = not console.is_terminal  # files and pipes get whole lines
     if flags.profile is not None:
         found = Profiled(load_profile(flags.profile))
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,9 +62,12 @@ class ResultTable:
 
     def table(self, wrap_last: bool = False) -> Table:
         """For a rich console."""
-        table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-        table.collapse_padding, table.pad_edge = True, False
         shown = [column for column in self.columns if not self._is_empty(column)]
+        return self._table(shown, wrap_last, self.title)
+
+    def _table(self, shown: Sequence[Column], wrap_last: bool, title: str | None) -> Table:
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+        table.collapse_padding, table.pad_edge = True, False
         for index, column in enumerate(shown):
             heading = _in_two_lines(column.title)
             wraps = wrap_last and index == len(shown) - 1
@@ -85,14 +88,37 @@ class ResultTable:
     def show(self, console: Console) -> None:
         """Print the table and its notes."""
         table = self.table()
-        # A table that is cut says nothing: let the last column wrap, then the terminal.
-        wide = console.options.update(max_width=400)
-        if console.measure(table, options=wide).maximum > console.width:
+        # A table that is cut says nothing: let the last column wrap, then show it in parts.
+        if self._width(table, console) > console.width:
             table = self.table(wrap_last=True)
-        console.width = max(console.width, console.measure(table, options=wide).maximum)
-        console.print(table)
+        if self._width(table, console) > console.width and console.is_terminal:
+            for part in self._parts(console):
+                console.print(part)
+        else:
+            console.width = max(console.width, self._width(table, console))
+            console.print(table)
         for note in self.notes:
             console.print(note, markup=False)
+
+    def _width(self, table: Table, console: Console) -> int:
+        return console.measure(table, options=console.options.update(max_width=400)).maximum
+
+    def _parts(self, console: Console) -> Iterator[Table]:
+        """Tables that fit the terminal, each of which begins with the first column."""
+        first, *others = [column for column in self.columns if not self._is_empty(column)]
+        title: str | None = self.title
+        while others:
+            count = 1
+            while count < len(others):
+                table = self._table([first, *others[: count + 1]], False, title)
+                if self._width(table, console) > console.width:
+                    break
+                count += 1
+            part = self._table([first, *others[:count]], False, title)
+            if self._width(part, console) > console.width:  # words that must wrap
+                part = self._table([first, *others[:count]], True, title)
+            yield part
+            others, title = others[count:], None
 
     def markdown(self) -> str:
         """The same table for a document."""

@@ -68,7 +68,9 @@ def print_training_speedup_estimates(
 
     outcome = _outcome(gpus, profile, interconnect, price, epochs, scaling, gpus_per_node)
     for table in outcome.tables():
-        table.show(Console(highlight=False, soft_wrap=True))
+        console = Console(highlight=False)
+        console.soft_wrap = not console.is_terminal
+        table.show(console)
 
 
 def _outcome(
