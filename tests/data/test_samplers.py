@@ -186,7 +186,7 @@ class Endless(Sampler[int]):
     ("sampler", "found"),
     [
         (RandomSampler(range(40), True, 10**10), "draws 10,000,000,000"),
-        (Endless(), "goes on after 1,400, where its __len__ says 40"),
+        (Endless(), "continues after 1,400 entries, but its __len__ says 40"),
     ],
 )
 def test_an_order_that_fills_the_memory_is_refused_with_a_remedy(

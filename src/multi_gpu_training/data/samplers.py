@@ -124,11 +124,11 @@ class _Epochs:
         if told > MOST or len(drawn) > most:
             name, found = type(sampler).__name__, f"draws {told:,}"
             if told <= MOST:
-                found = f"goes on after {most:,}, where its __len__ says {told:,}"
+                found = f"continues after {most:,} entries, but its __len__ says {told:,}"
             raise DataError(
                 f"{name} {found}: the order of an epoch is drawn as a whole, and may have at most "
                 f"{MOST:,} entries. Let the sampler end after an epoch of your choice (for "
-                "RandomSampler: num_samples = steps x global batch size); the next epoch draws anew"
+                "RandomSampler: num_samples = steps x global batch size); the next epoch draws again"
             )
         return drawn
 

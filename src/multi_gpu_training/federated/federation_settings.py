@@ -148,8 +148,8 @@ def require_flower(simulation: bool = False, accountant: bool = False) -> None:
     missing = [package for package, needed in needs.items() if needed and not installed(package)]
     if missing:
         raise ConfigError(
-            f"mgt federated needs {' and '.join(missing)}; run {install('federated')} in an "
-            "environment of its own: Flower pins older versions of typer, rich and protobuf",
+            f"mgt federated needs {' and '.join(missing)}; run {install('federated')} in a "
+            "separate environment: Flower pins older versions of typer, rich and protobuf",
             code="MGT105",
         )
     # Flower reads these when it is imported.

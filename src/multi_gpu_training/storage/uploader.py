@@ -242,7 +242,7 @@ class Uploader:
         self._lost = True
         self._log.warning(
             f"{why}: nothing more is uploaded from here, so that the two do not mix. This training "
-            f"goes on in {self.plan.folder} alone; stop it unless you want both"
+            f"continues in {self.plan.folder} only; stop it unless you want both"
         )
 
 

@@ -45,7 +45,7 @@ def launcher_variables(env: Mapping[str, str]) -> Iterator[Finding]:
     if odd:
         problem = f"{odd[0]} is not a whole number"
     elif "WORLD_SIZE" in given and "RANK" not in given:
-        problem = f"{shown} but no RANK: nobody knows which rank this is, and it would train alone"
+        problem = f"{shown} but no RANK: this process does not know its rank and would train alone"
     elif "RANK" in given and "WORLD_SIZE" not in given:
         problem = f"{shown} but no WORLD_SIZE: it would train alone"
     elif "RANK" in given and int(given["RANK"]) >= int(given["WORLD_SIZE"]):

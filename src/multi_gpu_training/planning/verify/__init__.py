@@ -118,7 +118,7 @@ def _alone(run: Run, notes: list[str]) -> tuple[RecordedRun, Conditions]:
     if first.failure is Failure.TOO_SHORT:
         why = (
             "the script sets up a training, but no step goes through the trainer. If it trains, "
-            "its model is called past the wrapper, with a backward and an optimizer of its own: "
+            "its model is called past the wrapper, with its own backward and optimizer: "
             "ranks would not exchange gradients. Use fit, train_epoch or trainer.train_step"
         )
     if why.startswith("This run cannot start:"):

@@ -49,7 +49,7 @@ class SplitBatch:
         if differs(probe["whole"]["loss"], probe["again"], self.tolerance):
             return (
                 "the loss gives another number when it is called again with the same weights "
-                "and samples: it draws from a generator of its own in each process, or keeps "
+                "and samples: it draws from its own generator in each process, or keeps "
                 "state beside parameters and buffers; ranks cannot have the same"
             )
         synced = bool(header["batchnorm"]) and header["sync_bn"]
@@ -227,7 +227,7 @@ class SplitBatch:
             return (
                 f"the ranks end with different gradients ({self.found.name}): they were computed "
                 "or changed past the wrapper, which exchanges only what the trainer's backward "
-                "gives (a model called past it, a backward or a hook of its own)"
+                "gives (a model called past it, its own backward or hook)"
             )
         if len(mine["micros"]) > 1:
             return self._scaled_gradient()

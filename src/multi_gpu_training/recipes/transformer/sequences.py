@@ -91,14 +91,14 @@ def parts(count: int, seed: int, labels: Sequence[str] | None = None) -> tuple[T
     if count < 2:
         raise DataError(
             f"the text makes {count} sample, which leaves none for validation; give more text, a "
-            "smaller sequence_length, or validation data of its own",
+            "smaller sequence_length, or separate validation data",
             code="MGT302",
         )
     held = held_out(count, VAL_SHARE, seed, labels)
     if not held.any():
         raise DataError(
-            f"each of the {count} samples has a label of its own, which leaves none for "
-            "validation; give more text, or validation data of its own",
+            f"each of the {count} samples has its own label, which leaves none for "
+            "validation; give more text, or separate validation data",
             code="MGT302",
         )
     return ~held, held
