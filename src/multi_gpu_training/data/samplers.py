@@ -128,7 +128,7 @@ class _Epochs:
             raise DataError(
                 f"{name} {found}: the order of an epoch is drawn as a whole, and may have at most "
                 f"{MOST:,} entries. Let the sampler end after an epoch of your choice (for "
-                "RandomSampler: num_samples = steps x global batch size); the next epoch draws again"
+                "RandomSampler: num_samples = steps x global batch size); the next draws again"
             )
         return drawn
 
