@@ -160,7 +160,7 @@ def test_without_an_interconnect_one_gpu_is_told_and_more_are_refused(mgt: Mgt) 
     assert "h200-nvlink" in said.out and "ethernet-100g" in said.out
     said = mgt("--gpus", "1,4")
     assert said.code == 2
-    assert "how fast 4 GPUs exchange gradients depends on what connects them" in said.err
+    assert "how fast 4 GPUs exchange gradients depends on the network between them" in said.err
     assert "h200-nvlink" in said.err
 
 

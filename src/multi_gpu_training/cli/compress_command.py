@@ -49,7 +49,7 @@ def compress(
     taken = [setting.folder for setting in settings if (folder / setting.folder).exists()]
     if taken:
         raise ConfigError(
-            f"{folder} has {', '.join(taken)} already; remove it, or choose another --out",
+            f"{folder} already has {', '.join(taken)}; remove it, or choose another --out",
             code="MGT106",
         )
     # Threads that wait for a busy core would distort every time in the table.

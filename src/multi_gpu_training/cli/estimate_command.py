@@ -99,8 +99,8 @@ def forecast(
         notes.append("measured on a CPU: this is a forecast for CPU ranks, not for GPUs")
     if flags.electricity is not None and profile.power_w is None:
         notes.append(
-            "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so there "
-            "is no cost of electricity"
+            "--electricity: no power was measured (that takes an NVIDIA GPU with NVML), so the "
+            "cost of electricity is unknown"
         )
     strategy: Strategy = "fsdp" if flags.strategy == "fsdp" else "ddp"
     if strategy == "fsdp" and not profile.block_bytes:
@@ -205,8 +205,8 @@ def interconnect(flags: EstimateFlags) -> Interconnect | None:
     many = [count for count in gpus_of(flags) if count > 1]
     if many:
         raise ConfigError(
-            f"--gpus {flags.gpus}: how fast {many[0]} GPUs exchange gradients depends on what "
-            "connects them, and that is not guessed; give --interconnect NAME or --curve FILE. "
+            f"--gpus {flags.gpus}: how fast {many[0]} GPUs exchange gradients depends on the "
+            "network between them; give --interconnect NAME or --curve FILE. "
             f"There are\n{listing()}"
         )
     return None

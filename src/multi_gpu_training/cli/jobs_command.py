@@ -22,8 +22,8 @@ def show_jobs(folder: str, as_json: bool) -> int:
     scripts = sorted(jobs.glob("*.sh"), key=lambda path: path.stat().st_mtime)
     if not scripts:
         raise ConfigError(
-            f"no job was submitted from {Path(folder).absolute()}; give the folder in which `mgt "
-            "train --engine slurm` was typed"
+            f"no job was submitted from {Path(folder).absolute()}; give the folder where you "
+            "ran `mgt train --engine slurm`"
         )
     require_slurm("mgt jobs")
     found = [row for script in scripts for row in _rows(script.stem, jobs)]

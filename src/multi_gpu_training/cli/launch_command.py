@@ -62,7 +62,7 @@ def launch(recipe: str | None = None, dry_run: bool = False) -> int:
     if not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
         example = Answers(recipe if recipe in RECIPES else next(iter(RECIPES)))
         print(
-            "mgt launch asks questions and needs a terminal, and there is none here.\n"
+            "mgt launch asks questions, so it needs a terminal.\n"
             f"Use the command itself, for example:\n  {example.command()}",
             file=sys.stderr,
         )
@@ -158,9 +158,9 @@ def mode_choices(recipe: Recipe, gpus: int) -> list[Choice]:
     if gpus > 1:
         titles = {
             DDP: "DDP     one process per GPU, scales to many GPUs and machines (recommended)",
-            DP: "DP      one process feeds all GPUs; for quick experiments on 2 to 4",
+            DP: "DP      one process drives all GPUs; for quick experiments on 2 to 4",
             SINGLE: "single  one GPU",
-            FSDP: "FSDP    the model split over the GPUs, for one that does not fit into one",
+            FSDP: "FSDP    the model split over the GPUs; for models larger than one GPU",
         }
     elif gpus == 1:
         titles = {
@@ -171,7 +171,7 @@ def mode_choices(recipe: Recipe, gpus: int) -> list[Choice]:
         }
     else:
         titles = {
-            DDP: "DDP     ranks on the CPU cores; what many GPUs would compute (recommended)",
+            DDP: "DDP     ranks on CPU cores; computes what many GPUs would (recommended)",
             DP: "DP",
             SINGLE: "single  one CPU process",
             FSDP: "FSDP    the model split over CPU ranks",

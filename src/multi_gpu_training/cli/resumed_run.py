@@ -135,7 +135,7 @@ def taken_settings(
     hidden = [name for name, value in taken.items() if HIDDEN in str(value)]
     if hidden:
         raise ConfigError(
-            f"{', '.join(hidden)}: config.yaml of the run does not keep secrets; give it again"
+            f"{', '.join(hidden)}: the run's config.yaml does not keep secrets; give it again"
         )
     return taken
 
