@@ -1,7 +1,10 @@
 """Seed bugs into small training scripts, and see whether `mgt verify` finds and names them.
 
-    python benchmarks/seeded_bugs.py --out tables.md
+    python benchmarks/seeded_bugs.py --set 4 --out verdicts.json
     python benchmarks/seeded_bugs.py --only batchnorm_cnn --show
+
+`--out` writes what `verify` said of every script, and adds to what is there: a run that was
+stopped goes on with the scripts that are left.
 
 The servers that fork the ranks (`planning/verify/rank_server.py`) are kept from script to script:
 otherwise this is what the command does.
@@ -10,6 +13,7 @@ otherwise this is what the command does.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import re
@@ -19,6 +23,7 @@ from pathlib import Path
 
 import seeded_scripts
 import seeded_scripts_blind
+import seeded_scripts_complete
 import seeded_scripts_later
 import seeded_scripts_more
 import torch
@@ -26,7 +31,13 @@ import torch
 from multi_gpu_training.planning.verify import VerifyReport, verify
 from multi_gpu_training.planning.verify.rank_server import RankServers
 
-SETS = (seeded_scripts, seeded_scripts_more, seeded_scripts_later, seeded_scripts_blind)
+SETS = (
+    seeded_scripts,
+    seeded_scripts_more,
+    seeded_scripts_later,
+    seeded_scripts_blind,
+    seeded_scripts_complete,
+)
 BUGS = {name: bug for part in SETS for name, bug in part.BUGS.items()}
 CORRECT = {name: script for part in SETS for name, script in part.CORRECT.items()}
 
@@ -78,7 +89,7 @@ def main() -> None:
     parser.add_argument("--set", type=int, choices=range(len(SETS)), help="the scripts of one file")
     parser.add_argument("--ranks", default="2,3")
     parser.add_argument("--show", action="store_true", help="what verify says of each script")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="a JSON file of verdicts")
     args = parser.parse_args()
     torch.set_num_threads(1)
     ranks = [int(part) for part in args.ranks.split(",")]
@@ -88,54 +99,45 @@ def main() -> None:
         if (not args.only or any(part in name for part in args.only))
         and (args.set is None or name in SETS[args.set].BUGS | SETS[args.set].CORRECT)
     ]
-    rows = []
+    rows: dict[str, dict[str, str | float]] = {}
+    if args.out and args.out.exists():
+        rows = json.loads(args.out.read_text())
     with (
         tempfile.TemporaryDirectory(prefix="mgt-seeded-") as folder,
         RankServers(max(ranks)) as servers,
     ):
         for name in names:
+            if name in rows:
+                continue
             verdict, said, seconds = run_one(name, Path(folder), ranks, servers, args.show)
-            rows.append((name, verdict, said, seconds))
-            if not args.show:
-                print(f"{name:40} {verdict:24} {seconds:5.1f} s", flush=True)
-    text = tables(rows, args.ranks)
-    print(text)
-    if args.out:
-        args.out.write_text(text)
+            rows[name] = {"verdict": verdict, "says": said, "seconds": round(seconds, 1)}
+            print(f"{name:44} {verdict:24} {seconds:5.1f} s", flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(rows, indent=1) + "\n")
+    print(table({name: row for name, row in rows.items() if name in names}, args.ranks))
 
 
-def tables(rows: list[tuple[str, str, str, float]], ranks: str) -> str:
+def table(rows: dict[str, dict[str, str | float]], ranks: str) -> str:
     lines = [
-        "# Seeded bugs",
-        "",
-        f"`mgt verify --ranks {ranks}` of the scripts in `seeded_scripts*.py`, by "
-        f"`benchmarks/seeded_bugs.py`. {platform.machine()}, {os.cpu_count()} cores, CPU ranks "
+        f"`mgt verify --ranks {ranks}`: {platform.machine()}, {os.cpu_count()} cores, CPU ranks "
         f"over gloo, torch {torch.__version__}, Python {platform.python_version()}.",
         "",
     ]
-    for title, kinds, mine in (
+    for title, kinds, among in (
         (
             "with a bug",
-            ("named", "failed without cause", "wrong cause", "passed", "crashed"),
-            [row for row in rows if row[0] in BUGS],
+            ("named", "wrong cause", "failed without cause", "passed", "crashed"),
+            BUGS,
         ),
-        (
-            "correct",
-            ("ok", "not comparable", "false alarm", "crashed"),
-            [row for row in rows if row[0] in CORRECT],
-        ),
+        ("correct", ("ok", "not comparable", "false alarm", "crashed"), CORRECT),
     ):
-        counts = [str(sum(row[1] == kind for row in mine)) for kind in kinds]
+        mine = [row["verdict"] for name, row in rows.items() if name in among]
+        counts = [str(mine.count(kind)) for kind in kinds]
         lines += [f"| {title} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
         lines += [f"| {len(mine)} | {' | '.join(counts)} |", ""]
-    lines += ["| script with a bug | verdict | what `mgt verify` says |", "|---|---|---|"]
-    for name, verdict, said, _ in rows:
-        if name in BUGS:
-            cause = next((part for part in said.split(" / ") if part.startswith("cause: ")), said)
-            lines.append(f"| {name} | {verdict} | {cause.removeprefix('cause: ')[:160]} |")
-    wrong = [row for row in rows if row[0] in CORRECT and row[1] != "ok"]
-    lines += ["", "| correct script | verdict | why |", "|---|---|---|"] if wrong else []
-    lines += [f"| {name} | {verdict} | {said[:200]} |" for name, verdict, said, _ in wrong]
+    wrong = {name: row for name, row in rows.items() if row["verdict"] not in ("named", "ok")}
+    lines += ["| script | verdict | what `mgt verify` says |", "|---|---|---|"] if wrong else []
+    lines += [f"| {name} | {r['verdict']} | {r['says']!s:.200} |" for name, r in wrong.items()]
     return "\n".join([*lines, ""])
 
 
