@@ -29,7 +29,7 @@ BUGS: dict[str, tuple[str, str]] = {
         DATA,
         """
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=16, epochs=2))
-rank, world = manager.placement.rank, manager.placement.world_size
+rank, world = manager.placement.dp_rank, manager.placement.dp_size
 words = "red green blue dog cat fish runs sleeps eats fast slow now".split()
 rng = random.Random(4)
 texts = [[rng.choice(words) for _ in range(6)] for _ in range(90)]
@@ -113,7 +113,7 @@ class Balanced(Sampler):
     "As many positives as negatives, drawn anew in every epoch."
     def __init__(self, labels):
         self.labels = labels
-        self.rng = np.random.default_rng(manager.placement.rank)
+        self.rng = np.random.default_rng(manager.placement.dp_rank)
     def __iter__(self):
         positive, negative = np.flatnonzero(self.labels == 1), np.flatnonzero(self.labels == 0)
         order = np.concatenate([self.rng.choice(positive, 40), self.rng.choice(negative, 40)])
@@ -171,7 +171,7 @@ manager.fit(model, DataLoader(Rows(), batch_sampler=Buckets(), collate_fn=collat
         DATA,
         """
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=32, steps_per_epoch=10, epochs=1))
-np.random.seed(100 + manager.placement.rank)
+np.random.seed(100 + manager.placement.dp_rank)
 
 class Clicks(IterableDataset):
     "Pairs of user and item that were clicked, and as many that were not."
@@ -301,7 +301,7 @@ manager.fit(student, Pseudo(), optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
         r"depends on the rank|not seeded|generator",
         """
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=30, epochs=2))
-torch.manual_seed(1000 + manager.placement.rank)  # other dropout on every rank
+torch.manual_seed(1000 + manager.placement.dp_rank)  # other dropout on every rank
 
 class Fourier(nn.Module):
     def __init__(self):
@@ -365,7 +365,7 @@ manager.fit(student, TensorDataset(x, y), loss_fn=distil)
         r"BatchNorm|accumulation",
         """
 manager = MultiGPUTrainingManager()
-world = manager.placement.world_size
+world = manager.placement.dp_size
 config = MultiGPUConfig(batch_size=4, gradient_accumulation_steps=24 // (4 * world), epochs=2, sync_bn=True)
 manager = MultiGPUTrainingManager(config)
 torch.manual_seed(0)
@@ -615,7 +615,7 @@ manager.finish()
         r"(divided|multiplied|scaled) by|number of ranks",
         """
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=24, epochs=2))
-world = manager.placement.world_size
+world = manager.placement.dp_size
 accumulate = 24 // (2 * world)  # as in the old script: the loss is divided by the number of micro-batches
 
 def loss_fn(model, batch):
@@ -647,7 +647,7 @@ manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=20, epochs=2,
 def loss_fn(model, batch):
     x, kind, value = batch
     logits, guess = model(x)
-    task = (manager.step + manager.placement.rank) % 2  # the tasks take turns
+    task = (manager.step + manager.placement.dp_rank) % 2  # the tasks take turns
     return F.cross_entropy(logits, kind) if task == 0 else F.mse_loss(guess, value)
 
 data = TensorDataset(x, x.argmax(1) % 3, x.norm(dim=1, keepdim=True))
@@ -708,7 +708,7 @@ torch.manual_seed(0)
 x, y = torch.randn(192, 6), torch.randint(0, 3, (192,))
 model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
 model, loader, _ = manager.setup_training(model, TensorDataset(x, y), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-rank, world = manager.placement.rank, manager.placement.world_size
+rank, world = manager.placement.dp_rank, manager.placement.dp_size
 for epoch in range(2):
     for i, batch in enumerate(loader):
         if i % world != rank:
@@ -721,7 +721,7 @@ manager.finish()
         DATA + r"|batches",
         """
 manager = MultiGPUTrainingManager(MultiGPUConfig(max_steps=12))
-rank, world = manager.placement.rank, manager.placement.world_size
+rank, world = manager.placement.dp_rank, manager.placement.dp_size
 env = np.random.default_rng(50 + rank)
 
 def collect(n):
@@ -795,7 +795,7 @@ class Langevin(Callback):
     def __init__(self, rate):
         self.rate = rate
     def on_setup(self, run):
-        self.random = torch.Generator().manual_seed(run.placement.rank)
+        self.random = torch.Generator().manual_seed(run.placement.dp_rank)
     @torch.no_grad()
     def on_step_end(self, run, result):
         for p in run.model.parameters():
@@ -835,7 +835,7 @@ manager.fit(model, train, val, optimizer=torch.optim.SGD(model.parameters(), lr=
         """
 def main():
     manager = MultiGPUTrainingManager()
-    world = manager.placement.world_size
+    world = manager.placement.dp_size
     manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=32, epochs=2, max_grad_norm=0.05 * world))
     torch.manual_seed(0)
     x = torch.randn(128, 10, 3)
@@ -863,7 +863,7 @@ encoder = nn.Sequential(nn.Linear(8, 6), nn.ReLU())
 autoencoder = nn.Sequential(encoder, nn.Linear(6, 8))
 manager.fit(autoencoder, TensorDataset(x, x))
 
-world = manager.placement.world_size
+world = manager.placement.dp_size
 classifier = nn.Sequential(encoder, nn.Linear(6, 4))
 second = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=24, epochs=2))
 second.fit(classifier, TensorDataset(x, y), loss_fn=lambda m, b: F.cross_entropy(m(b[0]), b[1]) / world, optimizer=lambda p: torch.optim.SGD(p, lr=0.2))
@@ -873,7 +873,7 @@ second.fit(classifier, TensorDataset(x, y), loss_fn=lambda m, b: F.cross_entropy
         r"(?i)averag|ema",
         """
 manager = MultiGPUTrainingManager()
-world = manager.placement.world_size
+world = manager.placement.dp_size
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=20, epochs=3, ema_decay=0.9**world))
 torch.manual_seed(0)
 x, y = torch.randn(120, 5), torch.randint(0, 2, (120,))
@@ -894,7 +894,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(2, 24), nn.SiLU(), nn.Linear(24, 1))
 manager = MultiGPUTrainingManager(MultiGPUConfig(max_steps=100))
 model, _, _ = manager.setup_training(model, loss_fn=nn.MSELoss(), optimizer=torch.optim.Adam(model.parameters(), lr=5e-3))
-rank, world = manager.placement.rank, manager.placement.world_size
+rank, world = manager.placement.dp_rank, manager.placement.dp_size
 for step in range(rank, 24, world):  # the ranks share the steps
     manager.trainer.train_step(get_batch(step))
 manager.finish()
@@ -931,7 +931,7 @@ manager.fit(Language(), ids[:100], ids[100:], loss_fn=loss_fn, eval_fn=eval_fn)
         r"validation|metric",
         """
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=25, epochs=2))
-rank, world = manager.placement.rank, manager.placement.world_size
+rank, world = manager.placement.dp_rank, manager.placement.dp_size
 torch.manual_seed(0)
 x, y = torch.randn(160, 4), torch.randint(0, 3, (160,))
 
@@ -1459,7 +1459,7 @@ class Draw(Callback):
 torch.manual_seed(0)
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=16, epochs=2))
 if manager.placement.is_main:
-    print("starting with", manager.placement.world_size, "ranks, noise", np.random.rand())
+    print("starting with", manager.placement.dp_size, "ranks, noise", np.random.rand())
 x = torch.randn(80, 4)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 manager.fit(model, TensorDataset(x, x.abs().sum(1, keepdim=True)), callbacks=[Draw()])
@@ -1649,7 +1649,7 @@ manager.fit(Tied(), ids, loss_fn=loss_fn)
 """,
     "rows_of_a_rank_taken_by_hand": """
 manager = MultiGPUTrainingManager(MultiGPUConfig(max_steps=12, max_grad_norm=1.0))
-rank, world = manager.placement.rank, manager.placement.world_size
+rank, world = manager.placement.dp_rank, manager.placement.dp_size
 torch.manual_seed(0)
 x, y = torch.randn(500, 4), torch.randint(0, 3, (500,))
 model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
@@ -1953,7 +1953,7 @@ manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=20, epochs=2)
 g = torch.Generator().manual_seed(0)
 x = torch.randn(100, 6, generator=g)
 y = x.mean(1, keepdim=True)
-torch.manual_seed(100 + manager.placement.rank)  # all ranks start with rank 0's weights
+torch.manual_seed(100 + manager.placement.dp_rank)  # all ranks start with rank 0's weights
 model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
 manager.fit(model, TensorDataset(x, y))
 """,

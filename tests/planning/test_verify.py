@@ -56,9 +56,15 @@ BUGS = {
         "the loss is divided by the number of ranks",
     ),
     "clipping per rank": (
-        "for p in net.parameters():\n"
-        "    p.register_hook(lambda g: g * min(1.0, 0.01 / float(g.norm() + 1e-12)))\n"
-        "manager.fit(net, data, optimizer=sgd)",
+        "class Clip(torch.autograd.Function):\n"
+        "    @staticmethod\n"
+        "    def forward(ctx, w): return w.view_as(w)\n"
+        "    @staticmethod\n"
+        "    def backward(ctx, g): return g * min(1.0, 1e-4 / float(g.norm() + 1e-12))\n"
+        "def loss_fn(m, b):\n"
+        "    h = torch.tanh(F.linear(b[0], Clip.apply(m[0].weight), m[0].bias))\n"
+        "    return F.cross_entropy(m[2](h), b[1])\n"
+        "manager.fit(net, data, optimizer=sgd, loss_fn=loss_fn)",
         "gradients are clipped per rank",
     ),
     "data per rank": (
@@ -162,11 +168,22 @@ BUGS = {
         "manager.fit(net, data, optimizer=sgd, loss_fn=hardest)",
         "computed over the batch as a whole",
     ),
-    "gradients of one length by a hook": (
-        "for p in net.parameters():\n"
-        "    p.register_hook(lambda g: 0.1 * g / (g.norm() + 1e-8))\n"
+    "a setting computed from the ranks": (
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=10, epochs=4,"
+        " max_grad_norm=0.01 * WORLD))\n"
         "manager.fit(net, data, optimizer=sgd)",
-        "gradients are clipped per rank",
+        "the setting max_grad_norm depends on the number of ranks: it is 0.02 on 2 ranks and 0.01",
+    ),
+    "a setting whose effect comes later": (
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=10, epochs=4,"
+        " max_steps=1000 // WORLD))\n"
+        "manager.fit(net, data, optimizer=sgd)",
+        "the setting max_steps depends on the number of ranks: it is 500 on 2 ranks and 1000",
+    ),
+    "a batch that the ranks do not divide": (
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(epochs=4))\n"
+        "manager.fit(net, DataLoader(data, batch_size=9 // WORLD), optimizer=sgd)",
+        "the script computes 4 samples for each of 2 ranks, and 9 for one rank alone",
     ),
     "rate scaled by the ranks": (
         "manager.fit(net, data, optimizer=lambda p: torch.optim.SGD(p, lr=1e-6 * WORLD))",
@@ -182,6 +199,18 @@ def test_a_seeded_bug_fails_and_its_cause_is_named(verified: Verified, name: str
     assert report.problems and not report.passed
     causes = [line for line in report.problems if line.startswith("cause: ")]
     assert len(causes) == 1 and expected in causes[0], report.problems
+
+
+def test_hooks_on_parameters_and_a_batch_divided_by_the_script_pass(verified: Verified) -> None:
+    script = (
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=12 // WORLD, epochs=4))\n"
+        "for p in net.parameters():\n"
+        "    p.register_hook(lambda g: g.clamp(-1e-3, 1e-3))\n"
+        "manager.fit(net, data, optimizer=sgd)"
+    )
+    report = verified(script)
+    assert report.passed, (report.problems, report.notes)
+    assert report.by_hand is not None and report.by_hand < 1e-9
 
 
 @pytest.mark.engines  # long; one correct script is among the quick tests of the command

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.measure.request import MeasuredRun, MeasureRequest
 from multi_gpu_training.training.callbacks import Callback
+from multi_gpu_training.training.delayed_hooks import called_by_torch
 from multi_gpu_training.training.loss import read_loss
 
 REPLAYED_STEPS = 3
@@ -115,19 +116,21 @@ class PlainReplay:
                 tensor.copy_(value)
         for module, training in zip(self.trained.modules(), self.modes[step], strict=True):
             module.training = training
-        total: Any = 0.0
-        weights = torch.zeros((), dtype=torch.float64, device=device)
+        losses: list[tuple[Tensor, Tensor]] = []
         for batch, count, noise, recorded in self.parts[step]:
             torch.set_rng_state(noise)
             loss = read_loss(run.loss_fn(model, batch), device)
             if abs(loss.mean.item() - recorded) > 1e-6 * max(abs(recorded), 1e-6):
                 return "the loss function gives another number when it is called again"
             weight = torch.tensor(count) if loss.weight is None else loss.weight
-            total = total + loss.mean * weight.to(device)
-            weights = weights + weight.to(device)
+            losses.append((loss.mean, weight.to(device).double()))
         optimizer.zero_grad()
+        weights = torch.stack([weight for _, weight in losses]).sum()
         # In a step in which nothing counts, gradients are zero.
-        (total / torch.where(weights != 0, weights, torch.ones_like(weights))).backward()
+        weights = torch.where(weights != 0, weights, torch.ones_like(weights))
+        with called_by_torch(self.trained.parameters()):
+            for mean, weight in losses:
+                (mean * weight / weights).backward()
         for name, parameter in self.trained.named_parameters():
             if name in self.frozen[step]:  # and trained since
                 parameter.grad = None

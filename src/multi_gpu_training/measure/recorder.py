@@ -7,13 +7,14 @@ planning/verify compares.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import random
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +49,34 @@ from multi_gpu_training.training.loss import read_loss
 from multi_gpu_training.training.step import StepResult
 
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
+# Settings that change what is computed. A script may compute them from the number of ranks.
+TELLING = (
+    "gradient_accumulation_steps",
+    "epochs",
+    "max_steps",
+    "steps_per_epoch",
+    "max_grad_norm",
+    "max_grad_value",
+    "sync_bn",
+    "seed",
+    "shuffle",
+    "learning_rate",
+    "weight_decay",
+    "lr_scaling",
+    "base_batch_size",
+    "warmup_epochs",
+    "warmup_steps",
+    "schedule",
+    "schedule_step_epochs",
+    "schedule_gamma",
+    "scheduler_unit",
+    "ema_decay",
+    "swa_start",
+    "swa_every",
+    "validate_every",
+    "limit_val_batches",
+    "early_stopping_patience",
+)
 KEPT_BYTES = 64 * 2**20  # of samples, per rank, for comparing them one by one
 
 
@@ -58,8 +87,11 @@ class Recorder(Callback):
     `rows-RANK-MANAGER.pt`.
     """
 
-    def __init__(self, run: MeasuredRun, request: MeasureRequest) -> None:
+    def __init__(
+        self, run: MeasuredRun, request: MeasureRequest, asked: dict[str, Any] | None = None
+    ) -> None:
         self.run = run
+        self.asked = asked or {}
         self.request = request
         rank, out = run.placement.identity.rank, Path(request.out)
         number = len(list(out.glob(f"steps-{rank}-*.jsonl")))  # a script may have several managers
@@ -96,6 +128,8 @@ class Recorder(Callback):
             "accumulation": run.sizes.accumulation,
             "samples": getattr(getattr(run.train_loader, "source", None), "samples", None),
             "steps_per_epoch": run.train_loader.steps,
+            "managers_in_script": managers_in(Path(sys.argv[0])),
+            **self.asked,
         }
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -323,15 +357,23 @@ class Recording(Measurement):
 
     reproducible = True
     brought = False
+    made: ClassVar[int] = 0  # managers of this process
+
+    def __init__(self, request: MeasureRequest) -> None:
+        super().__init__(request)
+        self.number = str(Recording.made)
+        Recording.made += 1
+        self.own_batch: int | None = None
 
     def adapt(self, config: MultiGPUConfig) -> MultiGPUConfig:
+        self.asked = config
         # A DataLoader brings its own batch size, which is known only once it is seen.
         self.brought = not {"batch_size", "global_batch_size"} & config.model_fields_set
         self.adapted = super().adapt(config)
         return self.adapted
 
     def changes(self, config: MultiGPUConfig) -> dict[str, Any]:
-        batch = config.batch_size * config.gradient_accumulation_steps
+        batch = self._over_all_ranks(config.batch_size * config.gradient_accumulation_steps)
         weights = config.share_weights
         kept = weights is not None and len(weights) == self.request.ranks
         total = max(config.global_batch_size or batch, self.request.least_batch)
@@ -362,14 +404,26 @@ class Recording(Measurement):
                 found |= {"batch_size": total, "base_batch_size": base}
         return found
 
+    def _over_all_ranks(self, batch: int) -> int:
+        """The global batch of a script that gives the batch of a rank. Where that stays the same on
+        more ranks, steps would grow: one rank's batch is kept. Else the script has computed it
+        from the number of ranks, and means what it says."""
+        self.own_batch = batch
+        alone = self.request.batches.get(self.number, {}).get("own_batch") or batch
+        return batch if batch == alone else batch * self.request.ranks
+
     def shorten(self, dataset: Any, global_batch: int) -> Any:
         if self.brought and isinstance(dataset, DataLoader) and dataset.batch_size is not None:
-            batch = dataset.batch_size * self.adapted.gradient_accumulation_steps
+            accumulation = self.adapted.gradient_accumulation_steps
+            batch = self._over_all_ranks(dataset.batch_size * accumulation)
             self.adapted.global_batch_size = max(batch, self.request.least_batch)
         self.brought = False  # the validation data come next, and do not count
         if self.request.as_is:
             return dataset
-        return shorten(dataset, self.request.steps, global_batch)
+        # The same samples on any number of ranks, whatever their batch.
+        total = self.adapted.global_batch_size or global_batch
+        total = self.request.batches.get(self.number, {}).get("total") or total
+        return shorten(dataset, self.request.steps, total)
 
     def prepare(self, model: nn.Module) -> None:
         if self.request.double:
@@ -378,7 +432,15 @@ class Recording(Measurement):
     def callbacks(self, run: MeasuredRun) -> list[Callback]:
         if self.request.double:
             _double_forward(run.model)
-        return [*super().callbacks(run), Recorder(run, self.request)]
+        given = self.asked.model_dump(mode="json", include=set(TELLING))
+        fixed = self.asked.global_batch_size is not None
+        asked = {
+            "asked": given,
+            "number": self.number,
+            "own_batch": None if fixed else self.own_batch,
+            "total": self.adapted.global_batch_size,
+        }
+        return [*super().callbacks(run), Recorder(run, self.request, asked)]
 
 
 MEASUREMENT = Recording
@@ -416,6 +478,17 @@ def _switch_off_dropout(model: nn.Module) -> list[str]:
     return found
 
 
+def managers_in(script: Path) -> int:
+    """At how many places a script makes a manager; 0 where that cannot be read."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return 0
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [getattr(call, "attr", getattr(call, "id", "")) for call in calls]
+    return names.count("MultiGPUTrainingManager")
+
+
 def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
     """The part of a dataset whose epoch ends, with a short batch, within `steps`."""
     if isinstance(dataset, DataLoader) and type(dataset.sampler) in (
@@ -425,7 +498,7 @@ def shorten(dataset: Any, steps: int, global_batch: int) -> Any:
         if dataset.batch_size is None:
             return dataset
         return DataLoader(
-            shorten(dataset.dataset, steps, dataset.batch_size),
+            shorten(dataset.dataset, steps, global_batch),
             batch_size=dataset.batch_size,
             shuffle=type(dataset.sampler) is RandomSampler,
             collate_fn=dataset.collate_fn,

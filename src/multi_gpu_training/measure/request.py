@@ -37,6 +37,7 @@ ASKED_FIELDS = (
     "keep_last",
     "sync_bn",
 )
+OWN_BACKWARD = "a loop with its own backward (manager.prepare)"  # why a request is refused
 # Two names of the same setting: a case that sets one drops the user's other.
 SYNONYMS = {
     "batch_size": ("global_batch_size",),
@@ -59,6 +60,8 @@ class MeasureRequest:
     sample_noise: random numbers drawn in the loss belong to samples, not to ranks.
     as_is: keep the script's own batch size, workers and dataset.
     least_batch: the smallest global batch, so that every number of ranks can share it.
+    batches: of each manager of the script, by its number, where it runs on one rank: own_batch,
+        which the script gives a rank, and total, the global batch.
     probe: the micro-batch to split as several ranks split it: step, micro, parts.
     round: what a round of federated training needs (federated_round.py).
     """
@@ -79,6 +82,7 @@ class MeasureRequest:
     sample_noise: bool = False
     as_is: bool = False
     least_batch: int = 1
+    batches: dict[str, dict[str, int | None]] = field(default_factory=dict)
     probe: dict[str, Any] | None = None
     round: dict[str, Any] | None = None
 
@@ -120,7 +124,7 @@ class Measurement:
         if self.looks_into_steps:
             raise ConfigError(
                 "mgt verify, bench, check and estimate measure fit, train_epoch and train_step; "
-                "they cannot look into a loop with its own backward (manager.prepare)"
+                f"they cannot look into {OWN_BACKWARD}"
             )
 
     def adapt(self, config: MultiGPUConfig) -> MultiGPUConfig:

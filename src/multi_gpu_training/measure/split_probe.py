@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from multi_gpu_training.measure.batch_rows import take_rows
 from multi_gpu_training.measure.tensor_sketch import combined, furthest, sketches
@@ -59,7 +60,12 @@ class SplitProbe:
             mixing = mixing or self._first_mixing(whole_events, events, part)
         found["mixing"] = mixing
         if mixing is None:
-            found["structure"] = self._structure()
+            with _batchnorms_beside(self.model) as beside:
+                found["structure"] = self._structure()
+            if beside and found["structure"] != "mean":
+                for module in beside:
+                    module.eval()
+                found["batchnorm_beside"] = self._structure() != found["structure"]
         return found
 
     def _restore(self) -> None:
@@ -151,8 +157,12 @@ class SplitProbe:
         rows = list(range(self.count))
         once = self._of(rows)
         doubled = self._of([*rows, *rows]), self._of(sorted([*rows, *rows]))
-        same = all(abs(once - twice) <= tolerance * max(abs(once), 1e-12) for twice in doubled)
-        return "statistics" if same else "pairs"
+        limit = tolerance * max(abs(once), 1e-12)
+        if all(abs(once - twice) <= limit for twice in doubled):
+            return "statistics"
+        # A sum grows by the same amount every time; pairs do not.
+        thrice = self._of([*rows, *rows, *rows])
+        return "part sum" if abs(thrice - 2 * doubled[0] + once) <= limit else "pairs"
 
     def _weights_are_constant(
         self,
@@ -235,6 +245,24 @@ def _consistent_weights(
     if any(abs(direct - chained) > 1e-4 * direct for direct, chained in chains):
         return False
     return bool(ratios)
+
+
+@contextmanager
+def _batchnorms_beside(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Collect the BatchNorms in training mode that run, and are not in the model: a teacher's."""
+    own = {id(module) for module in model.modules()}
+    found: list[nn.Module] = []
+
+    def note(module: nn.Module, _: Any) -> None:
+        if isinstance(module, BATCH_NORMS) and module.training and id(module) not in own:
+            own.add(id(module))
+            found.append(module)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -7,7 +7,8 @@ exchanged their gradients, and get what one GPU would give them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,6 +72,26 @@ class DelayedHooks:
             for gate in list(after_accumulation_hooks(parameter).values()):
                 gate.hook(parameter)
         self._add_up = True
+
+
+@contextmanager
+def called_by_torch(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let torch call the hooks that were taken over, as in a loop without a trainer."""
+    owners = {
+        id(gate.hooks): gate.hooks
+        for parameter in parameters
+        for hooks in (on_gradient_hooks(parameter), after_accumulation_hooks(parameter))
+        for gate in hooks.values()
+        if isinstance(gate, _Gate)
+    }
+    before = {key: owner.at_once for key, owner in owners.items()}
+    for owner in owners.values():
+        owner.at_once = True
+    try:
+        yield
+    finally:
+        for key, owner in owners.items():
+            owner.at_once = before[key]
 
 
 def _check(parameter: Tensor) -> None:

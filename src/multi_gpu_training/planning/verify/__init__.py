@@ -18,6 +18,7 @@ from pathlib import Path
 
 from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.measure.case import Failure
+from multi_gpu_training.measure.request import OWN_BACKWARD
 from multi_gpu_training.measure.script_runner import HOW, MeasureError
 from multi_gpu_training.planning.verify.conclusion import Diagnosis
 from multi_gpu_training.planning.verify.diagnosis import diagnose
@@ -106,7 +107,7 @@ def _alone(run: Run, notes: list[str]) -> tuple[RecordedRun, Conditions]:
                     f"the script does not run otherwise ({first.error})"
                 )
             return one, conditions
-        if not one.settings or one.failure is Failure.TIMEOUT:
+        if not one.settings or one.failure is Failure.TIMEOUT or OWN_BACKWARD in one.error:
             break  # what fails before there is a manager fails under any conditions
     assert first is not None
     if first.failure is Failure.NO_MANAGER:
@@ -143,6 +144,12 @@ def _look_at_one(one: RecordedRun, report: VerifyReport) -> None:
             )
     if one.failure is Failure.TOO_SHORT:
         report.notes.append(f"the script ended after {one.steps} steps; these were compared")
+    last = one.managers[-1][0].header
+    if one.failure is None and int(last["number"]) + 1 < last["managers_in_script"]:
+        report.notes.append(
+            f"the script was ended after {one.steps} steps of a training; trainings that it does "
+            "after that were not compared"
+        )
     dropout = record.header["dropout"]
     if dropout:
         report.notes.append(
@@ -193,13 +200,20 @@ def _repeat_as_it_is(run: Run, ranks: int, report: VerifyReport) -> None:
         report.notes.append(f"with its own batch size, workers and data it fails: {one.error}")
         return
     many = run(ranks, own, steps=OWN_STEPS)
-    alone, rank = one.first.header, many.first.header if many.managers else {}
-    if alone["batchnorm"] and rank and alone["accumulation"] != rank["accumulation"]:
-        report.notes.append(
-            "with its own batch size the accumulation follows the number of ranks, and with it "
-            "what BatchNorm normalises; see docs/same-result.md"
-        )
-        return
     report.own = compare_runs(one, many)
-    if report.own.mismatch is not None:
-        _explain(run, one, many, report.own.mismatch, own, report)
+    found = report.own.mismatch
+    if found is None:
+        return
+    number = found.manager
+    alone = one.managers[number][0].header
+    rank = many.managers[number][0].header if many.managers else alone
+    if alone["batchnorm"] and alone["accumulation"] != rank["accumulation"]:
+        report.problems += [
+            f"{ranks} ranks, with its own batch size: step {found.step}: {found.text}",
+            "cause: BatchNorm normalises one micro-batch at a time, and with the script's own "
+            f"batch size a step has {alone['accumulation']} of them on one rank and "
+            f"{rank['accumulation']} on {ranks}. Set gradient_accumulation_steps, and no "
+            "batch_size beside global_batch_size",
+        ]
+        return
+    _explain(run, one, many, found, own, report)

@@ -18,6 +18,22 @@ def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatc
     """Why ranks do not see the samples that one rank sees."""
     mine, theirs = found.facts["mine"], found.facts["theirs"]
     own = any(micro is not None and not micro["window"] for micro in theirs)
+    batch, alone = ranks[0].header["own_batch"], one.header["own_batch"]
+    total, total_one = found.facts["total"], found.facts["total_one"]
+    if total != total_one and ranks[0].header["total"] != one.header["total"] and not own:
+        computed = (
+            f"{ranks[0].header['total']} samples on {len(ranks)} ranks, and {one.header['total']} "
+            "on one rank"
+            if batch is None
+            else f"{batch} samples for each of {len(ranks)} ranks, and {alone} for one rank alone"
+        )
+        return Diagnosis(
+            [
+                f"the global batch depends on the number of ranks: the script computes {computed}. "
+                "Set global_batch_size to the same number everywhere: it is shared out to the last "
+                "sample"
+            ]
+        )
     sizes = [rank.header["samples"] for rank in ranks]
     if any(size != one.header["samples"] for size in sizes):
         shown = ", ".join(str(size) for size in sizes)

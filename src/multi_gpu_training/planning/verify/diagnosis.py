@@ -20,7 +20,12 @@ from multi_gpu_training.planning.verify.conclusion import (
     name_ranks,
 )
 from multi_gpu_training.planning.verify.data_causes import name_data_cause
-from multi_gpu_training.planning.verify.mismatch import Mismatch, compare_runs
+from multi_gpu_training.planning.verify.mismatch import (
+    LATE_SETTINGS,
+    RATE_SETTINGS,
+    Mismatch,
+    compare_runs,
+)
 from multi_gpu_training.planning.verify.recorded_run import (
     Conditions,
     RankRecord,
@@ -37,6 +42,22 @@ def diagnose(
 ) -> Diagnosis:
     """Say why `many` differs from `one`, where it first does. May train the script again."""
     return _Examination(run, one, many, found, conditions).conclude()
+
+
+# Per stage of a difference, the settings that can make it.
+_REACH = {
+    "data": ("seed", "shuffle", "steps_per_epoch"),
+    "loss": ("sync_bn", "gradient_accumulation_steps"),
+    "grads": ("max_grad_norm", "max_grad_value", "sync_bn", "gradient_accumulation_steps"),
+    "buffers": ("sync_bn", "gradient_accumulation_steps"),
+    "settings": RATE_SETTINGS,
+    "length": ("max_steps", "epochs", "steps_per_epoch", "early_stopping_patience"),
+    "metrics": ("ema_decay", "swa_start", "swa_every", "limit_val_batches", "validate_every"),
+    "asked": LATE_SETTINGS,
+}
+_WHY = {
+    "gradient_accumulation_steps": ", and BatchNorm normalises one micro-batch at a time",
+}
 
 
 class _Examination:
@@ -81,9 +102,14 @@ class _Examination:
         stage = self.found.stage
         if stage == "failed":
             return Diagnosis([failure_cause(self.many.error, self.world)])
+        setting = self._own_settings()
+        if setting is not None:
+            return Diagnosis([setting])
         if stage == "metrics":
             return self._metrics()
         if stage in ("loss", "grads"):
+            return self._computed()
+        if stage in ("move", "optimizer") and self._gradients_apart():
             return self._computed()
         unrepeatable = self._unrepeatable()
         if unrepeatable is not None:
@@ -97,6 +123,37 @@ class _Examination:
             "train_metrics": self._train_metrics,
         }.get(stage, self._changed)
         return how()
+
+    def _own_settings(self) -> str | None:
+        """Settings of its manager that the script computes from the rank or the number of ranks,
+        where what they change is what differs."""
+        asked = self.alone.header["asked"]
+        reach = _REACH.get(self.found.stage, ())
+        for rank, record in enumerate(self.ranks):
+            theirs = record.header["asked"]
+            for key in reach:
+                if theirs[key] == asked[key] or not self._matters(key):
+                    continue
+                apart = theirs != self.ranks[0].header["asked"]
+                where = f"rank {rank}" if apart else f"{self.world} ranks"
+                why = _WHY.get(key, "")
+                return (
+                    f"the setting {key} depends on the {'rank' if apart else 'number of ranks'}: "
+                    f"it is {theirs[key]} on {where} and {asked[key]} on one rank{why}. Give the "
+                    "same number everywhere"
+                )
+        return None
+
+    def _matters(self, key: str) -> bool:
+        return key != "gradient_accumulation_steps" or bool(self.alone.header["batchnorm"])
+
+    def _gradients_apart(self) -> bool:
+        """Whether float32 hid a difference of gradients that the optimizer has blown up: Adam
+        divides each by its own size."""
+        mine, theirs = self.lines()
+        return not self.conditions.double and bool(
+            differing(mine["grads"], theirs[0]["grads"], 1e-5)
+        )
 
     def _train(self, ranks: int, conditions: Conditions) -> RecordedRun:
         return self.run(ranks, conditions, steps=self.one.asked)

@@ -37,6 +37,30 @@ class Tolerance:
 
 DOUBLE = Tolerance(1e-8, 1e-8, 1e-7, 1e-6, 1e-7, 1e-9)
 SINGLE = Tolerance(2e-4, 1e-3, 5e-2, 0.2, 1e-2, 1e-5)
+# Settings of the script that decide what the whole run computes; few steps may not show them.
+RATE_SETTINGS = (
+    "learning_rate",
+    "lr_scaling",
+    "base_batch_size",
+    "warmup_epochs",
+    "warmup_steps",
+    "schedule",
+    "schedule_step_epochs",
+    "schedule_gamma",
+    "scheduler_unit",
+    "weight_decay",
+    "epochs",
+    "max_steps",
+    "steps_per_epoch",
+)
+LATE_SETTINGS = (
+    *RATE_SETTINGS,
+    "max_grad_norm",
+    "max_grad_value",
+    "ema_decay",
+    "swa_start",
+    "swa_every",
+)
 # Small tensors are measured against this part of all tensors together.
 FLOOR = 1e-5
 
@@ -148,6 +172,7 @@ class PairedRecords:
             yield from self._tensors("buffers", step, "buffers", alone, ranks)
             yield from self._train_metrics(step, alone, ranks)
         yield from self._length()
+        yield from self._asked()
 
     def _start(self) -> Iterator[Mismatch]:
         for key, what in (("parameters", "parameter"), ("buffers", "buffer")):
@@ -338,6 +363,18 @@ class PairedRecords:
                     f"the metric {key} of the loss function is {other:.6g}, on one rank {value:.6g}"
                 )
                 yield Mismatch("train_metrics", step, text, name=key)
+                return
+
+    def _asked(self) -> Iterator[Mismatch]:
+        """Settings whose effect lies behind the steps that are compared."""
+        mine, theirs = self.one.header, self.many[0].header
+        if mine["own_batch"] is not None and mine["own_batch"] == theirs["own_batch"]:
+            return  # more ranks take larger steps, and may need other settings
+        for key in LATE_SETTINGS:
+            one, many = mine["asked"][key], theirs["asked"][key]
+            if one != many:
+                text = f"the script asks for {key}={many} on {len(self.many)} ranks, {one} on one"
+                yield Mismatch("asked", 0, text, name=key)
                 return
 
     def _length(self) -> Iterator[Mismatch]:

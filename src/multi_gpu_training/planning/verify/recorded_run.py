@@ -104,6 +104,7 @@ class VerifyRunner:
         self.say = say
         self.servers = servers
         self.count = 0
+        self.batches: dict[str, dict[str, int | None]] = {}  # of managers, on one rank
         self.alone_s = 0.0  # how long one rank took: several may take a few times that
 
     def __call__(
@@ -141,6 +142,7 @@ class VerifyRunner:
             "sample_noise": conditions.sample_noise,
             "probe": probe,
             "least_batch": self.most,
+            "batches": self.batches if ranks > 1 else {},
         }
         mode = TrainingMode.SINGLE if ranks == 1 else TrainingMode.DISTRIBUTED_DATA_PARALLEL
         begun = time.monotonic()
@@ -148,9 +150,13 @@ class VerifyRunner:
         if ranks == 1:
             self.alone_s = time.monotonic() - begun
         file = runner.out / "probe.json"
+        managers = read_records(runner.out, ranks)
+        if ranks == 1:
+            headers = [record.header for (record,) in managers]
+            self.batches = {h["number"]: {k: h[k] for k in ("own_batch", "total")} for h in headers}
         return RecordedRun(
             ranks,
-            read_records(runner.out, ranks),
+            managers,
             "" if found.ok else _error(found.error, runner.out / "output.txt"),
             found.failure,
             json.loads(file.read_text()) if file.exists() else None,

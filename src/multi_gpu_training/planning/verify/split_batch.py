@@ -168,6 +168,17 @@ class SplitBatch:
         given = any(micro["weight"] is not None for micro in self.micros)
         if structure == "mean" and not given and not self._losses_add_up():
             structure = "statistics"  # small blocks looked like a mean: the hardest one of each
+        if self.probe.get("batchnorm_beside"):
+            return (
+                "BatchNorm in a module beside the trained model (a teacher, a network in the loss) "
+                "is in training mode, and normalises each rank's part alone. Call .eval() on that "
+                "module, or make it part of the model and set sync_bn=true"
+            )
+        if structure == "part sum":
+            return (
+                "a part of the loss is a sum over the samples, not a mean: its size depends on how "
+                "many of them a rank holds. Take the mean of every part"
+            )
         if structure == "sum":
             return (
                 "the loss is a sum over the samples, not a mean: its size depends on how many of "
