@@ -102,30 +102,6 @@ manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=20, epochs=2)
 manager.fit(model, loader, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-3))
 """,
     ),
-    "rare_classes_weighted_at_random": (
-        r"(?i)sampler|" + DATA,
-        """
-manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=16, max_steps=10))
-torch.manual_seed(5)
-x, y = torch.randn(100, 7), torch.randint(0, 2, (100,))
-
-class Balanced(Sampler):
-    "As many positives as negatives, drawn anew in every epoch."
-    def __init__(self, labels):
-        self.labels = labels
-        self.rng = np.random.default_rng(manager.placement.dp_rank)
-    def __iter__(self):
-        positive, negative = np.flatnonzero(self.labels == 1), np.flatnonzero(self.labels == 0)
-        order = np.concatenate([self.rng.choice(positive, 40), self.rng.choice(negative, 40)])
-        yield from self.rng.permutation(order).tolist()
-    def __len__(self):
-        return 80
-
-model = nn.Sequential(nn.Linear(7, 20), nn.Tanh(), nn.Linear(20, 2))
-loader = DataLoader(TensorDataset(x, y), batch_size=16, sampler=Balanced(y.numpy()))
-manager.fit(model, loader, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-""",
-    ),
     "buckets_shuffled_by_rank": (
         r"(?i)(batch )?sampler|different (orders|batches)|" + DATA,
         """
@@ -165,31 +141,6 @@ class Net(nn.Module):
 
 model = Net()
 manager.fit(model, DataLoader(Rows(), batch_sampler=Buckets(), collate_fn=collate), optimizer=torch.optim.Adam(model.parameters(), lr=0.01))
-""",
-    ),
-    "negatives_drawn_by_every_reader": (
-        DATA,
-        """
-manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=32, steps_per_epoch=10, epochs=1))
-np.random.seed(100 + manager.placement.dp_rank)
-
-class Clicks(IterableDataset):
-    "Pairs of user and item that were clicked, and as many that were not."
-    def __iter__(self):
-        for i in range(200):
-            yield torch.tensor([i % 30, (i * 7) % 50]), torch.tensor([1.0])
-            yield torch.tensor([i % 30, np.random.randint(50)]), torch.tensor([0.0])
-
-class Factors(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.user, self.item = nn.Embedding(30, 8), nn.Embedding(50, 8)
-    def forward(self, pair):
-        return (self.user(pair[:, 0]) * self.item(pair[:, 1])).sum(1, keepdim=True)
-
-torch.manual_seed(0)
-model = Factors()
-manager.fit(model, Clicks(), loss_fn=nn.BCEWithLogitsLoss(), optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1))
 """,
     ),
     "windows_from_one_generator_of_the_module": (
@@ -655,7 +606,7 @@ manager.fit(Two(), data, loss_fn=loss_fn, optimizer=lambda p: torch.optim.AdamW(
 """,
     ),
     "loss_all_reduced_before_it_is_logged": (
-        r"loss",
+        r"added up over the ranks|all_reduce|exchanges",
         """
 import torch.distributed as dist
 
@@ -854,7 +805,7 @@ if __name__ == "__main__":
 """,
     ),
     "second_training_divides_by_world": (
-        r"divided by the number of ranks|number of ranks",
+        r"divided by the number of ranks",
         """
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=24, epochs=1))
 torch.manual_seed(0)
@@ -883,7 +834,7 @@ manager.say(f"{result.metrics}")
 """,
     ),
     "steps_shared_out_over_the_ranks": (
-        r"steps|ends|number of ranks",
+        r"steps|ends|number of ranks|each rank brings as many samples",
         """
 def get_batch(step):
     g = torch.Generator().manual_seed(step)
@@ -1619,7 +1570,7 @@ for fold in range(3):
     train = Subset(everything, [i for i in range(90) if i not in held_out])
     torch.manual_seed(fold)
     model = nn.Sequential(nn.Linear(5, 12), nn.ReLU(), nn.Linear(12, 2))
-    manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=20, epochs=2, run_name=f"fold-{fold}-{os.getpid() if not os.environ.get('WORLD_SIZE') else os.getppid()}"))
+    manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=20, epochs=2))
     result = manager.fit(model, train, Subset(everything, sorted(held_out)), optimizer=lambda p: torch.optim.Adam(p, lr=0.02))
     scores.append(result.metrics["accuracy"])
 manager.say(f"mean accuracy {np.mean(scores):.3f}")
@@ -1999,5 +1950,50 @@ with manager.main_process_first():
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 2))
 manager.fit(model, Memory(path, 80))
+""",
+    # Written as bugs; they make no difference, because generators that a sampler keeps and the
+    # global ones are seeded by epoch and sample.
+    "rare_classes_weighted_at_random": """
+manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=16, max_steps=10))
+torch.manual_seed(5)
+x, y = torch.randn(100, 7), torch.randint(0, 2, (100,))
+
+class Balanced(Sampler):
+    "As many positives as negatives, drawn anew in every epoch."
+    def __init__(self, labels):
+        self.labels = labels
+        self.rng = np.random.default_rng(manager.placement.dp_rank)
+    def __iter__(self):
+        positive, negative = np.flatnonzero(self.labels == 1), np.flatnonzero(self.labels == 0)
+        order = np.concatenate([self.rng.choice(positive, 40), self.rng.choice(negative, 40)])
+        yield from self.rng.permutation(order).tolist()
+    def __len__(self):
+        return 80
+
+model = nn.Sequential(nn.Linear(7, 20), nn.Tanh(), nn.Linear(20, 2))
+loader = DataLoader(TensorDataset(x, y), batch_size=16, sampler=Balanced(y.numpy()))
+manager.fit(model, loader, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+""",
+    "negatives_drawn_by_every_reader": """
+manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=32, steps_per_epoch=10, epochs=1))
+np.random.seed(100 + manager.placement.dp_rank)
+
+class Clicks(IterableDataset):
+    "Pairs of user and item that were clicked, and as many that were not."
+    def __iter__(self):
+        for i in range(200):
+            yield torch.tensor([i % 30, (i * 7) % 50]), torch.tensor([1.0])
+            yield torch.tensor([i % 30, np.random.randint(50)]), torch.tensor([0.0])
+
+class Factors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user, self.item = nn.Embedding(30, 8), nn.Embedding(50, 8)
+    def forward(self, pair):
+        return (self.user(pair[:, 0]) * self.item(pair[:, 1])).sum(1, keepdim=True)
+
+torch.manual_seed(0)
+model = Factors()
+manager.fit(model, Clicks(), loss_fn=nn.BCEWithLogitsLoss(), optimizer=torch.optim.Adagrad(model.parameters(), lr=0.1))
 """,
 }

@@ -213,6 +213,23 @@ def test_hooks_on_parameters_and_a_batch_divided_by_the_script_pass(verified: Ve
     assert report.by_hand is not None and report.by_hand < 1e-9
 
 
+def test_a_second_training_starts_from_the_same_weights_and_random_numbers(
+    verified: Verified,
+) -> None:
+    script = (
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=20, epochs=1))\n"
+        "manager.fit(net, data, optimizer=adamw)\n"
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=20, epochs=2))\n"
+        "deeper = nn.Sequential(net, nn.Linear(3, 3))\n"
+        "manager.fit(deeper, data, optimizer=sgd)"
+    )
+    report = verified(script)
+    assert report.passed, (report.problems, report.notes)
+    assert not any("were not compared" in note for note in report.notes)
+    wrong = verified(script[:-1] + ", loss_fn=lambda m, b: m(b[0]).mean() / WORLD)")
+    assert any("divided by the number of ranks" in problem for problem in wrong.problems)
+
+
 @pytest.mark.engines  # long; one correct script is among the quick tests of the command
 def test_correct_scripts_pass(verified: Verified) -> None:
     scripts = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +31,8 @@ def verify_target(command: list[str], ranks: str, steps: int, device: str) -> in
     problems = [*place_problems(device, 1.0), *too_small(("--steps", steps, 4))]
     if problems:
         raise ConfigError(problems)
-    console = Console(highlight=False, soft_wrap=True)
+    # Whole lines for files and pipes; a terminal gets them broken between words.
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     report = verify(command, _numbers(ranks), steps, device, console.print)
     table = Table("ranks", "steps", "gradients", "worst in", "updates", "validation", "result")
     rows = [(str(outcome.ranks), outcome) for outcome in report.outcomes]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -64,7 +66,29 @@ class PlainReplay:
             self.frozen[step] = {name for name, p in named if p.grad is None}
 
     def compare(self) -> dict[str, Any]:
-        """How far each step's result is from the plain one; or why that cannot be said."""
+        """How far each step's result is from the plain one; or why that cannot be said. Leaves
+        everything as it was: the script may go on to another training."""
+        optimizer = self.run.optimizer
+        tensors = [t.clone() for t in self._tensors()]
+        modes = [module.training for module in self.trained.modules()]
+        state, attributes = copy.deepcopy(optimizer.state_dict()), own_attributes(optimizer)[0]
+        numbers = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        try:
+            return self._compare()
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(self._tensors(), tensors, strict=True):
+                    tensor.copy_(value)
+            for module, training in zip(self.trained.modules(), modes, strict=True):
+                module.training = training
+            optimizer.load_state_dict(state)
+            for key, value in attributes.items():
+                setattr(optimizer, key, value)
+            torch.set_rng_state(numbers[0])
+            random.setstate(numbers[1])
+            np.random.set_state(numbers[2])
+
+    def _compare(self) -> dict[str, Any]:
         run = self.run
         others = [
             type(member).__name__
@@ -80,6 +104,8 @@ class PlainReplay:
         if self.unknown:
             kind = type(run.optimizer).__name__
             return {"skipped": f"{kind}.{self.unknown} may hold state that cannot be put back"}
+        if len(self.state["param_groups"]) != len(run.optimizer.param_groups):
+            return {"skipped": "the optimizer has got parameter groups since"}
         worst, name = 0.0, "-"
         run.optimizer.load_state_dict(self.state)
         for key in own_attributes(run.optimizer)[0].keys() - self.attributes.keys():

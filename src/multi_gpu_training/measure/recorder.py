@@ -94,9 +94,9 @@ class Recorder(Callback):
         self.asked = asked or {}
         self.request = request
         rank, out = run.placement.identity.rank, Path(request.out)
-        number = len(list(out.glob(f"steps-{rank}-*.jsonl")))  # a script may have several managers
-        self.file = out / f"steps-{rank}-{number}.jsonl"
-        self.rows_file = out / f"rows-{rank}-{number}.pt"
+        self.number = len(list(out.glob(f"steps-{rank}-*.jsonl")))  # a script may train twice
+        self.file = out / f"steps-{rank}-{self.number}.jsonl"
+        self.rows_file = out / f"rows-{rank}-{self.number}.pt"
         self.rows: list[dict[str, Any]] = []
         self.rows_bytes = 0
         self.line: dict[str, Any] = {}
@@ -242,10 +242,8 @@ class Recorder(Callback):
     ) -> None:
         """Where this run was started to look at one micro-batch: do so, and end."""
         asked = self.request.probe
-        if asked is None or (self.line["step"], len(self.micros) - 1) != (
-            asked["step"],
-            asked["micro"],
-        ):
+        here = self.number, self.line["step"], len(self.micros) - 1
+        if asked is None or here != (asked["manager"], asked["step"], asked["micro"]):
             return
         self.done = True
         tolerance = 1e-9 if self.request.double else 1e-4

@@ -62,7 +62,7 @@ class MeasureRequest:
     least_batch: the smallest global batch, so that every number of ranks can share it.
     batches: of each manager of the script, by its number, where it runs on one rank: own_batch,
         which the script gives a rank, and total, the global batch.
-    probe: the micro-batch to split as several ranks split it: step, micro, parts.
+    probe: the micro-batch to split as several ranks split it: manager, step, micro, parts.
     round: what a round of federated training needs (federated_round.py).
     """
 

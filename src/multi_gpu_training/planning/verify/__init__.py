@@ -25,6 +25,7 @@ from multi_gpu_training.planning.verify.diagnosis import diagnose
 from multi_gpu_training.planning.verify.mismatch import Mismatch, RankComparison, compare_runs
 from multi_gpu_training.planning.verify.rank_server import RankServers
 from multi_gpu_training.planning.verify.recorded_run import (
+    CANNOT_START,
     Conditions,
     RecordedRun,
     VerifyRunner,
@@ -122,7 +123,7 @@ def _alone(run: Run, notes: list[str]) -> tuple[RecordedRun, Conditions]:
             "its model is called past the wrapper, with its own backward and optimizer: "
             "ranks would not exchange gradients. Use fit, train_epoch or trainer.train_step"
         )
-    if why.startswith("This run cannot start:"):
+    if why.startswith(CANNOT_START):
         error = MeasureError(why)
         error.exit_code = 2
         raise error

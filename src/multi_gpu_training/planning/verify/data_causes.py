@@ -95,6 +95,9 @@ def name_data_cause(one: RankRecord, ranks: Sequence[RankRecord], found: Mismatc
                 "random in __getitem__ without seeding them: they are seeded per sample"
             ]
         )
+    changed = _changed_tensors(one, ranks, found)
+    if changed is not None:
+        return Diagnosis([changed])
     return Diagnosis(
         [
             f"data per rank: samples on {who} are not those of one rank, which does not have them "
@@ -197,7 +200,7 @@ def _changed_tensors(one: RankRecord, ranks: Sequence[RankRecord], found: Mismat
         )
     return (
         f"data per rank: the samples are the same but for {where}, which is drawn or computed by "
-        "each rank for itself, from its own generator, number or part of the batch"
+        "each rank for itself, from its own generator, number, order of a set or part of the batch"
     )
 
 

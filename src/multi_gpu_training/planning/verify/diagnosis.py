@@ -27,6 +27,7 @@ from multi_gpu_training.planning.verify.mismatch import (
     compare_runs,
 )
 from multi_gpu_training.planning.verify.recorded_run import (
+    CANNOT_START,
     Conditions,
     RankRecord,
     RecordedRun,
@@ -110,6 +111,7 @@ class _Examination:
         if stage in ("loss", "grads"):
             return self._computed()
         if stage in ("move", "optimizer") and self._gradients_apart():
+            self.tolerance = 1e-5  # a rank's part of a batch is computed in the same order
             return self._computed()
         unrepeatable = self._unrepeatable()
         if unrepeatable is not None:
@@ -338,7 +340,8 @@ class _Examination:
         match = match_rows(self.alone, self.ranks, micro, parts)
         whole = not match.same  # every rank has the whole batch
         rows = [list(range(micro["count"])) for _ in parts] if whole else match.parts
-        probe = {"step": self.found.step, "micro": number, "parts": rows}
+        place = {"manager": self.found.manager, "step": self.found.step, "micro": number}
+        probe = {**place, "parts": rows}
         unrepeatable = self._unrepeatable(probe)
         if unrepeatable is not None:
             return unrepeatable
@@ -473,9 +476,9 @@ def _up_to(one: RecordedRun, again: RecordedRun) -> RecordedRun:
 
 def failure_cause(error: str, world: int) -> str:
     """What an error that only several ranks raise says about the script."""
-    if "This run cannot start:" in error:
+    if CANNOT_START in error:
         # The check before training has named it already.
-        lines = error.partition("This run cannot start:")[2].strip().splitlines()
+        lines = error.partition(CANNOT_START)[2].strip().splitlines()
         said = lines[0].removeprefix("-").strip()
         return f"data per rank: {said}" if "MGT305" in error else said
     if "expects same model across all ranks" in error:

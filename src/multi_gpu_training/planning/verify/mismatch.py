@@ -10,6 +10,7 @@ from typing import Any
 
 from multi_gpu_training.measure.tensor_sketch import Sketches, furthest, total_norm
 from multi_gpu_training.planning.verify.recorded_run import (
+    CANNOT_START,
     RankRecord,
     RecordedRun,
     RowMatch,
@@ -118,6 +119,8 @@ def compare_runs(one: RecordedRun, many: RecordedRun) -> RankComparison:
             break
     if found is None and many.failure is not None:
         text = f"the training on {many.ranks} ranks failed after {many.steps} steps: {many.error}"
+        if many.error.startswith(CANNOT_START):  # the cause says the rest
+            text = f"the training on {many.ranks} ranks cannot start"
         found = Mismatch("failed", many.steps + 1, text)
     metrics = None
     if found is None:

@@ -7,6 +7,7 @@ of a set must not look right here.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import random
@@ -28,6 +29,8 @@ import psutil
 from multi_gpu_training.measure.request import VARIABLE, MeasureRequest
 from multi_gpu_training.measure.script_runner import TIMED_OUT, ScriptRunner
 
+# Libraries that take longer to import than most of these trainings take.
+LARGE = {"transformers", "torchvision", "timm", "sklearn", "scipy", "matplotlib", "pandas"}
 OTHERS_S = 5.0  # that ranks may take to end after one has failed
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -218,7 +221,45 @@ def main() -> None:
                 os.kill(child, signal.SIGKILL)
 
 
+def preload(script: Path) -> list[str]:
+    """Import the large libraries that a script imports at its top, once for all its ranks; their
+    names. A script that sets variables first may mean these libraries: it imports them itself."""
+    try:
+        text = script.read_text()
+        tree = ast.parse(text)
+    except (OSError, SyntaxError, ValueError):
+        return []
+    if "environ" in text.replace("environ.get", ""):
+        return []
+    done = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""] if node.level == 0 else []
+        else:
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if names and all(name.split(".")[0] in LARGE for name in names):
+            with suppress(Exception):  # the script raises it again, where somebody sees it
+                exec(compile(ast.Module([node], []), str(script), "exec"), {})
+                done += names
+    return done
+
+
+def _preload_quietly(command: Sequence[str]) -> None:
+    """What libraries print must not reach the pipe to the command that started this server."""
+    kept, nothing = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    try:
+        preload(Path(command[0]))
+    finally:
+        for number, descriptor in enumerate(kept, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        os.close(nothing)
+
+
 def _fork(told: Mapping[str, Any]) -> int:
+    _preload_quietly(told["command"])
     pid = os.fork()
     if pid:
         return pid

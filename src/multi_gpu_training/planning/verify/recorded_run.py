@@ -19,6 +19,7 @@ from multi_gpu_training.measure.case import Case, Failure
 from multi_gpu_training.planning.verify.rank_server import RankServers, ServedRunner
 
 TIMEOUT_S = 1800.0  # of one training; a script may take minutes to read its data
+CANNOT_START = "This run cannot start:"  # how errors begin that are found before training
 IDLE_S = 20.0  # after which ranks that do nothing wait for each other; at least
 
 
@@ -170,8 +171,9 @@ def _error(said: str, log: Path) -> str:
     """The error in a line, and where in the user's own code it arose: "... (train.py:12)"."""
     text = log.read_text(errors="replace") if log.exists() else ""
     _, traceback, last = text.rpartition("Traceback")
-    if said.startswith("This run cannot start:"):
-        return said
+    if said.startswith(CANNOT_START):
+        what, begins, rest = said.partition("\n(MGT")
+        return what + begins + rest.partition("\n")[0]  # without what other ranks have printed
     if not traceback:
         # An error of ours has several lines, of which the last says what to do.
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -87,6 +87,13 @@ class SplitBatch:
                 "loss counts the padding. Average over what is not padding, and return its number "
                 "as the weight"
             )
+        total = sum(part["loss"] for part in parts)
+        if all(not differs(micro["loss"], total, self.tolerance) for micro in micros):
+            return (
+                "the loss is added up over the ranks: every rank returns the sum of all ranks' "
+                "losses, as all_reduce leaves it in place of a rank's own. Return the mean over "
+                "the rank's own samples; what is logged is averaged over ranks already"
+            )
         factors = [
             micro["loss"] / part["loss"] if part["loss"] else math.nan
             for part, micro in zip(parts, micros, strict=True)
