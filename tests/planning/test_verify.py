@@ -12,11 +12,12 @@ import torch
 
 from multi_gpu_training.measure.batch_rows import row_hashes, row_leaves, same_rows, take_rows
 from multi_gpu_training.measure.script_runner import MeasureError
+from multi_gpu_training.measure.split_probe import SplitProbe
 from multi_gpu_training.measure.tensor_sketch import combined, difference, sketch
 from multi_gpu_training.planning import verify as verification
 from multi_gpu_training.planning.verify import VerifyReport, recorded_run, verify
 from multi_gpu_training.planning.verify.mismatch import differs
-from multi_gpu_training.planning.verify.rank_server import RankServers
+from multi_gpu_training.planning.verify.rank_server import RankServers, preload
 
 Verified = Callable[..., VerifyReport]
 
@@ -393,6 +394,36 @@ def test_sketches_tell_how_far_tensors_are_apart() -> None:
     assert difference(both, sketch(0.25 * one + 0.75 * other)) < 1e-12
     nan = sketch(one * math.nan)
     assert math.isnan(difference(nan, sketch(one))) and difference(nan, nan) == 0.0
+
+
+def test_sums_in_a_loss_and_batchnorm_beside_the_model_are_told_from_pairs() -> None:
+    torch.manual_seed(0)
+    model, teacher = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+    batch = torch.randn(12, 4)
+
+    def split(loss_fn: Callable[..., Any]) -> dict[str, Any]:
+        noise = torch.get_rng_state()
+        probe = SplitProbe(model, loss_fn, batch, 12, [], noise, 1e-4)
+        return probe.run([list(range(6)), list(range(6, 12))])
+
+    sums = split(lambda m, x: m(x).square().mean() + 0.1 * m(x).abs().sum())
+    assert sums["structure"] == "part sum"
+    pairs = split(lambda m, x: torch.cdist(m(x), m(x)).mean())
+    assert pairs["structure"] != "part sum" and "batchnorm_beside" not in pairs
+    assert split(lambda m, x: (m(x) - teacher(x)).square().mean())["batchnorm_beside"]
+    teacher.eval()
+    assert split(lambda m, x: (m(x) - teacher(x)).square().mean())["structure"] == "mean"
+
+
+def test_large_libraries_of_a_script_are_loaded_once_unless_it_sets_variables(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("import json\nimport scipy\nfrom scipy import linalg\nimport scipy_missing\n")
+    assert preload(path) == ["scipy", "scipy"]
+    path.write_text("import os\nos.environ['SCIPY_ARRAY_API'] = '1'\nimport scipy\n")
+    assert preload(path) == []
+    assert preload(tmp_path / "missing.py") == []
 
 
 def test_samples_are_told_apart_by_content_whatever_the_structure() -> None:
