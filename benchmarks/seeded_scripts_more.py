@@ -1897,3 +1897,7 @@ x = torch.randn(72, 6)
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=12, epochs=2))
 manager.fit(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), TensorDataset(x, x[:, 0]), loss_fn=loss_fn)
 """
+
+# Hooks on parameters get the gradient of the whole step by now: no bugs any more.
+for _name in ("adaptive_clipping_in_hooks",):
+    CORRECT[_name] = BUGS.pop(_name)[1]

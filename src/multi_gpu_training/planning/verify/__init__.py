@@ -148,8 +148,8 @@ def _look_at_one(one: RecordedRun, report: VerifyReport) -> None:
     last = one.managers[-1][0].header
     if one.failure is None and int(last["number"]) + 1 < last["managers_in_script"]:
         report.notes.append(
-            f"the script was ended after {one.steps} steps of a training; trainings that it does "
-            "after that were not compared"
+            f"the script was ended after {one.steps} steps; should it train again later, that was "
+            "not compared"
         )
     dropout = record.header["dropout"]
     if dropout:
