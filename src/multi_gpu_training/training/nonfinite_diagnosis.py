@@ -63,12 +63,18 @@ def _once_more(state: StepState, error: NonFiniteLossError) -> list[Finding]:
         return []
     if not state.strategy.computes_alone:
         return []
+    batches = list(step_batches(loader, error.epoch, error.position))
+    if state.strategy.forward_exchanges:  # every rank must take part, with samples
+        shares = [share_of(batch) for batch in batches]
+        there = all(share is not None and share.count for share in shares)
+        if not state.placement.all_min(int(there)):
+            return []
     found: list[Finding] = []
     step, micro = state.step, state.micro
     buffers = [buffer.clone() for buffer in state.trained.buffers()]
     named = [(name, p) for name, p in state.trained.named_parameters() if p.requires_grad]
     try:
-        for place, batch in enumerate(step_batches(loader, error.epoch, error.position)):
+        for place, batch in enumerate(batches):
             state.step, state.micro = error.step - 1, place
             state.seed_noise()
             found += _look(state, batch, named)

@@ -200,8 +200,11 @@ class StepModule(nn.Module):
         if mean is None:
             scaled = nothing + self.zero_gradients()
         else:
+            # None runs through its backward, not zero: the stand-in's loss may be a mean over
+            # nothing, and zero times the gradient of 0/0 is NaN.
             silent = self.finds_unused or self.sharded
-            scaled = no_gradient(mean) if silent else zero_loss(mean)
+            zeros = torch.zeros_like(nothing) if silent else self.zero_gradients()
+            scaled = no_gradient(mean) + zeros
         return MicroResult(scaled, nothing, torch.zeros_like(nothing), None, {})
 
     def _rehearse(self, batch: Any) -> Tensor | None:
