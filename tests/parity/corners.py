@@ -786,6 +786,32 @@ def branch_that_some_ranks_take(folder: Path, by_hand: bool) -> Result:
     return branch_of_one_rank(folder, True)
 
 
+class Domains(nn.Module):
+    """Every domain has a BatchNorm of its own, which only its samples pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = [nn.BatchNorm1d(FEATURES).double() for _ in range(2)]
+        self.norms, self.line = nn.ModuleList(norms), nn.Linear(FEATURES, 1).double()
+
+    def forward(self, inputs: Tensor, domains: Tensor) -> Tensor:
+        normal = torch.zeros_like(inputs)
+        for domain in domains.unique():
+            rows = (domains == domain).nonzero()[:, 0]
+            normal = normal.index_add(0, rows, self.norms[int(domain)](inputs[rows]))
+        found: Tensor = self.line(normal)
+        return found
+
+
+def norms_of_other_domains(folder: Path) -> None:
+    """Both ranks call one BatchNorm: the first rank that of domain 0, the second the other."""
+
+    def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return F.mse_loss(model(batch[0], (batch[2] % BATCH) // (BATCH // 2)), batch[1])
+
+    fit_or_loop(folder, False, Domains(), loss_fn, sgd, sync_bn=True, find_unused_parameters=True)
+
+
 class Squares(nn.Module):
     """A criterion that says itself what it divided by."""
 

@@ -68,6 +68,11 @@ def test_a_branch_that_only_another_rank_takes_is_named_before_ranks_wait(tmp_pa
         run_ranks(2, corners.branch_of_one_rank, tmp_path)
 
 
+def test_statistics_of_different_layers_are_never_mixed(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="ranks are in different BatchNorm layers"):
+        run_ranks(2, corners.norms_of_other_domains, tmp_path)
+
+
 @pytest.mark.parametrize(("fault_tolerance", "said"), [(True, "complex128"), (False, "")])
 def test_what_no_checkpoint_can_hold_is_refused_before_training(
     tmp_path: Path, fault_tolerance: bool, said: str

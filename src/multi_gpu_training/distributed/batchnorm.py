@@ -46,6 +46,7 @@ class SyncBatchNorm(BatchNormBase):
     """
 
     placement: Placement
+    number = 0  # of this layer in its model, the same on every rank
 
     @disable_dynamo  # ranks talk in here
     def forward(self, input: Tensor) -> Tensor:
@@ -54,7 +55,13 @@ class SyncBatchNorm(BatchNormBase):
         check_dimensions(self, input)
         ATTENDANCE.exchanged = True
         output, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, self.placement, ATTENDANCE.present
+            input,
+            self.weight,
+            self.bias,
+            self.eps,
+            self.placement,
+            ATTENDANCE.present,
+            self.number,
         )
         if self.training and self.track_running_stats:
             self._track(mean, variance, count)
@@ -107,23 +114,38 @@ class _Summed(torch.autograd.Function):
         return total if ctx.present or torch.is_grad_enabled() else None, None, None
 
 
-def _statistics(x: Tensor, placement: Placement, present: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and number of values per channel, over all ranks that are present."""
+def _statistics(
+    x: Tensor, placement: Placement, present: bool, number: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, variance and number of values per channel, over all ranks that are present.
+
+    number: of the layer. Ranks whose samples decide which layers run may meet here in two layers.
+    """
     axes, shape = _axes(x)
     # Mean and squared deviations of each rank, merged: as exact as two passes over all.
     mean = x.mean(axes)
     deviations = (x - mean.view(shape)).square().sum(axes)
     count = x.new_full((1,), x.numel() / x.shape[1] if present else 0.0)
-    mine = torch.cat([mean, deviations, count])
+    mine = torch.cat([mean, deviations, count, x.new_full((1,), float(number))])
     parts = _Gathered.apply(mine, placement, present)  # type: ignore[no-untyped-call]
     channels = x.shape[1]
-    counts = parts[:, -1:].detach()
+    counts, numbers = parts[:, -2:-1].detach(), parts[:, -1:].detach()
     total = counts.sum()
+    same = ((numbers == number) | (counts == 0)).all()
+    if present and not same.is_cuda and not bool(same):
+        raise ModelError(
+            "ranks are in different BatchNorm layers at the same time: their samples decide which "
+            "layers run, and sync_bn needs the same ones on every rank. Call these layers in every "
+            "step, or set sync_bn=false",
+            code="MGT403",
+        )
     zeros = torch.zeros_like(parts[:, :channels])
     means = torch.where(counts > 0, parts[:, :channels], zeros)
     mean = (means * counts).sum(0) / total
+    if same.is_cuda and present:  # to read it would stall the GPU: the guard against NaN stops
+        mean = torch.where(same, mean, torch.full_like(mean, float("nan")))
     spread = (counts * (means - mean).square()).sum(0)
-    kept = torch.where(counts > 0, parts[:, channels:-1], zeros)
+    kept = torch.where(counts > 0, parts[:, channels:-2], zeros)
     return mean, (kept.sum(0) + spread) / total, total
 
 
@@ -148,16 +170,17 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         placement: Placement,
         present: bool,
+        number: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = input if input.dtype == torch.float64 else input.float()
         _, shape = _axes(x)
-        mean, variance, total = _statistics(x, placement, present)
+        mean, variance, total = _statistics(x, placement, present, number)
         if total.device.type == "cpu" and float(total) <= 1:  # on a GPU this would stall it
             raise ValueError(
                 "BatchNorm saw one value per channel over all ranks; use a larger batch"
             )
         ctx.save_for_backward(input, weight, mean, variance, total)
-        ctx.eps, ctx.placement, ctx.present = eps, placement, present
+        ctx.eps, ctx.placement, ctx.present, ctx.number = eps, placement, present, number
         output = (x - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
         if weight is not None:
             output = output * weight.view(shape)
@@ -176,7 +199,7 @@ class _Normalise(torch.autograd.Function):
         if torch.is_grad_enabled():
             # This backward will be differentiated itself (a gradient penalty), and the statistics
             # depend on the input. All ranks come here: they run the same code.
-            mean, variance, total = _statistics(x, placement, present)
+            mean, variance, total = _statistics(x, placement, present, ctx.number)
         scale = (variance + ctx.eps).rsqrt()
         normal = (x - mean.view(shape)) * scale.view(shape)
         grad_bias = g.sum(axes)
@@ -188,7 +211,7 @@ class _Normalise(torch.autograd.Function):
         sums = _Summed.apply(mine, placement, present)  # type: ignore[no-untyped-call]
         if not present and not torch.is_grad_enabled():
             # Nothing, not zero: what only a stand-in used must stay without a gradient.
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         mean_grad, mean_product = (sums / total).view(2, *shape)
         grad_input = (g - mean_grad - normal * mean_product) * inner.view(shape)
         if not present:
@@ -198,6 +221,7 @@ class _Normalise(torch.autograd.Function):
             grad_input.to(grad.dtype),
             grad_weight.to(weight.dtype) if affine else None,
             grad_bias.to(weight.dtype) if affine else None,
+            None,
             None,
             None,
             None,
@@ -271,12 +295,12 @@ def synchronise_batchnorm(
     ranks without samples nor CPUs.
     """
     kind = nn.SyncBatchNorm if only_converted else BatchNormBase
-    for name, module in model.named_modules():
+    for number, (name, module) in enumerate(model.named_modules()):
         if isinstance(module, kind):
             if not isinstance(module, SyncBatchNorm):
                 module.__class__ = _synchronised(type(module), name)
             assert isinstance(module, SyncBatchNorm)
-            module.placement = placement
+            module.placement, module.number = placement, number
     return model
 
 
