@@ -266,6 +266,7 @@ def load_model_state(
     aliases: dict[str, str],
     extra: dict[str, Any],
     where: str,
+    remedy: str = "Resume with the model that wrote it, or start a new run with another --run-name",
 ) -> None:
     """Copy saved state into the model; the error names everything that does not fit."""
     saved: dict[str, Any] = {**tensors, **extra}
@@ -292,7 +293,7 @@ def load_model_state(
             f"{where} belongs to another model:\n"
             + "\n".join(f"  - {line}" for line in shown)
             + more
-            + "\nResume with the model that wrote it, or start a new run with another --run-name",
+            + f"\n{remedy}",
             code="MGT702",
         )
     model.load_state_dict({real_names[name]: value for name, value in saved.items()})

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import multi_gpu_training as mgt_package
+from multi_gpu_training.errors import CheckpointError
 
 Mgt = Callable[..., Said]
 NETS = """
@@ -356,6 +357,22 @@ def test_arguments_that_cannot_be_recorded_are_named(mgt: Mgt, tmp_path: Path) -
     run = fit(tmp_path, functools.partial(OfConfig, config))
     said = mgt("predict", run, "x.npy", "--trust")
     assert said.code == 2 and "from config (a Output), which a checkpoint does not" in said.err
+
+
+class Sized(nn.Linear):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(width, 1)
+
+
+def test_a_model_built_with_other_arguments_is_told_how_to_load_it(
+    mgt: Mgt, tmp_path: Path
+) -> None:
+    data = TensorDataset(torch.randn(16, 3), torch.randn(16, 1))
+    run = fit(tmp_path, Sized(3), data)
+    said = mgt("predict", run, "x.npy", "--trust")
+    assert "fit got a built Sized; load it in Python, load(run, model=Sized(...))" in said.err
+    with pytest.raises(CheckpointError, match="Give load the model that was trained"):
+        mgt_package.load(run, device="cpu", model=Sized)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from multi_gpu_training.delivery.model_folder import (
     read_model_folder,
     write_weights,
 )
-from multi_gpu_training.delivery.own_pipeline import OwnPipeline, own_builder
+from multi_gpu_training.delivery.own_pipeline import OwnPipeline, other_model, own_builder
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import (
     CheckpointError,
@@ -273,7 +273,8 @@ def load_signed(
         restore(built, pipeline.compression, stored.tensors)
     else:
         _match_type(built, stored)
-        load_model_state(built, stored.tensors, stored.aliases, stored.extra, str(path))
+        remedy = other_model(stored.description, given=model is not None)
+        load_model_state(built, stored.tensors, stored.aliases, stored.extra, str(path), remedy)
     place = torch.device(choose(device)) if isinstance(device, str) else device
     metrics = dict(stored.facts.get("metrics") or {})
     return LoadedModel(built.to(place).eval(), pipeline, path, stored.step, metrics)

@@ -326,6 +326,22 @@ def own_builder(
     return build
 
 
+def other_model(description: Mapping[str, Any], given: bool) -> str:
+    """What to do where the weights of a checkpoint do not fit the model that was built."""
+    if given:
+        return "Give load the model that was trained, with the same arguments: model=Net(...)"
+    named = description.get("model")
+    if not isinstance(named, str):
+        return "Load it with the version that wrote it"
+    name = named.rpartition(":")[2]
+    if "arguments" in description:
+        return f"{named} has changed since: go back to the code that was trained"
+    return (
+        f"Its arguments are not recorded, because fit got a built {name}; load it in Python, "
+        f"load(run, model={name}(...)), or train with fit(partial({name}, ...), ...)"
+    )
+
+
 def _what_to_keep(named: Any, arguments: Mapping[str, Any] | None) -> str:
     """Why the model of a script cannot be built anew, and how to train so that it can."""
     name = named.rpartition(":")[2].rpartition(".")[2] if isinstance(named, str) else ""
