@@ -56,7 +56,8 @@ OTHERS = [
         *("task=classification", "layers=1", "width=96", "sequence_length=64", "max_steps=20"),
     ]),
     ("llama, grouped heads", "transformer", [
-        *("model={made}/llama.json", "from_scratch=true", "sequence_length=96", "max_steps=20"),
+        *("model={made}/llama.json", "from_scratch=true", "tokenizer=bytes"),
+        *("sequence_length=96", "max_steps=20"),
     ]),
     ("Pendulum", "ppo", [
         *("env=Pendulum-v1", "num_envs=3", "rollout_steps=20", "total_steps=240", "hidden=24"),
@@ -193,6 +194,7 @@ def main() -> None:
     parser.add_argument("--recipes", default=",".join(SMALL))
     parser.add_argument("--formats", default="safetensors,torch-export,onnx,aoti,hf")
     parser.add_argument("--others", action="store_true", help="other models, sizes and data")
+    parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--data", default="data", help="folder with mnist/ and fsdd/, of --others")
     parser.add_argument("--items", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--bf16", nargs="*", type=Path, help="runs to compare in bfloat16, alone")
@@ -218,7 +220,7 @@ def main() -> None:
             make_things(base / "made")
             models = OTHERS
         for title, name, words in models:
-            if name not in given.recipes.split(","):
+            if name not in given.recipes.split(",") or given.only not in title:
                 continue
             run_name = re.sub("[^a-z0-9]+", "-", title.lower())
             run = base / name / run_name

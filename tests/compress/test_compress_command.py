@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,25 @@ def test_compressed_runs_are_used_like_runs(tmp_path: Path) -> None:
             str(tmp_path / "x"),
         ]
         runner.invoke(app, again_words, catch_exceptions=False)
+
+
+def test_a_fine_tuning_from_another_start_is_not_continued(tmp_path: Path) -> None:
+    """A second compression after --epochs, or the run itself, changed: the weights on disk are of
+    another start, and would pass for what was asked for."""
+    runner = CliRunner()
+    trained = ["train", "image", "--mode", "cnn", "--max-steps", "8", "--run-name", "r"]
+    where = ["--num-gpus", "1", "--save-dir", str(tmp_path)]
+    assert runner.invoke(app, [*trained, *where]).exit_code == 0
+    words = ["compress", str(tmp_path / "image" / "r"), "--method", "prune:2:4", "--device", "cpu"]
+    out = tmp_path / "image" / "r-compressed"
+
+    def compress(epochs: int) -> str:
+        shutil.rmtree(out / "prune-2-4", ignore_errors=True)
+        return runner.invoke(app, [*words, "--epochs", str(epochs)]).output
+
+    assert "prune:2:4: " in compress(1)
+    assert "prune:2:4: " in compress(1)  # the same again is continued
+    assert "trained with another epochs" in " ".join(compress(2).split())
+    marker = out / "training" / "prune-2-4-prune.json"
+    marker.write_text(json.dumps({**json.loads(marker.read_text()), "checkpoint": "another"}))
+    assert "trained with another checkpoint" in " ".join(compress(1).split())

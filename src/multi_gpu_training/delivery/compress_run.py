@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from multi_gpu_training.checkpoint.integrity import MANIFEST
 from multi_gpu_training.compress.distillation import Teacher, with_teacher
 from multi_gpu_training.compress.pruning import (
     KeepSparse,
@@ -29,12 +30,12 @@ from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.delivery.compression_plan import ONNX, MaxDrop, Setting
 from multi_gpu_training.delivery.inference_speed import Speed, measure_together
 from multi_gpu_training.delivery.loaded_model import LoadedModel
-from multi_gpu_training.delivery.model_folder import WEIGHTS
+from multi_gpu_training.delivery.model_folder import INDEX, WEIGHTS, file_facts, is_model_folder
 from multi_gpu_training.delivery.onnx_int8 import OnnxModel, quantize_onnx
 from multi_gpu_training.errors import ConfigError, MultiGPUError
 from multi_gpu_training.manager import MultiGPUTrainingManager
 from multi_gpu_training.recipes.recipe import find_recipe
-from multi_gpu_training.safe_files import read_yaml, write_atomically
+from multi_gpu_training.safe_files import read_json, read_yaml, write_atomically
 from multi_gpu_training.training.callbacks import Callback
 from multi_gpu_training.training.loss import choose_loss
 
@@ -327,6 +328,7 @@ def _fit(
         "run_name": f"{setting.folder}-{method}",
         "resume": "auto",
     }
+    _claim(loaded, setting, how, Path(given["save_dir"]) / f"{given['run_name']}.json")
     loaded.model.train().requires_grad_(True)
     job = loaded.job()
     loss_fn = choose_loss(job.loss_fn)
@@ -340,6 +342,33 @@ def _fit(
     job = dataclasses.replace(job, loss_fn=loss_fn, callbacks=[*job.callbacks, *callbacks])
     manager.fit(**vars(job))
     loaded.model.eval()
+
+
+def _claim(loaded: LoadedModel, setting: Setting, how: HowToTrain, path: Path) -> None:
+    """Note what a training starts from. Continued from another start, it would give a model that
+    has little to do with the one that is asked for, and nothing would show it."""
+    source = loaded.checkpoint
+    index = None if source is None else source / (INDEX if is_model_folder(source) else MANIFEST)
+    facts = {
+        "method": setting.name,
+        "checkpoint": None if index is None else file_facts(index)["sha256"],
+        **dataclasses.asdict(how),
+    }
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(facts, indent=1))
+        return
+    try:
+        earlier = read_json(path, dict[str, Any])
+    except (OSError, ValueError):
+        earlier = {}
+    other = [name for name in facts if earlier.get(name) != facts[name]]
+    if other:
+        raise ConfigError(
+            f"{path.with_suffix('')} was trained with another {', '.join(other)}, and would be "
+            f"continued; remove {path.parent}, or choose another --out",
+            code="MGT106",
+        )
 
 
 def _run_settings(loaded: LoadedModel) -> dict[str, Any]:

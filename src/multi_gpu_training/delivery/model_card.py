@@ -21,6 +21,9 @@ PROGRAM = (
 
 def model_card(loaded: LoadedModel, to: str, facts: Mapping[str, Any], notes: Sequence[str]) -> str:
     """The card in Markdown, with the metadata that model hubs read on top."""
+    use = USES.get(to, PROGRAM)
+    if loaded.recipe == "custom":  # its code is the user's, and stays with the user
+        use = use.replace("mgt.load(FOLDER)", "mgt.load(FOLDER, model=Net)  # the trained class")
     count = sum(parameter.numel() for parameter in loaded.model.parameters())
     lines = [
         "---",
@@ -35,7 +38,7 @@ def model_card(loaded: LoadedModel, to: str, facts: Mapping[str, Any], notes: Se
         "",
         "## Use",
         "",
-        USES.get(to, PROGRAM),
+        use,
         "",
         "## Inputs",
         "",
