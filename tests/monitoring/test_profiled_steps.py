@@ -137,6 +137,10 @@ def test_pauses_and_many_small_operators_are_told_from_fixed_costs() -> None:
     ]
     assert list(said.values()) == [0.4, 0.29, 0.27]
     assert found["small_calls"] == 300 and found["small_s"] == pytest.approx(0.0045)
+    # The main thread that waits for its exchange to begin does not pause.
+    handing_over = event("c10d::allreduce_", "cpu_op", 500, 39_500)
+    gains = summarise([*events, handing_over, *small])["gains"]
+    assert not any(gain["what"].startswith("pauses") for gain in gains)
     longer = [event("aten::add", "cpu_op", 67_000 + n * 19, 67_019 + n * 19) for n in range(1700)]
     said = {gain["what"]: gain["do"] for gain in summarise([*events, *longer])["gains"]}
     assert "instead of in loops" in said["1,700 small operators per step, mostly their fixed cost"]

@@ -26,6 +26,7 @@ from multi_gpu_training.monitoring.profiling.trace_intervals import (
 from multi_gpu_training.safe_files import open_regular, write_atomically
 
 WAITING = "waiting for a batch"
+NO_PAUSE = (WAITING, "c10d::", "gloo:", "nccl:")  # what the main thread waits in by itself
 STEP = "ProfilerStep#"  # the name by which other viewers know steps, too
 MOST_BYTES = 2**28  # of a trace, unpacked
 MOST_EVENTS = 1_000_000  # 30 steps of 5,000 kernels have a third
@@ -164,7 +165,7 @@ def summarise(events: list[Event]) -> dict[str, Any]:
     on = "gpu" if kernels else "cpu"
     shortest = max(PAUSE[on], PAUSE_SHARE * wall / len(steps))
     long = [gap for gap in idle if gap[1] - gap[0] >= shortest]
-    pauses = [(name, s) for name, s in _during(long, host) if name != WAITING]
+    pauses = [(name, s) for name, s in _during(long, host) if not name.startswith(NO_PAUSE)]
     copies = [
         event for event in kernels if event["cat"] == "gpu_memcpy" and "HtoD" in event["name"]
     ]
