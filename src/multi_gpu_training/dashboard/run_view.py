@@ -288,7 +288,7 @@ def checkpoint_rows(record: RunRecord) -> list[Values]:
         {
             "step": event.get("step"),
             "size": wording.size(event.get("bytes")),
-            "stall": duration(float(event.get("stall_s") or 0.0)),
+            "stall": wording.paused(event),
             "after": _after(record, event),
         }
         for event in reversed(found[-MOST_EVENTS:])

@@ -305,7 +305,7 @@ function oneRun(id) {
   if (more.verdict) parts.push(el('p', 'verdict ' + more.verdict_kind, capital(more.verdict) + '.'));
   if (more.forecast) parts.push(el('p', 'verdict forecast', capital(more.forecast.text) + '.'));
   parts.push(...curves([more]), ...ranks(more));
-  parts.push(...table('checkpoints', 'Checkpoints', ['step', 'size', 'stood still', 'after'],
+  parts.push(...table('checkpoints', 'Checkpoints', ['step', 'size', 'training paused', 'after'],
     more.checkpoints.map((c) => [num(c.step), c.size || '', c.stall, c.after]), 'None written yet.'));
   parts.push(...table('faults', 'Faults and restarts', ['after', 'what', 'ranks', 'step', 'action', 'message'],
     more.faults.map((f) => [f.after, f.kind, f.ranks, f.step ?? '', f.action, f.text]), 'None.'));
@@ -381,10 +381,10 @@ function ranks(more) {
   const lines = more.rank_rows.map((r) => {
     const name = el('td', r.slowest ? 'slowest' : '', 'rank ' + r.rank + (r.slowest ? ' (slowest)' : ''));
     const use = gpus ? r.gpu_use : r.cpu_use;
-    return [name, r.host, r.device, meter(use, percent(use), 'use of rank ' + r.rank),
-      meter(r.memory_total ? r.memory / r.memory_total : null, bytes(r.memory), 'memory of rank ' + r.rank), bytes(r.peak), phases(r, longest)];
+    return [name, phases(r, longest), meter(use, percent(use), 'use of rank ' + r.rank),
+      meter(r.memory_total ? r.memory / r.memory_total : null, bytes(r.memory), 'memory of rank ' + r.rank), bytes(r.peak), r.device, r.host];
   });
-  const parts = table('ranks', 'Ranks', ['rank', 'machine', 'device', gpus ? 'GPU use' : 'CPU use', 'memory', 'peak', 'a step, by phase'], lines, '');
+  const parts = table('ranks', 'Ranks', ['rank', 'a step, by phase', gpus ? 'GPU use' : 'CPU use', 'memory', 'peak', 'device', 'machine'], lines, '');
   if (!longest) return parts;
   const legend = el('ul', 'legend');
   PHASES.forEach((phase, i) => {

@@ -132,8 +132,7 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
     if kind == "checkpoint":
         text = (
             f"step {event.get('step')} saved ({size(event.get('bytes'))} of tensors), training "
-            "paused for "
-            f"{duration(float(event.get('stall_s') or 0) + float(event.get('waited_s') or 0))}"
+            f"paused for {paused(event)}"
         )
     elif kind in ("restart", "resume"):
         again = f"attempt {event.get('attempt')}" if kind == "restart" else "started again"
@@ -180,6 +179,11 @@ def _event_row(run: RunRecord, event: Event) -> tuple[str, str, str]:
             f"{key} {_short(value)}" for key, value in event.items() if key not in IDENTITY
         )
     return since, kind, text
+
+
+def paused(checkpoint: Event) -> str:
+    """How long training stood still for a checkpoint."""
+    return duration(float(checkpoint.get("stall_s") or 0) + float(checkpoint.get("waited_s") or 0))
 
 
 def fault_ranks(event: Event) -> str:
