@@ -172,7 +172,7 @@ def profile_html(shown: Sequence[ShownProfile]) -> Iterator[str]:
     if shown:
         yield "<h2>Profiled steps</h2>"
     for profile in shown:
-        yield f"<p>{escape(profile.headline())}.</p>"
+        yield f"<h3>{escape(profile.headline())}</h3>"
         if profile.found.gains:
             yield "<p>What would gain most, and its share of the step:</p><ol>"
             yield "".join(f"<li>{escape(line)}</li>" for line in profile.gains()) + "</ol>"

@@ -28,7 +28,7 @@ h3 { font-size: 14px; margin: 0 0 4px; font-weight: 600; }
 .tile b { display: block; font-size: 16px; } .tile span { color: var(--soft); font-size: 12px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr));
   gap: 16px; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; } .scroll + .scroll, p + h3 { margin-top: 20px; }
 :focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; border-radius: 4px; }
 svg { width: 100%; height: auto; display: block; overflow: visible; }
 .grid { stroke: var(--line); fill: none; } .tick { fill: var(--soft); font-size: 12px; }
