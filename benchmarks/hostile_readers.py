@@ -490,12 +490,12 @@ def make_all(base: Path) -> None:
     (base / "study").mkdir()
 
 
-def dashboard_view() -> None:
+def dashboard_view(run_folder: str = "run") -> None:
     """What a browser would be sent."""
     from multi_gpu_training.dashboard import run_view
     from multi_gpu_training.dashboard.live_runs import LiveRuns
 
-    found = LiveRuns(["run"])
+    found = LiveRuns([run_folder])
     found.poll()
     for run in found.runs.values():
         json.dumps([run_view.summary(run, 1.0), run_view.detail(run, 1.0)], allow_nan=False)
@@ -514,7 +514,7 @@ def everything(words: tuple[tuple[str, ...], ...]) -> None:
         print("$", *each, flush=True)
         try:
             if each[0] == "dashboard view":
-                dashboard_view()
+                dashboard_view(*each[1:])
                 continue
             command = mgt(*each, servers=True)
             http_server.serve_until_signal = served  # type: ignore[assignment]
@@ -527,7 +527,7 @@ def everything(words: tuple[tuple[str, ...], ...]) -> None:
 def tried(change: Change, words: tuple[tuple[str, ...], ...], folder: str, made: Path) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="readers-") as temporary:
         base = Path(temporary)
-        here = base / "x" / "here"
+        here = base / "x" / "image"  # a run is resumed only from SAVE_DIR/RECIPE
         shutil.copytree(made, here, symlinks=True)
         # KINDS link to what lies three folders up, the changes above to what lies beside the run.
         for place in (base / "outside", here / "outside"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -69,6 +69,24 @@ class TrainingMode(StrEnum):
     def has_ranks(self) -> bool:
         """Whether it is one process per GPU, rather than one process."""
         return self not in (TrainingMode.SINGLE, TrainingMode.DATA_PARALLEL)
+
+
+def truth_for_number(cls: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """Refuse true and false where a number is wanted: YAML reads `yes`, `no`, `on` and `off` so."""
+    found = _kinds_of(cls.model_fields[str(info.field_name)].annotation)
+    if found & {int, float, timedelta} and not found & {bool, Any, object}:
+        items = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(item, bool) for item in items):
+            raise PydanticCustomError(
+                "number",
+                "input should be a number; in YAML yes, no, on and off are true and false",
+            )
+    return value
+
+
+def _kinds_of(annotation: Any) -> set[Any]:
+    """Every type that an annotation names."""
+    return {annotation}.union(*map(_kinds_of, get_args(annotation)))
 
 
 class MultiGPUConfig(BaseModel):
@@ -436,6 +454,8 @@ class MultiGPUConfig(BaseModel):
     )
     profile_ranks: str = Field("0", description="ranks to trace: 0 or 0,3, or all")
 
+    _not_truth = field_validator("*", mode="before")(truth_for_number)
+
     @field_validator("schedule")
     @classmethod
     def _is_a_schedule(cls, value: str) -> str:
@@ -476,7 +496,12 @@ class MultiGPUConfig(BaseModel):
                 raise PydanticCustomError("url", "{problem}", {"problem": problem})
             if is_url(value):
                 return value.rstrip("/")
-        return os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 - as it was spelled
+        try:
+            return os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 - as spelled
+        except FileNotFoundError:
+            raise PydanticCustomError(
+                "gone", "the working directory was removed; change to one that exists"
+            ) from None
 
     @field_validator("run_name", "recipe")
     @classmethod
@@ -653,6 +678,24 @@ class MultiGPUConfig(BaseModel):
                 f"ema_decay={self.ema_decay:g} and swa_start={self.swa_start} are two ways to "
                 "average the weights; give one"
             )
+        for name, first in (("swa_start", self.swa_start), ("profile_steps", self._first_traced)):
+            if first is not None and self.max_steps is not None and first > self.max_steps:
+                yield (
+                    f"{name}={getattr(self, name)} begins after max_steps={self.max_steps}, so "
+                    "nothing would come of it; choose earlier steps, or drop it"
+                )
+        if self.deterministic and self.cudnn_benchmark:
+            yield (
+                "deterministic=true and cudnn_benchmark=true contradict each other: what is "
+                "fastest differs between runs; drop one of them"
+            )
+        if not self.enable_fault_tolerance:
+            for name in ("on_nonfinite", "on_loss_spike", "on_divergence"):
+                if getattr(self, name) == "rollback":
+                    yield (
+                        f"{name}=rollback needs checkpoints to go back to; drop "
+                        "enable_fault_tolerance=false, or choose another reaction"
+                    )
         if self.swa_every is not None and self.swa_start is None:
             yield (
                 f"swa_every={self.swa_every} does nothing without swa_start, the step of the first "
@@ -663,6 +706,10 @@ class MultiGPUConfig(BaseModel):
                 f"mixed_precision_dtype={self.mixed_precision_dtype} does nothing with "
                 "use_mixed_precision=false; drop one of them"
             )
+
+    @property
+    def _first_traced(self) -> int | None:
+        return None if self.profile_steps is None else step_spans(self.profile_steps)[0][0]
 
     def _beyond_one_device(self) -> Iterator[str]:
         """What `mps` and `xpu` cannot do here: they are one device, without CUDA graphs."""

@@ -260,6 +260,16 @@ def _find(name: str, folder: Path, asked_by: Path | None = None) -> Path:
             f"config {brief(name, 80)}: {problem}; give the path of a YAML file", code="MGT103"
         )
     path = folder / Path(name).expanduser()
+    if path.suffix == ".py":
+        raise ConfigError(
+            f"config {name!r} is a Python script; run it with `mgt run {name}`", code="MGT103"
+        )
+    if asked_by is None and (path / "config.yaml").is_file():
+        raise ConfigError(
+            f"config {name!r} is a run folder; `mgt resume {name}` continues the run, and its "
+            f"settings are in {name.rstrip('/')}/config.yaml",
+            code="MGT103",
+        )
     suffixed = path.suffix in {".yaml", ".yml"}
     places = [path] if suffixed else [path.with_name(path.name + s) for s in (".yaml", ".yml")]
     if asked_by is None and path.is_file():

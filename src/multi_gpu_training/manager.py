@@ -48,8 +48,8 @@ from multi_gpu_training.monitoring.profiling.step_tracer import ProfileRequest
 from multi_gpu_training.monitoring.run_events import is_asked_for
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.run_records import Records
-from multi_gpu_training.safe_output import protect_output
-from multi_gpu_training.setup import Given, Training
+from multi_gpu_training.safe_output import brief, protect_output
+from multi_gpu_training.setup import Given, Training, check_given
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook, check_callbacks
 from multi_gpu_training.training.compile_cache import keep_compile_cache
 from multi_gpu_training.training.evaluation import EvalFn
@@ -118,6 +118,12 @@ class MultiGPUTrainingManager:
 
     def __init__(self, config: MultiGPUConfig | None = None) -> None:
         protect_output()
+        if config is not None and not isinstance(config, MultiGPUConfig):
+            raise ConfigError(
+                f"MultiGPUTrainingManager takes a MultiGPUConfig, not {brief(config)}; write "
+                "MultiGPUTrainingManager(MultiGPUConfig(batch_size=32, ...)). A YAML file is for "
+                "`mgt train`"
+            )
         self.config = config or MultiGPUConfig()
         self.config.check()
         self._measurement = requested()  # where mgt verify, bench, check or estimate started this
@@ -280,6 +286,7 @@ class MultiGPUTrainingManager:
                 "this manager has already set up a training; create another "
                 "MultiGPUTrainingManager for the next one"
             )
+        check_given(given)
         check_loggers(self.config, given.loggers)
         check_callbacks(given.callbacks)
         self._handled = sys.exception()  # somebody may train while handling an error
@@ -397,6 +404,8 @@ class MultiGPUTrainingManager:
             return {
                 name: self._evaluation_data(part, purpose, **how) for name, part in data.items()
             }
+        if isinstance(data, str | bytes):
+            raise ConfigError(f"{brief(data)} is not data for the {purpose}; give a dataset")
         if isinstance(data, (Dataset, DataLoader)):
             return self._training.loaders_for(data, purpose, **how)
         return data

@@ -16,8 +16,11 @@ ALIASES = {
 # Lightning, Accelerate, the Hugging Face Trainer, DeepSpeed, timm. They may count or scale
 # otherwise: named in the error, not accepted.
 ELSEWHERE = {
+    "accelerator": "device",
     "accumulate_grad_batches": "gradient_accumulation_steps",
+    "amp": "use_mixed_precision",
     "bf16": "mixed_precision_dtype",
+    "ckpt_path": "resume",
     "clip_grad": "max_grad_norm",
     "clip_grad_norm": "max_grad_norm",
     "clip_grad_norm_": "max_grad_norm",
@@ -30,6 +33,7 @@ ELSEWHERE = {
     "devices": "world_size",
     "eval_steps": "validate_every",
     "fp16": "mixed_precision_dtype",
+    "gpus": "world_size",
     "grad_accum": "gradient_accumulation_steps",
     "grad_clip": "max_grad_norm",
     "grad_clip_norm": "max_grad_norm",
@@ -46,6 +50,8 @@ ELSEWHERE = {
     "max_epochs": "epochs",
     "metric_for_best_model": "best_metric",
     "mixed_precision": "mixed_precision_dtype",
+    "no_cuda": "device",
+    "nproc_per_node": "world_size",
     "num_epochs": "epochs",
     "num_processes": "world_size",
     "num_train_epochs": "epochs",
@@ -62,6 +68,7 @@ ELSEWHERE = {
     "total_batch_size": "global_batch_size",
     "train_batch_size": "global_batch_size",
     "train_micro_batch_size_per_gpu": "batch_size",
+    "use_cpu": "device",
     "val_check_interval": "validate_every",
     "wd": "weight_decay",
     "workers": "num_workers",

@@ -74,7 +74,7 @@ from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
 from multi_gpu_training.run_records import open_records
-from multi_gpu_training.safe_output import printable
+from multi_gpu_training.safe_output import brief, printable
 from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
 from multi_gpu_training.training.averaged_weights import AveragedWeights
 from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
@@ -87,7 +87,7 @@ from multi_gpu_training.training.learning_rate import (
     scale_rate,
 )
 from multi_gpu_training.training.loop import TrainingLoop
-from multi_gpu_training.training.loss import SupervisedLoss, choose_loss
+from multi_gpu_training.training.loss import SupervisedLoss, choose_loss, takes
 from multi_gpu_training.training.loss_parts import LossState, describe, parts_beside, trainable
 from multi_gpu_training.training.manual_optimization import ManualTrainer
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
@@ -123,6 +123,22 @@ class Given:
     description: Mapping[str, Any] | None = None
     optimizers: Sequence[Optimizer] = ()  # where the user's loop calls backward
     schedulers: Sequence[LRScheduler] = ()  # which that loop advances
+
+
+def check_given(given: Given) -> None:
+    """Refuse what would fail much later, or under a name that says nothing."""
+    model, augment, states = given.model, given.augment, given.states
+    if not isinstance(model, nn.Module) and not (callable(model) and takes(model, 0)):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else brief(model)
+        raise ModelError(
+            f"{kind} is not a model; give a torch.nn.Module, or a function without arguments that "
+            "builds one",
+            code="MGT404",
+        )
+    if augment is not None and not (callable(augment) and takes(augment, 2)):
+        raise ConfigError(f"augment={brief(augment)}: give a function augment(batch, random)")
+    if not isinstance(states, Mapping) or not all(isinstance(name, str) for name in states):
+        raise ConfigError(f"states={brief(states)}: give a dict of names and objects")
 
 
 class Training:

@@ -394,3 +394,20 @@ def test_the_recipe_tells_what_it_found(tmp_path: Path) -> None:
     lines = job.callbacks[0].lines  # type: ignore[attr-defined]
     assert lines[0].startswith("speech: fsdd, 8 utterances")
     assert lines[1] == "resampled to 8,000 Hz: 1 of 16,000 Hz"
+
+
+@pytest.mark.parametrize("kind", ["FLOAT", "DOUBLE", "PCM_24"])
+def test_floats_are_as_loud_as_integers(tmp_path: Path, kind: str) -> None:
+    tone = 0.5 * np.sin(np.arange(800) * 0.3)
+    soundfile.write(tmp_path / "plain.wav", tone, 8000, subtype="PCM_16")
+    soundfile.write(tmp_path / "other.wav", tone, 8000, subtype=kind)
+    plain, other = (read_sound(tmp_path / f"{n}.wav", 8000) for n in ("plain", "other"))
+    assert int((plain.int() - other.int()).abs().max()) <= 1
+
+
+def test_floats_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    tone = np.zeros(800)
+    tone[5] = np.nan
+    soundfile.write(tmp_path / "nan.wav", tone, 8000, subtype="FLOAT")
+    with pytest.raises(DataError, match="NaN or infinite"):
+        read_sound(tmp_path / "nan.wav", 8000)

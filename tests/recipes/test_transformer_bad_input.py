@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformer_folders import reviews, tiny_bert, tiny_tokenizer, transformers
 
 from multi_gpu_training.errors import ConfigError
@@ -189,3 +192,21 @@ def test_options_that_contradict_each_other(tmp_path: Path) -> None:
 def test_missing_transformers_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install 'multi-gpu-training[transformer]'" in problem()
+
+
+def test_weights_of_another_model_do_not_pass_for_a_pretrained_one(tmp_path: Path) -> None:
+    folder = tiny_bert(tmp_path / "bert", kind=transformers.BertForMaskedLM)
+    asked = {"model": str(folder), "task": "masked"}
+    recipe = find_recipe("transformer")
+    recipe.build(recipe.config({"device": "cpu"}), recipe.options(**asked))
+    save_file({"conv.weight": torch.zeros(3, 3)}, folder / "model.safetensors", {"format": "pt"})
+    assert "none of its weights fits a BertForMaskedLM" in problem(**asked)
+
+
+def test_fresh_weights_are_not_quantized(tmp_path: Path) -> None:
+    folder = tiny_bert(tmp_path / "bert")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "none-that-is-known"}
+    (folder / "config.json").write_text(json.dumps(config))
+    message = problem(model=str(folder), task="masked", from_scratch=True)
+    assert "take quantization_config out" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -11,6 +12,13 @@ from multi_gpu_training.safe_output import protect_output
 
 # `python -m torch.distributed.launch -m multi_gpu_training ...` puts it before the command.
 LOCAL_RANK = ("--local-rank=", "--local_rank=")
+# Limits of the machine that a command may meet anywhere, and what to do about them.
+LIMITS = {
+    errno.EMFILE: "this process may not open more; raise the limit (`ulimit -n`)",
+    errno.ENFILE: "this machine may not open more; close other programs",
+    errno.ENOSPC: "free some space, or choose another --save-dir",
+    errno.EDQUOT: "free some space, or choose another --save-dir",
+}
 # What others refuse is no run that was to start.
 STARTS_A_RUN = ("train", "resume", "run")
 
@@ -38,11 +46,16 @@ def main() -> None:
     try:
         app(words, prog_name="mgt")  # completion looks for _MGT_COMPLETE
     except MultiGPUError as error:
-        # In a rank the error belongs to the launcher, which prints the first one once.
-        if debug or "MGT_DEBUG" in os.environ or "TORCHELASTIC_ERROR_FILE" in os.environ:
+        if _wants_traceback(debug):
             raise
         print(_told(error, words), file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        told = LIMITS.get(error.errno or 0)
+        if told is None or _wants_traceback(debug):
+            raise
+        print(with_code(f"{error.strerror}: {told}", "MGT704"), file=sys.stderr)
+        sys.exit(1)
     except SystemExit as stop:
         if _is_usage_error(stop.__context__):  # typer has told it
             _suggest_runs(stop.__context__, words)
@@ -53,6 +66,11 @@ def main() -> None:
         sys.exit(130)
     finally:
         end_no_more(signal.SIGTERM, *SILENT_ENDS)
+
+
+def _wants_traceback(debug: bool) -> bool:
+    """In a rank the error belongs to the launcher, which prints the first one once."""
+    return debug or "MGT_DEBUG" in os.environ or "TORCHELASTIC_ERROR_FILE" in os.environ
 
 
 def _suggest_runs(error: BaseException | None, words: list[str]) -> None:

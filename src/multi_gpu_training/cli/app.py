@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from typing import Annotated
 
 import typer
 from typer import Option
 
+from multi_gpu_training import __version__
 from multi_gpu_training.cli import (
     cluster_commands,
     model_commands,
@@ -26,9 +29,28 @@ app = typer.Typer(
 )
 
 
+def show_version(asked: bool) -> None:
+    """Print what a report of a bug should name, without importing torch."""
+    if not asked:
+        return
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "not installed"
+    python = platform.python_version()
+    typer.echo(f"multi-gpu-training {__version__}, torch {torch}, Python {python}")
+    raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, Option(help="show tracebacks; also works after a command")] = False,
+    version: Annotated[
+        bool,
+        Option(
+            "--version", help="show the versions and exit", callback=show_version, is_eager=True
+        ),
+    ] = False,
 ) -> None:
     """Train a PyTorch model on many GPUs and get what one GPU computes."""
 

@@ -46,6 +46,8 @@ def compress(
 
     loaded = load(run, device=device, trust=trust)
     folder = Path(out) if out is not None else _beside(Path(run).expanduser())
+    if (folder / "config.yaml").exists() or (folder / "checkpoints").exists():
+        raise ConfigError(f"--out {folder} is a run folder; choose a folder of its own")
     taken = [setting.folder for setting in settings if (folder / setting.folder).exists()]
     if taken:
         raise ConfigError(

@@ -6,11 +6,27 @@ import re
 import secrets
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from multi_gpu_training.config import is_url
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.extras import install, installed
+from multi_gpu_training.safe_output import brief
 
 SHORTEST_TOKEN = 12
+
+
+def check_folders(command: str, runs: Sequence[str]) -> None:
+    """Refuse what was named and is no folder. Only runs/, the default, may come later."""
+    problems = []
+    for run in runs:
+        if not is_url(run) and not Path(run).is_dir():
+            found = "not a folder" if Path(run).exists() else "no such folder"
+            problems.append(
+                f"mgt {command} {brief(run, 80)}: {found}; give a run or a folder of runs"
+            )
+    if problems:
+        raise ConfigError(problems, code="MGT104")
 
 
 def dashboard(

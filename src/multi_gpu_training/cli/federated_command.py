@@ -228,6 +228,7 @@ def training_settings(
     target: str, words: list[str], own: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Settings of a recipe, or the words of a script."""
+    from multi_gpu_training.cli.run_command import check_script
     from multi_gpu_training.cli.train_command import check_data_dir, extra_settings
 
     if target not in RECIPES:
@@ -235,6 +236,7 @@ def training_settings(
             raise ConfigError(
                 f"{brief(target)} is neither a recipe ({', '.join(RECIPES)}) nor a script"
             )
+        check_script(target, "mgt federated")
         return {}, words
     settings = dict(extra_settings(words))
     if "seed" in own:

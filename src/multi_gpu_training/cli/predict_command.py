@@ -88,6 +88,8 @@ def _format(flags: PredictFlags) -> str:
         raise ConfigError(
             f"--out {flags.out}: end it in .jsonl or .csv, or say which with --format"
         )
+    if flags.form is not None and ending in FORMATS[1:] and ending != flags.form:
+        raise ConfigError(f"--out {flags.out} and --format {flags.form} contradict each other")
     form = flags.form or (ending if ending in FORMATS else "jsonl" if flags.out else "table")
     if form not in FORMATS:
         raise ConfigError(f"--format {form}: use {', '.join(FORMATS)}")

@@ -121,7 +121,10 @@ def resolve(flags: SearchFlags) -> tuple[SearchSettings, Path]:
     said = found.pop("study", None)
     if not isinstance(said, str | int | None):
         raise ConfigError(f"study: {brief(said)} is not a name; write it as in `study: mine`")
-    name = flags.study or (str(said) if said else default_name(found["target"]))
+    if flags.study is not None:
+        name = flags.study
+    else:
+        name = default_name(found["target"]) if said is None else str(said)
     problem = name_problem(name)
     if problem is not None:
         raise ConfigError(f"--study {brief(name)}: {problem}")

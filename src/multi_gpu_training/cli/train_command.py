@@ -112,7 +112,11 @@ def resolve(flags: TrainFlags) -> tuple[Any, MultiGPUConfig, Any]:
     given = {key: value for key, value in flags.settings.items() if value is not None}
     if "gpu_ids" in given:
         given["gpu_ids"] = _gpu_ids(given["gpu_ids"])
+    said = dict(given)
     for key, value in extra_settings(flags.extra):
+        if key in said and said[key] != value:
+            flag = f"--{key.replace('_', '-')} {brief(said[key])}"
+            raise ConfigError(f"{flag} and {key}={brief(value)} contradict each other; give one")
         given[key] = value
     name = flags.target
     if flags.run is not None:

@@ -59,8 +59,9 @@ def dashboard(
     read_only: Annotated[bool, Option("--read-only", help="only show runs; no actions")] = False,
 ) -> None:
     """Watch runs live in a browser: compare, save or stop them, change their learning rate."""
-    from multi_gpu_training.cli.dashboard_command import dashboard
+    from multi_gpu_training.cli.dashboard_command import check_folders, dashboard
 
+    check_folders("dashboard", runs or [])
     folders = runs or ["runs"]
     raise typer.Exit(dashboard(folders, host, port, token, allow_host or [], read_only))
 
@@ -72,8 +73,9 @@ def top(
     interval: Annotated[float, Option(help="seconds between updates", min=0.2, max=3600)] = 1.0,
 ) -> None:
     """Watch runs live in the terminal: ranks, phases, devices, events."""
-    from multi_gpu_training.cli.dashboard_command import top
+    from multi_gpu_training.cli.dashboard_command import check_folders, top
 
+    check_folders("top", runs or [])
     raise typer.Exit(top(runs or ["runs"], once, interval))
 
 
@@ -109,7 +111,9 @@ def checkpoints(
     ],
     as_json: AsJson = False,
     to: Annotated[str | None, Option(help="upload: the run's URL, if not its save_dir")] = None,
-    wait: Annotated[float, Option(help="upload: time limit in seconds")] = 3600.0,
+    wait: Annotated[
+        float | None, Option(help="upload: time limit in seconds; default: 3600")
+    ] = None,
     verify_key: Annotated[
         str | None,
         Option(help="key file: checkpoints not signed with it count as damaged", callback=a_path),
@@ -131,10 +135,22 @@ def checkpoints(
     )
     from multi_gpu_training.errors import ConfigError
 
+    does = words[0] if words[0] == "merge" or words[:-1] == ["upload"] else "list"
+    belongs = {"--to": "upload", "--wait": "upload", "--like": "merge"}
+    given = {"--to": to, "--wait": wait, "--like": like, "--verify-key": verify_key}
+    given["--json"] = as_json or None
+    useless = [
+        flag for flag in given if given[flag] is not None and belongs.get(flag, "list") != does
+    ]
+    if useless:
+        raise ConfigError(
+            f"mgt checkpoints: {', '.join(useless)} would do nothing here; `mgt checkpoints "
+            "--help` says what each belongs to"
+        )
     if words[0] == "merge":
         raise typer.Exit(merge_checkpoint(words[1:], like))
     if len(words) == 2 and words[0] == "upload":
-        raise typer.Exit(upload_run(words[1], to, wait))
+        raise typer.Exit(upload_run(words[1], to, 3600.0 if wait is None else wait))
     if len(words) > 1:
         raise ConfigError(f"mgt checkpoints takes one run, not {len(words)}: {' '.join(words)}")
     raise typer.Exit(show_checkpoints(words[0], as_json, verify_key))

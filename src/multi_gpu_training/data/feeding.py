@@ -421,7 +421,15 @@ def _dataset(data: Data) -> Dataset[Any]:
                 code="MGT303",
             )
         return data.dataset
-    if isinstance(data, IterableDataset) or hasattr(data, "__getitem__"):
+    if isinstance(data, Mapping) and 0 not in data:  # datasets are numbered from 0
+        names = ", ".join(map(repr, list(data)[:5]))
+        raise DataError(
+            f"{type(data).__name__} is not a dataset: it holds {names}; give one of them, such as "
+            "data['train']"
+        )
+    if isinstance(data, IterableDataset) or (
+        hasattr(data, "__getitem__") and not isinstance(data, str | bytes)
+    ):
         return data
     raise DataError(
         f"{type(data).__name__} is not a dataset: give an object with __len__ and __getitem__, a "

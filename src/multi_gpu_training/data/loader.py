@@ -271,6 +271,12 @@ class Fetch(Dataset[Any]):
             if several is None:
                 raise
             return several([index])[0]
+        except StopIteration:  # `for` would take it for the end of the epoch
+            raise DataError(
+                f"sample {index} of {type(self.dataset).__name__} raised StopIteration; a dataset "
+                "gives every sample that its length promises, or is a torch IterableDataset",
+                code="MGT302",
+            ) from None
 
 
 def collated(collate: Collate, samples: list[Any], share: Share) -> tuple[Share, Any]:

@@ -43,6 +43,7 @@ from multi_gpu_training.state_dicts import json_text, model_state
 INDEX = "export.json"
 WEIGHTS = "model.safetensors"
 FORMAT = 1
+SPARSE = 2**30  # bytes; a larger file that is all holes would be hashed for minutes
 
 
 def is_model_folder(path: Path) -> bool:
@@ -120,8 +121,14 @@ def read_index(folder: Path) -> dict[str, Any]:
         for name, file in facts["files"].items():
             if not all(is_plain_name(part) for part in name.split("/")):
                 raise ValueError(f"{INDEX} names {name!r:.80}, which is not a file in this folder")
-            os.close(open_regular(folder / name))  # no link out of the folder, no FIFO
-            if file_facts(folder / name) != file:
+            descriptor = open_regular(folder / name)  # no link out of the folder, no FIFO
+            found = os.fstat(descriptor)
+            os.close(descriptor)
+            if found.st_size > SPARSE and found.st_blocks * 512 * 100 < found.st_size:
+                raise ValueError(
+                    f"{name} claims {found.st_size:,} bytes and has next to none on the disk"
+                )
+            if found.st_size != file.get("bytes") or file_facts(folder / name) != file:
                 raise ValueError(f"{name} was changed")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -62,6 +62,7 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
                 "to WORLD_SIZE - 1; unset them, or start with `mgt run` or torchrun",
                 code="MGT202",
             )
+        _check_local(env, world_size)
         return Identity(
             rank=rank,
             local_rank=_integer(env, "LOCAL_RANK", _integer(env, "RANK")),
@@ -85,6 +86,52 @@ def from_environment(env: Mapping[str, str] | None = None) -> Identity | None:
             run_id=f"{slurm_key(env)}.{env.get('SLURM_STEP_ID', '')}",
         )
     return None
+
+
+def _check_local(env: Mapping[str, str], world_size: int) -> None:
+    """Refuse places on the machine that cannot be, and a meeting place without an address."""
+    problem = None
+    if "LOCAL_WORLD_SIZE" in env:
+        local_world = _integer(env, "LOCAL_WORLD_SIZE", least=1)
+        if local_world > world_size:
+            problem = f"LOCAL_WORLD_SIZE={local_world}, more than WORLD_SIZE={world_size}"
+        elif "LOCAL_RANK" in env and _integer(env, "LOCAL_RANK") >= local_world:
+            problem = (
+                f"LOCAL_RANK={env['LOCAL_RANK']} and LOCAL_WORLD_SIZE={local_world}: local ranks "
+                "count from 0 to LOCAL_WORLD_SIZE - 1"
+            )
+    if world_size > 1 and env.get("MASTER_ADDR") == "":
+        problem = "an empty MASTER_ADDR, where the ranks are to meet"
+    if problem is not None:
+        raise ConfigError(
+            f"the environment has {problem}; correct it, or start with `mgt run` or torchrun, "
+            "which set it",
+            code="MGT202",
+        )
+
+
+def refuse_half_a_launch(world_size: int, env: Mapping[str, str] | None = None) -> None:
+    """Refuse to begin a run of `world_size` ranks where the environment promises another one.
+
+    Whoever sets WORLD_SIZE wants these processes to train together; without RANK each would train
+    by itself.
+    """
+    env = os.environ if env is None else env
+    if "WORLD_SIZE" in env and "RANK" not in env:
+        promised = _integer(env, "WORLD_SIZE", least=1)
+        problem = f"WORLD_SIZE={promised} but no RANK" if promised != world_size else None
+    elif "RANK" in env and "WORLD_SIZE" not in env:
+        problem = f"RANK={brief(env['RANK'])} but no WORLD_SIZE"
+    else:
+        problem = None
+    if problem is not None:
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        raise ConfigError(
+            f"the environment has {problem}: this would become a run of its own, with {ranks}; set "
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, start with `mgt run` or torchrun, or "
+            "unset it",
+            code="MGT202",
+        )
 
 
 def slurm_key(env: Mapping[str, str]) -> str:

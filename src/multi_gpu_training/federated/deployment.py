@@ -117,7 +117,9 @@ class ClientPlace:
             for flag, name in (("--ca-file", self.ca_file), ("--key", self.key)):
                 if name is None or _gone(name):
                     problems.append(
-                        f"{flag} {(name or '')[:80]} does not exist; see `mgt federated keys`"
+                        f"{flag} is missing; see `mgt federated keys`"
+                        if name is None
+                        else f"{flag} {brief(name, 80)} does not exist; see `mgt federated keys`"
                     )
         elif self.ca_file or self.key:
             problems.append("--insecure-network with --ca-file or --key; drop one of them")

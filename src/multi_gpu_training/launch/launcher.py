@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.distributed.identity import from_environment, refuse_half_a_launch
 from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.launch.engine import (
     Hosts,
@@ -85,12 +86,22 @@ def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) ->
     Returns at once in a rank, or where one rank is enough. Otherwise runs this very command once
     per rank, waits, and exits with the run's code.
     """
-    if not config.training_mode.has_ranks:
-        return
     hosts = hosts or Hosts.from_environment()
+    if not config.training_mode.has_ranks:
+        choose_engine(hosts, config)  # refuses options that would do nothing
+        if from_environment() is None:
+            refuse_half_a_launch(1)
+        return
     if choose_engine(hosts, config).identity(config) is not None:  # this process is a rank
         return
+    if config.rank is not None:
+        raise ConfigError(
+            f"rank={config.rank} says that you start each rank by hand, and the environment has no "
+            "MASTER_ADDR, where they meet; set it, or drop rank and have the ranks started here",
+            code="MGT202",
+        )
     here, world = _ranks_here(config, hosts)
+    refuse_half_a_launch(world)
     if world == 1:
         return
     command = own_command()
@@ -172,6 +183,8 @@ def launch_distributed_training(
     those of LaunchPlan. In a process that is already a rank, for example under torchrun, the
     function runs there and its own result is returned.
     """
+    if not callable(function):
+        raise ConfigError(f"{brief(function)} cannot be called; give a function that trains")
     ranks = ranks_for(num_gpus, share_gpu=bool(options.pop("share_gpu", False)))
     main = sys.modules.get(function.__module__)
     if function.__module__ == "__main__" and not getattr(main, "__file__", None):

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from multi_gpu_training.errors import LaunchError
+from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.launch.launcher import launch_distributed_training
+from multi_gpu_training.safe_output import brief
 
 _THREADS = "OMP_NUM_THREADS"
 
@@ -28,6 +29,8 @@ def notebook_launch(
     of them; the next call starts afresh. A failed run is not restarted, unless `max_restarts` says
     so; the other `options` are those of `launch_distributed_training`.
     """
+    if not callable(function):
+        raise ConfigError(f"{brief(function)} cannot be called; give a function that trains")
     threads = os.environ.get(_THREADS)
     try:
         payload = _shipped(function, tuple(args))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from multi_gpu_training.errors import MultiGPUError
+from multi_gpu_training.errors import ConfigError, MultiGPUError
 from multi_gpu_training.extras import install, installed
 from multi_gpu_training.monitoring.device import DeviceReader
 from multi_gpu_training.monitoring.report.charts import Series
@@ -39,6 +39,8 @@ class PerformanceMonitor:
     """
 
     def __init__(self, run: Path | str | None = None, interval_s: float = 0.5) -> None:
+        if not interval_s > 0:
+            raise ConfigError(f"interval_s={interval_s!r}: give seconds above 0")
         self._run = None if run is None else read_run(run)
         self._interval_s = interval_s
         self._began: float | None = None
@@ -92,10 +94,12 @@ class PerformanceMonitor:
         try:
             samples = operator.index(batch_size) * operator.index(num_gpus)
         except TypeError:
+            samples = -1
+        if samples < 0 or num_gpus < 1:
             raise MultiGPUError(
                 f"record_metrics cannot take batch_size={batch_size!r}, num_gpus={num_gpus!r}: "
-                "give whole numbers"
-            ) from None
+                "give whole numbers, of at least 0 and 1"
+            )
         self._times.append(time.perf_counter())
         self._samples.append(samples)
         self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)

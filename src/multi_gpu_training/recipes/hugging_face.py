@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -64,12 +64,15 @@ def fetch(kind: str, option: str, name: str, trust: bool = False, **more: Any) -
             loader = getattr(transformers(), kind)
             # Explicitly: left open, transformers would ask on the terminal whether to run
             # code that came with the model.
+            told = kind.startswith("AutoModel") and not trust
+            if told:
+                more["output_loading_info"] = True
             found = loader.from_pretrained(
                 str(path) if path.exists() else name, trust_remote_code=trust, **more
             )
         if kind == "AutoConfig":
             check_config(f"{option}={name!r}", found)
-        return found
+        return _with_its_weights(f"{option}={name!r}", *found) if told else found
     except ModelError:
         raise
     # A file of nonsense fails in transformers in every way there is.
@@ -93,6 +96,20 @@ def fetch(kind: str, option: str, name: str, trust: bool = False, **more: Any) -
             f"(hf download {name} --local-dir {Path(name).name}) and give the folder",
             code="MGT404",
         ) from None
+
+
+def _with_its_weights(asked: str, model: Any, told: Mapping[str, Any]) -> Any:
+    """The model, unless all but its head would begin at random: that is no pretrained model."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    names = [name for name, _ in model.named_parameters()]
+    body = [name for name in names if name.startswith(prefix)] or names
+    if set(body) <= set(told.get("missing_keys", ())):
+        raise ModelError(
+            f"{asked}: none of its weights fits a {type(model).__name__}, as its config.json "
+            "describes it; give the folder that belongs to these weights, or from_scratch=true",
+            code="MGT404",
+        )
+    return model
 
 
 def check_config(asked: str, config: Any) -> None:

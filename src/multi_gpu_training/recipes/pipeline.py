@@ -318,7 +318,7 @@ class Pipeline(ABC):
 
         part: val or all; by default the validation part of the run's own data, and all of others.
         """
-        chosen = part or ("val" if data_dir is None else "all")
+        chosen = ("val" if data_dir is None else "all") if part is None else part
         if chosen not in ("val", "all"):
             raise ConfigError(f"part={chosen}: use val or all")
         job, placement, device = self.job(data_dir), placement or Placement(), device_of(model)

@@ -12,7 +12,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import nn
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem
+from multi_gpu_training.config import (
+    MultiGPUConfig,
+    TrainingMode,
+    path_problem,
+    truth_for_number,
+)
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.manager import MultiGPUTrainingManager
@@ -29,6 +34,8 @@ class Options(BaseModel):
     """Settings of one recipe alone, beside those of MultiGPUConfig."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    _not_truth = field_validator("*", mode="before")(truth_for_number)
 
     @field_validator("*", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.errors import DataError
-from multi_gpu_training.extras import install
+from multi_gpu_training.extras import install, installed
 
 MOST_SMALL_TEXT = 2**26
 
@@ -17,7 +17,9 @@ def library(module: str, needed: str, extra: str, otherwise: str = "") -> Any:
     """A module that only some recipe needs. `needed` says what for: `reading videos needs PyAV`."""
     try:
         return importlib.import_module(module)
-    except ImportError:
+    except ImportError as error:
+        if installed(module.partition(".")[0]):  # installed, and broken or short of memory
+            raise DataError(f"{needed}, which cannot be imported: {error}", code="MGT105") from None
         raise DataError(
             f"{needed}, which is not installed; run {install(extra)}{otherwise}",
             code="MGT105",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from multi_gpu_training.config import MultiGPUConfig, unknown_key
+from multi_gpu_training.config import MultiGPUConfig, truth_for_number, unknown_key
 from multi_gpu_training.config_file import storable
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes import RECIPES
@@ -68,6 +68,8 @@ class SearchSettings(BaseModel):
     population: int = Field(5, ge=2, le=1000, description="pbt: members")
     generation_epochs: int = Field(1, ge=1, le=10**6, description="pbt: epochs of a generation")
 
+    _not_truth = field_validator("*", mode="before")(truth_for_number)
+
     @property
     def is_script(self) -> bool:
         return self.target.endswith(".py")
@@ -120,6 +122,20 @@ class SearchSettings(BaseModel):
             )
         if self.sampler == "pbt":
             problems += self.population_problems(space)
+        else:
+            useless = {"population", "generation_epochs"} & self.model_fields_set
+            problems += [
+                f"--{name.replace('_', '-')} is for --sampler pbt; add that, or drop it"
+                for name in sorted(useless)
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+        problems += [
+            f"--metric {brief(text)}: a name has no comma; give --metric again for each"
+            for text in self.metric
+            if "," in text
+        ]
+        if self.storage == "":
+            problems.append("--storage '' is empty; give a URL, or leave it out for SQLite")
         if not problems and self.target:
             problems += self.target_problems(space)
         if problems:

@@ -26,6 +26,7 @@ from multi_gpu_training.training.loss import (
     predict,
     read_loss,
     rows_of,
+    takes,
 )
 from multi_gpu_training.training.loss_weights import ignored_label
 from multi_gpu_training.training.metric_states import is_metric, refuse_inexact
@@ -59,22 +60,12 @@ def choose_eval_fn(given: Any, ranks: int) -> EvalFn | MetricObjects | None:
         raise ConfigError(f"eval_fn is a {type(given).__name__}; {wanted}")
     if isinstance(given, type):
         raise ConfigError(f"eval_fn is the class {given.__name__} itself; {wanted}")
-    if given is not None and not _takes(given, 3):
+    if given is not None and not takes(given, 3):
         raise ConfigError(
             f"eval_fn is called as eval_fn(model, batch, metrics), and takes "
             f"{inspect.signature(given)}; {wanted}"
         )
     return given  # type: ignore[no-any-return]
-
-
-def _takes(function: Any, arguments: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
-        return False
-    except ValueError:  # written in C: it has no signature to inspect
-        pass
-    return True
 
 
 def _own_name(metric: Any) -> str:

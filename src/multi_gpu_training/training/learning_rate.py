@@ -363,4 +363,11 @@ def choose_schedule(
             "SequentialLR"
         )
     scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+    for inner in inner_schedulers(scheduler):
+        if getattr(inner, "optimizer", optimizer) is not optimizer:
+            raise ConfigError(
+                f"the scheduler {type(inner).__name__} belongs to another optimizer, so it would "
+                "not change this run's learning rate; give a function that builds it: "
+                "scheduler=lambda optimizer: ..."
+            )
     return BroughtScheduler(scheduler, config, total, scaling)

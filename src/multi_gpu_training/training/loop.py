@@ -28,7 +28,7 @@ from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.resident import ResidentLoader
 from multi_gpu_training.distributed.control import Control
 from multi_gpu_training.distributed.progress_slot import Phase, note_phase, note_step
-from multi_gpu_training.errors import CheckpointError, ConfigError, add_place
+from multi_gpu_training.errors import CheckpointError, ConfigError, DataError, add_place
 from multi_gpu_training.training.callbacks import CallbackList, StepLog
 from multi_gpu_training.training.epoch_end import EpochEnd, TrainedEpoch
 from multi_gpu_training.training.oom import add_advice
@@ -72,6 +72,8 @@ class TrainingLoop:
 
         If a resumed run has already finished this epoch, return its recorded metrics instead.
         """
+        if epoch < 0:
+            raise ConfigError(f"train_epoch(loader, {epoch}): epochs count from 0")
         self.progress.epoch = epoch
         if epoch < self.progress.epochs_done:
             return self.progress.history[epoch]["train"]
@@ -180,6 +182,12 @@ class TrainingLoop:
             self.train_loader.seek(state.epoch, state.position)
         validates = self.validation.loader is not None
         metrics = self.epoch_end.add_up(epoch, unattended=in_fit and not validates)
+        if not metrics and not cut:
+            raise DataError(
+                f"epoch {epoch + 1} trained no step: the data gave no batch, or each was skipped "
+                "after a fault; check the data and their filters",
+                code="MGT302",
+            )
         trained = TrainedEpoch(epoch, metrics, whole)
         if validates:
             self._unvalidated = trained  # its validation decides about best and early stopping

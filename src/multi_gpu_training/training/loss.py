@@ -131,6 +131,12 @@ def _read_weight(given: Any, device: torch.device) -> Tensor:
             "from .detach()ed values, also where the mean uses it",
             code="MGT401",
         )
+    if isinstance(given, int | float) and given < 0:
+        raise ModelError(
+            f"loss_fn returned (mean_loss, weight), and the weight is {given:g}; a weight says how "
+            "much the mean stands for, such as the number of its samples: 0 or more",
+            code="MGT401",
+        )
     try:
         found = torch.as_tensor(given, dtype=wide_float(device), device=device).detach()
         if found.numel() == 1:
@@ -163,6 +169,11 @@ def choose_loss(given: Any) -> LossFn:
                 code="MGT401",
             )
         return SupervisedLoss(given)
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        raise ModelError(
+            f"loss_fn={given.__name__} is a class; give an object of it: {given.__name__}()",
+            code="MGT401",
+        )
     if not callable(given):
         raise ModelError(
             f"loss_fn={given!r} is not callable; give loss_fn(model, batch) -> loss", code="MGT401"
@@ -180,6 +191,12 @@ def choose_loss(given: Any) -> LossFn:
             ) from None
     if _takes_output_and_target(function):
         return SupervisedLoss(FunctionCriterion(given))
+    if not takes(given, 2):
+        raise ModelError(
+            f"loss_fn is called as loss_fn(model, batch), and takes {inspect.signature(given)}; "
+            "give loss_fn(model, batch) -> loss",
+            code="MGT401",
+        )
     return given  # type: ignore[no-any-return]
 
 
@@ -199,6 +216,17 @@ OUTPUTS = (
     *("logits", "scores", "y_pred", "y_hat", "yhat", "recon", "reconstruction"),
 )
 TARGETS = ("target", "targets", "label", "labels", "y", "y_true", "gt")
+
+
+def takes(function: Any, arguments: int) -> bool:
+    """Whether it can be called with so many positional arguments; True where nobody knows."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:  # written in C: it has no signature to inspect
+        return True
+    return True
 
 
 def _unwrapped(given: Any) -> tuple[Any, dict[str, Any]]:

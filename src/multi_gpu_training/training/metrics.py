@@ -30,6 +30,8 @@ class MetricsCollector:
     """
 
     def __init__(self, f1_average: str = "macro") -> None:
+        if f1_average not in ("macro", "micro", "binary"):
+            raise ConfigError(f"f1_average={f1_average!r}: use macro, micro or binary")
         self._f1_average = f1_average
         self._objects: dict[str, Any] = {}  # torchmetrics objects
         self._sums: dict[str, Tensor | float] = {}

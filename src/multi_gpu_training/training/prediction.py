@@ -65,6 +65,8 @@ def gather_outputs(pairs: Iterable[tuple[Any, Any]], placement: Placement) -> An
     mine: list[Part] = []
     for batch, output in pairs:
         share = _share(batch)
+        if output is None:
+            raise _without_rows("None", share.count)
         mine.append((share.place, share.count, _on_host(output, share.count)))
     if placement.group is None:
         parts = mine

@@ -43,7 +43,8 @@ class RayOptions:
         if problem is not None:
             problems.append(problem)
         found: dict[str, Any] = {}
-        for part in filter(None, str(given.get("ray_options") or "").split(",")):
+        asked = given.get("ray_options")
+        for part in [] if asked is None else str(asked).split(","):
             name, _, value = (word.strip() for word in part.partition("="))
             if name == "cpus_per_rank" and _is_amount(value):
                 found[name] = float(value)

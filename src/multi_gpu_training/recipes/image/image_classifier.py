@@ -306,8 +306,17 @@ def from_function(asked: Asked, classes: int, size: tuple[int, int]) -> nn.Modul
             code="MGT404",
         ) from None
     wanted = {"num_classes": classes, **asked.args}
-    if "image_size" in inspect.signature(function).parameters:
-        wanted.setdefault("image_size", size[0])
+    try:
+        signature = inspect.signature(function)
+        if "image_size" in signature.parameters:
+            wanted.setdefault("image_size", size[0])
+        signature.bind(**wanted)
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"model={asked.name!r} cannot be called with {', '.join(wanted)} ({error}); it takes "
+            "num_classes and what model_args gives",
+            code="MGT404",
+        ) from None
     model = function(**wanted)
     if not isinstance(model, nn.Module):
         raise ModelError(

@@ -80,11 +80,7 @@ def read_sound(path: Path, rate: int) -> Tensor:
     if plain is not None:
         found, values = plain[0].rate, plain[1]
     else:
-        soundfile = _soundfile(path)
-        try:
-            values, found = soundfile.read(str(path), dtype="int16", always_2d=True)
-        except RuntimeError as error:
-            raise no_audio(path, error) from None
+        values, found = _decoded(path)
     sound = torch.from_numpy(np.array(values, dtype=np.int16))
     if sound.shape[1] == 1 and found == rate:
         return sound[:, 0]
@@ -92,6 +88,23 @@ def read_sound(path: Path, rate: int) -> Tensor:
     if found != rate:
         mono = resample(mono, int(found), rate)
     return mono.round().clamp(-32768, 32767).to(torch.int16)
+
+
+def _decoded(path: Path) -> tuple[Any, int]:
+    """The samples of any sound file as int16, and their rate."""
+    soundfile = _soundfile(path)
+    try:
+        # Floats between -1 and 1 are not scaled when they are read as integers: all would be 0.
+        floats = soundfile.info(str(path)).subtype in ("FLOAT", "DOUBLE")
+        kind = "float32" if floats else "int16"
+        values, rate = soundfile.read(str(path), dtype=kind, always_2d=True)
+    except RuntimeError as error:  # libsndfile's errors are subclasses of it
+        raise no_audio(path, error) from None
+    if floats:
+        if not np.isfinite(values).all():
+            raise DataError(f"{path} has samples that are NaN or infinite; remove it")
+        values = np.clip(np.round(values * 32768.0), -32768, 32767)
+    return values, int(rate)
 
 
 def trimmed(sound: Tensor, rate: int, decibels: float, shortest: int = 0) -> Tensor:

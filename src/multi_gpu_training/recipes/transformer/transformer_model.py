@@ -66,6 +66,13 @@ def from_config(task: Task, config: Any, trust: bool = False, in_parts: bool = F
     """A model with fresh weights, from torch's generator as it stands. in_parts: they are computed
     when the model is placed, each rank keeping its own part."""
 
+    if getattr(config, "quantization_config", None):
+        raise ModelError(
+            f"the config of this {config.model_type} model asks for quantized weights, and fresh "
+            "ones are not; take quantization_config out of it",
+            code="MGT404",
+        )
+
     def build() -> Any:
         return getattr(transformers(), CLASSES[task]).from_config(
             config, dtype=torch.float32, trust_remote_code=trust
