@@ -196,7 +196,7 @@ def test_missing_transformers_says_how_to_install_it(monkeypatch: pytest.MonkeyP
 
 def test_weights_of_another_model_do_not_pass_for_a_pretrained_one(tmp_path: Path) -> None:
     folder = tiny_bert(tmp_path / "bert", kind=transformers.BertForMaskedLM)
-    asked = {"model": str(folder), "task": "masked"}
+    asked: dict[str, Any] = {"model": str(folder), "task": "masked", "sequence_length": 16}
     recipe = find_recipe("transformer")
     recipe.build(recipe.config({"device": "cpu"}), recipe.options(**asked))
     save_file({"conv.weight": torch.zeros(3, 3)}, folder / "model.safetensors", {"format": "pt"})
@@ -208,5 +208,5 @@ def test_fresh_weights_are_not_quantized(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "none-that-is-known"}
     (folder / "config.json").write_text(json.dumps(config))
-    message = problem(model=str(folder), task="masked", from_scratch=True)
+    message = problem(model=str(folder), task="masked", from_scratch=True, sequence_length=16)
     assert "take quantization_config out" in message
