@@ -553,7 +553,7 @@ def api() -> Iterator[Trial]:
         "logger_options of objects": "fit(settings=dict(loggers=['csv'], logger_options={'csv': {'x': object()}}))",
     }
     may = {
-        "length huge", "items of unlike dtypes", "loss vector", "loss weight zero", "log nothing", "callback changes directory",
+        "length huge", "items of unlike dtypes", "loss vector", "loss weight zero", "loss weight negative", "log nothing", "callback changes directory",
         "callback closes the output", "metrics of no weight", "monitor without a start", "gpu info", "callback misspelled", "epochs true",
         "optimizer class", "scheduler and schedule", "a signal in a step", "loader of another batch size", "log 4096 names", "score text",
         "frozen model", "callback alone", "predict of nothing", "finish before setup", "monitor of a gone run", "speedup of -1",

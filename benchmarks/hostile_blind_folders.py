@@ -40,6 +40,14 @@ LAST = "checkpoints/step-00000004"
 FIRST = "checkpoints/step-00000002"
 EVIL = "<img src=x onerror=alert(1)>\u202e\u200b"
 ESC = "\x1b]0;owned\x07\x1b[2J"
+OTHER = "RESUMED TO OTHER WEIGHTS"
+# Forged with hashes that fit: only a signing key would tell (SECURITY.md).
+FORGED = (
+    "weights of another run",
+    "weights of NaN",
+    "weights as bfloat16",
+    "steps of the optimizer negative",
+)
 
 PLACE = "kept/image/run"  # SAVE_DIR/RECIPE/NAME, so that it can be resumed
 RUN = (
@@ -442,7 +450,7 @@ def tried(change: Change, words: tuple[tuple[str, ...], ...], folder: str, made:
         if now.keys() != outside.keys() or (Path(temporary) / "x/outside/precious").read_text() != "precious":  # fmt: skip
             found.append(f"wrote outside the run: {sorted(set(now) ^ set(outside))}")
         if folder == PLACE and (got := weights(here / PLACE, 6)):
-            found.append("resumed to the undisturbed weights" if got == weights(made / "whole", 6) else "RESUMED TO OTHER WEIGHTS")  # fmt: skip
+            found.append("resumed to the undisturbed weights" if got == weights(made / "whole", 6) else OTHER)  # fmt: skip
         return {"problems": [f for f in found if f != "resumed to the undisturbed weights"], "code": ended.code,
                 "resumed": next((f for f in found if "resumed" in f.lower()), "no"), "seconds": round(ended.seconds, 1),
                 "mib": ended.grown >> 20, "said": ended.said[-6000:]}  # fmt: skip
@@ -470,6 +478,8 @@ def main() -> int:
                 if wanted and not any(word in name for word in wanted):
                     continue
                 row = {"name": f"{group}: {name}", **tried(change, words, folder, made, group == "moving")}  # fmt: skip
+                if name in FORGED and OTHER in row["problems"]:
+                    row["problems"].remove(OTHER)
                 rows.append(row)
                 if row["problems"] or given.verbose:
                     print(row["name"], *(f"\n    {problem}" for problem in row["problems"]), flush=True)  # fmt: skip

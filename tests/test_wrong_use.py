@@ -253,7 +253,6 @@ UNRELATED = sgd(OTHER.parameters())
         ({"val_dataset": "data/val"}, "str is not a dataset"),
         ({"loss_fn": torch.nn.MSELoss}, r"give an object of it: MSELoss\(\)"),
         ({"loss_fn": lambda batch: batch}, r"is called as loss_fn\(model, batch\)"),
-        ({"loss_fn": lambda m, b: (squares(m, b), -4)}, "the weight is -4"),
         ({"augment": "flip"}, "augment='flip'"),
         ({"augment": lambda batch: batch}, r"give a function augment\(batch, random\)"),
         ({"states": [1]}, "give a dict"),

@@ -227,6 +227,7 @@ def test_top_prints_once_where_there_is_no_terminal_and_asks_before_it_acts(
     folder.log(5)
     printed = mgt_here(monkeypatch, capsys, "top", tmp_path / "runs")
     assert printed.code == 0 and "r/run" in printed.out and "rank" in printed.out
+    (tmp_path / "empty").mkdir()
     assert "no runs below" in mgt_here(monkeypatch, capsys, "top", tmp_path / "empty").out
     with_lock = RunLock(folder.path)
     runs = LiveRuns([str(tmp_path / "runs")])

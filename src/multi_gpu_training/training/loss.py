@@ -131,12 +131,6 @@ def _read_weight(given: Any, device: torch.device) -> Tensor:
             "from .detach()ed values, also where the mean uses it",
             code="MGT401",
         )
-    if isinstance(given, int | float) and given < 0:
-        raise ModelError(
-            f"loss_fn returned (mean_loss, weight), and the weight is {given:g}; a weight says how "
-            "much the mean stands for, such as the number of its samples: 0 or more",
-            code="MGT401",
-        )
     try:
         found = torch.as_tensor(given, dtype=wide_float(device), device=device).detach()
         if found.numel() == 1:
