@@ -186,7 +186,7 @@ def belonging() -> Iterator[tuple[str, Change]]:
     yield "a whole checkpoint of another run", lambda run: (shutil.rmtree(run / LAST), shutil.copytree(run.parent / "run2" / LAST, run / LAST))  # fmt: skip
     for name in ("environment.json", "config.yaml", ".lock", "events/rank-0.jsonl"):  # fmt: skip
         yield f"{name} of another run", lambda run, name=name: shutil.copy(run.parent / "run2" / name, run / name)  # fmt: skip
-    yield "a run inside a run", lambda run: shutil.copytree(run, run / "checkpoints" / "run", symlinks=True)  # fmt: skip
+    yield "a run inside a run", lambda run: shutil.copytree(run.parent / "run2", run / "checkpoints" / "run", symlinks=True)  # fmt: skip
     yield "only its checkpoints", lambda run: only(run, "checkpoints")  # fmt: skip
     yield "rank 7's events alone", lambda run: (run / "events/rank-0.jsonl").rename(run / "events/rank-7.jsonl")  # fmt: skip
 

@@ -122,6 +122,8 @@ def test_top_may_come_before_the_first_run(mgt: Mgt) -> None:
     "words",
     [
         ("checkpoints", "run", "--like", "run"),
+        ("verify", "image", "--num-gpus", "2"),
+        ("bench", "image", "world_size=2"),
         ("checkpoints", "run", "--to", "s3://x/y"),
         ("checkpoints", "merge", "run", "out", "--json"),
         (*LR, "--population", "4"),

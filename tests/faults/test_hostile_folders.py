@@ -170,6 +170,26 @@ def test_a_state_of_nonsense_with_fitting_hashes_is_a_clear_error(run: Path) -> 
             resumed(run)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("step", -5), ("step", 5), ("epoch", -1), ("position", -1)]
+)
+def test_counts_that_no_training_reaches_are_a_clear_error(
+    run: Path, name: str, value: int
+) -> None:
+    import hashlib
+
+    path = run / "checkpoints" / "step-00000006"
+    facts = json.loads((path / "manifest.json").read_text())
+    state = json.loads((path / "state.json").read_text())
+    state["state"]["trainer"][name] = value
+    text = json.dumps(state)
+    (path / "state.json").write_text(text)
+    hashed = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    rewritten(path, files={**facts["files"], "state.json": hashed})
+    with pytest.raises(MultiGPUError, match="in the checkpoint of step 6"):
+        resumed(run)
+
+
 def test_an_old_checkpoint_under_a_newer_name_does_not_win(
     run: Path, whole: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -276,6 +276,7 @@ class RunState:
             ) from error
 
     def _load(self, snapshot: Snapshot, where: str) -> str | None:
+        _check_counts(snapshot)
         training, notes = self.training, []
         model, optimizer = training.model, training.optimizer
         changes: list[Change] = []
@@ -335,6 +336,22 @@ class RunState:
             if name in tensors:
                 tensors[name] = tensors[name].detach().to(self.placement.wire, copy=True)
                 self.placement.broadcast_tensors([tensors[name]])
+
+
+def _check_counts(snapshot: Snapshot) -> None:
+    """Refuse counts that no training reaches. Adam takes the root of a power of its steps."""
+    saved = snapshot.state["trainer"]
+    if saved["step"] != snapshot.step or min(saved["epoch"], saved["position"]) < 0:
+        raise ValueError(
+            f"step {saved['step']} of epoch {saved['epoch']}, at batch {saved['position']}, in the "
+            f"checkpoint of step {snapshot.step}"
+        )
+    for name, values in snapshot.optimizer["state"].items():
+        step = values.get("step", 0)
+        if isinstance(step, Tensor):  # on a device, looking at it would have the host wait
+            step = step.item() if step.numel() == 1 and step.device.type == "cpu" else 0
+        if isinstance(step, int | float) and step < 0:
+            raise ValueError(f"the optimizer took {step:g} steps with {name}")
 
 
 def locate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -151,4 +152,9 @@ def command_of(words: list[str], command: str) -> list[str]:
         if not Path(target).is_file():
             raise ConfigError(f"mgt {command} {target}: no such file", code="MGT104")
         return words
+    given = [
+        word for word in words[1:] if re.match(r"(--num[-_]gpus|(num_gpus|world_size)=)", word)
+    ]
+    if given and command in ("verify", "bench"):  # profile and check have the flag themselves
+        raise ConfigError(f"{given[0]}: mgt {command} chooses the ranks itself; use --ranks")
     return ["-m", "multi_gpu_training", "train", *words]
