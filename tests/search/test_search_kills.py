@@ -145,6 +145,17 @@ def test_a_resumed_search_whose_storage_is_gone_is_refused(tmp_path: Path) -> No
         search(lambda p: p["x"], {"x": "0..9"}, folder=folder, metric="loss", trials=2, resume=True)
 
 
+def test_a_storage_that_lost_its_values_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    common: dict[str, Any] = {"folder": folder, "metric": "loss", "trials": 2}
+    search(lambda params: params["x"], {"x": "0..9"}, **common)
+    with closing(sqlite3.connect(folder / "study.db")) as base:
+        base.execute("DELETE FROM trial_values")
+        base.commit()
+    with pytest.raises(ConfigError, match=r"trial 0 .* is complete and has no value"):
+        search(lambda params: params["x"], {"x": "0..9"}, resume=True, **common)
+
+
 def test_a_storage_that_fails_is_told_in_one_sentence(tmp_path: Path) -> None:
     folder = tmp_path / "study"
 

@@ -112,6 +112,16 @@ class Study:
                 f"the study {brief(name)} was begun with the directions {', '.join(directions)}; "
                 "give the same --metric again, or choose another --study"
             )
+        hollow = [
+            one.number
+            for one in self.records()
+            if one.state == TrialEnding.COMPLETE and len(one.values) != len(objectives)
+        ]
+        if hollow:
+            raise ConfigError(
+                f"the storage is damaged: trial {hollow[0]} of the study {brief(name)} is complete "
+                "and has no value; restore it from a copy, or begin another --study"
+            )
         self._live: dict[int, optuna.trial.Trial] = {}
         # A sampler that starts with the same seed again would repeat its first suggestions.
         again = seed if sampler in ("grid", "pbt") else seed + 7919 * begun
