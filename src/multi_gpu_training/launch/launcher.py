@@ -94,7 +94,7 @@ def start_ranks_if_needed(config: MultiGPUConfig, hosts: Hosts | None = None) ->
         return
     if choose_engine(hosts, config).identity(config) is not None:  # this process is a rank
         return
-    if config.rank is not None:
+    if config.rank:  # 0 is what many a script says that starts its ranks here
         raise ConfigError(
             f"rank={config.rank} says that you start each rank by hand, and the environment has no "
             "MASTER_ADDR, where they meet; set it, or drop rank and have the ranks started here",
