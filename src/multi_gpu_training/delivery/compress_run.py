@@ -48,6 +48,7 @@ TUNING_SHARE, TUNING_RATE = 0.2, 0.2  # of the run's epochs and rate, to mend a 
 # Metrics by which models are compared, the first that an evaluation has. True: more is better.
 JUDGED = {"accuracy": True, "f1": True, "wer": False, "cer": False}
 DISTANCE, DISTANCE_SAMPLES = "distance", 64  # stands for a metric where no data are at hand
+ONNX_DRAFTS = "onnx"  # folder of the files that are measured before they are kept
 WIDTHS = ("width", "n_embd", "hidden_size")
 
 
@@ -132,6 +133,7 @@ def compress_run(
         if row.holds:
             row.folder = str(folder)
         rows.append(row)
+    shutil.rmtree(out / ONNX_DRAFTS, ignore_errors=True)  # of models that lost too much
     found = Compression(metric, rows)
     out.mkdir(parents=True, exist_ok=True)
     facts = {"run": str(loaded.checkpoint), "metric": metric, "max_drop": tolerance.most}
@@ -207,7 +209,7 @@ def compress(loaded: LoadedModel, setting: Setting, out: Path, how: HowToTrain) 
     if setting.prune is not None:
         current = prune(current, setting, out, how)
     if setting.quantize == ONNX:
-        folder = out / "onnx" / setting.folder
+        folder = out / ONNX_DRAFTS / setting.folder
         step: dict[str, Any] = {"method": "quantize", "scheme": ONNX}
         model = OnnxModel(quantize_onnx(current, folder))
         return described(current.with_model(model), [*current.pipeline.compression, step])
