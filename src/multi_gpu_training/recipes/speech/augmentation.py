@@ -22,9 +22,7 @@ ROOM_S = 0.3  # of an impulse response; what comes later is below hearing here
 REVERB_S = (0.1, 0.6)  # time until a room is 60 dB quieter
 DIRECT_DB = (0.0, 15.0)  # how much louder the voice is than its room
 NOISE_DB = (5.0, 35.0)  # how much louder the voice is than the noise
-CURVES = (
-    6  # cosines that a microphone's frequency response is drawn from, the k-th 2/(k+1) as strong
-)
+CURVES = 6  # cosines that a frequency response is drawn from, the k-th 2 / (k + 1) as strong
 CONTOUR_S = 0.08  # between two points of a loudness contour
 QUIETEST_DB = -30.0  # a moment, beside the whole: below it a compressor does no more
 STEEPEST = 2.0  # of a noise: power falls with frequency to this exponent, 0 (white) or more
