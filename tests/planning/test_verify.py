@@ -207,10 +207,17 @@ def test_hooks_on_parameters_and_a_batch_divided_by_the_script_pass(verified: Ve
         "manager = MultiGPUTrainingManager(MultiGPUConfig(batch_size=12 // WORLD, epochs=4))\n"
         "for p in net.parameters():\n"
         "    p.register_hook(lambda g: g.clamp(-1e-3, 1e-3))\n"
-        "manager.fit(net, data, optimizer=sgd)"
+        "class Attend(nn.Module):\n"
+        "    def __init__(self): super().__init__(); self.net, self.attention_dropout = net, 0.3\n"
+        "    def forward(self, x):\n"
+        "        h = self.net(x)[:, None]\n"
+        "        p = self.attention_dropout if self.training else 0.0\n"
+        "        return F.scaled_dot_product_attention(h, h, h, dropout_p=p)[:, 0]\n"
+        "manager.fit(Attend(), data, optimizer=sgd)"
     )
     report = verified(script)
     assert report.passed, (report.problems, report.notes)
+    assert any("attention_dropout" in note for note in report.notes)
     assert report.by_hand is not None and report.by_hand < 1e-9
 
 

@@ -473,6 +473,11 @@ def _switch_off_dropout(model: nn.Module) -> list[str]:
         if isinstance(module, nn.MultiheadAttention) and module.dropout:
             module.dropout = 0.0
             found.append(name)
+        # Many models keep it as a number, for F.dropout or for attention.
+        for key, value in vars(module).items():
+            if "drop" in key and isinstance(value, float) and 0 < value < 1:
+                setattr(module, key, 0.0)
+                found.append(f"{name}.{key}".strip("."))
     return found
 
 
