@@ -280,6 +280,20 @@ def test_a_models_own_loss_is_weighed_by_its_labels_and_checked(tmp_path: Path) 
         assert "own loss of Scoring is not one mean" in coupled
 
 
+def fit_a_sum_of_single_samples(folder: Path) -> str:
+    manager = manager_for(folder, global_batch_size=2, max_steps=1)
+    try:
+        manager.fit(Scoring("sum"), Named("sum"), optimizer=sgd)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sum_is_refused_where_each_rank_has_one_sample(tmp_path: Path) -> None:
+    for said in run_ranks(2, fit_a_sum_of_single_samples, tmp_path):
+        assert "own loss of Scoring is a sum over the samples" in said
+
+
 # Data that change while they are used
 
 
