@@ -132,7 +132,7 @@ def _(trial: Trial) -> Outcome:
     return trial.train(model, classes(trial.dtype), cross_entropy, adamw)
 
 
-@here("the optimizer steps in hooks that run inside backward", refusal=True)
+@here("the optimizer steps in hooks that run inside backward")
 def _(trial: Trial) -> Outcome:
     model = mlp(trial.dtype)
     optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
