@@ -198,7 +198,7 @@ def contradicting() -> Iterator[Trial]:
         ("resume=kept/image/trained/checkpoints/step-00000004", "batch_size=8", "seed=3", *ONE), ("forecast=gone.json", *ONE), ("forecast=good.yaml", *ONE),
         ("recipe=video", *ONE), ("rank=1", "world_size=2", "device=cpu"), ("local_rank=3", *ONE), ("steps_per_epoch=10", *ONE), ("deterministic=true", "cudnn_benchmark=true", *ONE),
     ):  # fmt: skip
-        may = {"warmup_epochs=50", "step_execution=graph", "fsdp_blocks=[Nope]", "tensor_parallel=3", "--multi-gpu", "--master-port", "steps_per_epoch=10", "flip=true", "enable_fault_tolerance=false",
+        may = {"warmup_epochs=50", "step_execution=graph", "fsdp_blocks=[Nope]", "tensor_parallel=3", "--master-port", "steps_per_epoch=10", "flip=true", "enable_fault_tolerance=false",
                "persistent_workers=true", "prefetch_factor=2", "gpu_data_gb=1", "global_batch_size=7", "local_rank=3", "resume=auto", "label_column=x"}  # fmt: skip
         yield told("train", "image", *words, fails=words[0] not in may)
 
@@ -272,8 +272,8 @@ def processes() -> Iterator[Trial]:
     # One of two ranks alone waits for the other: 5 seconds.
     waiting = (*train, "timeout=20", "hang_timeout_s=5")
     for name, env in {
-        "WORLD_SIZE without RANK": {"WORLD_SIZE": "2"}, "WORLD_SIZE 4 and an address": {"WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
-        "RANK without WORLD_SIZE": {"RANK": "0"}, "LOCAL_RANK without RANK": {"LOCAL_RANK": "1", "WORLD_SIZE": "2"},
+        "WORLD_SIZE without RANK": {"WORLD_SIZE": "3"}, "WORLD_SIZE 4 and an address": {"WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
+        "RANK without WORLD_SIZE": {"RANK": "0"}, "LOCAL_RANK without RANK": {"LOCAL_RANK": "1", "WORLD_SIZE": "3"},
         "rank beyond the world": {**ranks, "RANK": "2"}, "local rank beyond": {**ranks, "LOCAL_RANK": "2"}, "no address": {**ranks, "MASTER_ADDR": ""},
         "no port": {k: v for k, v in ranks.items() if k != "MASTER_PORT"}, "local world larger": {**ranks, "LOCAL_WORLD_SIZE": "4"},
         "two ranks, single": ranks, "RANK empty": {**ranks, "RANK": ""}, "WORLD_SIZE empty": {**ranks, "WORLD_SIZE": ""},

@@ -118,7 +118,7 @@ def sounds() -> Iterator[tuple[str, Make]]:
     bad = np.sin(np.arange(8000) * 0.3).astype("<f4")
     bad[4000:] = np.nan
     yield "floats with NaN", speech_folder(chunks(fmt(3, 32), (b"data", bad.tobytes())))
-    yield speech_folder(chunks(fmt(3, 32), (b"data", np.full(8000, 1e38, "<f4").tobytes())))  # fmt: skip
+    yield "floats of 1e38", speech_folder(chunks(fmt(3, 32), (b"data", np.full(8000, 1e38, "<f4").tobytes())))  # fmt: skip
     yield "ADPCM", speech_folder(chunks(fmt(17, 4), (b"data", tone)))
     yield "data before the format", speech_folder(chunks((b"data", tone), fmt(1, 16)))
     yield "two formats", speech_folder(chunks(fmt(1, 16), fmt(1, 8, 2, 44_100), (b"data", tone)))

@@ -132,6 +132,7 @@ def test_top_may_come_before_the_first_run(mgt: Mgt) -> None:
         (*LR, "--study", ""),
         (*LR, "--storage", ""),
         ("train", "image", "--partition", "gpu", *ONE),
+        ("train", "image", "--multi-gpu", "single", "--num-gpus", "4", "device=cpu"),
         ("train", "image", "--witness", "h:1", *ONE),
         ("train", "image", "max_steps=5", "--max-steps", "6"),
         ("train", "image", "--engine", "ray", "--ray-options", ","),

@@ -271,6 +271,11 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> Non
             # Two CPU ranks show what many GPUs would do; mps and xpu are one device.
             alone = device in ("mps", "xpu") or (device == "auto" and choose("auto") != "cpu")
             fields["world_size"] = (1 if alone else 2) * nodes
+    elif mode is TrainingMode.SINGLE and asked not in (-1, 1):
+        raise ConfigError(
+            f"--num-gpus {asked} with --multi-gpu single, which is one process on one device; drop "
+            "one of them"
+        )
     elif mode is TrainingMode.DATA_PARALLEL and gpus and ids is None:
         fields["device_ids"] = list(range(count))
 
