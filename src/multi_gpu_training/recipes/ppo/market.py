@@ -188,7 +188,7 @@ def _number(text: str, column: str, where: str) -> float:
     if not math.isfinite(value) or value < 0 or (value == 0 and column != "volume"):
         raise DataError(
             f"{where}: {column} is {text.strip() or 'empty'!r}; every price must be a number "
-            "above 0: fill or remove the row"
+            "above 0, a volume 0 or more: fill or remove the row"
         )
     return value
 

@@ -103,7 +103,7 @@ def _decoded(path: Path) -> tuple[Any, int]:
     if floats:
         if not np.isfinite(values).all():
             raise DataError(f"{path} has samples that are NaN or infinite; remove it")
-        values = np.clip(np.round(values * 32768.0), -32768, 32767)
+        values = np.round(np.clip(values, -1.0, 32767 / 32768) * 32768.0)
     return values, int(rate)
 
 
