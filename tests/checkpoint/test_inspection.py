@@ -54,7 +54,7 @@ def test_metrics_are_shown_whole_in_terminals_of_any_width(
     monkeypatch.setenv("COLUMNS", str(width))
     show_checkpoints(str(run), as_json=False)
     shown = capsys.readouterr().out
-    assert f"loss {newest['metrics']['loss']:.4g}" in shown
+    assert f"loss {newest['metrics']['loss']:.4f}" in shown
     table = [row for row in shown.splitlines() if "│" in row]
     assert table and all(len(row) <= width for row in table)
 

@@ -243,13 +243,13 @@ def test_a_recipe_says_what_it_does_and_can_be_gone_on_with(mgt: Mgt, tmp_path: 
     assert said.code == 0 and said.err == "", said.err
     for line in (
         r"^mode: distributed_data_parallel, 1 rank, device cpu, float32$",
-        r"^model: \w+, [\d,]+ parameters, [\d.]+ MB$",
+        r"^model: \w+, [\d,]+ parameters, [\d.]+ [KM]B$",
         r"^batch: 64 per rank x 1 accumulation x 1 rank = 64 samples per step$",
         r"^learning rate: 0\.002 \(lr_scaling=none\)$",
         r"^schedule: cosine to 0 at step \d+, warm-up over \d+ steps instead of \d+ \(at most 0\.1",
         r"^Epoch 1/2 - train loss [\d.]+, acc [\d.]+% \| val loss [\d.]+, acc [\d.]+%",
         r"^Epoch 2/2 - ",
-        r"^  saved best model: /.*/runs/image/[\w-]+/checkpoints/step-\d+ \(accuracy 0\.\d+\)$",
+        r"^  saved best model: /.*/runs/image/[\w-]+/checkpoints/step-\d+ \(accuracy \d+\.\d\d%\)$",
         r"^curves: tensorboard --logdir /.*/runs/image/[\w-]+/tensorboard$",
     ):
         assert re.search(line, said.out, re.MULTILINE), f"{line}\n{said.out}"

@@ -61,9 +61,12 @@ def test_a_resumed_run_keeps_its_settings_and_the_command_line_overrides_them(
 
     # With several ranks, the line comes once: from the launcher.
     words = ("resume", "runs/image/first", "--num-gpus", "2", "--max-steps", "5")
+    said = mgt(*words)
+    assert said.code == 2 and "add --multi-gpu ddp" in said.err
+    words = (*words, "--multi-gpu", "ddp")
     with Program("-m", "multi_gpu_training", *words, cwd=tmp_path) as program:
         assert program.end_of_run() == 0, program
-        assert program.out.count("resuming runs/image/first") == 1, program
+        assert program.out.count("resuming runs/image/first") == 1, program.out
     assert after["batch_size"] == 24 and after["seed"] == 7
 
     # A config file counts as the command line; a run of another recipe is not taken for this one.

@@ -127,4 +127,4 @@ def test_an_export_to_safetensors_is_a_model_with_card_schema_and_hashes(
     kept = mgt_package.load("kept", device="cpu")
     assert kept.predict(raws) == mgt_package.load(run, device="cpu").predict(raws)
     said = mgt("export", run, "--to", "safetensors", "--out", "kept")
-    assert said.code == 2 and "kept is there already" in said.err
+    assert said.code == 2 and "kept already exists" in said.err

@@ -297,7 +297,7 @@ def test_whether_smaller_is_better_follows_from_whole_words(metric: str, smaller
 def test_a_manager_trains_once(tmp_path: Path) -> None:
     manager = tiny.manager_for(tmp_path, training_mode="single")
     manager.fit(tiny.line(), tiny.points(), optimizer=tiny.sgd)
-    with pytest.raises(ConfigError, match="make another MultiGPUTrainingManager"):
+    with pytest.raises(ConfigError, match="create another MultiGPUTrainingManager"):
         manager.fit(tiny.line(), tiny.points(), optimizer=tiny.sgd)
 
 

@@ -178,8 +178,7 @@ def _with_saved(
     asked = {**given, **({} if flags.num_gpus is None else {"num_gpus": flags.num_gpus})}
     taken = taken_settings(recipe, saved, asked)
     # Where our launcher started this rank, the launcher has said it already.
-    main = getattr(sys.modules["__main__"], "__spec__", None)
-    ours = main is not None and main.name == "multi_gpu_training.launch.rank_main"
+    ours = "multi_gpu_training.launch.rank_main" in sys.orig_argv
     if identity is None or (identity.rank == 0 and identity.attempt == 0 and not ours):
         print(resume_line(folder, taken), flush=True)
     return {**taken, **given}
@@ -273,8 +272,9 @@ def _place(fields: dict[str, Any], mode: TrainingMode, flags: TrainFlags) -> Non
             fields["world_size"] = (1 if alone else 2) * nodes
     elif mode is TrainingMode.SINGLE and asked not in (-1, 1):
         raise ConfigError(
-            f"--num-gpus {asked} with --multi-gpu single, which is one process on one device; drop "
-            "one of them"
+            f"--num-gpus {asked} asks for several processes, and training_mode=single (of the "
+            "command line, the config or the resumed run) is one; add --multi-gpu ddp, or drop "
+            "--num-gpus"
         )
     elif mode is TrainingMode.DATA_PARALLEL and gpus and ids is None:
         fields["device_ids"] = list(range(count))
