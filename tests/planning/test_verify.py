@@ -103,7 +103,7 @@ BUGS = {
         "g = torch.Generator().manual_seed(RANK)\n"
         "manager.fit(net, data, optimizer=sgd, loss_fn=lambda m, b: F.cross_entropy("
         "m(b[0] + torch.randn(b[0].shape, generator=g)), b[1]))",
-        "draws from a generator of its own",
+        "draws from its own generator",
     ),
     "a ratio of sums whose divisor depends on the model": (
         "def dice(m, b):\n"

@@ -19,7 +19,11 @@ def library(module: str, needed: str, extra: str, otherwise: str = "") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         if installed(module.partition(".")[0]):  # installed, and broken or short of memory
-            raise DataError(f"{needed}, which cannot be imported: {error}", code="MGT105") from None
+            raise DataError(
+                f"{needed}, which is installed but cannot be imported ({error}); try a fresh "
+                f"{install(extra)}",
+                code="MGT105",
+            ) from None
         raise DataError(
             f"{needed}, which is not installed; run {install(extra)}{otherwise}",
             code="MGT105",
