@@ -306,11 +306,12 @@ class Deep(nn.Module):
         return self.last(x)
 
 
-def deep(by_hand: bool, folder: Path, **settings: Any) -> Any:
+def deep(by_hand: bool, folder: Path, dropout: float = 0.0, **settings: Any) -> Any:
     """Three equal blocks between two layers; the manager, unless by hand."""
     torch.manual_seed(1)
     block = lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))  # noqa: E731
-    first = nn.Sequential(nn.Flatten(), nn.Linear(50, 8))
+    noise = [nn.Dropout(dropout)] if dropout else []
+    first = nn.Sequential(nn.Flatten(), *noise, nn.Linear(50, 8))
     blocks = nn.ModuleList([block(), block(), block()])
     model = Deep(first, blocks, nn.Linear(8, 3)).double()
     if by_hand:
@@ -323,7 +324,9 @@ def deep(by_hand: bool, folder: Path, **settings: Any) -> Any:
     return manager
 
 
-def compiled_blocks(folder: Path, fails_on: int) -> tuple[Result, str, str, int]:
+def compiled_blocks(
+    folder: Path, fails_on: int, dropout: float = 0.0
+) -> tuple[Result, str, str, int]:
     """With a compiler that changes nothing but counts, or fails on one rank: the weights, how steps
     ran and why, and how often compiled code was called."""
     calls = []
@@ -338,7 +341,7 @@ def compiled_blocks(folder: Path, fails_on: int) -> tuple[Result, str, str, int]
         return called
 
     with mock.patch.object(torch, "compile", compile_it):
-        manager = deep(False, folder)
+        manager = deep(False, folder, dropout)
     run = manager.trainer.execution
     assert all(calls)  # never in validation
     return full(manager), run.mode, run.reason, len(calls)

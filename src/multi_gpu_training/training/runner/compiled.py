@@ -79,12 +79,14 @@ def _problem_together(state: StepState, compiled: LossFn, step: list[Fed]) -> st
             state.drop_gradients()
             state.strategy.forget_step()
             return in_a_line(error)
+        failure = state.strategy.compile_failure
+        if not state.placement.all_agree(failure is None):
+            return "it does not compile on another rank" if failure is None else in_a_line(failure)
         if not state.placement.all_agree(not draws):
             return None  # compiled code draws different noise: nothing to compare
         with _weights_rounded_again(state):
             rounded = _exchanged_gradients(state, None, given)
-    failure = state.strategy.compile_failure
-    return in_a_line(failure) if failure else _too_far(state, expected, rounded, found)
+    return _too_far(state, expected, rounded, found)
 
 
 def _exchanged_gradients(state: StepState, compiled: LossFn | None, given: Any) -> list[Tensor]:
