@@ -75,7 +75,7 @@ def train(out, settings, fail_at=0, pause=0.0):
                "enable_fault_tolerance": False, "save_dir": out, **settings}
         )
     )
-    rank = manager.placement.identity.rank
+    rank = manager.placement.rank
     torch.manual_seed(rank)  # every rank must get rank 0's weights all the same
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(22, 4, generator=torch.Generator().manual_seed(7))
@@ -91,7 +91,7 @@ def train(out, settings, fail_at=0, pause=0.0):
         "arguments": sys.argv[1:],
     }
     (Path(out) / f"rank-{rank}.json").write_text(json.dumps(answer))
-    return rank, manager.placement.dp_size
+    return rank, manager.placement.world_size
 
 
 if __name__ == "__main__":

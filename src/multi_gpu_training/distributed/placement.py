@@ -97,6 +97,16 @@ class Placement:
         return self.identity.is_main
 
     @property
+    def rank(self) -> int:
+        """Number of this process among all of the run."""
+        return self.identity.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the run."""
+        return self.identity.world_size
+
+    @property
     def backend(self) -> str:
         return dist.get_backend(self.group) if self.group is not None else "none"
 
