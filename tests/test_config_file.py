@@ -10,7 +10,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.config_file import (
     READY_CONFIGS,
     flatten,

@@ -6,7 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+    from multi_gpu_training.config import MultiGPUConfig
+    from multi_gpu_training.config_fields import TrainingMode
     from multi_gpu_training.data.sharded_stream import ShardedStream
     from multi_gpu_training.delivery.loaded_model import LoadedModel, load
     from multi_gpu_training.errors import ConfigError, MultiGPUError
@@ -37,7 +38,7 @@ _HOMES = {
     "ConfigError": "errors",
     "MultiGPUError": "errors",
     "MultiGPUConfig": "config",
-    "TrainingMode": "config",
+    "TrainingMode": "config_fields",
     "launch_distributed_training": "launch.launcher",
     "notebook_launch": "launch.notebook",
     "MetricsCollector": "training.metrics",

@@ -20,9 +20,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem, unknown_key
+from multi_gpu_training.config import MultiGPUConfig, unknown_key
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import redact_values
+from multi_gpu_training.run_places import path_problem
 from multi_gpu_training.safe_files import NOT_YAML, check_yaml, read_text
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.setting_names import ALIASES

@@ -21,7 +21,8 @@ from typer.main import get_command
 
 from multi_gpu_training.cli import launch_command as cli
 from multi_gpu_training.cli.app import app
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.training.learning_rate import scale_rate

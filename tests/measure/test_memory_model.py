@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.measure.case import Case, CaseResult
 from multi_gpu_training.measure.footprint import COUNTED
 from multi_gpu_training.measure.memory_model import (

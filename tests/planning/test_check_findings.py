@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.measure.case import Case, Failure
 from multi_gpu_training.measure.memory_model import MemoryModel, MemoryParts, MemoryPoint

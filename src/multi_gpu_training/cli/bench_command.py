@@ -16,7 +16,7 @@ from multi_gpu_training.cli.measured_script import (
     runner_for,
     too_small,
 )
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from multi_gpu_training.cli.measured_script import (
     place_problems,
     rank_problems,
 )
-from multi_gpu_training.config import MultiGPUConfig, is_url
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import from_environment
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.run_places import is_url
 
 if TYPE_CHECKING:
     from multi_gpu_training.launch.engine import LaunchPlan, RankJob

@@ -13,10 +13,10 @@ from multi_gpu_training.checkpoint.inspection import CheckpointListing, ListedCh
 from multi_gpu_training.checkpoint.merging import merge
 from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.checkpoint.signature import read_signer
-from multi_gpu_training.config import is_url
 from multi_gpu_training.distributed.identity import ALONE
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.report.wording import metric, size
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.safe_files import read_yaml
 from multi_gpu_training.safe_output import printable
 from multi_gpu_training.storage.remote_folder import StorageError

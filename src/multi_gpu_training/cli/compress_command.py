@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from multi_gpu_training.cli.measured_script import folder_problems
-from multi_gpu_training.config import is_url
 from multi_gpu_training.delivery.compression_plan import MaxDrop, read_settings
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.safe_output import brief
 
 MOST_EPOCHS = 1_000_000

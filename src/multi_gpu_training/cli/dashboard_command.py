@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from multi_gpu_training.config import is_url
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.extras import install, installed
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.safe_output import brief
 
 SHORTEST_TOKEN = 12

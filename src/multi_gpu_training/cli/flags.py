@@ -51,8 +51,8 @@ def a_path(param: CallbackParam, given: Any) -> Any:
 
 
 def _check_paths(given: Any, flag: str) -> None:
-    from multi_gpu_training.config import path_problem
     from multi_gpu_training.errors import ConfigError
+    from multi_gpu_training.run_places import path_problem
     from multi_gpu_training.safe_output import brief
 
     for path in given if isinstance(given, list) else [given]:

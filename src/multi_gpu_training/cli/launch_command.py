@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 import questionary
 from questionary import Choice
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.portability import usable_cores
 from multi_gpu_training.recipes import RECIPES

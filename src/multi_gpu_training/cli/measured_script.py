@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from multi_gpu_training.config import is_url, path_problem
 from multi_gpu_training.errors import ConfigError
+from multi_gpu_training.run_places import is_url, path_problem
 from multi_gpu_training.safe_output import brief
 
 if TYPE_CHECKING:

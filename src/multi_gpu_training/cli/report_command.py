@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
-from multi_gpu_training.config import is_url
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.report import write_page
 from multi_gpu_training.monitoring.report.figures import figures
 from multi_gpu_training.monitoring.report.run_record import RunRecord, read_runs
 from multi_gpu_training.monitoring.report.terminal import show
 from multi_gpu_training.monitoring.report.verdict import judge
+from multi_gpu_training.run_places import is_url
 
 
 def report(folders: list[str], out: str | None, as_json: bool, html: bool) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multi_gpu_training.config import MultiGPUConfig, is_url
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.redaction import HIDDEN
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.safe_output import brief
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from multi_gpu_training.cli.measured_script import folder_problems
 from multi_gpu_training.cli.train_command import extra_settings
-from multi_gpu_training.config import is_url, name_problem
 from multi_gpu_training.config_file import flatten, merge, read_config_file
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes import RECIPES
+from multi_gpu_training.run_places import is_url, name_problem
 from multi_gpu_training.safe_output import brief, printable
 
 if TYPE_CHECKING:

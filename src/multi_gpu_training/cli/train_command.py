@@ -16,7 +16,8 @@ from multi_gpu_training.cli.resumed_run import (
     taken_settings,
     threads_before,
 )
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.config_file import (
     flatten,
     merge,
@@ -26,6 +27,7 @@ from multi_gpu_training.config_file import (
     split,
 )
 from multi_gpu_training.errors import ConfigError, DataError
+from multi_gpu_training.run_places import path_problem
 from multi_gpu_training.safe_output import brief
 
 

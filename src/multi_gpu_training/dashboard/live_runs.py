@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from multi_gpu_training.checkpoint.run_lock import owner
-from multi_gpu_training.config import is_url
 from multi_gpu_training.errors import ConfigError, MultiGPUError
 from multi_gpu_training.monitoring.report.run_record import Most, RunReader, RunRecord
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.safe_output import printable
 from multi_gpu_training.storage.remote_folder import RemoteFolder, StorageError
 from multi_gpu_training.storage.remote_view import fetch_record, is_running

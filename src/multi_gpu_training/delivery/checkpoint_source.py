@@ -7,8 +7,9 @@ from pathlib import Path
 
 from multi_gpu_training.checkpoint.integrity import MANIFEST
 from multi_gpu_training.checkpoint.store import CheckpointStore
-from multi_gpu_training.config import MultiGPUConfig, is_url
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import CheckpointError, ConfigError
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.storage.remote_folder import StorageError
 from multi_gpu_training.storage.remote_resume import RunAddress, fetch_checkpoint, parse_address

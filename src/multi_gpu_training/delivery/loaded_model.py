@@ -15,7 +15,6 @@ from multi_gpu_training.accelerator import choose
 from multi_gpu_training.checkpoint.signature import ManifestSigner, read_signer
 from multi_gpu_training.checkpoint.store import StoredModel, load_model
 from multi_gpu_training.compress.compressed_model import check_steps, restore
-from multi_gpu_training.config import is_url
 from multi_gpu_training.delivery.checkpoint_source import find_checkpoint, other_checkpoints
 from multi_gpu_training.delivery.model_folder import (
     finish,
@@ -43,6 +42,7 @@ from multi_gpu_training.recipes.pipeline import (
     run_program,
 )
 from multi_gpu_training.recipes.recipe import Job
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.safe_files import read_yaml
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.state_dicts import load_model_state

@@ -20,12 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from multi_gpu_training.config import path_problem
 from multi_gpu_training.distributed.cleanup import die_with_parent
 from multi_gpu_training.errors import ConfigError, MultiGPUError
 from multi_gpu_training.federated.client_run import ClientSetup
 from multi_gpu_training.federated.federation_settings import FederatedSettings, require_flower
 from multi_gpu_training.federated.rounds_report import write_report
+from multi_gpu_training.run_places import path_problem
 from multi_gpu_training.safe_files import make_private, read_json, write_atomically
 from multi_gpu_training.safe_output import brief
 

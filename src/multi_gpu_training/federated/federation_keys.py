@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.config import name_problem
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.federated.federation_settings import require_flower
+from multi_gpu_training.run_places import name_problem
 from multi_gpu_training.safe_files import make_private, write_atomically
 
 DAYS = 365

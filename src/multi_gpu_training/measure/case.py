@@ -8,7 +8,7 @@ from enum import StrEnum
 from statistics import fmean, median
 from typing import Any
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 
 SHORT = {
     TrainingMode.SINGLE: "single",

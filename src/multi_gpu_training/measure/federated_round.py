@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from multi_gpu_training.checkpoint.shards import fit_to
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.data.partitions import partition
 from multi_gpu_training.errors import ConfigError, DataError, ModelError

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.order import Share, ShuffledBatches
 from multi_gpu_training.measure.request import MeasuredRun, Measurement, MeasureRequest
 from multi_gpu_training.measure.trainer_access import execution_facts

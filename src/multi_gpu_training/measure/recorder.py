@@ -29,7 +29,8 @@ from torch.utils.data import (
     Subset,
 )
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.batch import attach, map_tensors, share_of
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.measure.batch_rows import (

@@ -17,7 +17,8 @@ from typing import Any, Protocol, cast
 
 from torch import nn
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes, Loader, ValLoaders, batch_sizes
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.safe_files import write_atomically

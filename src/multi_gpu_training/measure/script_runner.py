@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.errors import MultiGPUError
 from multi_gpu_training.launch.launcher import available_gpus
 from multi_gpu_training.measure.case import Case, CaseResult, Failure

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.measure.request import SYNONYMS, MeasuredRun, Measurement

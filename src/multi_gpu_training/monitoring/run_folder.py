@@ -21,12 +21,13 @@ from omegaconf import OmegaConf
 from multi_gpu_training.checkpoint.run_lock import RunLock
 from multi_gpu_training.checkpoint.store import CheckpointStore
 from multi_gpu_training.checkpoint.sync import CheckpointHosts, find_checkpoint_hosts
-from multi_gpu_training.config import MultiGPUConfig, is_url, name_problem
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import storable
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import CheckpointError, ConfigError
 from multi_gpu_training.redaction import redact_command
+from multi_gpu_training.run_places import is_url, name_problem
 from multi_gpu_training.safe_files import (
     check_folder,
     clear_drafts,

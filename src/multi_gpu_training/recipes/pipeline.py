@@ -25,11 +25,13 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode, path_problem
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.order import cut, seed_everything
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.errors import ConfigError, DataError, ModelError
 from multi_gpu_training.recipes.recipe import Job, Options, find_recipe
+from multi_gpu_training.run_places import path_problem
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.training.evaluation import choose_eval_fn, evaluate
 from multi_gpu_training.training.loss import choose_loss

@@ -12,16 +12,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import nn
 
-from multi_gpu_training.config import (
-    MultiGPUConfig,
-    TrainingMode,
-    path_problem,
-    truth_for_number,
-)
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode, truth_for_number
 from multi_gpu_training.data.order import seed_everything
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.manager import MultiGPUTrainingManager
 from multi_gpu_training.recipes import RECIPES
+from multi_gpu_training.run_places import path_problem
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.training.callbacks import Callback, Run
 from multi_gpu_training.training.progress import FitResult

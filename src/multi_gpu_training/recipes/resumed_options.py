@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_training.checkpoint.integrity import trusted_manifest
-from multi_gpu_training.config import MultiGPUConfig, is_url
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.monitoring.run_folder import latest_run
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.storage.remote_folder import StorageError
 from multi_gpu_training.storage.remote_resume import newest_manifest
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.feeding import batch_sizes
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.measure.case import Case

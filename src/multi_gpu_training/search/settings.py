@@ -10,7 +10,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from multi_gpu_training.config import MultiGPUConfig, truth_for_number, unknown_key
+from multi_gpu_training.config import MultiGPUConfig, unknown_key
+from multi_gpu_training.config_fields import truth_for_number
 from multi_gpu_training.config_file import storable
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.recipes import RECIPES

@@ -10,9 +10,10 @@ from typing import Any
 
 from multi_gpu_training.checkpoint.integrity import MANIFEST, trusted_manifest
 from multi_gpu_training.checkpoint.store import CheckpointStore
-from multi_gpu_training.config import MultiGPUConfig, is_url, name_problem
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.errors import CheckpointError, ConfigError
+from multi_gpu_training.run_places import is_url, name_problem
 from multi_gpu_training.storage.event_mirror import fetch_events
 from multi_gpu_training.storage.lease import Lease, take_lease
 from multi_gpu_training.storage.remote_folder import RemoteFolder, StorageError

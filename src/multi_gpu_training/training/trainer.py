@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from multi_gpu_training.accelerator import refuse_float64
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.batch import carry, share_of, to_device
 from multi_gpu_training.data.order import Share
 from multi_gpu_training.distributed.batchnorm import synchronise_batchnorm

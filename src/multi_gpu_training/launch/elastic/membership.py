@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from multi_gpu_training.config import name_problem
 from multi_gpu_training.distributed.authenticated_channel import printable
 from multi_gpu_training.launch.elastic.quorum import LEASE_S, Quorum
 from multi_gpu_training.launch.restart_policy import Fault
+from multi_gpu_training.run_places import name_problem
 
 # A node is lost after so long a silence. Shorter absences are not a fault: the ranks' connections
 # wait and then continue.

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from multi_gpu_training.config import MultiGPUConfig, is_url
+from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.distributed.identity import Identity
 from multi_gpu_training.errors import ConfigError, LaunchError
 from multi_gpu_training.launch.engine import Engine, Hosts, LaunchPlan, RankJob, RunOutcome
@@ -32,6 +32,7 @@ from multi_gpu_training.launch.kubernetes.job_manifest import (
     parse_toleration,
 )
 from multi_gpu_training.launch.signals import LauncherSignals
+from multi_gpu_training.run_places import is_url
 from multi_gpu_training.safe_output import brief, printable
 
 MAX_RESTARTS = 5  # of a set of pods; each restarts its ranks by itself first

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_training.config import path_problem
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.launch.slurm.node_lists import expand
+from multi_gpu_training.run_places import path_problem
 from multi_gpu_training.safe_files import SMALL
 from multi_gpu_training.safe_output import brief
 

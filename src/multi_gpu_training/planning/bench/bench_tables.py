@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.measure import memory_model
 from multi_gpu_training.measure.case import (
     SHORT,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.measure.case import Case, CaseResult, Measure, percentile, together
 from multi_gpu_training.planning.bench import result_table as show
 from multi_gpu_training.planning.bench.result_table import Column, ResultTable

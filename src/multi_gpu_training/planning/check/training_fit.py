@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.feeding import BatchSizes
 from multi_gpu_training.measure.case import Case, CaseResult, Failure
 from multi_gpu_training.measure.memory_model import (

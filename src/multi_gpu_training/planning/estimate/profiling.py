@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.measure.case import Case, CaseResult
 from multi_gpu_training.measure.memory_model import BENT, Line, MemoryPoint
 from multi_gpu_training.measure.script_runner import MeasureError, ScriptRunner

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.measure.batch_rows import same_rows
 from multi_gpu_training.measure.case import Case, Failure
 from multi_gpu_training.planning.verify.rank_server import RankServers, ServedRunner

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from multi_gpu_training.config import path_problem
 from multi_gpu_training.errors import DataError
 from multi_gpu_training.recipes.image.arrow_images import COLUMNAR, read_columnar
 from multi_gpu_training.recipes.image.image_list import (
@@ -22,6 +21,7 @@ from multi_gpu_training.recipes.image.image_list import (
 )
 from multi_gpu_training.recipes.tables import TABLES, Row, read_rows
 from multi_gpu_training.recipes.user_data import contents, listed, refuse
+from multi_gpu_training.run_places import path_problem
 from multi_gpu_training.safe_output import brief
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")

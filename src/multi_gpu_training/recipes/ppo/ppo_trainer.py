@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.data.order import derive_seed
 from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.manager import MultiGPUTrainingManager

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.errors import ConfigError, DataError
 from multi_gpu_training.recipes.fine_tuning import PRETRAINED_RATE, high_rate_note
 from multi_gpu_training.recipes.hugging_face import fetch, has_weights

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from multi_gpu_training.config import MultiGPUConfig, TrainingMode
+from multi_gpu_training.config import MultiGPUConfig
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.errors import ConfigError, DataError, ModelError
 from multi_gpu_training.recipes.hugging_face import no_progress_bar, transformers
 from multi_gpu_training.recipes.pipeline import (

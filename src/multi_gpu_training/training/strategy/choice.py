@@ -6,7 +6,7 @@ import psutil
 import torch
 from torch import nn
 
-from multi_gpu_training.config import TrainingMode
+from multi_gpu_training.config_fields import TrainingMode
 from multi_gpu_training.distributed.placement import Placement
 
 # Fraction of a device's memory; the rest is for activations, whose size is unknown here.
