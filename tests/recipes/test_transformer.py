@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from multi_gpu_training import Callback
 from multi_gpu_training.data.batch import share_of
 from multi_gpu_training.data.loader import Feeding, ShareLoader
 from multi_gpu_training.data.order import ShuffledBatches
+from multi_gpu_training.recipes import hugging_face
 from multi_gpu_training.recipes.recipe import Job, find_recipe
 from multi_gpu_training.recipes.transformer import text
 from multi_gpu_training.recipes.transformer.attention import use_causal_attention
@@ -488,3 +490,13 @@ def train_with_defaults(folder: Path, settings: dict[str, Any], options: dict[st
     chosen = recipe.options(**options)
     result = recipe.train(recipe.config({**quiet, **settings}, chosen), chosen)
     return result.metrics, None, result.folder
+
+
+def test_what_torchao_says_about_its_own_import_is_not_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hugging_face.transformers()
+    logging.getLogger("torchao").warning("Failed to load _C_mxfp8.so: Could not load this library")
+    logging.getLogger("torch.utils._pytree").warning("%s is an Enum subclass and is now", "Kind")
+    logging.getLogger("torchao").warning("this scheme is slow")
+    assert [record.getMessage() for record in caplog.records] == ["this scheme is slow"]
