@@ -442,6 +442,13 @@ def test_a_rank_that_was_killed_is_named_with_the_signal(program: Program) -> No
     assert program.nothing_left(within_s=BUSY), program.alive()
 
 
+@given("training to be shot at")
+def test_a_rank_that_the_cpu_stopped_is_told_how_to_avoid_the_instruction(program: Program) -> None:
+    ranks_of(program)[1].send_signal(signal.SIGILL)
+    assert program.end_of_run(8 * BUSY) == 1
+    assert "SIGILL" in program.err and "set ONEDNN_MAX_CPU_ISA=" in program.err, program.err
+
+
 @given("silent failure")
 def test_the_first_failure_is_shown_while_others_still_compute(program: Program) -> None:
     assert program.end_of_run(8 * BUSY) == 1

@@ -275,6 +275,11 @@ def _silent_failure(
     signalled = code < 0
     kind = _signal_name(-code) if signalled else f"exit code {code}"
     how = f"was ended by {kind}" if signalled else f"exited with code {code}"
+    if kind == "SIGILL":  # some sandboxes announce Intel's AMX and forbid it
+        how += (
+            ": this CPU refuses an instruction; for bf16 on a CPU set "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
+        )
     found = progress_slot.of_rank(error_file)
     where = "" if found.step is None else f", step {found.step}"
     error = RankFailure(
