@@ -234,7 +234,7 @@ def test_a_script_that_only_the_site_shows_is_linked_where_it_stands() -> None:
 def test_every_page_installs_extras_with_the_pinned_versions() -> None:
     for page in [README, *ROOT.glob("docs/*.md")]:
         for words in re.findall(r"pip install (.*\[[\w,-]+\]')", page.read_text()):
-            assert re.match(r"-c constraints(-federated)?\.txt -e '\.\[", words), page.name
+            assert re.match(r"-c constraints(-\w+)?\.txt -e '\.\[", words), page.name
 
 
 def test_every_row_of_a_table_has_the_cells_of_its_head() -> None:
