@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -131,6 +132,92 @@ def test_a_checkpoint_without_a_description_is_rebuilt_from_the_options_of_its_r
     loaded = mgt.load(run, device="cpu")
     close(loaded.evaluate(), loaded.metrics)
     assert loaded.description["model"]["kind"] == "cnn"
+
+
+# bf16
+
+
+def products(model: nn.Module) -> list[torch.Tensor]:
+    """The weights of linear layers and convolutions that no embedding shares."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    tables = [part.weight for part in model.modules() if isinstance(part, nn.Embedding)]
+    return [
+        part.weight
+        for part in model.modules()
+        if isinstance(part, kinds) and not any(part.weight is table for table in tables)
+    ]
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_in_bf16_weights_are_halved_and_scores_stay_float32(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYGAME_HIDE_SUPPORT_PROMPT", "hide")  # gymnasium sets it
+    exact = mgt.load(run_of(recipe), device="cpu")
+    half = mgt.load(run_of(recipe), device="cpu", dtype="bf16")
+    assert all(weight.element_size() == 2 for weight in products(half.model))
+    batch = exact.example_batch(7)
+    ours, theirs = exact.outputs(batch)[0], half.outputs(batch)[0]
+    assert theirs.dtype is torch.float32 and not torch.equal(theirs, theirs.bfloat16().float())
+    assert 0 < float((ours - theirs).norm() / ours.norm()) <= 2e-2
+    task = "score" if "score" in half.tasks else None
+    assert len(half.predict(half.example_inputs(2), task)) == 2
+
+
+class Close(nn.Module):
+    """Scores that rounding to bf16 would make equal, and layers that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 8)
+        self.inner, self.again = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.again.weight = self.inner.weight
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head, self.tied = nn.Linear(8, 3), nn.Linear(8, 5, bias=False)
+        self.tied.weight = self.words.weight
+        with torch.no_grad():
+            self.head.bias.copy_(torch.tensor([13.0, 13.02, 12.98]))
+            self.head.weight.mul_(1e-3)
+
+    def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen = self.again(torch.relu(self.inner(self.words(tokens))))
+        seen = self.attention(seen, seen, seen)[0].mean(1)
+        return {"scores": self.head(seen), "words": self.tied(seen)}
+
+
+def test_own_models_in_bf16_tell_close_scores_apart_and_survive_copies(tmp_path: Path) -> None:
+    Close().train()
+    torch.manual_seed(0)
+    tokens = torch.randint(5, (12, 4))
+    common = {"training_mode": "single", "run_name": "own", "enable_fault_tolerance": True}
+    manager = mgt.MultiGPUTrainingManager(quiet(tmp_path, **common, learning_rate=1e-9))
+    run = manager.fit(
+        Close,
+        torch.utils.data.TensorDataset(tokens, torch.zeros(12).long()),
+        loss_fn=lambda output, target: output["scores"].square().mean(),
+        optimizer=sgd,
+        description={"inputs": [{"name": "tokens", "dtype": "int64", "shape": ["batch", 4]}]},
+    ).folder
+    exact = mgt.load(run, device="cpu", model=Close)
+    half = mgt.load(run, device="cpu", model=Close, dtype="bf16")
+    model = half.model
+    assert model.again.weight is model.inner.weight and model.inner.weight.element_size() == 2
+    assert model.tied.weight is model.words.weight and model.words.weight.element_size() == 4
+    ours, theirs = exact.outputs((tokens,)), half.outputs((tokens,))
+    assert torch.equal(ours[0].argmax(1), theirs[0].argmax(1))
+    assert float((ours[0] - theirs[0]).abs().max()) < 1e-3
+    copied = half.with_model(copy.deepcopy(model))
+    assert torch.equal(copied.outputs((tokens,))[0], theirs[0])
+    again = mgt.load(half.save(tmp_path / "saved"), device="cpu", model=Close)
+    assert {part.dtype for part in again.model.parameters()} == {torch.float32}
+    torch.testing.assert_close(again.outputs((tokens,)), ours, rtol=1e-2, atol=1e-2)
+    with pytest.raises(ConfigError, match="cannot be trained; load it without dtype"):
+        half.job()
+
+
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ConfigError, match="dtype='int3': use float32 or bf16"):
+        mgt.load(run_of("image"), device="cpu", dtype="int3")
 
 
 # Scripts

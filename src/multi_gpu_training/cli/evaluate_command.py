@@ -28,6 +28,7 @@ class EvaluateFlags:
     num_gpus: int
     batch_size: int | None
     device: str
+    dtype: str
     trust: bool
     as_json: bool
 
@@ -37,7 +38,7 @@ def evaluate(flags: EvaluateFlags) -> int:
     if _is_of_a_script(Path(where)):  # before its model is missed, which would not be enough
         raise ConfigError(SCRIPT_DATA)
     with ranks(flags.num_gpus, flags.device) as placement:
-        loaded = load(where, device=placement.device, trust=flags.trust)
+        loaded = load(where, device=placement.device, trust=flags.trust, dtype=flags.dtype)
         metrics = loaded.evaluate(flags.data, flags.part, flags.batch_size, placement)
         if not placement.is_main:
             return 0

@@ -79,6 +79,7 @@ TrainedRun = Annotated[
 Checkpoint = Annotated[
     str | None, Option(help="best or step-N; default: the best, else the newest")
 ]
+Dtype = Annotated[str, Option(help="float32, or bf16: half the memory, faster on GPUs")]
 Trust = Annotated[
     bool,
     Option(

@@ -12,6 +12,7 @@ from multi_gpu_training.cli.flags import (
     AsJson,
     Checkpoint,
     Device,
+    Dtype,
     Ranks,
     TrainedRun,
     Trust,
@@ -32,14 +33,15 @@ def evaluate(
     num_gpus: Ranks = -1,
     batch_size: Annotated[int | None, Option(min=1)] = None,
     device: Device = "auto",
+    dtype: Dtype = "float32",
     trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a trained model on its validation data or on other data, on all GPUs."""
     from multi_gpu_training.cli.evaluate_command import EvaluateFlags, evaluate
 
-    flags = EvaluateFlags(run, data, part, checkpoint, num_gpus, batch_size, device, trust, as_json)
-    raise typer.Exit(evaluate(flags))
+    place = checkpoint, num_gpus, batch_size, device, dtype, trust
+    raise typer.Exit(evaluate(EvaluateFlags(run, data, part, *place, as_json)))
 
 
 @commands.command()
@@ -70,6 +72,7 @@ def predict(
     num_gpus: Ranks = -1,
     batch_size: Annotated[int | None, Option(min=1)] = None,
     device: Device = "auto",
+    dtype: Dtype = "float32",
     trust: Trust = False,
 ) -> None:
     """Predict with a trained model, on all GPUs: one result per input, in the same order.
@@ -86,7 +89,7 @@ def predict(
         "record": record,
     }
     options = {name: value for name, value in given.items() if value is not None}
-    place = checkpoint, num_gpus, batch_size, device, trust
+    place = checkpoint, num_gpus, batch_size, device, dtype, trust
     flags = PredictFlags(run, list(inputs or ()), task, out, form, timeline, *place, options)
     raise typer.Exit(predict(flags))
 
@@ -151,6 +154,7 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, Option(help="0: pick a free port")] = 8000,
     device: Device = "auto",
+    dtype: Dtype = "float32",
     checkpoint: Annotated[str | None, Option(help="best or step-N")] = None,
     task: Annotated[
         str | None, Option(help="generate, score, ... if the model has several")

@@ -43,6 +43,7 @@ class PredictFlags:
     num_gpus: int
     batch_size: int | None
     device: str
+    dtype: str
     trust: bool
     options: dict[str, Any]
 
@@ -60,7 +61,7 @@ def predict(flags: PredictFlags) -> int:
         raise ConfigError(problems)
     where = checked_source(flags.run, flags.checkpoint)
     with ranks(flags.num_gpus, flags.device) as placement:
-        loaded = load(where, device=placement.device, trust=flags.trust)
+        loaded = load(where, device=placement.device, trust=flags.trust, dtype=flags.dtype)
         # PPO acts on observations, but at a terminal one wants to see it play.
         usual = "play" if "play" in loaded.tasks else None
         task = loaded.task(flags.task or usual)

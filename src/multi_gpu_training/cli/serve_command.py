@@ -45,7 +45,8 @@ def serve(run: str, flags: dict[str, Any]) -> int:
 
     host, port = flags["host"], flags["port"]
     taken = http_server.listen(host, port)  # before the model is loaded, which takes longer
-    loaded = load(run, device=flags["device"], checkpoint=flags["checkpoint"], trust=flags["trust"])
+    how = {name: flags[name] for name in ("device", "dtype", "checkpoint", "trust")}
+    loaded = load(run, **how)
     limits = RequestLimits(
         max_body_bytes=int(flags["max_body_mib"] * MIB),
         rate=flags["rate"],

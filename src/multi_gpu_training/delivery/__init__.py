@@ -6,11 +6,12 @@
     loaded.predict(["cat.jpg", "dog.jpg"])                # [{"label": "cat", "score": 0.98, ...}]
     loaded.model                                          # plain torch.nn.Module, in eval mode
 
-`load(where, *, device="auto", checkpoint=None, model=None, trust=False, verify_key=None)` needs no
-launcher, and nothing of the run folder is unpickled or executed. With `verify_key`, a key file, or
-with MGT_VERIFY_KEY only checkpoints that were signed with that key are loaded. `checkpoint` is a
-name such as step-00000100 or best; by default the best one, else the newest. It returns a
-`LoadedModel`:
+`load(where, *, device="auto", checkpoint=None, model=None, trust=False, verify_key=None,
+dtype="float32")` needs no launcher, and nothing of the run folder is unpickled or executed. With
+`verify_key`, a key file, or with MGT_VERIFY_KEY only checkpoints that were signed with that key are
+loaded. `checkpoint` is a name such as step-00000100 or best; by default the best one, else the
+newest. With dtype="bf16" linear layers and convolutions keep their weights in bf16, see
+`delivery.bf16_weights`. It returns a `LoadedModel`:
 
     loaded.recipe           image, video, speech, transformer, ppo; "custom" for a script's model
     loaded.model            the nn.Module with its weights, on its device, in eval mode

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from multi_gpu_training.compress.quantization import with_float_weights
+from multi_gpu_training.delivery.bf16_weights import put_in_float32
 from multi_gpu_training.delivery.loaded_model import LoadedModel, load_signed
 from multi_gpu_training.delivery.model_card import model_card
 from multi_gpu_training.delivery.model_folder import WEIGHTS, finish, new_folder, write_weights
@@ -117,6 +118,7 @@ def export(
     path = Path(folder).expanduser()
     # A copy on the host in single precision: what the caller has stays as it is.
     model = copy.deepcopy(loaded.model).to("cpu")
+    put_in_float32(model)
     halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
     loaded = replace(loaded, model=model.float() if halves else model)
     notes = []

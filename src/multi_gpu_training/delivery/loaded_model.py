@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,12 @@ from multi_gpu_training.accelerator import choose
 from multi_gpu_training.checkpoint.signature import ManifestSigner, read_signer
 from multi_gpu_training.checkpoint.store import StoredModel, load_model
 from multi_gpu_training.compress.compressed_model import check_steps, restore
+from multi_gpu_training.delivery.bf16_weights import (
+    check_dtype,
+    is_in_bf16,
+    put_in_bf16,
+    put_in_float32,
+)
 from multi_gpu_training.delivery.checkpoint_source import find_checkpoint, other_checkpoints
 from multi_gpu_training.delivery.model_folder import (
     finish,
@@ -170,6 +177,8 @@ class LoadedModel:
 
     def job(self, data: str | Path | None = None) -> Job:
         """Arguments of `MultiGPUTrainingManager.fit` that continue training this model."""
+        if is_in_bf16(self.model):
+            raise ConfigError("a model in bf16 cannot be trained; load it without dtype")
         found = self.pipeline.job(None if data is None else str(data))
         return replace(found, model=self.model, description=self.description)
 
@@ -205,9 +214,12 @@ class LoadedModel:
     def save(self, folder: str | Path, **facts: Any) -> Path:
         """Write weights and description as a new folder that `load` reads; `facts` are recorded
         beside the others in its export.json."""
-        path = Path(folder)
+        path, model = Path(folder), self.model
+        if is_in_bf16(model):
+            model = copy.deepcopy(model)
+            put_in_float32(model)
         with new_folder(path) as draft:
-            write_weights(self.model, draft, self.pipeline.compression)
+            write_weights(model, draft, self.pipeline.compression)
             finish(draft, {**self.facts(), "to": "safetensors", **facts}, self.description)
         return path
 
@@ -220,10 +232,12 @@ def load(
     model: nn.Module | Callable[..., nn.Module] | None = None,
     trust: bool = False,
     verify_key: str | Path | None = None,
+    dtype: str = "float32",
 ) -> LoadedModel:
     """Load the trained model of a run or checkpoint folder, or of its URL.
 
     - `device`: auto, cpu, cuda, ...
+    - `dtype`: float32, or bf16 for half the memory and faster matrix products on GPUs
     - `checkpoint`: best or step-N; default: the best if the run has one, else the newest
     - `model`: for a script's run, the model or a function that builds it
     - `trust`: import the code that the checkpoint names, if any
@@ -232,7 +246,14 @@ def load(
     key = verify_key or os.environ.get(VERIFY_KEY) or None
     try:
         signer = read_signer(None if key is None else str(key), signs=False)
-        return load_signed(where, signer, device, checkpoint, model, trust)
+        place = torch.device(choose(device)) if isinstance(device, str) else device
+        check_dtype(dtype, place)
+        loaded = load_signed(where, signer, place, checkpoint, model, trust)
+        if dtype == "bf16":
+            if any(step["method"] == "quantize" for step in loaded.pipeline.compression):
+                raise ConfigError("dtype=bf16: its weights are quantised; leave out dtype")
+            put_in_bf16(loaded.model)
+        return loaded
     except ConfigError as error:
         error.args = (error.under(f"{where} cannot be loaded:"),)  # no run was to start
         raise
