@@ -24,8 +24,10 @@ from pathlib import Path
 import seeded_scripts
 import seeded_scripts_blind
 import seeded_scripts_complete
+import seeded_scripts_habits
 import seeded_scripts_later
 import seeded_scripts_more
+import seeded_scripts_tasks
 import torch
 
 from multi_gpu_training.planning.verify import VerifyReport, verify
@@ -37,6 +39,8 @@ SETS = (
     seeded_scripts_later,
     seeded_scripts_blind,
     seeded_scripts_complete,
+    seeded_scripts_tasks,
+    seeded_scripts_habits,
 )
 BUGS = {name: bug for part in SETS for name, bug in part.BUGS.items()}
 CORRECT = {name: script for part in SETS for name, script in part.CORRECT.items()}

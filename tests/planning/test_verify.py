@@ -81,7 +81,7 @@ BUGS = {
         "    def on_step_end(self, run, result):\n"
         "        if RANK == 1: nn.init.zeros_(run.model[2].bias)\n"
         "manager.fit(net, data, optimizer=sgd, callbacks=[Reset()])",
-        "parameter 2.bias is changed after the step, in a callback on rank 1",
+        "parameter 2.bias is changed after the step, in a callback on rank 1 alone",
     ),
     "a buffer of one rank": (
         "class Tracked(nn.Module):\n"
@@ -185,6 +185,44 @@ BUGS = {
         "manager = MultiGPUTrainingManager(MultiGPUConfig(epochs=4))\n"
         "manager.fit(net, DataLoader(data, batch_size=9 // WORLD), optimizer=sgd)",
         "the script computes 4 samples for each of 2 ranks, and 9 for one rank alone",
+    ),
+    "batches of the loader cut to a size": (
+        "_, loader, _ = manager.setup_training(net, data, optimizer=sgd)\n"
+        "for x, y in loader:\n"
+        "    manager.trainer.train_step((x[:3], y[:3]))\n"
+        "manager.finish()",
+        "cuts or drops samples of the batches that the loader gives it: together the ranks train "
+        "on 6 samples of a step, one rank alone on 3",
+    ),
+    "a batch drawn by each rank and shared out": (
+        "manager.setup_training(net, optimizer=sgd)\n"
+        "draw = torch.Generator().manual_seed(RANK)\n"
+        "for _ in range(8):\n"
+        "    rows = torch.randperm(80, generator=draw)[:10]\n"
+        "    manager.trainer.train_step(manager.shard((x[rows], y[rows])))\n"
+        "manager.finish()",
+        "the script shuffles or draws its batches by rank",
+    ),
+    "a deviation over a part of one sample": (
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=10, epochs=4,"
+        " on_nonfinite='skip'))\n"
+        "def spread(m, b):\n"
+        "    out = m(b[0]); return F.cross_entropy(out, b[1]) + 0 * out.std(0).sum()\n"
+        "manager.fit(net, data, optimizer=sgd, loss_fn=spread)",
+        "the loss on rank 1 is NaN or infinite, for 1 samples",
+    ),
+    "a parameter changed on rank 0 alone": (
+        "class Prune(Callback):\n"
+        "    def on_step_end(self, run, result):\n"
+        "        if RANK == 0 and WORLD > 1: nn.init.zeros_(run.model[2].bias)\n"
+        "manager.fit(net, data, optimizer=sgd, callbacks=[Prune()])",
+        "parameter 2.bias is changed after the step, in a callback on rank 0 alone",
+    ),
+    "a rate in the config scaled by the ranks": (
+        "manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=10, epochs=4,"
+        " lr_scaling='linear', learning_rate=1e-3 * WORLD))\n"
+        "manager.fit(net, data)",
+        "twice: lr_scaling=linear scales it for the batch already",
     ),
     "rate scaled by the ranks": (
         "manager.fit(net, data, optimizer=lambda p: torch.optim.SGD(p, lr=1e-6 * WORLD))",
@@ -317,8 +355,10 @@ def test_correct_scripts_pass(verified: Verified) -> None:
     [
         "F.cross_entropy(m(F.dropout(b[0], 0.3)), b[1])",
         "F.nll_loss(F.gumbel_softmax(m(b[0])), b[1])",
+        "F.cross_entropy(F.scaled_dot_product_attention("
+        "*[m(b[0])[:, None]] * 3, dropout_p=0.5)[:, 0], b[1])",
     ],
-    ids=["dropout", "inside a function of torch"],
+    ids=["dropout", "inside a function of torch", "in attention"],
 )
 def test_noise_in_the_model_is_not_comparable_and_named(verified: Verified, loss: str) -> None:
     report = verified(f"manager.fit(net, data, optimizer=sgd, loss_fn=lambda m, b: {loss})")

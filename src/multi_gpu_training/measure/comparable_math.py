@@ -27,6 +27,10 @@ _DRAWS = {
     *(F.rrelu, torch.rrelu),
     F.gumbel_softmax,  # what a function of torch draws inside does not come by here
 }
+_ON_ACTIVATIONS = {  # which may have several rows per sample: words, heads
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, F.scaled_dot_product_attention),
+}
 
 
 class DoubleMath(TorchFunctionMode):
@@ -47,8 +51,7 @@ class DoubleMath(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            in_place = getattr(func, "__name__", "").endswith("_")
-            if in_place or "type" not in str(error):
+            if _in_place(func) or "type" not in str(error):
                 raise
             return func(*(_doubled(a) for a in args), **{k: _doubled(v) for k, v in kwargs.items()})
         made_here = isinstance(result, Tensor) and not any(_holds_tensor(arg) for arg in args)
@@ -74,17 +77,29 @@ class SampleNoise(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _DRAWS or kwargs.get("generator") is not None:
+        if kwargs.get("generator") is not None:
             return func(*args, **kwargs)
+        if func not in _DRAWS:
+            before = torch.default_generator.get_state()
+            result = func(*args, **kwargs)
+            if torch.equal(before, torch.default_generator.get_state()) or _in_place(func):
+                return result
+            # An operation that draws inside, such as attention with dropout: once more by sample.
         self.calls += 1
         count = len(self.keys)
         first = args[0] if args else None
-        if isinstance(first, Tensor) and first.ndim and first.shape[0] == count:
+        if isinstance(first, Tensor) and first.ndim and (each := self._rows_each(func, first)):
             parts = []
             for number, key in enumerate(self.keys):
                 self._seed(key)
-                parts.append(func(first[number : number + 1], *args[1:], **kwargs))
-            return first if getattr(func, "__name__", "").endswith("_") else torch.cat(parts)
+                rows = slice(number * each, (number + 1) * each)
+                parts.append(
+                    func(
+                        *(_cut(value, rows, count * each) for value in args),
+                        **{name: _cut(value, rows, count * each) for name, value in kwargs.items()},
+                    )
+                )
+            return first if _in_place(func) else torch.cat(parts)
         sizes = _one_row(args, kwargs, count)
         if sizes is not None:
             parts = []
@@ -95,8 +110,23 @@ class SampleNoise(TorchFunctionMode):
         self._seed(0)
         return func(*args, **kwargs)
 
+    def _rows_each(self, func: Callable[..., Any], first: Tensor) -> int:
+        """How many rows of a tensor belong to each sample; 0 where its rows are not samples."""
+        each, left = divmod(first.shape[0], len(self.keys) or 1)
+        return each if not left and (each == 1 or func in _ON_ACTIVATIONS) else 0
+
     def _seed(self, key: int) -> None:
         torch.default_generator.manual_seed(derive_seed(self.step, self.calls, key))
+
+
+def _in_place(func: Callable[..., Any]) -> bool:
+    return getattr(func, "__name__", "").endswith("_")
+
+
+def _cut(value: Any, rows: slice, count: int) -> Any:
+    """These rows of a tensor that has one for each of `count`; anything else as it is."""
+    fits = isinstance(value, Tensor) and value.ndim and value.shape[0] == count
+    return value[rows] if fits else value
 
 
 def _one_row(

@@ -50,19 +50,10 @@ from multi_gpu_training.training.loss import read_loss
 from multi_gpu_training.training.step import StepResult
 
 DDP = TrainingMode.DISTRIBUTED_DATA_PARALLEL
-# Settings that change what is computed. A script may compute them from the number of ranks.
-TELLING = (
-    "gradient_accumulation_steps",
-    "epochs",
-    "max_steps",
-    "steps_per_epoch",
-    "max_grad_norm",
-    "max_grad_value",
-    "sync_bn",
-    "seed",
-    "shuffle",
+# Settings that change what is computed, and that a script may compute from the number of ranks:
+# what the rate follows, what only a whole run shows, and all of them.
+RATE_SETTINGS = (
     "learning_rate",
-    "weight_decay",
     "lr_scaling",
     "base_batch_size",
     "warmup_epochs",
@@ -71,9 +62,25 @@ TELLING = (
     "schedule_step_epochs",
     "schedule_gamma",
     "scheduler_unit",
+    "weight_decay",
+    "epochs",
+    "max_steps",
+    "steps_per_epoch",
+)
+LATE_SETTINGS = (
+    *RATE_SETTINGS,
+    "max_grad_norm",
+    "max_grad_value",
     "ema_decay",
     "swa_start",
     "swa_every",
+)
+TELLING = (
+    *LATE_SETTINGS,
+    "gradient_accumulation_steps",
+    "sync_bn",
+    "seed",
+    "shuffle",
     "validate_every",
     "limit_val_batches",
     "early_stopping_patience",
@@ -181,6 +188,7 @@ class Recorder(Callback):
                 "indices": list(share.indices),
                 "count": share.count,
                 "window": share.window_count,
+                "changed": share.changed,
                 "hashes": row_hashes(rows, share.count),
                 "layout": sample_dims(batch, share.count),
                 "shapes": sample_shapes(rows),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from multi_gpu_training.measure.tensor_sketch import Sketches, difference
+
+Evidence = TypeVar("Evidence")
 
 
 @dataclass
@@ -14,6 +17,17 @@ class Diagnosis:
 
     causes: list[str] = field(default_factory=list)
     not_comparable: str | None = None
+
+
+def first_cause(
+    causes: Sequence[Callable[[Evidence], str | None]], evidence: Evidence
+) -> str | None:
+    """What the first of these causes says that is one; they are asked in this order."""
+    for cause in causes:
+        said = cause(evidence)
+        if said is not None:
+            return said
+    return None
 
 
 def differing(one: Sketches, other: Sketches, tolerance: float) -> list[str]:

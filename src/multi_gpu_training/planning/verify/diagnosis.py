@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from multi_gpu_training.measure.recorder import LATE_SETTINGS, RATE_SETTINGS
 from multi_gpu_training.planning.verify.conclusion import (
     Diagnosis,
     batchnorm_cause,
@@ -20,12 +21,7 @@ from multi_gpu_training.planning.verify.conclusion import (
     name_ranks,
 )
 from multi_gpu_training.planning.verify.data_causes import name_data_cause
-from multi_gpu_training.planning.verify.mismatch import (
-    LATE_SETTINGS,
-    RATE_SETTINGS,
-    Mismatch,
-    compare_runs,
-)
+from multi_gpu_training.planning.verify.mismatch import Mismatch, compare_runs
 from multi_gpu_training.planning.verify.recorded_run import (
     CANNOT_START,
     Conditions,
@@ -55,6 +51,14 @@ _REACH = {
     "length": ("max_steps", "epochs", "steps_per_epoch", "early_stopping_patience"),
     "metrics": ("ema_decay", "swa_start", "swa_every", "limit_val_batches", "validate_every"),
     "asked": LATE_SETTINGS,
+}
+# Where a step notes the parameters: what it calls them, and what they were before (None: at the end
+# of the step before).
+PARAMETERS_AT: dict[str, tuple[str, str | None]] = {
+    "between": ("begin", None),
+    "forward": ("before", "begin"),
+    "optimizer": ("moved", "before"),
+    "callback": ("after", "moved"),
 }
 _WHY = {
     "gradient_accumulation_steps": ", and BatchNorm normalises one micro-batch at a time",
@@ -103,6 +107,8 @@ class _Examination:
         stage = self.found.stage
         if stage == "failed":
             return Diagnosis([failure_cause(self.many.error, self.world)])
+        if stage == "settings" and self._rate_times_world():
+            return self._scaled_rate()
         setting = self._own_settings()
         if setting is not None:
             return Diagnosis([setting])
@@ -203,54 +209,54 @@ class _Examination:
         return name_data_cause(self.alone, self.ranks, self.found)
 
     def _settings(self) -> Diagnosis:
-        facts, header = self.found.facts, self.alone.header
-        key, mine, theirs = facts["key"], facts["one"], facts["many"]
-        numbers = all(isinstance(v, (int, float)) and v for v in (mine, theirs))
-        factor = theirs / mine if numbers else math.nan
-        # A schedule that counts differently may begin with this factor, but does not keep it.
-        last = [line["settings"][0].get(key) for line in self._last_lines()]
-        kept = numbers and all(last) and abs(last[1] / last[0] - factor) < 1e-4 * abs(factor)
-        at_once = self.found.step == 1 and not self.found.ranks_differ and kept
-        by_world = (
-            key == "lr"
-            and at_once
-            and any(
-                abs(factor - want) < 1e-4 * want for want in (self.world, math.sqrt(self.world))
-            )
-        )
-        if by_world:
-            rule = header["lr_scaling"]
-            twice = (
-                f"twice: lr_scaling={rule} scales it for the batch already"
-                if rule != "none"
-                else "although the global batch is the same; where batches grow with the ranks, "
-                "lr_scaling does this"
-            )
-            cause = (
-                f"the rate is scaled by the number of ranks: {theirs:g} on {self.world} ranks, "
-                f"{mine:g} on one, {twice}. Give the rate of one rank"
-            )
-            grows = rule == "none" and not self.one.settings.get("global_batch_size")
-            return Diagnosis(
-                [cause],
-                "with batch_size per rank a step grows with the ranks, and the script scales its "
-                "rate for that; here the global batch is kept"
-                if grows
-                else None,
-            )
+        """An optimizer's setting, such as the learning rate, is not that of one rank."""
+        name, text = self.found.name, self.found.text
         if self.found.ranks_differ:
             return Diagnosis(
                 [
-                    f"{self.found.name} is set by each rank for itself ({self.found.text}): a "
-                    "schedule or callback that follows a rank's own loss or number"
+                    f"{name} is set by each rank for itself ({text}): a schedule or callback that "
+                    "follows a rank's own loss or number"
                 ]
             )
         return Diagnosis(
             [
-                f"{self.found.name} depends on the number of ranks: {self.found.text}; a schedule "
-                "that counts samples, batches or epochs of one rank, or a setting computed from "
-                "the number of ranks"
+                f"{name} depends on the number of ranks: {text}; a schedule that counts samples, "
+                "batches or epochs of one rank, or a setting computed from the number of ranks"
             ]
+        )
+
+    def _rate_times_world(self) -> bool:
+        """Whether the rate is that of one rank times the number of ranks, or its root, all along: a
+        schedule that counts differently may begin with this factor, but does not keep it."""
+        facts = self.found.facts
+        key, mine, theirs = facts["key"], facts["one"], facts["many"]
+        if key != "lr" or self.found.step != 1 or self.found.ranks_differ or not (mine and theirs):
+            return False
+        factor = theirs / mine
+        last = [line["settings"][0].get(key) for line in self._last_lines()]
+        if not all(last) or not abs(last[1] / last[0] - factor) < 1e-4 * abs(factor):
+            return False
+        return any(abs(factor - want) < 1e-4 * want for want in (self.world, math.sqrt(self.world)))
+
+    def _scaled_rate(self) -> Diagnosis:
+        rule = self.alone.header["lr_scaling"]
+        twice = (
+            f"twice: lr_scaling={rule} scales it for the batch already"
+            if rule != "none"
+            else "although the global batch is the same; where batches grow with the ranks, "
+            "lr_scaling does this"
+        )
+        mine, theirs = self.found.facts["one"], self.found.facts["many"]
+        grows = rule == "none" and not self.one.settings.get("global_batch_size")
+        return Diagnosis(
+            [
+                f"the rate is scaled by the number of ranks: {theirs:g} on {self.world} ranks, "
+                f"{mine:g} on one, {twice}. Give the rate of one rank"
+            ],
+            "with batch_size per rank a step grows with the ranks, and the script scales its rate "
+            "for that; here the global batch is kept"
+            if grows
+            else None,
         )
 
     def _buffers(self) -> Diagnosis:
@@ -306,11 +312,16 @@ class _Examination:
             "callback": "after the step, in a callback",
         }[found.stage]
         if found.ranks_differ:
+            alone = self._ranks_that_change()
+            who = (
+                f"on {name_ranks(alone)} alone"
+                if len(alone) < self.world
+                else f"on {name_ranks(found.ranks_differ)}, and not on rank 0 in the same way"
+            )
             return Diagnosis(
                 [
-                    f"parameter {found.name} is changed {when} on "
-                    f"{name_ranks(found.ranks_differ)}, and not on rank 0 in the same way: change "
-                    "weights equally on every rank, or leave them to the trainer"
+                    f"parameter {found.name} is changed {when} {who}: change weights equally on "
+                    "every rank, or leave them to the trainer"
                 ]
             )
         if found.stage in ("optimizer", "move"):
@@ -326,6 +337,21 @@ class _Examination:
                 "number of ranks or on one rank's samples"
             ]
         )
+
+    def _ranks_that_change(self) -> list[int]:
+        """The ranks on which the parameter of the difference is not what it was just before."""
+        key, before = PARAMETERS_AT[self.found.stage]
+        place = self.found.step - 1
+        changed = []
+        for rank, record in enumerate(self.ranks):
+            line = record.steps[place]
+            earlier = (
+                record.header["parameters"] if place == 0 else record.steps[place - 1]["after"]
+            )
+            then = earlier if before is None else line.get(before, {})
+            if line[key].get(self.found.name) != then.get(self.found.name):
+                changed.append(rank)
+        return changed or list(range(self.world))
 
     # Losses and gradients
 
@@ -481,36 +507,45 @@ def failure_cause(error: str, world: int) -> str:
         lines = error.partition(CANNOT_START)[2].strip().splitlines()
         said = lines[0].removeprefix("-").strip()
         return f"data per rank: {said}" if "MGT305" in error else said
-    if "expects same model across all ranks" in error:
-        return (
-            "the parameters that are trained depend on the rank: another part of the model is "
-            "frozen (requires_grad), or another model is built"
-        )
-    if "outside the trainer" in error:
-        return (
-            "the model is trained past the wrapper: the script calls backward and optimizer.step() "
-            "itself, where ranks do not exchange gradients; use manager.trainer.train_step(batch)"
-        )
-    if "marked as ready twice" in error:
-        return (
-            "gradients are computed past the wrapper: another backward runs in the middle of the "
-            "trainer's own, for which ranks exchange nothing; add its loss to the one that loss_fn "
-            "returns"
-        )
-    if "by peer" in error:
-        return (
-            "a rank has left while the others went on: control flow that depends on the rank or on "
-            "its own loss (an early stop, a break, an exit). Decide from a number that all ranks "
-            "share"
-        )
-    if "hang" in error.lower() or "not done after" in error or "waiting" in error.lower():
-        return (
-            "the ranks wait for each other forever: control flow that depends on the rank (an "
-            "early stop, a break, a collective call on one rank only)"
-        )
-    if re.search(r"not finite|NaN|the loss is (-?inf|nan)", error):
-        return f"a loss or gradient is NaN or infinite on {world} ranks, and finite on one"
+    for sign, cause in FAILURES:
+        if re.search(sign, error):
+            return cause.format(world=world)
     return (
         f"the script fails on {world} ranks and not on one: code that depends on the rank, or on "
         "how many samples a rank has"
     )
+
+
+# What an error says, as a regular expression, and what that means; the first that fits counts.
+FAILURES = (
+    (
+        "expects same model across all ranks",
+        "the parameters that are trained depend on the rank: another part of the model is frozen "
+        "(requires_grad), or another model is built",
+    ),
+    (
+        "outside the trainer",
+        "the model is trained past the wrapper: the script calls backward and optimizer.step() "
+        "itself, where ranks do not exchange gradients; use manager.trainer.train_step(batch)",
+    ),
+    (
+        "marked as ready twice",
+        "gradients are computed past the wrapper: another backward runs in the middle of the "
+        "trainer's own, for which ranks exchange nothing; add its loss to the one that loss_fn "
+        "returns",
+    ),
+    (
+        "by peer",
+        "a rank has left while the others went on: control flow that depends on the rank or on "
+        "its own loss (an early stop, a break, an exit). Decide from a number that all ranks share",
+    ),
+    (
+        "(?i:hang)|not done after|(?i:waiting)",
+        "the ranks wait for each other forever: control flow that depends on the rank (an early "
+        "stop, a break, a collective call on one rank only)",
+    ),
+    (
+        "not finite|NaN|the loss is (-?inf|nan)|bad gradient",
+        "a loss or gradient is NaN or infinite on {world} ranks, and finite on one",
+    ),
+)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from multi_gpu_training.measure.recorder import LATE_SETTINGS
 from multi_gpu_training.measure.tensor_sketch import Sketches, furthest, total_norm
 from multi_gpu_training.planning.verify.recorded_run import (
     CANNOT_START,
@@ -38,30 +39,6 @@ class Tolerance:
 
 DOUBLE = Tolerance(1e-8, 1e-8, 1e-7, 1e-6, 1e-7, 1e-9)
 SINGLE = Tolerance(2e-4, 1e-3, 5e-2, 0.2, 1e-2, 1e-5)
-# Settings of the script that decide what the whole run computes; few steps may not show them.
-RATE_SETTINGS = (
-    "learning_rate",
-    "lr_scaling",
-    "base_batch_size",
-    "warmup_epochs",
-    "warmup_steps",
-    "schedule",
-    "schedule_step_epochs",
-    "schedule_gamma",
-    "scheduler_unit",
-    "weight_decay",
-    "epochs",
-    "max_steps",
-    "steps_per_epoch",
-)
-LATE_SETTINGS = (
-    *RATE_SETTINGS,
-    "max_grad_norm",
-    "max_grad_value",
-    "ema_decay",
-    "swa_start",
-    "swa_every",
-)
 # Small tensors are measured against this part of all tensors together.
 FLOOR = 1e-5
 
@@ -202,13 +179,10 @@ class PairedRecords:
             return  # a step that was not finished
         # Buffers of other ranks are overwritten by rank 0's where they are broadcast.
         if stage != "buffers":
-            for rank, other in enumerate(ranks[1:], 1):
-                apart, name = furthest(ranks[0][key], other[key], FLOOR)
-                if apart:
-                    differ = [r for r, o in enumerate(ranks) if o[key] != ranks[0][key]]
-                    text = f"{what} {name} of rank {rank} is not rank 0's {when}: {apart:.1e} apart"
-                    yield Mismatch(stage, step, text, 0, name, apart, differ)
-                    return
+            among = _among_ranks(stage, step, key, ranks, f"{what} {{name}} of rank {{rank}}", when)
+            if among is not None:
+                yield among
+                return
         limit = self.limits.weights
         apart, name = furthest(self._kept(alone, key), self._kept(ranks[0], key, alone), FLOOR)
         if not apart <= limit:
@@ -322,13 +296,10 @@ class PairedRecords:
     ) -> Iterator[Mismatch]:
         if any("grads" not in line for line in (alone, *ranks)):
             return
-        for rank, other in enumerate(ranks[1:], 1):
-            apart, name = furthest(ranks[0]["grads"], other["grads"], FLOOR)
-            if apart:
-                text = f"the gradient of {name} on rank {rank} is not rank 0's: {apart:.1e} apart"
-                differ = [r for r, o in enumerate(ranks) if o["grads"] != ranks[0]["grads"]]
-                yield Mismatch("grads", step, text, 0, name, apart, differ)
-                return
+        among = _among_ranks("grads", step, "grads", ranks, "the gradient of {name} on rank {rank}")
+        if among is not None:
+            yield among
+            return
         apart, name = furthest(*_filled(alone["grads"], ranks[0]["grads"]), FLOOR)
         limit = self.limits.first_grads if step == 1 else self.limits.grads
         if not apart <= limit:
@@ -392,6 +363,20 @@ class PairedRecords:
         elif counts[0] != alone and not self.error:
             text = f"the ranks take {counts[0]} steps, one rank {alone}"
             yield Mismatch("length", min(counts[0], alone) + 1, text)
+
+
+def _among_ranks(
+    stage: str, step: int, key: str, ranks: Sequence[dict[str, Any]], what: str, when: str = ""
+) -> Mismatch | None:
+    """The first rank whose tensors are not those of rank 0, where all must be equal to the bit."""
+    first = ranks[0][key]
+    for rank, other in enumerate(ranks[1:], 1):
+        apart, name = furthest(first, other[key], FLOOR)
+        if apart:
+            differ = [number for number, line in enumerate(ranks) if line[key] != first]
+            said = " ".join([what.format(name=name, rank=rank), "is not rank 0's", when]).strip()
+            return Mismatch(stage, step, f"{said}: {apart:.1e} apart", 0, name, apart, differ)
+    return None
 
 
 def _filled(one: Sketches | None, other: Sketches | None) -> tuple[Sketches, Sketches]:
