@@ -513,6 +513,22 @@ def test_names_of_fully_shard() -> None:
     assert run_ranks(2, sharded_facts) == [[0.0, 2]] * 2
 
 
+def numbers_of_a_split_tensor() -> list[float | bool]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch_internals.read_split_scalars_whole()
+    mesh = DeviceMesh.from_group(torch.distributed.group.WORLD, "cpu")
+    split = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+    sums = [split.sum().item(), float(split.square().sum()), split[2, 1].item()]
+    return [*sums, bool((split > 4).any()), int(split.mean() * 2)]
+
+
+def test_a_number_read_of_a_split_tensor_is_that_of_the_whole() -> None:
+    """read_split_scalars_whole: torch alone returns the sum of this rank's rows."""
+    assert run_ranks(2, numbers_of_a_split_tensor) == [[15.0, 55.0, 5.0, True, 5]] * 2
+
+
 def test_what_a_rank_did_not_use_is_exchanged_as_zeros() -> None:
     """exchange_unused: each layer's gradient is the mean of one rank's ones and the other's zeros.
     Without it, ranks would exchange different parameters."""

@@ -246,9 +246,8 @@ class ConfigFields(BaseModel):
     # Sharding (training_mode=fully_sharded)
     fsdp_blocks: list[str] | None = Field(
         None,
-        min_length=1,
         description="classes or names of modules that are gathered together; default: the model's "
-        "repeated blocks",
+        "repeated blocks; []: none, all parameters stay gathered for the whole step",
     )
     fsdp_reshard: bool = Field(
         True,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -384,6 +385,24 @@ def own_box(tensor: Any) -> tuple[list[int], list[int]]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     return list(start), [first + length for first, length in zip(start, size, strict=True)]
+
+
+def read_split_scalars_whole() -> None:
+    """Let `float(x)` and `x.item()` of a sum or norm over a split tensor give the whole one's.
+
+    Torch returns this rank's part of it (2.11 to 2.13): an optimizer that scales by `p.norm()`
+    would move every rank's rows by another factor, without a word. Collective from now on.
+    """
+
+    def read(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+        assert isinstance(args[0], DTensor)
+        tensor = args[0].detach()
+        assert isinstance(tensor, DTensor)
+        partial = any(placement.is_partial() for placement in tensor.placements)
+        return (tensor.full_tensor() if partial else tensor.to_local()).item()
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = read
 
 
 def forget_sharded_step(module: Any) -> None:

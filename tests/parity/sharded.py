@@ -18,6 +18,8 @@ from tiny import manager_for
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from multi_gpu_training.errors import ModelError
+
 Result = dict[str, Tensor]
 SAMPLES, BATCH, EPOCHS = 22, 8, 2  # the last batch has six samples, so that some shares differ
 
@@ -251,6 +253,87 @@ def in_copies(folder: Path) -> Result:
 WIDE = 100  # matrices of 100 x 100 float64 are large enough to be built in parts
 
 
+class LayerwiseRates(torch.optim.Optimizer):
+    """Each parameter's rate depends on its norm and its largest element, read as numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                size = float(p.norm()) + p.square().sum().item()
+                scale = size / (1e-9 + p.grad.norm().item())
+                p.add_(p.grad, alpha=-group["lr"] * scale)
+
+
+class OwnNoise(LayerwiseRates):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad + torch.zeros(p.shape, dtype=p.dtype))
+
+
+def blocks_between() -> nn.Module:
+    torch.manual_seed(1)
+    block = lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8))  # noqa: E731
+    first = nn.Sequential(nn.Flatten(), nn.Linear(50, 8))
+    return Deep(first, nn.ModuleList([block(), block()]), nn.Linear(8, 3)).double()
+
+
+def penalised(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return class_loss(model, batch) + 1e-2 * sum(p.square().sum() for p in model.parameters())
+
+
+def with_gradient_penalty(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    if not torch.is_grad_enabled():  # in validation
+        return class_loss(model, batch)
+    inputs = batch[0].detach().clone().requires_grad_()
+    scores = model(inputs)
+    (slope,) = torch.autograd.grad(scores.logsumexp(1).sum(), inputs, create_graph=True)
+    return F.cross_entropy(scores, batch[1]) + 0.1 * slope.square().sum((1, 2, 3)).mean()
+
+
+def layerwise_rates(folder: Path, by_hand: bool) -> Result:
+    return train(folder, by_hand, blocks_between(), images(), class_loss, LayerwiseRates)
+
+
+def state_before_the_first_step(folder: Path, by_hand: bool) -> Result:
+    """Adagrad makes its state with the optimizer, of whole parameters."""
+    adagrad = lambda parameters: torch.optim.Adagrad(parameters, lr=0.05)  # noqa: E731
+    return train(folder, by_hand, blocks_between(), images(), class_loss, adagrad)
+
+
+def penalty_on_whole_weights(folder: Path, by_hand: bool) -> Result:
+    more = {} if by_hand else {"fsdp_blocks": []}
+    return train(folder, by_hand, blocks_between(), images(), penalised, corners.sgd, **more)
+
+
+def gradient_penalty_of_whole_weights(folder: Path, by_hand: bool) -> Result:
+    more = {} if by_hand else {"fsdp_blocks": []}
+    loss = with_gradient_penalty
+    return train(folder, by_hand, blocks_between(), images(), loss, corners.sgd, **more)
+
+
+def refusals(folder: Path) -> list[str]:
+    """What is said of losses and optimizers that need more of a weight than its rows."""
+    said = []
+    adafactor = lambda parameters: torch.optim.Adafactor(parameters)  # noqa: E731
+    for loss, optimizer in (
+        (penalised, corners.sgd),
+        (with_gradient_penalty, corners.sgd),
+        (class_loss, adafactor),
+        (class_loss, OwnNoise),
+    ):
+        manager = manager_for(folder, training_mode="fsdp", global_batch_size=BATCH)
+        try:
+            manager.fit(blocks_between(), images(), loss_fn=loss, optimizer=optimizer)
+        except ModelError as error:
+            said.append(str(error))
+    return said
+
+
 def wide() -> nn.Module:
     layers = [nn.Linear(WIDE, WIDE) for _ in range(3)]
     for layer in layers:
@@ -390,7 +473,16 @@ def streamed(folder: Path) -> Result:
     return state
 
 
-CASES = [mlp_accumulated, cnn_with_batchnorm, gpt2_of_uneven_tokens, gpt2_recomputed]
+CASES = [
+    mlp_accumulated,
+    cnn_with_batchnorm,
+    gpt2_of_uneven_tokens,
+    gpt2_recomputed,
+    layerwise_rates,
+    state_before_the_first_step,
+    penalty_on_whole_weights,
+    gradient_penalty_of_whole_weights,
+]
 FLOAT32 = [cnn_in_float32, gpt2_in_float32]
 # Those of the corners that sharded training refuses.
 REFUSED = {
@@ -401,6 +493,8 @@ REFUSED = {
     corners.compiled_by_the_user: "torch.compile wraps",
     corners.zipped_batches: "no sample in the micro-batch",
     corners.gan_with_batchnorm: "mixed torch.Tensor and DTensor",
+    corners.hooks_on_gradients: "hooks on .* would be lost",
+    corners.hooks_that_add_up: "hooks on .* would be lost",
 }
 
 

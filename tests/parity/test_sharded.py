@@ -68,6 +68,15 @@ def test_steps_that_cannot_be_compiled_block_by_block_say_why(tmp_path: Path) ->
         ]
 
 
+def test_what_needs_whole_weights_says_so(tmp_path: Path) -> None:
+    for penalty, inner_backward, adafactor, own in run_ranks(2, sharded.refusals, tmp_path):
+        assert "uses the weights of a block outside that block's forward" in penalty
+        assert "fsdp_blocks=[]" in penalty and "weight_decay" in penalty
+        assert "runs a backward of its own" in inner_backward
+        assert "Adafactor needs whole parameters" in adafactor
+        assert "OwnNoise cannot step where each rank holds only some rows" in own
+
+
 @pytest.mark.engines  # real compilers take half a minute
 @pytest.mark.parametrize("recomputes", [False, True], ids=["plain", "recomputed"])
 def test_compiled_blocks_compute_what_a_plain_loop_computes(

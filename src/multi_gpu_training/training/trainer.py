@@ -247,6 +247,7 @@ class MultiGPUTrainer(ABC):
     def take_optimizer(self, optimizer: Optimizer) -> str | None:
         """Train with this optimizer, made as fast as the config allows. Returns a line about what
         the NaN check costs with it, if anything."""
+        self.strategy.check_optimizer(optimizer)
         self.state.optimizer = optimizer
         complete_optimizer(optimizer)
         if self.fast_defaults.fused_optimizer:

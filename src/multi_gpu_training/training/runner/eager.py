@@ -153,7 +153,7 @@ class EagerRunner:
                 scaler.unscale_(optimizer)
             clip_values(state.parameters, config.max_grad_value)
         state.moving = True
-        with state.rates:
+        with state.rates, state.strategy.stepping(optimizer):
             scaler.step(optimizer)
         state.moving = False
         scaler.update()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.order import Share
@@ -128,6 +129,14 @@ class Strategy(ABC):
     def adopt(self, optimizer: Any) -> None:
         """Make the user's own optimizer hold the parameters of the wrapped model."""
         return
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise if this optimizer cannot move the parameters as they are held here."""
+        return
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[Any]:
+        """Wraps the optimizer's step."""
+        return nullcontext()
 
     def settle(self, batch: Callable[[], Any]) -> None:
         """Bring the wrapper into its final form. Called once, before the first step. `batch`
