@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from tiny import manager_for
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from multi_gpu_training import Callback
@@ -899,7 +900,113 @@ def with_schedulers(folder: Path) -> None:
     manager.fit(model, data(), loss_fn=squares, optimizer=optimizer, scheduler=schedulers)
 
 
+class Graphs(nn.Module):
+    """Uneven numbers of nodes per sample, and edges that count in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = mlp()[0], nn.BatchNorm1d(8).double(), mlp()[2]
+
+    def forward(self, nodes: Tensor, edges: Tensor, owner: Tensor, graphs: int) -> Tensor:
+        found = self.body(nodes)
+        found = self.norm(found.index_add(0, edges[1], found[edges[0]].tanh()))
+        found = found.new_zeros(graphs, 8).index_add(0, owner, found.tanh())
+        return self.head(found)  # type: ignore[no-any-return]
+
+
+def joined(samples: list[Any]) -> tuple[Tensor, ...]:
+    """One graph of several, as libraries for graphs collate them."""
+    sizes = [int(number) % 4 + 1 for *_, number in samples]
+    starts = torch.tensor([0, *sizes[:-1]]).cumsum(0)
+    both = [*zip(sizes, samples, starts, strict=True)]
+    nodes = [torch.outer(torch.arange(1.0, n + 1).double(), x) for n, (x, *_), _ in both]
+    edges = [torch.arange(n) + start for n, _, start in both]
+    owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    targets = torch.stack([y for _, y, _ in samples])
+    return torch.cat(nodes), torch.stack([torch.cat(edges)] * 2).flip(1), owner, targets
+
+
+def of_any_shape(
+    folder: Path, by_hand: bool, model: nn.Module, collate: Any, loss_fn: Any
+) -> Result:
+    if by_hand:
+        rows = [data()[i] for i in range(SAMPLES)]
+
+        def collated(model: nn.Module, batch: list[Tensor]) -> Tensor:
+            return loss_fn(model, collate([rows[i] for i in batch[2]]))  # type: ignore[no-any-return]
+
+        return fit_or_loop(folder, True, model, collated, sgd)
+    loader = DataLoader(data(), batch_size=BATCH, collate_fn=collate)
+    manager = manager_for(folder, **settings(sync_bn=True))
+    manager.fit(model, loader, loss_fn=loss_fn, optimizer=sgd)
+    return result(model)
+
+
+def graphs_behind_batchnorm(folder: Path, by_hand: bool) -> Result:
+    """Rows of such a batch are no samples: a rank without any cannot cut one off."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return F.mse_loss(model(*batch[:3], len(batch[3])), batch[3])
+
+    return of_any_shape(folder, by_hand, Graphs(), joined, loss_fn)
+
+
+def nested_inputs(folder: Path, by_hand: bool) -> Result:
+    def collate(samples: list[Any]) -> Any:
+        rows = [x.repeat(int(number) % 4 + 1, 1) for x, _, number in samples]
+        nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        return nested, torch.stack([y for _, y, _ in samples])
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        means = torch.stack([row.tanh().mean(0) for row in batch[0].unbind()])
+        return squares(model, [means, batch[1]])
+
+    return of_any_shape(folder, by_hand, mlp(), collate, loss_fn)
+
+
+class Reentrant(nn.Module):
+    """One layer, recomputed twice in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.layer = mlp(), nn.Linear(FEATURES, FEATURES).double()
+        self.first = nn.Linear(FEATURES, FEATURES).double()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = self.first(inputs)
+        for _ in range(2):
+            found = checkpoint(self.layer, found, use_reentrant=True)
+        return self.trunk(found)  # type: ignore[no-any-return]
+
+
+def recomputed_twice(folder: Path) -> None:
+    fit_or_loop(folder, False, Reentrant(), squares, sgd)
+
+
+def penalties(folder: Path) -> list[str]:
+    """What sharded ranks say to losses that use the parameters themselves."""
+
+    def on_weights(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        return squares(model, batch) + sum(p.square().sum() for p in model.parameters())
+
+    def on_slopes(model: nn.Module, batch: list[Tensor]) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        out = model(inputs)
+        (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        return F.mse_loss(out, batch[1]) + slope.square().mean()
+
+    said = []
+    for loss_fn in (on_weights, on_slopes):
+        try:
+            fit_or_loop(folder, False, mlp(), loss_fn, sgd, training_mode="fsdp")
+        except ModelError as error:
+            said.append(str(error))
+    return said
+
+
 CASES: list[Case] = [
+    graphs_behind_batchnorm,
+    nested_inputs,
     hooks_on_gradients,
     hooks_that_add_up,
     samples_left_out,

@@ -487,6 +487,10 @@ FLOAT32 = [cnn_in_float32, gpt2_in_float32]
 # Those of the corners that sharded training refuses.
 REFUSED = {
     corners.unfreeze: "frozen, unfrozen or added",
+    corners.add_a_group: "frozen, unfrozen or added",
+    corners.hooks_on_gradients: "would be lost; use callbacks",
+    corners.hooks_that_add_up: "would be lost; use callbacks",
+    corners.criterion_that_learns: "trains those of the model alone",
     corners.another_head: "frozen, unfrozen or added",
     corners.sparse_gradients: "sparse=True",
     corners.complex_parameters: "several types: complex128, float64",

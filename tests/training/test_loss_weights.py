@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from tiny import FEATURES, flat, line, manager_for, points, sgd
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from multi_gpu_training import Callback
 from multi_gpu_training.errors import DataError, ModelError
-from multi_gpu_training.training.loss_weights import find_divisor
+from multi_gpu_training.training.criterion_divisor import find_divisor
+from multi_gpu_training.training.loss import FunctionCriterion
 
 CLASSES = 3
 LossFn = Callable[[nn.Module, list[Tensor]], Any]
@@ -130,6 +131,114 @@ def test_what_a_users_criterion_divides_by_is_found_out(tmp_path: Path) -> None:
         expected = by_hand(lambda model, batch, c=made: c(model(batch[0]), batch[1]))
         for found in parts:
             torch.testing.assert_close(found[number], expected, rtol=1e-12, atol=1e-12)
+
+
+# Criteria of any form: what each divides its mean by
+
+
+def words(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+def two_heads(outputs: dict[str, Tensor], target: Tensor) -> Tensor:
+    return sum(F.cross_entropy(out, target, ignore_index=255) for out in outputs.values())  # type: ignore[return-value]
+
+
+def masked(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return ((output - target["y"]).square() * target["mask"]).sum() / target["mask"].sum()
+
+
+def where_known(output: Tensor, target: Tensor) -> Tensor:
+    known = ~target.isnan()
+    return F.mse_loss(output[known], target[known])
+
+
+def positive(output: Tensor, target: Tensor) -> Tensor:
+    return F.l1_loss(output[target > 0], target[target > 0])
+
+
+def present(output: Tensor, target: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output[target >= 0], target[target >= 0])
+
+
+def listed(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, weight=torch.tensor([0.5, 1.0, 4.0]).to(output))
+
+
+class Learned(nn.Module):
+    """Holds a parameter, and a label that does not count under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.pad = nn.Parameter(torch.ones(())), 1
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        each = F.cross_entropy(output * self.scale, target, reduction="none")
+        counts = (target != self.pad).to(each)
+        return (each * counts).sum() / counts.sum()
+
+
+NAN = float("nan")
+LABELS = torch.tensor([0, 2, 2, 1])
+FORMS: dict[str, tuple[Any, Any, Any, float]] = {
+    # As many words as classes: which axis is which?
+    "words": (words, torch.rand(2, 3, 3), torch.tensor([[0, 1, 2], [-100, -100, 1]]), 4),
+    "heads": (
+        two_heads,
+        {"out": torch.rand(2, 4, 2), "aux": torch.rand(2, 4, 2)},
+        torch.tensor([[0, 255], [3, 1]]),
+        3,
+    ),
+    "mask": (
+        masked,
+        torch.rand(3, 2),
+        {"y": torch.rand(3, 2), "mask": torch.tensor([[1.0, 0], [0, 0], [1, 0.5]])},
+        2.5,
+    ),
+    "nan": (where_known, torch.rand(3, 2), torch.tensor([[NAN, 1], [NAN, NAN], [0, -1]]), 3),
+    "positive": (positive, torch.rand(3), torch.tensor([2.0, 0, -1]), 1),
+    "present": (present, torch.rand(3), torch.tensor([1.0, 0, -1]), 2),
+    "listed": (listed, torch.rand(4, 3), LABELS, 9.5),
+    "learned": (Learned(), torch.rand(4, 3), LABELS, 3),
+    "a tuple": (
+        lambda output, target: words(output[1], target),
+        (None, torch.rand(4, 3)),
+        LABELS,
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_divisor_of_a_criterion_of_any_form_is_found(name: str) -> None:
+    criterion, output, target, expected = FORMS[name]
+    module = criterion if isinstance(criterion, nn.Module) else FunctionCriterion(criterion)
+    found = find_divisor(module, output, target)
+    weight = found.weigh(output, target)
+    assert found.adds_up
+    assert (len(target) if weight is None else float(weight)) == pytest.approx(expected)
+
+
+def twice_as_much(output: Tensor, target: Tensor) -> Tensor:
+    """Divides by weights that nothing but its code tells."""
+    weight = 1.0 + 2 * target
+    each = F.cross_entropy(output, target, reduction="none")
+    return (each * weight).sum() / weight.sum()
+
+
+def rarely(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over samples in any synthetic batch: those are smaller."""
+    counts = torch.where(output.detach().abs().sum(1) > 40, 3.0, 1.0)
+    return (F.cross_entropy(output, target, reduction="none") * counts).sum() / counts.sum()
+
+
+@pytest.mark.parametrize("criterion", [twice_as_much, rarely])
+def test_a_weight_that_cannot_be_found_is_named(tmp_path: Path, criterion: Any) -> None:
+    model = net()
+    model.weight.data[0].mul_(100)
+    manager = manager_for(tmp_path, global_batch_size=8, gradient_accumulation_steps=2)
+    with pytest.warns(UserWarning, match=f"{criterion.__name__} is not a mean .* weight can be"):
+        manager.fit(model, classes(), loss_fn=criterion, optimizer=sgd)
 
 
 class RootMeanSquare(nn.Module):
@@ -278,6 +387,37 @@ def test_a_models_own_loss_is_weighed_by_its_labels_and_checked(tmp_path: Path) 
         assert "own loss" not in mean
         assert "own loss of Scoring is a sum over the samples" in total
         assert "own loss of Scoring is not one mean" in coupled
+
+
+class Alike(nn.Module):
+    """A mean over entries that a mask names, whose samples all have one loss before training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 1).double()
+        nn.init.zeros_(self.body.weight)
+        nn.init.zeros_(self.body.bias)
+
+    def forward(self, inputs: Tensor, mask: Tensor, labels: list[Tensor]) -> Any:
+        logits = self.body(inputs)
+        each = F.binary_cross_entropy_with_logits(logits, torch.stack(labels), reduction="none")
+        return SimpleNamespace(loss=(each * mask).sum() / mask.sum())
+
+
+def test_a_models_own_loss_is_checked_where_all_samples_start_alike(tmp_path: Path) -> None:
+    rows = [
+        {"inputs": x, "mask": torch.tensor([1.0 + n % 3]), "labels": torch.tensor([n % 2.0])}
+        for n, (x, _) in enumerate(points(16, torch.float64))
+    ]
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        stacked = {k: torch.stack([s[k] for s in samples]) for k in ("inputs", "mask")}
+        return {**stacked, "labels": [s["labels"].double() for s in samples]}
+
+    loader = DataLoader(rows, batch_size=8, collate_fn=collate)  # type: ignore[arg-type]
+    manager = manager_for(tmp_path, gradient_accumulation_steps=2)
+    with pytest.warns(UserWarning, match="own loss of Alike is not one mean"):
+        manager.fit(Alike(), loader, optimizer=sgd)
 
 
 def fit_a_sum_of_single_samples(folder: Path) -> str:

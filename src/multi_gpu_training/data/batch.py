@@ -172,6 +172,20 @@ def head(batch: Any, count: int, size: int) -> Any:
     return rows(batch, size, 0, min(count, size))
 
 
+def stand_in_of(batch: Any, size: int) -> tuple[Any, int]:
+    """What a rank without samples computes on, of a collated batch of `size`, and how many samples
+    that is: one, or all of them where not every tensor has a row per sample. Edges of graphs,
+    offsets and nested tensors cannot be cut without knowing what they mean."""
+    whole = any(t.ndim and not (_is_plain(t) and len(t) == size) for t in tensors_of(batch))
+    return (batch, size) if whole else (head(batch, 1, size), 1)
+
+
 def emptied(batch: Any) -> Any:
-    """The batch with no sample in it, for a rank that has none."""
-    return map_tensors(batch, lambda tensor: _cut(tensor, 0, 0, 0) if tensor.ndim else tensor)
+    """The batch with no sample in it, for a rank that has none; nested tensors stay whole."""
+    return map_tensors(
+        batch, lambda t: _cut(t, 0, 0, 0) if t.ndim and (_is_plain(t) or t.is_sparse) else t
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 from torch.utils.data import _utils as worker_utils
 from torch.utils.data import default_collate as torch_collate
 
-from multi_gpu_training.data.batch import attach, emptied, head, to_device
+from multi_gpu_training.data.batch import attach, emptied, stand_in_of, to_device
 from multi_gpu_training.data.generators import global_generators_kept, own_generators, seed_all
 from multi_gpu_training.data.order import (
     GlobalBatchSource,
@@ -163,7 +163,7 @@ class ShareLoader(EpochLoader):
                 self._template = (share.count, batch)
                 yield share, batch
             elif not self.feeding.evaluating:
-                yield share, emptied(self.stand_in_on_host(share))
+                yield share, emptied(self.stand_in_on_host(share)[0])
 
     def fetched_here(self) -> Iterator[Any]:
         """The same micro-batches, without workers and without moving on to the next epoch."""
@@ -183,11 +183,13 @@ class ShareLoader(EpochLoader):
         """Whether a batch is one gather from tensors in memory: workers would not help."""
         return self._fetch.tensors is not None
 
-    def stand_in(self, share: Share) -> Any:
-        """A sample for a rank whose share is empty but whose model must run all the same."""
-        return to_device(self.stand_in_on_host(share), self.feeding.device)
+    def stand_in(self, share: Share) -> tuple[Any, int]:
+        """Samples for a rank whose share is empty but whose model must run all the same, and how
+        many there are."""
+        batch, size = self.stand_in_on_host(share)
+        return to_device(batch, self.feeding.device), size
 
-    def stand_in_on_host(self, share: Share) -> Any:
+    def stand_in_on_host(self, share: Share) -> tuple[Any, int]:
         if self._template is None:
             for index in chain.from_iterable(self.source.batches(self.feeding.seed, share.epoch)):
                 found, batch = self._fetch[replace(share, indices=(index,), count=1, left_out=0)]
@@ -197,7 +199,7 @@ class ShareLoader(EpochLoader):
             else:
                 raise DataError("collate_fn dropped every sample of the dataset", code="MGT302")
         size, batch = self._template
-        return head(batch, 1, size)
+        return stand_in_of(batch, size)
 
 
 class _Plan(Sampler[Share]):

@@ -38,9 +38,9 @@ class OwnBatches(EpochLoader):
     def fetched_here(self) -> Iterator[Any]:
         return self.one_pass()
 
-    def stand_in(self, share: Share) -> Any:
+    def stand_in(self, share: Share) -> tuple[Any, int]:
         """A sample of the newest batch that was shared out."""
-        return to_device(self._template, self.feeding.device)
+        return to_device(self._template, self.feeding.device), 1
 
     def keep_template(self, sample: Any) -> None:
         self._template = sample

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from multi_gpu_training.data.batch import attach, emptied, head, to_device
+from multi_gpu_training.data.batch import attach, emptied, stand_in_of, to_device
 from multi_gpu_training.data.generators import (
     global_generators_kept,
     own_generators,
@@ -127,11 +127,13 @@ class StreamLoader(EpochLoader):
         self.feeding = replace(self.feeding, num_workers=0, prefetch_factor=None)
         return self.one_pass()
 
-    def stand_in(self, share: Share) -> Any:
-        """A sample for a rank whose share is empty but whose model must run all the same."""
+    def stand_in(self, share: Share) -> tuple[Any, int]:
+        """Samples for a rank whose share is empty but whose model must run all the same, and how
+        many there are."""
         assert self._template is not None
         size, batch = self._template
-        return to_device(head(batch, 1, size), self.feeding.device)
+        found, count = stand_in_of(batch, size)
+        return to_device(found, self.feeding.device), count
 
     def _windows(self) -> Iterator[Window]:
         place = self.epoch, self.start, self.asked_steps, self.limit

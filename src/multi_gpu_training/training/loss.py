@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,16 +24,20 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training.accelerator import wide_float
+from multi_gpu_training.distributed.sharding import is_split
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.torch_internals import CriterionBase, version
-from multi_gpu_training.training.loss_weights import (
+from multi_gpu_training.training.criterion_divisor import (
     Divisor,
+    adds_up_on,
+    find_divisor,
+    is_torchs_own,
+)
+from multi_gpu_training.training.loss_weights import (
     check_own_loss,
     entry_of,
-    find_divisor,
     has_class_weights,
     ignored_label,
-    is_torchs_own,
     own_loss_weight,
     shifts_labels,
 )
@@ -81,6 +84,13 @@ def read_loss(result: Any, device: torch.device) -> Loss:
         raise ModelError(
             f"loss_fn returned {type(mean).__name__}; return a scalar tensor with a gradient",
             code="MGT401",
+        )
+    if type(mean) is not Tensor and is_split(mean):
+        raise ModelError(
+            "the loss adds something computed from sharded parameters, such as a penalty on the "
+            "weights, of which each rank holds a part; use the optimizer's weight_decay, or train "
+            "with ddp",
+            code="MGT403",
         )
     if mean.numel() != 1:
         raise ModelError(
@@ -243,23 +253,11 @@ def _takes_output_and_target(function: Any) -> bool:
 
 
 class FunctionCriterion(nn.Module):
-    """The user's function of (output, target), as a criterion.
-
-    Its numbers and tensors are attributes, as those of a module would be: one of them may be an
-    ignored label or the weights of the classes.
-    """
+    """The user's function of (output, target), as a criterion."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function
-        inner, keywords = _unwrapped(function)
-        found = [*keywords.values()]
-        if isinstance(inner, types.FunctionType):
-            cells = inspect.getclosurevars(inner)
-            found += [*cells.nonlocals.values(), *cells.globals.values()]
-            found += inner.__defaults__ or ()
-            self.labels = sorted({c for c in inner.__code__.co_consts if type(c) is int})
-        self.tensors = [value for value in found if isinstance(value, Tensor)]
 
     def forward(self, output: Any, target: Any) -> Any:
         return self.function(output, target)
@@ -308,6 +306,7 @@ class SupervisedLoss:
         self._shifted: bool | None = None  # whether the model's own loss skips the first label
         self._checked = False
         self._divisor: Divisor | None = None
+        self._looks = 0  # batches on which the divisor is still to be checked
 
     def __call__(self, model: nn.Module, batch: Any) -> Loss:
         if isinstance(batch, Mapping):
@@ -336,15 +335,26 @@ class SupervisedLoss:
         assert self.criterion is not None
         if self._divisor is None:
             self._divisor = find_divisor(self.criterion, output, target)
-            if self.has_parts and not self._divisor.adds_up:
-                warnings.warn(
-                    f"{type(self.criterion).__name__} is not a mean over samples or labels: each "
-                    "rank computes it over its own part of a batch, so results depend on the "
-                    "number of ranks and micro-batches. Where that matters, give a mean, or "
-                    "loss_fn(model, batch) -> (mean, weight)",
-                    stacklevel=2,
-                )
+            if self.has_parts and not is_torchs_own(self.criterion):
+                self._looks = 3
+                if not self._divisor.adds_up:
+                    self._warn()
+        if self._looks and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._looks -= 1
+            if not adds_up_on(self.criterion, self._divisor.weigh, output, target):
+                self._warn()
         return self._divisor.weigh(output, target)
+
+    def _warn(self) -> None:
+        self._looks = 0
+        name = getattr(getattr(self.criterion, "function", None), "__name__", None)
+        warnings.warn(
+            f"{name or type(self.criterion).__name__} is not a mean over samples or labels whose "
+            "weight can be found: each rank computes it over its own part of a batch, so results "
+            "depend on the number of ranks and micro-batches. Where that matters, give a mean, or "
+            "loss_fn(model, batch) -> (mean, weight)",
+            stacklevel=2,
+        )
 
     def look_at(self, dataset: Any) -> None:
         """Check in advance whether a TensorDataset has labels that do not count. Called before

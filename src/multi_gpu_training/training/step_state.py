@@ -259,11 +259,12 @@ class StepState:
             return next((t.shape[0] for t in tensors_of(batch) if t.ndim), 1)
 
     def stand_in(self, share: Share) -> Any:
-        """A sample as the loss gets it, for an empty share, so that model and loss run anyway."""
+        """Samples as the loss gets them, for an empty share, so that model and loss run anyway."""
         assert self.loader is not None
-        batch = self.loader.stand_in(share)
+        batch, count = self.loader.stand_in(share)
         self._epoch_key.set(share.sample_seed)
-        return self.prepare(batch, torch.zeros(1, dtype=torch.int64, device=self.placement.device))
+        numbers = torch.zeros(count, dtype=torch.int64, device=self.placement.device)
+        return self.prepare(batch, numbers)
 
     def settling_batch(self, batch: Any, share: Share) -> Any:
         """A batch as the loss gets it, for `Strategy.settle`."""

@@ -312,7 +312,10 @@ class MultiGPUTrainer(ABC):
                 raise
             if not oom.concerns(error):
                 state.abandon_step()  # the next call begins another step, whatever the caller does
-                raise
+                told = self.strategy.explained(error)
+                if told is None:
+                    raise
+                raise told from error
             short = is_out_of_memory(error)
         except Exception:
             if not oom.retrying:

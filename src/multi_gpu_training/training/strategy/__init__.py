@@ -171,6 +171,10 @@ class Strategy(ABC):
         gradients."""
         return
 
+    def explained(self, error: RuntimeError) -> Exception | None:
+        """What torch meant, where its error does not say what to do."""
+        return None
+
     def absent(self, share: Share, stand_in: StandIn | None) -> MicroResult:
         """Take part in a micro-batch without samples here: the other ranks wait for this one."""
         module = self.step_module

@@ -79,6 +79,16 @@ class DDPStrategy(Strategy):
                 code="MGT402",
             )
 
+    def explained(self, error: RuntimeError) -> Exception | None:
+        if "mark a variable ready only once" not in str(error):
+            return None
+        return ModelError(
+            "a parameter got its gradient twice in one backward, and ranks exchange it after the "
+            "first time. Layers that are used more than once under torch.utils.checkpoint need "
+            "use_reentrant=False",
+            code="MGT403",
+        )
+
     def settle(self, batch: Callable[[], Any]) -> None:
         self.settled = True
         ddp = self.ddp
