@@ -983,27 +983,6 @@ def recomputed_twice(folder: Path) -> None:
     fit_or_loop(folder, False, Reentrant(), squares, sgd)
 
 
-def penalties(folder: Path) -> list[str]:
-    """What sharded ranks say to losses that use the parameters themselves."""
-
-    def on_weights(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return squares(model, batch) + sum(p.square().sum() for p in model.parameters())
-
-    def on_slopes(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        inputs = batch[0].clone().requires_grad_()
-        out = model(inputs)
-        (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
-        return F.mse_loss(out, batch[1]) + slope.square().mean()
-
-    said = []
-    for loss_fn in (on_weights, on_slopes):
-        try:
-            fit_or_loop(folder, False, mlp(), loss_fn, sgd, training_mode="fsdp")
-        except ModelError as error:
-            said.append(str(error))
-    return said
-
-
 CASES: list[Case] = [
     graphs_behind_batchnorm,
     nested_inputs,

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from multi_gpu_training.accelerator import wide_float
-from multi_gpu_training.distributed.sharding import is_split
 from multi_gpu_training.errors import ModelError
 from multi_gpu_training.torch_internals import CriterionBase, version
 from multi_gpu_training.training.criterion_divisor import (
@@ -84,13 +83,6 @@ def read_loss(result: Any, device: torch.device) -> Loss:
         raise ModelError(
             f"loss_fn returned {type(mean).__name__}; return a scalar tensor with a gradient",
             code="MGT401",
-        )
-    if type(mean) is not Tensor and is_split(mean):
-        raise ModelError(
-            "the loss adds something computed from sharded parameters, such as a penalty on the "
-            "weights, of which each rank holds a part; use the optimizer's weight_decay, or train "
-            "with ddp",
-            code="MGT403",
         )
     if mean.numel() != 1:
         raise ModelError(

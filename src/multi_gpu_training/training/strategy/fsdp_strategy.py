@@ -248,15 +248,6 @@ class FSDPStrategy(Strategy):
             self.root.set_requires_gradient_sync(last)
         return nullcontext()
 
-    def explained(self, error: RuntimeError) -> Exception | None:
-        if "setStorage" not in str(error) or "storage of size 0" not in str(error):
-            return None
-        return ModelError(
-            "the loss uses parameters after training_mode=fully_sharded has freed them, as "
-            "gradients of gradients (create_graph=True) do; train with ddp",
-            code="MGT403",
-        )
-
     def absent(self, share: Share, stand_in: StandIn | None) -> MicroResult:
         if self.root is not None and stand_in is None:
             raise DataError(
