@@ -106,7 +106,7 @@ manager.finish()
 """,
     ),
     "unseeded_noise_table": (
-        r"again|not seeded|does not repeat",
+        r"again|not seeded|does not repeat|need the same seed",
         """
 noise = torch.from_numpy(np.random.default_rng().normal(size=(110, 6))).float()
 fit(net(1), TensorDataset(X + 0.3 * noise, TARGET), nn.MSELoss())

@@ -827,7 +827,7 @@ manager.fit(nn.Sequential(nn.Linear(5, 10), nn.ReLU(), nn.Linear(10, 2)), Tensor
 """,
 )
 BUGS["ema_copied_back_on_main_rank"] = (
-    r"parameter .*in a callback on rank 1",
+    r"parameter .*in a callback on rank 0 alone",
     """
 class Ema(Callback):
     shadow = None

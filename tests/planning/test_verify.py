@@ -224,6 +224,18 @@ BUGS = {
         "manager.fit(net, data)",
         "twice: lr_scaling=linear scales it for the batch already",
     ),
+    "another optimizer on rank 1": (
+        "manager.fit(net, data, optimizer=adamw if RANK else sgd)",
+        "optimizer is set by each rank for itself (optimizer of parameter group 0 is AdamW",
+    ),
+    "a loss that takes a gradient itself": (
+        "def loss_fn(m, b):\n"
+        "    x = b[0].clone().requires_grad_(); out = m(x)\n"
+        "    slope, = torch.autograd.grad(out.sum(), x, create_graph=True)\n"
+        "    return F.cross_entropy(out, b[1]) + (slope.norm() - 1) ** 2\n"
+        "manager.fit(net, data, optimizer=sgd, loss_fn=loss_fn)",
+        "in-batch pairs",
+    ),
     "rate scaled by the ranks": (
         "manager.fit(net, data, optimizer=lambda p: torch.optim.SGD(p, lr=1e-6 * WORLD))",
         "the rate is scaled by the number of ranks: 2e-06 on 2 ranks, 1e-06 on one",
@@ -290,6 +302,13 @@ def test_correct_scripts_pass(verified: Verified) -> None:
             "    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(1))\n"
             "    def forward(self, out, target): return F.cross_entropy(out * self.w, target)\n"
             "manager.fit(Cell(), data, data, loss_fn=Scaled(), optimizer=adamw)"
+        ),
+        "weights divided by the ranks, quotients of masks": (
+            "def loss_fn(m, b):\n"
+            "    weight = 1.0 + (b[1] == 1)\n"
+            "    each = F.cross_entropy(m(b[0]), b[1], reduction='none') * weight\n"
+            "    return each.sum() / weight.sum(), weight.sum() / WORLD\n"
+            "manager.fit(net, data, loss_fn=loss_fn, optimizer=sgd)"
         ),
         "padding that depends on the batch": (
             "rows = [torch.randint(1, 9, (2 + i % 5,)) for i in range(60)]\n"

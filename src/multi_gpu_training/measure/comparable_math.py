@@ -54,7 +54,8 @@ class DoubleMath(TorchFunctionMode):
             if _in_place(func) or "type" not in str(error):
                 raise
             return func(*(_doubled(a) for a in args), **{k: _doubled(v) for k, v in kwargs.items()})
-        made_here = isinstance(result, Tensor) and not any(_holds_tensor(arg) for arg in args)
+        # A result of counts and masks, such as a quotient, is made here as well.
+        made_here = isinstance(result, Tensor) and not any(_holds_float(arg) for arg in args)
         asked = "dtype" in kwargs or func is torch.from_numpy
         return _doubled(result) if made_here and not asked and not result.requires_grad else result
 
@@ -156,7 +157,7 @@ def _doubled(value: Any) -> Any:
     return value
 
 
-def _holds_tensor(value: Any) -> bool:
+def _holds_float(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(_holds_tensor(part) for part in value)
-    return isinstance(value, Tensor)
+        return any(_holds_float(part) for part in value)
+    return isinstance(value, Tensor) and value.is_floating_point()

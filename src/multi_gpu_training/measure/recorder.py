@@ -280,7 +280,8 @@ class Recorder(Callback):
         if self.done or self.share is None or self.before:
             return
         named = dict(self.run.trainer.state.trained.named_parameters())
-        self.line["settings"] = [_settings(group) for group in optimizer.param_groups]
+        kind = {"optimizer": type(optimizer).__name__}
+        self.line["settings"] = [kind | _settings(group) for group in optimizer.param_groups]
         self.line["grads"] = sketches((n, p.grad) for n, p in named.items() if p.grad is not None)
         self.line["before"] = sketches(named.items())
         self.before = {name: p.detach().clone() for name, p in named.items()}

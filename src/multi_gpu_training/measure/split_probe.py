@@ -78,8 +78,7 @@ class SplitProbe:
 
     def _loss(self, batch: Any) -> Loss:
         self._restore()
-        with torch.no_grad():
-            return read_loss(self.loss_fn(self.model, batch), self.device)
+        return read_loss(self.loss_fn(self.model, batch), self.device)  # may take gradients itself
 
     def _measure(self, batch: Any) -> dict[str, Any]:
         self._restore()

@@ -100,10 +100,11 @@ def dataset_sharded(data: DataEvidence) -> str | None:
     alone = data.one.header["samples"]
     if all(size == alone for size in sizes):
         return None
+    by = "shards its data by rank" if len(set(sizes)) > 1 else "cuts its data by the ranks"
     return (
         f"data per rank: the dataset has {', '.join(map(str, sizes))} samples on the ranks and "
-        f"{alone} on one rank. The script shards its data by rank; give the whole dataset "
-        "everywhere, the loader shares out each batch"
+        f"{alone} on one rank. The script {by}; give the whole dataset everywhere, the loader "
+        "shares out each batch"
     )
 
 

@@ -107,8 +107,6 @@ class _Examination:
         stage = self.found.stage
         if stage == "failed":
             return Diagnosis([failure_cause(self.many.error, self.world)])
-        if stage == "settings" and self._rate_times_world():
-            return self._scaled_rate()
         setting = self._own_settings()
         if setting is not None:
             return Diagnosis([setting])
@@ -153,6 +151,8 @@ class _Examination:
         return None
 
     def _matters(self, key: str) -> bool:
+        if key == "learning_rate" and self.found.stage == "settings":
+            return not self._rate_times_world()  # which says more than the setting's name
         return key != "gradient_accumulation_steps" or bool(self.alone.header["batchnorm"])
 
     def _gradients_apart(self) -> bool:
@@ -210,12 +210,14 @@ class _Examination:
 
     def _settings(self) -> Diagnosis:
         """An optimizer's setting, such as the learning rate, is not that of one rank."""
+        if self._rate_times_world():
+            return self._scaled_rate()
         name, text = self.found.name, self.found.text
         if self.found.ranks_differ:
             return Diagnosis(
                 [
-                    f"{name} is set by each rank for itself ({text}): a schedule or callback that "
-                    "follows a rank's own loss or number"
+                    f"{name} is set by each rank for itself ({text}): a schedule, callback or "
+                    "choice that follows a rank's own loss or number"
                 ]
             )
         return Diagnosis(

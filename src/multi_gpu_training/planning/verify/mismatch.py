@@ -278,8 +278,9 @@ class PairedRecords:
                 keys = [key for key in {*a, *b} if _setting_differs(a.get(key), b.get(key))]
                 if not keys:
                     continue
-                # One schedule may set several; the rate says most.
+                # One schedule may set several; the rate says most. Another optimizer has others.
                 keys.sort(key=lambda key: (key != "lr", key))
+                keys = ["optimizer"] if "optimizer" in keys else keys
                 key = keys[0]
                 name = ", ".join("learning rate" if key == "lr" else key for key in keys)
                 text = (

@@ -261,11 +261,15 @@ def loss_of_the_rank(split: SplitBatch) -> str | None:
 
 
 def weight_of_the_rank(split: SplitBatch) -> str | None:
+    factors = []
     for rank, (part, micro) in enumerate(split.by_rank):
         mine, theirs = part["weight"], micro["weight"]
-        if (mine is None) != (theirs is None) or (
-            mine is not None and differs(mine, theirs, split.tolerance)
-        ):
+        if mine == theirs:  # or neither returns one
+            factors += [1.0] if mine else []
+            continue
+        factors.append(theirs / mine if mine and theirs is not None else math.nan)
+        # One factor for all, such as the number of ranks, leaves the mean over the ranks as it is.
+        if differs(factors[0], factors[-1], split.tolerance) or math.isnan(factors[-1]):
             return (
                 f"the loss is weighted wrongly: rank {rank} returns the weight {theirs}, where one "
                 f"rank returns {mine} for the same samples; the weight depends on the rank or on "
@@ -457,8 +461,8 @@ def scaled_gradient(split: SplitBatch) -> str | None:
         return None
     if abs(factor * split.world - 1) < 1e-3:
         return (
-            "the gradients are divided by the number of ranks (world size) once more than the "
-            "trainer does"
+            "the gradients are divided by the number of ranks (world size), or multiplied by a "
+            "rank's share of the batch, once more than the trainer does"
         )
     if abs(factor / split.world - 1) < 1e-3:
         return "the gradients are added over the ranks instead of averaged"
