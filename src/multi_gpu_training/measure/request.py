@@ -125,7 +125,8 @@ class Measurement:
         if self.looks_into_steps:
             raise ConfigError(
                 "mgt verify, bench, check and estimate measure fit, train_epoch and train_step; "
-                f"they cannot look into {OWN_BACKWARD}"
+                f"they cannot look into {OWN_BACKWARD}. With one loss and one optimizer, use "
+                "train_step; otherwise run it with --num-gpus 1 and 2, and compare what they log"
             )
 
     def adapt(self, config: MultiGPUConfig) -> MultiGPUConfig:

@@ -199,9 +199,9 @@ def sample_changed(data: DataEvidence) -> str | None:
     return (
         f"a sample differs between {data.guilty} and one rank: its augmentation or noise depends "
         "on the rank, on its place in the process or on the others of its part (a generator per "
-        "process, seeded by the rank or drawn from in the order of loading; statistics, random "
-        "numbers or mixing in collate_fn). Draw from torch, numpy or random in __getitem__ without "
-        "seeding them: they are seeded per sample"
+        "process, seeded by the rank or drawn from in the order of loading; hash() of a text; "
+        "statistics, random numbers or mixing in collate_fn). Draw from torch, numpy or random in "
+        "__getitem__ without seeding them: they are seeded per sample"
     )
 
 

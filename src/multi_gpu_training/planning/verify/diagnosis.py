@@ -21,7 +21,7 @@ from multi_gpu_training.planning.verify.conclusion import (
     name_ranks,
 )
 from multi_gpu_training.planning.verify.data_causes import name_data_cause
-from multi_gpu_training.planning.verify.mismatch import Mismatch, compare_runs
+from multi_gpu_training.planning.verify.mismatch import NOTED_AT, Mismatch, compare_runs
 from multi_gpu_training.planning.verify.recorded_run import (
     CANNOT_START,
     Conditions,
@@ -51,14 +51,6 @@ _REACH = {
     "length": ("max_steps", "epochs", "steps_per_epoch", "early_stopping_patience"),
     "metrics": ("ema_decay", "swa_start", "swa_every", "limit_val_batches", "validate_every"),
     "asked": LATE_SETTINGS,
-}
-# Where a step notes the parameters: what it calls them, and what they were before (None: at the end
-# of the step before).
-PARAMETERS_AT: dict[str, tuple[str, str | None]] = {
-    "between": ("begin", None),
-    "forward": ("before", "begin"),
-    "optimizer": ("moved", "before"),
-    "callback": ("after", "moved"),
 }
 _WHY = {
     "gradient_accumulation_steps": ", and BatchNorm normalises one micro-batch at a time",
@@ -342,7 +334,7 @@ class _Examination:
 
     def _ranks_that_change(self) -> list[int]:
         """The ranks on which the parameter of the difference is not what it was just before."""
-        key, before = PARAMETERS_AT[self.found.stage]
+        key, before, _ = NOTED_AT[self.found.stage]
         place = self.found.step - 1
         changed = []
         for rank, record in enumerate(self.ranks):

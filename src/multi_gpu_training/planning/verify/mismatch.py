@@ -39,6 +39,15 @@ class Tolerance:
 
 DOUBLE = Tolerance(1e-8, 1e-8, 1e-7, 1e-6, 1e-7, 1e-9)
 SINGLE = Tolerance(2e-4, 1e-3, 5e-2, 0.2, 1e-2, 1e-5)
+# Where a step notes parameters or buffers (measure/recorder.py): under which key, under which it
+# has noted them before (None: at the end of the step before), and how that is said.
+NOTED_AT: dict[str, tuple[str, str | None, str]] = {
+    "between": ("begin", None, "when the step begins"),
+    "forward": ("before", "begin", "before the optimizer moves it"),
+    "optimizer": ("moved", "before", "after the optimizer has moved it"),
+    "callback": ("after", "moved", "after the step's callbacks"),
+    "buffers": ("buffers", "buffers_begin", "after the step"),
+}
 # Small tensors are measured against this part of all tensors together.
 FLOOR = 1e-5
 
@@ -138,18 +147,18 @@ class PairedRecords:
         yield from self._start()
         for number, (alone, ranks) in enumerate(self._steps()):
             step = number + 1
-            yield from self._tensors("between", step, "begin", alone, ranks)
+            yield from self._tensors("between", step, alone, ranks)
             yield from self._data(step, alone, ranks)
             # A parameter that the forward changes (initialised from the first batch) explains the
             # loss, and not the other way round: no gradient has moved it yet.
-            yield from self._tensors("forward", step, "before", alone, ranks)
+            yield from self._tensors("forward", step, alone, ranks)
             yield from self._loss(step, alone, ranks)
             yield from self._settings(step, alone, ranks)
             yield from self._grads(step, alone, ranks)
             yield from self._move(step, alone, ranks)
-            yield from self._tensors("optimizer", step, "moved", alone, ranks)
-            yield from self._tensors("callback", step, "after", alone, ranks)
-            yield from self._tensors("buffers", step, "buffers", alone, ranks)
+            yield from self._tensors("optimizer", step, alone, ranks)
+            yield from self._tensors("callback", step, alone, ranks)
+            yield from self._tensors("buffers", step, alone, ranks)
             yield from self._train_metrics(step, alone, ranks)
         yield from self._length()
         yield from self._asked()
@@ -164,16 +173,10 @@ class PairedRecords:
                 yield Mismatch("start", 0, text, name=name, apart=apart)
 
     def _tensors(
-        self, stage: str, step: int, key: str, alone: dict[str, Any], ranks: list[dict[str, Any]]
+        self, stage: str, step: int, alone: dict[str, Any], ranks: list[dict[str, Any]]
     ) -> Iterator[Mismatch]:
         """Parameters or buffers at one point of the step: equal on all ranks, and to one rank's."""
-        when = {
-            "between": "when the step begins",
-            "forward": "before the optimizer moves it",
-            "optimizer": "after the optimizer has moved it",
-            "callback": "after the step's callbacks",
-            "buffers": "after the step",
-        }[stage]
+        key, _, when = NOTED_AT[stage]
         what = "buffer" if stage == "buffers" else "parameter"
         if any(key not in line for line in (alone, *ranks)):
             return  # a step that was not finished
