@@ -492,6 +492,8 @@ REFUSED = {
     corners.hooks_that_add_up: "would be lost; use callbacks",
     corners.criterion_that_learns: "trains those of the model alone",
     corners.another_head: "frozen, unfrozen or added",
+    corners.add_a_group: "frozen, unfrozen or added",
+    corners.criterion_that_learns: "holds parameters of the loss",
     corners.sparse_gradients: "sparse=True",
     corners.complex_parameters: "several types: complex128, float64",
     corners.compiled_by_the_user: "torch.compile wraps",
