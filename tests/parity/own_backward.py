@@ -243,7 +243,51 @@ class NormalisedGAN(Case):
         return [value for value in super().weights() if value.is_floating_point()]
 
 
+class HookedGradients(Case):
+    """Hooks of the user's that do something else to a sum of gradients than to its parts."""
+
+    def __init__(self) -> None:
+        self.modules = [mlp(3, 6, 1)]
+        self.optimizers = [torch.optim.Adam(self.modules[0].parameters(), lr=1e-2)]
+        self.data = (numbers(SAMPLES, 3), numbers(SAMPLES, 1, seed=1))
+        first, *_, last = self.modules[0].parameters()
+        first.register_hook(lambda grad: grad.clamp(-0.02, 0.02))
+        last.register_post_accumulate_grad_hook(normalise)
+
+    def take(self, batch: Any, backward: Backward) -> None:
+        (model,), (optimizer,) = self.modules, self.optimizers
+        optimizer.zero_grad()
+        backward(F.mse_loss(model(batch[0]), batch[1]), optimizer)
+        backward(model(batch[0]).square().mean(), optimizer)
+        optimizer.step()
+
+
+def normalise(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad /= parameter.grad.norm() + 1e-3
+
+
+class MaskedLosses(Case):
+    """Steps in which nothing counts for a net: its optimizer moves by momentum all the same."""
+
+    def __init__(self) -> None:
+        self.modules = [mlp(3, 6, 1), mlp(3, 6, 1)]
+        self.optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in self.modules]
+        counts = (torch.arange(SAMPLES)[:, None] // BATCH != torch.tensor([1, 2])).double()
+        self.data = (numbers(SAMPLES, 3), numbers(SAMPLES, seed=1), counts)
+
+    def take(self, batch: Any, backward: Backward) -> None:
+        x, y, counts = batch
+        for model, optimizer, mask in zip(self.modules, self.optimizers, counts.T, strict=True):
+            errors = (model(x).squeeze(1) - y).square()
+            optimizer.zero_grad()
+            loss = (errors * mask).sum() / mask.sum().clamp(min=1)
+            backward(loss, optimizer, weight=mask.sum())
+            optimizer.step()
+
+
 CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch, Accumulation, SummedLosses, NormalisedGAN]
+CASES += [HookedGradients, MaskedLosses]
 
 
 def build(kind: type[Case]) -> Case:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from tiny import FEATURES, flat, line, manager_for, points, sgd, squares
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
@@ -66,10 +66,8 @@ def weigh(folder: Path) -> list[Tensor]:
     for other in (model, 3, [model]):
         with pytest.raises(ModelError, match="give an optimizer that"), trainer.step():
             trainer.backward(squares(model, list(tokens(0))), other)
-    before = flat(model)
-    with trainer.step():  # nothing counts, on any number of ranks
+    with trainer.step():  # nothing counts, on any number of ranks: momentum moves all the same
         trainer.backward(squares(model, list(tokens(0))) * math.nan, weight=0)
-    assert before.isfinite().all() and torch.equal(flat(model), before)
     manager.finish()
     return [*found, flat(model)]
 
@@ -85,6 +83,8 @@ def test_token_weights_hold_over_ranks_and_micro_batches(tmp_path: Path) -> None
         loss.backward()
         expected += [loss.detach(), model.weight.grad.clone()]
         optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
     expected.append(flat(model))
     for ranks in (1, 2):
         for found in run_ranks(ranks, weigh, tmp_path / str(ranks)):
@@ -161,6 +161,175 @@ def test_a_nan_stops_a_loop_with_its_own_backward_or_is_skipped(tmp_path: Path) 
     with pytest.raises(NonFiniteLossError, match=r"SGD \(optimizer 1\) is not finite in weight"):
         bad_batch(manager_for(tmp_path / "stop"))
     assert not bad_batch(manager_for(tmp_path / "skip", on_nonfinite="skip")).any()
+
+
+def test_a_nan_that_the_loop_throws_away_stops_nothing(tmp_path: Path) -> None:
+    """The loss that every rank sees tells; its gradients are dropped, and the log leaves it out."""
+    model = line()
+    manager = manager_for(tmp_path, log_every=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trainer = manager.prepare(model, optimizer)
+    moved = []
+    for step in range(4):
+        before = flat(model)
+        with trainer.step():
+            inputs = torch.full((2, FEATURES), math.inf if step == 1 else 1.0)
+            if not trainer.backward(model(inputs).mean()).isfinite():
+                optimizer.zero_grad()
+        moved.append(bool((flat(model) != before).any()))
+    manager.finish()
+    assert moved == [True, False, True, True]
+
+
+class Sharp(torch.optim.Optimizer):
+    """A SAM as one finds them: it shares its groups with the optimizer that it wraps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    def second_step(self) -> None:
+        self.base.step()
+        self.zero_grad()
+
+
+def test_an_optimizer_that_prepare_did_not_get_cannot_move_its_parameters(tmp_path: Path) -> None:
+    x, y = points().tensors
+    model = line()
+    manager = manager_for(tmp_path / "other")
+    trainer = manager.prepare(model, sgd(model.parameters()))
+    other, elsewhere = torch.optim.Adam(model.parameters()), line()
+    with trainer.step():
+        trainer.backward(squares(model, [x, y]))
+        squares(elsewhere, [x, y]).backward()
+        sgd(elsewhere.parameters()).step()  # an inner loop on a copy
+    with pytest.raises(ModelError, match=r"Adam.step\(\) would move .* SGD"), trainer.step():
+        trainer.backward(squares(model, [x, y]))
+        other.step()
+    manager.finish()
+    model, alone = line(), line()
+    manager = manager_for(tmp_path / "wrapped")
+    trainer = manager.prepare(model, optimizer := Sharp(model.parameters()))
+    with trainer.step():
+        trainer.backward(squares(model, [x, y]))
+        optimizer.second_step()
+    manager.finish()
+    squares(alone, [x, y]).backward()
+    sgd(alone.parameters()).step()
+    assert torch.equal(flat(model), flat(alone))
+
+
+def out_of_step(folder: Path, how: str) -> None:
+    manager = manager_for(folder, global_batch_size=4)
+    model = line().double()
+    trainer = manager.prepare(model, sgd(model.parameters()), dataset=points(16, torch.float64))
+    rank = manager.placement.dp_rank
+    for number, batch in enumerate(manager.train_loader):
+        if how == "left out before" and number == rank:
+            continue
+        for _ in range(1 + (how == "repeated" and rank)):
+            with trainer.step(batch) as (x, y):
+                if how != "left out" or number != rank:
+                    trainer.backward(squares(model, [x, y]))
+
+
+@pytest.mark.parametrize("how", ["left out", "left out before", "repeated"])
+def test_ranks_that_decide_by_their_own_samples_are_told(tmp_path: Path, how: str) -> None:
+    """Each leaves out as many as the other: without a word, gradients of two steps would add up."""
+    with pytest.raises(RankError, match="different optimizers, steps or batches"):
+        run_ranks(2, out_of_step, tmp_path, how)
+
+
+LAST = 1  # rows of the last batch: two of three ranks have none
+
+
+def odd_loops(folder: Path | None) -> dict[str, Tensor]:
+    """Loops in which a rank without samples must still know what to do; None: in plain torch."""
+    x, y = (part[: 8 + LAST] for part in points(16, torch.float64).tensors)
+    more = torch.arange(6 * FEATURES, dtype=torch.float64).view(6, FEATURES).sin()
+    found = {}
+
+    def loop(name: str, body: Any) -> None:
+        model = line().double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if folder is None:
+            for start in (0, 4, 8):
+                optimizer.zero_grad()
+                body(model, (x[start : start + 4], y[start : start + 4]), None, None)
+                optimizer.step()
+        else:
+            manager = manager_for(folder, global_batch_size=4, shuffle=False)
+            data = torch.utils.data.TensorDataset(x, y)
+            trainer = manager.prepare(model, optimizer, dataset=data)
+            for batch in manager.train_loader:
+                body(model, batch, trainer, manager)
+            manager.finish()
+        found[name] = flat(model)
+
+    def as_dict(model: nn.Module, batch: Any, trainer: Any, _: Any) -> None:
+        """Batches in another form than the loader gives them."""
+        given = {"target": batch[1], "inputs": batch[0].repeat(1, 2)[:, 2 : 2 + FEATURES]}
+        if trainer is None:
+            squares(model, [given["inputs"], given["target"]]).backward()
+            return
+        with trainer.step(given) as mine:
+            trainer.backward(squares(model, [mine["inputs"], mine["target"]]))
+
+    def two_sources(model: nn.Module, batch: Any, trainer: Any, manager: Any) -> None:
+        """A loss on the loader's batch, and one on rows of another that every rank made alike."""
+        if trainer is None:
+            (squares(model, batch) + model(more).square().mean()).backward()
+            return
+        with trainer.step(batch) as mine:
+            other = manager.shard(more)
+            trainer.backward(model(other).square().mean(), weight=other)
+            trainer.backward(squares(model, mine), weight=mine[0])
+
+    def rare(model: nn.Module, batch: Any, trainer: Any, _: Any) -> None:
+        """A rank that has nothing to say gives a zero without a graph."""
+        if trainer is None:
+            kept = batch[0][:, 0] < 0
+            squares(model, [part[kept] for part in batch]).backward()
+            return
+        with trainer.step(batch) as mine:
+            kept = mine[0][:, 0] < 0
+            loss = squares(model, [part[kept] for part in mine]) if kept.any() else torch.zeros(())
+            trainer.backward(loss, weight=int(kept.sum()))
+
+    for body in (as_dict, two_sources, rare):
+        loop(body.__name__, body)
+    return found
+
+
+def test_a_rank_without_samples_follows_whatever_the_loop_does(tmp_path: Path) -> None:
+    expected = odd_loops(None)
+    for ranks in (1, 3):
+        for found in run_ranks(ranks, odd_loops, tmp_path / str(ranks)):
+            for name, theirs in expected.items():
+                assert (found[name] - theirs).norm() <= 1e-12 * theirs.norm(), (name, ranks)
+
+
+def of_two_batches(folder: Path, apart: bool) -> None:
+    manager = manager_for(folder)
+    model = line().double()
+    trainer = manager.prepare(model, sgd(model.parameters()))
+    x = points(16, torch.float64).tensors[0]
+    with trainer.step():
+        one, other = manager.shard(x[:7]), manager.shard(x[:2])
+        if apart:
+            trainer.backward(model(one).square().mean(), weight=len(one))
+        else:
+            trainer.backward(model(one).square().mean() + model(other).mean())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_weight_that_cannot_be_right_for_two_batches_is_refused(
+    tmp_path: Path, apart: bool
+) -> None:
+    said = "number as its weight" if apart else "parts of batches of 7 and 2 samples"
+    with pytest.raises(RankError, match=said):
+        run_ranks(3, of_two_batches, tmp_path, apart)
 
 
 def test_what_needs_a_training_says_so_before_there_is_one(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,9 +31,14 @@ def attach(batch: Any, share: Share) -> Any:
     The user sees the batch as collated: a list stays a list, a dict a dict, a tensor a tensor.
     Its tensors carry the share as well, for loops that unpack: `for x, y in loader`.
     """
+    mark(batch, share)
+    return carry(batch, share)
+
+
+def mark(batch: Any, share: Share) -> None:
+    """Let the tensors of a batch carry its share."""
     for tensor in tensors_of(batch):
         setattr(tensor, _ATTRIBUTE, share)
-    return carry(batch, share)
 
 
 def carry(batch: Any, share: Share) -> Any:
@@ -189,3 +195,21 @@ def emptied(batch: Any) -> Any:
 
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def with_a_row(batch: Any, rows: Iterable[Tensor]) -> Any:
+    """The batch with one sample where it has none: of `rows` what has the form, or zeros where the
+    user's loop has made something else of it."""
+    known, place = list(rows), count()
+
+    def filled(tensor: Tensor) -> Tensor:
+        number = next(place)
+        if tensor.is_nested or all(tensor.shape):
+            return tensor
+        shape = [length or 1 for length in tensor.shape]
+        for row in (*known[number : number + 1], *known):
+            if row.dtype == tensor.dtype and list(row.shape) == shape:
+                return row
+        return tensor.new_zeros(shape)
+
+    return map_tensors(batch, filled)

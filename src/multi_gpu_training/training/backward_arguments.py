@@ -14,15 +14,15 @@ from multi_gpu_training.training.gradient_exchange import OptimizerGradients
 from multi_gpu_training.training.metrics import Number
 
 
-def checked_loss(loss: Any) -> Tensor:
-    """The loss as a scalar with a gradient."""
+def checked_loss(loss: Any, needs_gradient: bool = True) -> Tensor:
+    """The loss as a scalar, with a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(
             f"trainer.backward got {found}; give a scalar loss, the mean over this rank's samples",
             code="MGT401",
         )
-    if not loss.requires_grad:
+    if needs_gradient and not loss.requires_grad:
         raise ModelError(
             "the loss has no gradient; compute it from a model's output without .detach(), .item() "
             "or torch.no_grad()",
@@ -60,7 +60,8 @@ def plain_weight(weight: Number) -> Number:
     if not 0 <= found < math.inf:
         raise ModelError(
             f"trainer.backward(loss, weight={weight!r:.60}): give a number, 0 or more: what the "
-            "mean was divided by, such as the number of tokens"
+            "mean was divided by, such as the number of tokens; or a tensor of the part of a batch "
+            "that it is a mean over, as the loader or manager.shard gave it"
         )
     return found
 

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from multi_gpu_training.errors import ModelError
-from multi_gpu_training.torch_internals import after_accumulation_hooks, on_gradient_hooks
+from multi_gpu_training.torch_internals import (
+    after_accumulation_hooks,
+    gradient_hooks,
+    on_gradient_hooks,
+)
 
 _LARGE = 1e6  # no clamp leaves gradients alone that are so much larger
 
@@ -32,46 +36,66 @@ class _Gate:
 
 
 class DelayedHooks:
-    """at_once: let torch call them, which is right where one rank adds up several gradients."""
+    """at_once: let torch call them, which is right where one rank adds up several gradients.
+    but: a hook of ours, which torch goes on to call."""
 
-    def __init__(self) -> None:
-        self.at_once = False
+    def __init__(self, at_once: bool = False, but: Callable[[Tensor], None] | None = None) -> None:
+        self.at_once = at_once
+        self._but = but
         self._hooked: list[Tensor] = []
-        self._add_up = False  # known: they give the same for a sum as for its parts
+        self._add_up: set[int] = set()  # ids of parameters whose hooks give the same for a sum
 
     def take(self, parameters: Iterable[Tensor]) -> None:
         """Take over the hooks of these parameters. Called again, it finds new ones."""
         self._hooked = []
         for parameter in parameters:
+            if not gradient_hooks(parameter):
+                continue
+            gates = 0
             for hooks in (on_gradient_hooks(parameter), after_accumulation_hooks(parameter)):
                 for key, hook in hooks.items():
+                    if self._but is not None and hook == self._but:
+                        continue
+                    gates += 1
                     if not isinstance(hook, _Gate):
                         hooks[key] = _Gate(hook, self)
-                if hooks and not any(parameter is one for one in self._hooked):
-                    self._hooked.append(parameter)
-        self._add_up = False
+                        self._add_up.clear()
+            if gates:
+                self._hooked.append(parameter)
 
     def begin(self, alone: bool, whole: bool) -> None:
         """A step begins. alone: on one rank. whole: with all its samples in one micro-batch."""
         self.at_once = alone and not whole
 
-    @torch.no_grad()
     def run(self, whole: bool) -> None:
         """Call them: the gradients are those of the step."""
-        if self.at_once:
-            return
-        for parameter in self._hooked:
-            if parameter.grad is None:  # torch would not call them either
-                continue
-            if not whole and not self._add_up:
-                _check(parameter)
-            for gate in list(on_gradient_hooks(parameter).values()):
+        if not self.at_once:
+            self.change(self._hooked, whole)
+            self.announce(self._hooked)
+
+    @torch.no_grad()
+    def change(self, parameters: Iterable[Tensor], whole: bool) -> None:
+        """Call those that get a gradient, and may return another one."""
+        for parameter in self._of(parameters):
+            if not whole and id(parameter) not in self._add_up:
+                _check(parameter, _gates(after_accumulation_hooks(parameter)))
+                self._add_up.add(id(parameter))
+            for gate in _gates(on_gradient_hooks(parameter)):
                 changed = gate.hook(parameter.grad)
                 if changed is not None:
                     parameter.grad = changed
-            for gate in list(after_accumulation_hooks(parameter).values()):
+
+    @torch.no_grad()
+    def announce(self, parameters: Iterable[Tensor]) -> None:
+        """Call those that get a parameter whose `grad` is complete."""
+        for parameter in self._of(parameters):
+            for gate in _gates(after_accumulation_hooks(parameter)):
                 gate.hook(parameter)
-        self._add_up = True
+
+    def _of(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        hooked = {id(parameter) for parameter in self._hooked}
+        # torch would not call them without a gradient either.
+        return [p for p in parameters if id(p) in hooked and p.grad is not None]
 
 
 @contextmanager
@@ -94,14 +118,20 @@ def called_by_torch(parameters: Iterable[Tensor]) -> Iterator[None]:
             owner.at_once = before[key]
 
 
-def _check(parameter: Tensor) -> None:
+def _gates(hooks: dict[int, Any]) -> list[_Gate]:
+    return [hook for hook in hooks.values() if isinstance(hook, _Gate)]
+
+
+def _check(parameter: Tensor, after_accumulation: list[_Gate]) -> None:
     """Refuse a hook that does something else to a sum than to its parts: with several micro-batches
     in a step, torch calls it for each, and here their gradients come added up."""
     grad = parameter.grad
     assert grad is not None
-    other = torch.randn_like(grad) * grad.abs().max()
-    adds_up = not after_accumulation_hooks(parameter)
-    for gate in on_gradient_hooks(parameter).values() if adds_up else ():
+    dice = torch.Generator(grad.device).manual_seed(0)  # the user's numbers stay as they are
+    other = torch.randn(grad.shape, generator=dice, dtype=grad.dtype, device=grad.device)
+    other *= grad.abs().max()
+    adds_up = not after_accumulation
+    for gate in _gates(on_gradient_hooks(parameter)) if adds_up else ():
         one, two, both, large = (
             given if (found := gate.hook(given.clone())) is None else found
             for given in (grad, other, grad + other, grad * _LARGE)

@@ -82,7 +82,8 @@ class OptimizerGradients:
     due: a backward ran since the optimizer last moved. open: not exchanged yet, the sum of this
     rank's micro-batches with `weight` and `loss`. summed: the user asked for their sum, not their
     mean. earlier: gradients of previous losses, already exchanged. used: a backward ran in this
-    step. skipped: they were not finite, so the optimizer did not move in this step.
+    step. skipped: they were not finite, or the loop threw them away, so the optimizer did not move
+    in this step. parts: micro-batches that are not exchanged yet.
     """
 
     def __init__(self, optimizer: Optimizer, number: int) -> None:
@@ -95,6 +96,7 @@ class OptimizerGradients:
         self.due = self.used = self.open = self.skipped = self.summed = False
         self.weight: Number = 0.0
         self.loss: Number = 0.0
+        self.parts = 0
         self.earlier: list[Tensor | None] = []
 
     def find_parameters(self) -> list[Tensor]:
@@ -115,7 +117,7 @@ class OptimizerGradients:
                 self.earlier = [parameter.grad for parameter in self.parameters]
                 for parameter in self.parameters:
                     parameter.grad = None
-        self.weight, self.loss = 0.0, 0.0
+        self.weight, self.loss, self.parts = 0.0, 0.0, 0
 
     def close(self) -> None:
         """The gradients now cover all ranks: add those of earlier losses."""

@@ -22,10 +22,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from multi_gpu_training.data.batch import share_of, tensors_of, to_device
+from multi_gpu_training.data.batch import mark, share_of, tensors_of, to_device
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
+from multi_gpu_training.distributed.batchnorm import ATTENDANCE, SyncBatchNorm
 from multi_gpu_training.distributed.control import Boundary
 from multi_gpu_training.distributed.progress_slot import (
     BACKWARD,
@@ -44,6 +45,7 @@ from multi_gpu_training.training.backward_arguments import (
     plain_weight,
 )
 from multi_gpu_training.training.callbacks import Callback, Run
+from multi_gpu_training.training.delayed_hooks import DelayedHooks
 from multi_gpu_training.training.gradient_exchange import (
     GradientExchange,
     OptimizerGradients,
@@ -95,11 +97,15 @@ class ManualTrainer:
         held = sum(len(slot.find_parameters()) for slot in self._slots)
         # Otherwise a backward must not reach parameters that no optimizer here trains.
         self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
-        self._inside = self._has_batch = False
+        self._inside = self._has_batch = self._moving = False
         self._share: Share
+        self._place = 0  # tells steps apart, alike on all ranks
         self._weight: Number = 1.0
         self._sharded: Share | None = None
         self._stood_in = False  # whether the latest shard was a stand-in
+        # Parts of batches in this block; those since the latest backward; losses that say theirs.
+        self._parts: list[Share] = []
+        self._fresh = self._told = 0
         # The losses of the step, logged when it ends: (optimizer, name, loss x weight, weight).
         self._noted: list[tuple[list[OptimizerGradients], str, Number, Number]] = []
         self._unit: Number | None = None  # for gradients not exchanged yet
@@ -112,6 +118,8 @@ class ManualTrainer:
         self._mixed_up = torch.zeros((), dtype=torch.int64, device=device)
         self._own = False  # whether the backward now running was started here
         self._watch: list[Any] = []
+        # On several ranks, hooks on gradients wait for those of all ranks.
+        self._hooks = DelayedHooks(at_once=True, but=self._refuse_foreign)
         state.callbacks.add(_LookBeforeSave(self.look))
         for slot in self._slots:
             slot.optimizer.register_step_pre_hook(self._before_move)
@@ -140,6 +148,7 @@ class ManualTrainer:
         takes one block, and only the last block steps.
         """
         given = self._begin(batch)
+        strangers = register_optimizer_step_pre_hook(self._refuse_stranger)
         try:
             with self._state.precision.autocast():
                 yield given
@@ -149,6 +158,8 @@ class ManualTrainer:
                 error.add_note(advice(self._state))
             self._abandon()
             raise
+        finally:
+            strangers.remove()
         self._after_block()
 
     def _begin(self, batch: Any) -> Any:
@@ -160,6 +171,9 @@ class ManualTrainer:
         self._weight = 1.0 if share is None else float(share.count)
         self._share = share or Share(state.epoch, state.position, (), 1, 0, True, True, state.step)
         share = self._share
+        # Of the batch, if the loader gave it as it is; otherwise steps are all there is to count.
+        known = share_of(batch) is not None and not share.changed
+        self._place = state.step + (7 * share.position + share.epoch if known else 0)
         if not share.last and len(self.optimizers) > 1:
             raise ConfigError(
                 f"this batch is one of several micro-batches of a step, and {len(self.optimizers)} "
@@ -181,8 +195,13 @@ class ManualTrainer:
             if batch is not None:
                 given = state.prepare(given, state.sample_numbers(given, share))
         elif not all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
-            given = state.stand_in(share)  # otherwise `shard` set it
+            given = state.stand_in(share, batch)  # otherwise `shard` set it
         self._inside, self._has_batch = True, batch is not None
+        ATTENDANCE.exchanged = False
+        self._parts = [share] if self._has_batch else []
+        self._fresh = self._told = 0
+        if share.count == 0 or state.augment is not None:
+            mark(given, share)
         self._attend(share)
         return given
 
@@ -206,8 +225,30 @@ class ManualTrainer:
                     buffers = module.buffers(recurse=False)
                     self._kept += [(buffer, buffer.clone()) for buffer in buffers]
 
+    def _refuse_mixture(self) -> None:
+        """Raise if a loss seems to be the mean over one batch plus the mean over another, of which
+        this rank has another share."""
+        first, *others = self._parts or [self._share]
+        others = [
+            share
+            for share in others
+            if first.window_count
+            and first.count * share.window_count != share.count * first.window_count
+        ]
+        if len(others) > self._told:
+            raise ModelError(
+                f"this block has parts of batches of {first.window_count} and "
+                f"{others[0].window_count} samples, of which this rank holds {first.count} and "
+                f"{others[0].count}: a loss of both has no weight that is right. Call "
+                "trainer.backward for each, with the part that it is a mean over, "
+                "trainer.backward(loss, weight=x), x being a tensor of that part; or make the "
+                "batches of one size"
+            )
+
     def _end(self) -> None:
         state, share = self._state, self._share
+        if len(self._parts) > 1:
+            self._refuse_mixture()
         for slot in self._slots if share.last else ():
             if not slot.used and any(p.grad is not None for p in slot.find_parameters()):
                 raise ModelError(
@@ -216,7 +257,9 @@ class ManualTrainer:
                     "have not exchanged them, and they would not be used; call "
                     "trainer.backward(loss, optimizer=...), and then change p.grad as you like"
                 )
-            if slot.due:
+            if slot.due and all(p.grad is None for p in slot.parameters):
+                slot.skipped = True  # the loop threw them away, as those of a NaN
+            elif slot.due:
                 if needs_closure(slot.optimizer):
                     raise ModelError(
                         f"{type(slot.optimizer).__name__} needs a closure: call its "
@@ -241,12 +284,15 @@ class ManualTrainer:
         """Called when `manager.shard` has split a batch: losses of this block are weighted by its
         samples, or those of the next block unless that block is given another batch."""
         self._sharded, self._stood_in = share, share.count == 0
+        if self._inside:
+            self._parts.append(share)
+            self._fresh += 1
         if self._inside and not self._has_batch:
             self._weight = float(share.count)
             self._attend(share)
 
     def _leave(self) -> None:
-        self._inside = self._own = False
+        self._inside = self._own = self._moving = False
         self._sharded = None
         self._state.attendance.present = True
         for buffer, before in self._kept:  # a stand-in is no sample
@@ -288,7 +334,7 @@ class ManualTrainer:
         loss: Tensor,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
-        weight: Number | None = None,
+        weight: Any = None,
         reduction: Literal["mean", "sum"] = "mean",
         last: bool = True,
         retain_graph: bool = False,
@@ -298,17 +344,20 @@ class ManualTrainer:
         all optimizers. Returns the loss over all ranks.
 
         `loss` is a mean over this rank's part; `weight` is what it was divided by (tokens, for
-        example) if that is not the batch's sample count. With reduction="sum" it is a sum over
-        this rank's part, and the gradient is that of the sum over all ranks. With last=False,
-        more micro-batches of the same mean or sum follow and nothing is exchanged yet; do not
-        divide the losses by their number. `name` is the loss's name in the log.
+        example) if that is not the batch's sample count. In a block with parts of several batches,
+        it may be a tensor of the part that the loss is a mean over. With reduction="sum" it is a
+        sum over this rank's part, and the gradient is that of the sum over all ranks. With
+        last=False, more micro-batches of the same mean or sum follow and nothing is exchanged yet;
+        do not divide the losses by their number. `name` is the loss's name in the log.
         """
         if not self._inside:
             raise ModelError("trainer.backward(loss) belongs inside `with trainer.step():`")
-        loss = checked_loss(loss)
         slots = chosen_slots(optimizer, self._slots)
         summed = is_sum(reduction, weight, slots)
         weight, samples = self._weights_of(weight, summed)
+        # A mean over nothing may be a plain zero, unless other ranks wait in its backward.
+        nothing = not isinstance(weight, Tensor) and not weight and not ATTENDANCE.exchanged
+        loss = checked_loss(loss, needs_gradient=not nothing)
         last = last and self._share.last
         # One rank with one micro-batch: its gradient is the gradient, as in a loop without us.
         plain = self._placement.dp_size == 1 and last and not any(slot.open for slot in slots)
@@ -316,7 +365,15 @@ class ManualTrainer:
         scaled, mean = (loss, loss.detach()) if plain else self._scaled(loss, weight)
         for slot in slots:
             slot.open_up(plain)
-        self._run_backward(scaled, slots, retain_graph)
+        if loss.requires_grad:
+            self._run_backward(scaled, slots, retain_graph)
+        if (
+            scaled is not loss
+            and self._share.count
+            and not isinstance(weight, Tensor)
+            and not weight
+        ):
+            _zero_gradients(loss, slots)
         part = mean.double() * weight
         if isinstance(weight, Tensor):
             part = torch.where(weight > 0, part, torch.zeros_like(part))
@@ -329,7 +386,7 @@ class ManualTrainer:
         for slot in slots:
             slot.due = slot.used = True
             if not plain:
-                slot.open, slot.summed = True, summed
+                slot.open, slot.summed, slot.parts = True, summed, slot.parts + 1
                 slot.weight, slot.loss = slot.weight + weight, slot.loss + part
                 if last:
                     over_ranks = self._complete(slot).to(mean.dtype)
@@ -337,8 +394,13 @@ class ManualTrainer:
             self._closure_loss = self._closure_loss + over_ranks
         return over_ranks
 
-    def _weights_of(self, given: Number | None, summed: bool) -> tuple[Number, Number]:
+    def _weights_of(self, given: Any, summed: bool) -> tuple[Number, Number]:
         """What a loss counts in the gradient, and what the log divides it by."""
+        fresh, self._fresh = self._fresh, 0
+        self._told += given is not None or summed or (fresh == 1 and not self._has_batch)
+        part = None if given is None else next(map(share_of, (given, *tensors_of(given))), None)
+        if part is not None:
+            return (float(part.count > 0) if summed else float(part.count)), float(part.count)
         if self._stood_in and self._sharded is None and not self._has_batch:
             raise ModelError(
                 "the newest manager.shard had no row for this rank and gave it a stand-in, which "
@@ -346,6 +408,13 @@ class ManualTrainer:
                 "as there are ranks"
             )
         weight: Number = self._weight if given is None else plain_weight(given)
+        if given is not None and len({share.count > 0 for share in self._parts}) > 1:
+            raise ModelError(
+                "trainer.backward got a number as its weight, where this rank has rows of one "
+                "batch and a stand-in for another: it may have counted the stand-in. Give the part "
+                "that the loss is a mean over, trainer.backward(loss, weight=x), x being a tensor "
+                "of it"
+            )
         # A stand-in has weight zero, whatever the loop counts in it.
         weight = weight if self._weight else 0.0
         return (float(weight > 0) if summed else weight), weight
@@ -369,18 +438,23 @@ class ManualTrainer:
         everything = self._holds_all and len(slots) == len(self._slots)
         inputs = None if everything else [p for slot in slots for p in slot.parameters]
         note_phase(BACKWARD)
-        self._own = True
-        # As torch advises: gradients take the types that autocast chose in the forward.
-        with torch.autocast(self._placement.device.type, enabled=False):
-            torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
-        self._own = False
+        if self._placement.dp_size > 1:
+            self._hooks.take(p for slot in slots for p in slot.parameters)
+        self._own, self._hooks.at_once = True, self._placement.dp_size == 1
+        try:
+            # As torch advises: gradients take the types that autocast chose in the forward.
+            with torch.autocast(self._placement.device.type, enabled=False):
+                torch.autograd.backward(scaled, retain_graph=retain_graph, inputs=inputs)
+        finally:
+            self._own, self._hooks.at_once = False, True
         note_phase(BETWEEN_STEPS)
 
     def _complete(self, slot: OptimizerGradients) -> Tensor:
         """Make this rank's sum of weighted gradients the mean, or the sum, over all ranks."""
         unit = 1.0 if self._unit is None else self._unit
-        # Sent along: ranks that exchange for different optimizers would add up in silence.
-        tag = float(slot.number + 1)
+        # Sent along: gradients of ranks that are in different steps, or exchange for different
+        # optimizers, would add up in silence.
+        tag = float(1 + slot.number + len(self._slots) * (self._place % 64))
         # A sum is not divided: the divisors of all ranks add up to 1.
         divisor = float(self._placement.dp_rank == 0) if slot.summed else slot.weight
         if self._placement.dp_size == 1:
@@ -397,15 +471,19 @@ class ManualTrainer:
                 self._check_order()
         weight = sums[2] if len(sums) > 2 else as_double(divisor, sums.device)
         loss = sums[0] / torch.where(weight > 0, weight, torch.ones_like(weight))
+        self._hooks.change(slot.parameters, whole=slot.parts == 1)
         slot.close()
+        self._hooks.announce(slot.parameters)
         return loss
 
     def _check_order(self) -> None:
         if bool(self._mixed_up):
             raise ModelError(
-                f"up to step {self._state.step + 1} ranks called backward for different "
-                "optimizers at the same time; every rank must make the same calls in the same "
-                "order",
+                f"up to step {self._state.step + 1} ranks called trainer.backward at the same "
+                "time for different optimizers, steps or batches; every rank must make the same "
+                "calls in the same order. A loop that leaves out, repeats or breaks off steps must "
+                "decide by what all ranks see alike, such as the loss that trainer.backward "
+                "returns",
                 code="MGT606",
             )
 
@@ -414,6 +492,23 @@ class ManualTrainer:
             raise ModelError(_FOREIGN)
 
     # Moving the weights
+
+    def _refuse_stranger(self, optimizer: Optimizer, *_: Any) -> None:
+        """Called for every optimizer of the process that steps inside a block."""
+        ours = [slot.optimizer for slot in self._slots]
+        if self._moving or any(optimizer is one for one in ours):
+            return
+        # A wrapper, such as a SAM, shares its groups with the optimizer that it wraps.
+        groups = {id(group) for one in ours for group in one.param_groups}
+        held = {id(p) for slot in self._slots for p in slot.parameters}
+        for group in optimizer.param_groups:
+            if id(group) not in groups and any(id(p) in held for p in group["params"]):
+                raise ModelError(
+                    f"{type(optimizer).__name__}.step() would move parameters that belong to "
+                    f"{' and '.join(type(one).__name__ for one in ours)} of manager.prepare, which "
+                    "moves them too. Give prepare every optimizer, or change the one that it has: "
+                    "its param_groups, its state.clear()"
+                )
 
     def _before_move(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -425,6 +520,7 @@ class ManualTrainer:
                 "where no step is counted, logged or saved; call it inside"
             )
         note_phase(OPTIMIZER)
+        self._moving = True
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._finish(slot)
@@ -480,13 +576,29 @@ class ManualTrainer:
 
     def _after_move(self, optimizer: Optimizer, *_: Any) -> None:
         (slot,) = chosen_slots(optimizer, self._slots)
-        slot.due = False
+        slot.due = self._moving = False
         note_phase(BETWEEN_STEPS)
 
     def look(self) -> None:
         """Raise if the latest steps were wrong on a GPU that nobody waited for."""
         self._check_order()
         self._nan_guard.look()
+
+
+def _zero_gradients(loss: Tensor, slots: Sequence[OptimizerGradients]) -> None:
+    """Give the parameters that a loss of weight zero depends on a gradient of zero, as one process
+    does that masks these samples: optimizers pass over what has none."""
+    reached, waiting, seen = set(), [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            reached.add(id(getattr(node, "variable", None)))
+            waiting += [following for following, _ in node.next_functions]
+    for slot in slots:
+        for parameter in slot.parameters:
+            if parameter.grad is None and id(parameter) in reached:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 class _LookBeforeSave(Callback):

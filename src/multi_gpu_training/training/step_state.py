@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from multi_gpu_training.accelerator import device_generators
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import as_collated, tensors_of
+from multi_gpu_training.data.batch import as_collated, tensors_of, to_device, with_a_row
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
@@ -258,10 +258,13 @@ class StepState:
                 raise
             return next((t.shape[0] for t in tensors_of(batch) if t.ndim), 1)
 
-    def stand_in(self, share: Share) -> Any:
-        """Samples as the loss gets them, for an empty share, so that model and loss run anyway."""
+    def stand_in(self, share: Share, given: Any = None) -> Any:
+        """Samples as the loss gets them, for an empty share, so that model and loss run anyway.
+        given: the batch without a sample, in the form in which the loop passes its batches."""
         assert self.loader is not None
         batch, count = self.loader.stand_in(share)
+        if count == 1 and any(True for _ in tensors_of(given)):
+            batch = to_device(with_a_row(given, tensors_of(batch)), self.placement.device)
         self._epoch_key.set(share.sample_seed)
         numbers = torch.zeros(count, dtype=torch.int64, device=self.placement.device)
         return self.prepare(batch, numbers)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class EagerRunner:
                     wanted = state.loader is not None and (
                         state.step_module.needs_graph or not _is_recording(state)
                     )
-                    stand_in = state.stand_in if wanted else None
+                    stand_in = partial(state.stand_in, given=batch) if wanted else None
                     result = strategy.absent(share, stand_in)
                 else:
                     batch = state.prepare(batch, samples)
