@@ -804,11 +804,14 @@ class Domains(nn.Module):
         return found
 
 
-def norms_of_other_domains(folder: Path) -> None:
-    """Both ranks call one BatchNorm: the first rank that of domain 0, the second the other."""
+def norms_of_other_domains(folder: Path, alone: bool) -> None:
+    """Both ranks call one BatchNorm: the first rank that of domain 0, the second the other. alone:
+    the second calls both."""
 
     def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
-        return F.mse_loss(model(batch[0], (batch[2] % BATCH) // (BATCH // 2)), batch[1])
+        place = batch[2] % BATCH
+        domains = (place == BATCH - 1) if alone else place // (BATCH // 2)
+        return F.mse_loss(model(batch[0], domains), batch[1])
 
     fit_or_loop(folder, False, Domains(), loss_fn, sgd, sync_bn=True, find_unused_parameters=True)
 

@@ -73,9 +73,12 @@ def test_a_layer_recomputed_twice_by_reentrant_checkpoints_is_named(tmp_path: Pa
         run_ranks(2, corners.recomputed_twice, tmp_path)
 
 
-def test_statistics_of_different_layers_are_never_mixed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_ranks_in_different_layers_neither_mix_statistics_nor_wait(
+    tmp_path: Path, alone: bool
+) -> None:
     with pytest.raises(RankError, match="ranks are in different BatchNorm layers"):
-        run_ranks(2, corners.norms_of_other_domains, tmp_path)
+        run_ranks(2, corners.norms_of_other_domains, tmp_path, alone)
 
 
 @pytest.mark.parametrize(("fault_tolerance", "said"), [(True, "complex128"), (False, "")])

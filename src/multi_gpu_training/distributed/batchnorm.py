@@ -28,14 +28,24 @@ class Attendance:
     """Whether this rank's samples count in the micro-batch that is being computed.
 
     exchanged: whether ranks talked in a BatchNorm since somebody set it to False.
+    width: the most channels of any BatchNorm over all ranks.
     """
 
     present = True
     exchanged = False
+    width = 0
 
 
 # One for the process: the loss of one training may call the model of another.
 ATTENDANCE = Attendance()
+
+
+_DONE = -1.0  # in place of the number of a layer: no layer follows before the backward
+_ELSEWHERE = (
+    "ranks are in different BatchNorm layers at the same time, or only some are in one: their "
+    "samples decide which layers run, and sync_bn needs the same ones on every rank. Call these "
+    "layers in every step, or set sync_bn=false"
+)
 
 
 class SyncBatchNorm(BatchNormBase):
@@ -126,27 +136,35 @@ def _statistics(
     mean = x.mean(axes)
     deviations = (x - mean.view(shape)).square().sum(axes)
     count = x.new_full((1,), x.numel() / x.shape[1] if present else 0.0)
-    mine = torch.cat([mean, deviations, count, x.new_full((1,), float(number))])
-    parts = _Gathered.apply(mine, placement, present)  # type: ignore[no-untyped-call]
     channels = x.shape[1]
+    mine = torch.cat([mean, deviations, count, x.new_full((1,), float(number))])
+    if not x.is_cuda:
+        # Of the same size and type in every layer, for ranks that are in another one, or in none.
+        spare = mine.new_zeros(2 * (ATTENDANCE.width - channels))
+        mine = torch.cat([mine[:-2], spare, mine[-2:]]).double()
+    parts = _Gathered.apply(mine, placement, present).to(x.dtype)  # type: ignore[no-untyped-call]
     counts, numbers = parts[:, -2:-1].detach(), parts[:, -1:].detach()
     total = counts.sum()
-    same = ((numbers == number) | (counts == 0)).all()
+    same = ((numbers == number) | ((counts == 0) & (numbers != _DONE))).all()
     if present and not same.is_cuda and not bool(same):
-        raise ModelError(
-            "ranks are in different BatchNorm layers at the same time: their samples decide which "
-            "layers run, and sync_bn needs the same ones on every rank. Call these layers in every "
-            "step, or set sync_bn=false",
-            code="MGT403",
-        )
+        raise ModelError(_ELSEWHERE, code="MGT403")
     zeros = torch.zeros_like(parts[:, :channels])
     means = torch.where(counts > 0, parts[:, :channels], zeros)
     mean = (means * counts).sum(0) / total
     if same.is_cuda and present:  # to read it would stall the GPU: the guard against NaN stops
         mean = torch.where(same, mean, torch.full_like(mean, float("nan")))
     spread = (counts * (means - mean).square()).sum(0)
-    kept = torch.where(counts > 0, parts[:, channels:-2], zeros)
+    kept = torch.where(counts > 0, parts[:, channels : 2 * channels], zeros)
     return mean, (kept.sum(0) + spread) / total, total
+
+
+def refuse_other_layers(placement: Placement) -> None:
+    """Raise if another rank is in a BatchNorm while this one goes on to its backward: they would
+    wait for each other. Collective. On a GPU, reading the answer would stall every step."""
+    mine = torch.zeros(2 * ATTENDANCE.width + 2, dtype=torch.float64)
+    mine[-1] = _DONE
+    if bool((placement.gather(mine)[:, -1] != _DONE).any()):
+        raise ModelError(_ELSEWHERE, code="MGT403")
 
 
 def _axes(x: Tensor) -> tuple[list[int], list[int]]:
@@ -301,6 +319,7 @@ def synchronise_batchnorm(
                 module.__class__ = _synchronised(type(module), name)
             assert isinstance(module, SyncBatchNorm)
             module.placement, module.number = placement, number
+            ATTENDANCE.width = max(ATTENDANCE.width, module.num_features)
     return model
 
 

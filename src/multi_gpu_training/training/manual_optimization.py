@@ -437,6 +437,7 @@ class ManualTrainer:
     ) -> None:
         everything = self._holds_all and len(slots) == len(self._slots)
         inputs = None if everything else [p for slot in slots for p in slot.parameters]
+        self._state.strategy.check_layers()
         note_phase(BACKWARD)
         if self._placement.dp_size > 1:
             self._hooks.take(p for slot in slots for p in slot.parameters)

@@ -104,6 +104,7 @@ class EagerRunner:
                     call(scaled)
                 if callbacks.on_exchange and scaled.requires_grad:
                     scaled.register_hook(self._announce_exchange)
+                strategy.check_layers()
                 note_phase(BACKWARD)
                 # The tally is added unscaled: it is a weight, not a gradient.
                 (scaled if result.tally is None else scaled + result.tally).backward()

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.distributed.batchnorm import SyncBatchNorm
+from multi_gpu_training.distributed.batchnorm import SyncBatchNorm, refuse_other_layers
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ModelError
@@ -165,6 +165,11 @@ class Strategy(ABC):
         """Context of a forward and backward. Ranks exchange gradients only on the last micro-batch
         of a step; earlier exchanges would be wasted."""
         return nullcontext()
+
+    def check_layers(self) -> None:
+        """Before a backward: raise if the samples of ranks have led them into other BatchNorms."""
+        if self.forward_exchanges and self.placement.device.type == "cpu":
+            refuse_other_layers(self.placement)
 
     def check_exchanged(self) -> None:
         """After the last backward of a step: raise if it ended before ranks had exchanged all
