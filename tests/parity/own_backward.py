@@ -43,6 +43,9 @@ class Case:
     modules: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
 
+    def before(self) -> None:
+        """Between two steps."""
+
     def take(self, batch: Any, backward: Backward) -> None:
         raise NotImplementedError
 
@@ -243,6 +246,32 @@ class NormalisedGAN(Case):
         return [value for value in super().weights() if value.is_floating_point()]
 
 
+class SelfLabelled(Case):
+    """The net in train mode, on all samples at once, says between two steps what to learn: every
+    rank computes the same batch, which the running statistics count once."""
+
+    settings = {"sync_bn": True}
+
+    def __init__(self) -> None:
+        parts = [nn.Linear(3, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)]
+        self.modules = [nn.Sequential(*parts)]
+        self.optimizers = [torch.optim.SGD(self.modules[0].parameters(), lr=0.1)]
+        self.data = (numbers(SAMPLES, 3), numbers(SAMPLES, 1, seed=1))
+
+    def before(self) -> None:
+        with torch.no_grad():
+            self.modules[0](self.data[0])
+
+    def take(self, batch: Any, backward: Backward) -> None:
+        (model,), (optimizer,) = self.modules, self.optimizers
+        optimizer.zero_grad()
+        backward(F.mse_loss(model(batch[0]), batch[1]), optimizer)
+        optimizer.step()
+
+    def weights(self) -> list[Tensor]:
+        return [value for value in super().weights() if value.is_floating_point()]
+
+
 class HookedGradients(Case):
     """Hooks of the user's that do something else to a sum of gradients than to its parts."""
 
@@ -287,7 +316,7 @@ class MaskedLosses(Case):
 
 
 CASES = [GAN, WassersteinGAN, ActorCritic, LineSearch, Accumulation, SummedLosses, NormalisedGAN]
-CASES += [HookedGradients, MaskedLosses]
+CASES += [SelfLabelled, HookedGradients, MaskedLosses]
 
 
 def build(kind: type[Case]) -> Case:
@@ -309,6 +338,7 @@ def plain(kind: type[Case]) -> list[Tensor]:
         loss.backward()
 
     for start in starts:
+        case.before()
         case.take([part[start : start + BATCH] for part in case.data], backward)
         if case.waits:
             nn.utils.clip_grad_norm_(case.modules[0].parameters(), 0.3)
@@ -330,6 +360,7 @@ def by_dataset(folder: Path, kind: type[Case], stops: int | None, **settings: An
     )
     while not manager.should_stop and manager.step != stops:
         for batch in manager.train_loader:
+            case.before()
             with trainer.step(batch) as mine:
                 case.take(mine, trainer.backward)
             if manager.step == stops:
@@ -343,7 +374,7 @@ def by_dataset(folder: Path, kind: type[Case], stops: int | None, **settings: An
 def by_hand(folder: Path, kind: type[Case], stops: int | None, **settings: Any) -> list[Tensor]:
     """The same without a dataset: every rank makes the whole batch, and takes its rows."""
     case, order = build(kind), torch.Generator().manual_seed(5)
-    manager = manager_for(folder, **settings)
+    manager = manager_for(folder, **{**case.settings, **settings})
     trainer = manager.prepare(
         *case.modules,
         *case.optimizers,
@@ -353,6 +384,7 @@ def by_hand(folder: Path, kind: type[Case], stops: int | None, **settings: Any) 
     for step in range(manager.step, stops or STEPS):
         drawn = torch.randperm(SAMPLES, generator=order)  # only to be taken up by a resume
         start = step % 3 * BATCH
+        case.before()
         with trainer.step(manager.shard([part[start : start + BATCH] for part in case.data])) as b:
             case.take(b, trainer.backward)
     if stops is not None:

@@ -461,6 +461,42 @@ def test_an_epoch_that_a_loop_breaks_off_is_followed_by_another_one(tmp_path: Pa
         assert all(rank[1] == 12 for rank in after)
 
 
+def first_batches(folder: Path, resume: bool) -> list[list[float]]:
+    """Two steps, each on the first batch of a pass that is left before it is trained on."""
+    manager = manager_for(
+        folder,
+        global_batch_size=12,
+        run_name="first",
+        enable_fault_tolerance=True,
+        resume="auto" if resume else None,
+    )
+    _, loader, _ = manager.setup_training(
+        mlp().to(DTYPE), data(DTYPE, SAMPLES), loss_fn=loss_fn, optimizer=sgd
+    )
+    seen = []
+    for _ in range(2):
+        x, y = next(iter(loader))
+        seen.append(x[:, 0].tolist())
+        manager.trainer.train_step((x, y))
+    manager.save_checkpoint()
+    manager.finish()
+    return seen
+
+
+def test_a_batch_of_each_pass_is_one_of_each_epoch(tmp_path: Path) -> None:
+    from multi_gpu_training.data.order import ShuffledBatches
+
+    inputs = data(DTYPE, SAMPLES).tensors[0]
+    for world in (1, 2):
+        runs = [
+            run_ranks(world, first_batches, tmp_path / str(world), later) for later in (False, True)
+        ]
+        for epoch in range(4):
+            first = next(iter(ShuffledBatches(SAMPLES, 12).batches(0, epoch)))
+            found = [v for rank in runs[epoch // 2] for v in rank[epoch % 2]]
+            assert sorted(found) == sorted(inputs[first, 0].tolist()), (world, epoch)
+
+
 # Streams and randomness
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import os
@@ -192,6 +193,36 @@ class Sharp(torch.optim.Optimizer):
     def second_step(self) -> None:
         self.base.step()
         self.zero_grad()
+
+
+def by_hand_gradients(folder: Path, alike: bool) -> Tensor:
+    """Reptile: towards where a copy has moved in three steps. Not alike: each rank by its rows."""
+    manager = manager_for(folder)
+    model = line().double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    trainer = manager.prepare(model, optimizer)
+    batch = list(points(4, torch.float64).tensors)
+    for _ in range(2):
+        copied = copy.deepcopy(model)
+        inner = sgd(copied.parameters())
+        for _ in range(3):
+            inner.zero_grad()
+            squares(copied, batch if alike else manager.shard(batch)).backward()
+            inner.step()
+        with trainer.step():
+            for mine, moved in zip(model.parameters(), copied.parameters(), strict=True):
+                mine.grad = (mine - moved).detach()
+            optimizer.step()
+    manager.finish()
+    return flat(model)
+
+
+def test_gradients_that_every_rank_sets_alike_move_the_weights(tmp_path: Path) -> None:
+    (alone,) = run_ranks(1, by_hand_gradients, tmp_path / "1", True)
+    for found in run_ranks(2, by_hand_gradients, tmp_path / "2", True):
+        assert torch.equal(found, alone)
+    with pytest.raises(RankError, match=r"p.grad was set by hand, and differs between ranks"):
+        run_ranks(2, by_hand_gradients, tmp_path / "apart", False)
 
 
 def test_an_optimizer_that_prepare_did_not_get_cannot_move_its_parameters(tmp_path: Path) -> None:

@@ -197,6 +197,16 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def alike(batch: Any, other: Any) -> bool:
+    """Whether two batches have tensors of the same form, whatever the number of samples; true of
+    one that has none at all."""
+    forms = [
+        [(tensor.dtype, tensor.shape[1:]) for tensor in tensors_of(part)] for part in (batch, other)
+    ]
+    keys = [list(part) if isinstance(part, Mapping) else None for part in (batch, other)]
+    return not forms[0] or (forms[0] == forms[1] and keys[0] == keys[1])
+
+
 def with_a_row(batch: Any, rows: Iterable[Tensor]) -> Any:
     """The batch with one sample where it has none: of `rows` what has the form, or zeros where the
     user's loop has made something else of it."""

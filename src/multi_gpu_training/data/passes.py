@@ -34,6 +34,7 @@ class EpochLoader(ABC):
         self._given: Any = None  # that batch
         self._claimed: Share | None = None  # the one that `recognise` last found in a batch
         self._left: int | None = None  # the epoch that a loop broke off
+        self._given_up: int | None = None  # one that it left before training on anything of it
 
     @abstractmethod
     def one_pass(self) -> Iterator[Any]:
@@ -48,13 +49,16 @@ class EpochLoader(ABC):
     def seek(self, epoch: int, start: int = 0) -> None:
         """Begin the next pass there."""
         self.epoch, self.start = epoch, start
-        self.trained = self._newest = self._given = self._left = None
+        self.trained = self._newest = self._given = self._left = self._given_up = None
         self._pass = None
 
     def __iter__(self) -> Iterator[Any]:
         if self.evaluating:
             yield from self.one_pass()
             return
+        if self._given_up == self.epoch and self.trained is not None:
+            self._break_off(self.epoch)  # next(iter(loader)): it trained after it had left
+        self._given_up = None
         epoch, this = self.epoch, object()
         self._pass = this
         try:
@@ -66,13 +70,20 @@ class EpochLoader(ABC):
             # matter: the run goes on from this very place.
             # Not where somebody has sought another place since: a rollback, or a stop.
             if self._pass is this and self.trained is not None:
-                self.seek(epoch + 1)
-                self._left = epoch
+                self._break_off(epoch)
+            elif self._pass is this:
+                self._given_up = epoch
             raise
+
+    def _break_off(self, epoch: int) -> None:
+        self.seek(epoch + 1)
+        self._left = epoch
 
     def place_after(self, epoch: int, position: int) -> tuple[int, int]:
         """Where a run goes on that has trained up to `position` of `epoch`: there, or in the next
         epoch if its loop broke this one off."""
+        if self._given_up == epoch and self.trained is not None:
+            return epoch + 1, 0
         return (self.epoch, 0) if self._left == epoch else (epoch, position)
 
     def recognise(

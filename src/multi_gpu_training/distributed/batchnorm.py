@@ -29,11 +29,14 @@ class Attendance:
 
     exchanged: whether ranks talked in a BatchNorm since somebody set it to False.
     width: the most channels of any BatchNorm over all ranks.
+    between: whether a loop with its own backward is between two steps. Ranks may then all compute
+        on the same samples.
     """
 
     present = True
     exchanged = False
     width = 0
+    between = False
 
 
 # One for the process: the loss of one training may call the model of another.
@@ -126,8 +129,9 @@ class _Summed(torch.autograd.Function):
 
 def _statistics(
     x: Tensor, placement: Placement, present: bool, number: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, variance and number of values per channel, over all ranks that are present.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, variance and number of values per channel, over all ranks that are present; and how
+    many different values there are.
 
     number: of the layer. Ranks whose samples decide which layers run may meet here in two layers.
     """
@@ -155,7 +159,10 @@ def _statistics(
         mean = torch.where(same, mean, torch.full_like(mean, float("nan")))
     spread = (counts * (means - mean).square()).sum(0)
     kept = torch.where(counts > 0, parts[:, channels : 2 * channels], zeros)
-    return mean, (kept.sum(0) + spread) / total, total
+    seen = total
+    if ATTENDANCE.between:  # the same samples on every rank are one batch, as often as it is there
+        seen = torch.where((parts == parts[0]).all(), counts[0, 0], total)
+    return mean, (kept.sum(0) + spread) / total, total, seen
 
 
 def refuse_other_layers(placement: Placement) -> None:
@@ -192,7 +199,7 @@ class _Normalise(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = input if input.dtype == torch.float64 else input.float()
         _, shape = _axes(x)
-        mean, variance, total = _statistics(x, placement, present, number)
+        mean, variance, total, seen = _statistics(x, placement, present, number)
         if total.device.type == "cpu" and float(total) <= 1:  # on a GPU this would stall it
             raise ValueError(
                 "BatchNorm saw one value per channel over all ranks; use a larger batch"
@@ -204,8 +211,8 @@ class _Normalise(torch.autograd.Function):
             output = output * weight.view(shape)
         if bias is not None:
             output = output + bias.view(shape)
-        ctx.mark_non_differentiable(mean, variance, total)
-        return output.to(input.dtype), mean, variance, total
+        ctx.mark_non_differentiable(mean, variance, seen)
+        return output.to(input.dtype), mean, variance, seen
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -217,7 +224,7 @@ class _Normalise(torch.autograd.Function):
         if torch.is_grad_enabled():
             # This backward will be differentiated itself (a gradient penalty), and the statistics
             # depend on the input. All ranks come here: they run the same code.
-            mean, variance, total = _statistics(x, placement, present, ctx.number)
+            mean, variance, total = _statistics(x, placement, present, ctx.number)[:3]
         scale = (variance + ctx.eps).rsqrt()
         normal = (x - mean.view(shape)) * scale.view(shape)
         grad_bias = g.sum(axes)

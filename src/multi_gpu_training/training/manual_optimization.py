@@ -98,6 +98,7 @@ class ManualTrainer:
         # Otherwise a backward must not reach parameters that no optimizer here trains.
         self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
         self._inside = self._has_batch = self._moving = False
+        ATTENDANCE.between = True
         self._share: Share
         self._place = 0  # tells steps apart, alike on all ranks
         self._weight: Number = 1.0
@@ -197,7 +198,7 @@ class ManualTrainer:
         elif not all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
             given = state.stand_in(share, batch)  # otherwise `shard` set it
         self._inside, self._has_batch = True, batch is not None
-        ATTENDANCE.exchanged = False
+        ATTENDANCE.exchanged = ATTENDANCE.between = False
         self._parts = [share] if self._has_batch else []
         self._fresh = self._told = 0
         if share.count == 0 or state.augment is not None:
@@ -294,7 +295,7 @@ class ManualTrainer:
     def _leave(self) -> None:
         self._inside = self._own = self._moving = False
         self._sharded = None
-        self._state.attendance.present = True
+        ATTENDANCE.present = ATTENDANCE.between = True
         for buffer, before in self._kept:  # a stand-in is no sample
             buffer.data.copy_(before)
         self._kept = []
@@ -550,10 +551,7 @@ class ManualTrainer:
         """Make gradients ready for the optimizer: complete, finite, clipped."""
         state, config = self._state, self._state.config
         if not slot.due:
-            raise ModelError(
-                f"{type(slot.optimizer).__name__}.step() without trainer.backward(loss, "
-                "optimizer=...) since its last step: there is nothing to move along"
-            )
+            self._take_own_gradients(slot)
         if not self._share.last:
             raise ModelError(
                 f"{type(slot.optimizer).__name__}.step() inside a micro-batch that is not the last "
@@ -574,6 +572,26 @@ class ManualTrainer:
             self._norm = norm if self._norm is None else self._norm
         if config.max_grad_value is not None:
             nn.utils.clip_grad_value_(slot.parameters, config.max_grad_value)
+
+    def _take_own_gradients(self, slot: OptimizerGradients) -> None:
+        """Let an optimizer move along gradients that the loop has set without a backward of ours,
+        such as those of Reptile, if every rank has set the same."""
+        grads = [p.grad for p in slot.find_parameters() if p.grad is not None]
+        if not grads:
+            raise ModelError(
+                f"{type(slot.optimizer).__name__}.step() without trainer.backward(loss, "
+                "optimizer=...) since its last step: there is nothing to move along"
+            )
+        sums = [value for grad in grads for value in (grad.sum(), grad.abs().sum())]
+        found = self._placement.gather(torch.stack([value.abs().double() for value in sums]))
+        if not bool((found == found[0]).all()):
+            raise ModelError(
+                f"{type(slot.optimizer).__name__}.step() without trainer.backward: p.grad was set "
+                "by hand, and differs between ranks, which have not exchanged it. Call "
+                "trainer.backward(loss, optimizer=...), or compute p.grad from what every rank has "
+                "alike"
+            )
+        slot.used = True
 
     def _after_move(self, optimizer: Optimizer, *_: Any) -> None:
         (slot,) = chosen_slots(optimizer, self._slots)

@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 
 from multi_gpu_training.accelerator import device_generators
 from multi_gpu_training.config import MultiGPUConfig
-from multi_gpu_training.data.batch import as_collated, tensors_of, to_device, with_a_row
+from multi_gpu_training.data.batch import (
+    alike,
+    as_collated,
+    tensors_of,
+    to_device,
+    with_a_row,
+)
 from multi_gpu_training.data.feeding import Loader
 from multi_gpu_training.data.order import Share, derive_seed, step_seed
 from multi_gpu_training.data.randomness import SampleRandom
@@ -263,7 +269,7 @@ class StepState:
         given: the batch without a sample, in the form in which the loop passes its batches."""
         assert self.loader is not None
         batch, count = self.loader.stand_in(share)
-        if count == 1 and any(True for _ in tensors_of(given)):
+        if count == 1 and not alike(given, batch):
             batch = to_device(with_a_row(given, tensors_of(batch)), self.placement.device)
         self._epoch_key.set(share.sample_seed)
         numbers = torch.zeros(count, dtype=torch.int64, device=self.placement.device)
