@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from multi_gpu_training import Callback
 from multi_gpu_training.errors import DataError, ModelError
-from multi_gpu_training.training.criterion_divisor import find_divisor
+from multi_gpu_training.training.criterion_divisor import adds_up_on, find_divisor
 from multi_gpu_training.training.loss import FunctionCriterion
 
 CLASSES = 3
@@ -230,6 +230,49 @@ def rarely(output: Tensor, target: Tensor) -> Tensor:
     """A mean over samples in any synthetic batch: those are smaller."""
     counts = torch.where(output.detach().abs().sum(1) > 40, 3.0, 1.0)
     return (F.cross_entropy(output, target, reduction="none") * counts).sum() / counts.sum()
+
+
+class Embedded(nn.Module):
+    """Scores an embedding that is longer than there are classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.rand(3, 5))
+        self.entropy = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 4.0]))
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        scores = embeddings @ self.centres.T - F.one_hot(labels, 3)
+        return self.entropy(scores, labels)  # type: ignore[no-any-return]
+
+
+def test_the_divisor_of_a_criterion_over_embeddings_is_found() -> None:
+    found = find_divisor(Embedded(), torch.rand(4, 5), LABELS)
+    weight = found.weigh(torch.rand(4, 5), LABELS)
+    assert weight is not None and float(weight) == pytest.approx(9.5)
+
+
+def commitment(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Adds what the model has averaged over samples to a mean over labels."""
+    return F.cross_entropy(outputs[0], target) + outputs[1]
+
+
+def per_box(output: Tensor, target: list[Tensor]) -> Tensor:
+    pairs = [*zip(output, target, strict=True)]
+    return torch.stack([(o - t).abs().sum() for o, t in pairs]).sum() / sum(map(len, target))
+
+
+def test_parts_of_a_batch_show_what_the_samples_alone_do_not() -> None:
+    scores, mean = torch.rand(4, 3), torch.rand((), requires_grad=True)
+    some = torch.tensor([0, -100, -100, 1])
+    module = FunctionCriterion(commitment)
+    weigh = find_divisor(module, (scores, mean), some).weigh
+    assert not adds_up_on(module, weigh, (scores, mean), some)
+    assert adds_up_on(module, weigh, (scores, mean), LABELS)
+    boxes = [torch.rand(n, 3) for n in (1, 3, 2, 1)]
+    module = FunctionCriterion(per_box)
+    assert not adds_up_on(module, find_divisor(module, scores, boxes).weigh, scores, boxes)
+    # Of a target that has no entry per sample, nothing can be told.
+    assert adds_up_on(module, lambda *_: None, scores, torch.rand(2, 3))
 
 
 @pytest.mark.parametrize("criterion", [twice_as_much, rarely])

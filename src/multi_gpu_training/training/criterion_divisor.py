@@ -12,7 +12,7 @@ import copy
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from multi_gpu_training.accelerator import wide_float, widened
+from multi_gpu_training.data.batch import rows
 from multi_gpu_training.data.generators import global_generators_kept
 from multi_gpu_training.torch_internals import CriterionBase
 from multi_gpu_training.training.loss_weights import (
@@ -66,9 +67,9 @@ def find_divisor(criterion: nn.Module, output: Any, target: Any) -> Divisor:
     wide = torch.zeros((), dtype=torch.float64)
     kinds = [wide, *(t.new_zeros(()) for t in _tensors(output)[:1] if t.is_floating_point())]
     for like in kinds:
-        for short in (True, False):
+        for short, few in ((True, False), (False, False), (True, True)):
             try:
-                form = _Form(output, target, short)
+                form = _Form(output, target, short, few)
                 candidates = [_by_size, *_by_targets(criterion, form)]
                 with global_generators_kept(), torch.no_grad():
                     found = _fitting(_twin(criterion, like), candidates, criterion, form, like)
@@ -123,7 +124,8 @@ def _by_targets(criterion: nn.Module, form: _Form) -> list[Weigh]:
     for number, (target, place) in enumerate(zip(form.targets, form.places, strict=True)):
         if place is not None:
             output, axis = place
-            weights = [*_class_weights(settings, form.outputs[output].shape[axis]), None]
+            classes = None if form.few else form.outputs[output].shape[axis]
+            weights = [*_class_weights(settings, classes), None]
             found += [partial(_count, number, lb, w) for w in weights for lb in labels]
         else:
             tests: list[Test] = [torch.isfinite]
@@ -192,14 +194,17 @@ def _labels(settings: Sequence[Any]) -> list[int]:
     return sorted(found, key=lambda label: (label != IGNORED, abs(label)))[:16]
 
 
-def _class_weights(settings: Sequence[Any], classes: int) -> list[Tensor]:
+def _class_weights(settings: Sequence[Any], classes: int | None) -> list[Tensor]:
+    """Lists and tensors of one number per class; of any length if the classes are not known."""
     found: dict[int, Tensor] = {}
     for value in settings:
-        if isinstance(value, (list, tuple)) and len(value) == classes:
-            if all(type(entry) in (int, float) for entry in value):
-                found[id(value)] = torch.tensor(value, dtype=torch.float64)
-        elif isinstance(value, Tensor) and value.shape == (classes,):
+        listed = isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim == 1)
+        if not listed or len(value) < 2 or len(value) != (classes or len(value)):
+            continue
+        if isinstance(value, Tensor):
             found[id(value)] = value.detach()
+        elif all(type(entry) in (int, float) for entry in value):
+            found[id(value)] = torch.tensor(value, dtype=torch.float64)
     return [*found.values()]
 
 
@@ -210,11 +215,12 @@ class _Form:
     """The shapes of an output and a target, and where their classes are.
 
     places: for each tensor of the target that holds classes, which tensor of the output scores
-    them, and along which axis. short: with other axes of at most three.
+    them, and along which axis. short: with other axes of at most three. few: with the labels 0 and
+    1 alone, as the output may be an embedding that is longer than there are classes.
     """
 
-    def __init__(self, output: Any, target: Any, short: bool) -> None:
-        self.output, self.target = output, target
+    def __init__(self, output: Any, target: Any, short: bool, few: bool) -> None:
+        self.output, self.target, self.few = output, target, few
         self.outputs, self.targets = _tensors(output), _tensors(target)
         if not self.outputs or not self.targets:
             raise ValueError("no tensors")
@@ -259,7 +265,7 @@ class _Form:
             made = rand(shape)
             if place is not None:
                 # Every class occurs, in different proportions in the two parts.
-                classes = self.outputs[place[0]].shape[place[1]]
+                classes = 2 if self.few else self.outputs[place[0]].shape[place[1]]
                 made = torch.arange(math.prod(shape)).view(shape) % classes
             elif not tensor.is_floating_point():
                 made = made > 0.5
@@ -375,24 +381,32 @@ def adds_up_on(criterion: nn.Module, weigh: Weigh, output: Any, target: Any) -> 
     """Whether the parts of this batch add up, in their losses and in the gradients of the output,
     as far as can be told. At the start of a training all losses are nearly the same; gradients
     are not."""
-    tensors = [t for t in (*_tensors(output), *_tensors(target)) if t.ndim]
-    if not tensors or len({len(t) for t in tensors}) != 1:
+    sizes = {len(tensor) for tensor in _tensors(output) if tensor.ndim}
+    if len(sizes) != 1:
         return True
-    most = 4 * _MOST * len(tensors[0]) // max(1, sum(t.numel() for t in tensors))
-    size = min(len(tensors[0]), most)
+    (count,) = sizes
+    if not _has_rows(target, count):
+        return True
+    most = 4 * _MOST * count // max(1, sum(t.numel() for t in _tensors((output, target))))
+    size = min(count, most)
     if size < 2:
         return True
     try:
         with global_generators_kept(), torch.enable_grad():
             twin = _copied(criterion)
             whole, again, *parts = (
-                _Looked(twin, weigh, output, target, part)
+                _Looked(twin, weigh, output, target, part, count)
                 for part in (slice(0, size), slice(0, size), *uneven_parts(size))
             )
     except Exception:  # it takes no parts of a batch, or cannot be copied
         return True
     if whole.loss != again.loss or not math.isfinite(whole.loss) or not whole.weight:
         return True
+    # A part of the loss that the model has computed itself: a mean over samples.
+    if any(t.ndim == 0 and t.requires_grad for t in _tensors(output)):
+        counted = [p.weight * size - whole.weight * p.rows for p in parts]
+        if max(map(abs, counted)) > 1e-6 * abs(whole.weight) * size:
+            return False
     loss = sum(p.loss * p.weight for p in parts if p.weight) / whole.weight
     if not abs(loss - whole.loss) <= whole.near * abs(whole.loss):
         return False
@@ -408,15 +422,32 @@ def adds_up_on(criterion: nn.Module, weigh: Weigh, output: Any, target: Any) -> 
     return True
 
 
+def _has_rows(target: Any, count: int) -> bool:
+    """Whether a target has one entry per sample, all the way or in lists of anything."""
+    if isinstance(target, Tensor):
+        return not target.ndim or len(target) == count
+    if isinstance(target, list) and len(target) == count:
+        return True
+    parts = target.values() if isinstance(target, Mapping) else target
+    return isinstance(target, (list, tuple, Mapping)) and all(_has_rows(p, count) for p in parts)
+
+
 class _Looked:
     """The loss of a part of a batch, its weight, and the gradients of the output."""
 
     def __init__(
-        self, criterion: nn.Module, weigh: Weigh, output: Any, target: Any, part: slice
+        self,
+        criterion: nn.Module,
+        weigh: Weigh,
+        output: Any,
+        target: Any,
+        part: slice,
+        size: int,
     ) -> None:
         cut = [_cut(t, part).detach() for t in _tensors(output)]
         leaves = [t.requires_grad_() for t in cut if t.is_floating_point() and t.ndim]
-        given = _filled(output, cut), tree_map(lambda leaf: _cut(leaf, part), target)
+        given = _filled(output, cut), rows((target,), size, part.start, part.stop)[0]
+        self.rows = part.stop - part.start
         loss = criterion(*given)
         found = torch.autograd.grad(loss, leaves, allow_unused=True)
         self.gradients = [

@@ -328,7 +328,7 @@ class SupervisedLoss:
         if self._divisor is None:
             self._divisor = find_divisor(self.criterion, output, target)
             if self.has_parts and not is_torchs_own(self.criterion):
-                self._looks = 3
+                self._looks = 2  # later steps are watched for waits, and then recorded
                 if not self._divisor.adds_up:
                     self._warn()
         if self._looks and torch.is_grad_enabled() and not torch.compiler.is_compiling():
