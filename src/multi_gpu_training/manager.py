@@ -49,7 +49,8 @@ from multi_gpu_training.monitoring.run_events import is_asked_for
 from multi_gpu_training.monitoring.run_folder import RunFolder
 from multi_gpu_training.run_records import Records
 from multi_gpu_training.safe_output import brief, protect_output
-from multi_gpu_training.setup import Given, Training, check_given
+from multi_gpu_training.setup import Training
+from multi_gpu_training.setup_arguments import Given, check_given
 from multi_gpu_training.training.callbacks import Callback, CallbackList, Hook, check_callbacks
 from multi_gpu_training.training.compile_cache import keep_compile_cache
 from multi_gpu_training.training.evaluation import EvalFn
@@ -407,7 +408,7 @@ class MultiGPUTrainingManager:
         if isinstance(data, str | bytes):
             raise ConfigError(f"{brief(data)} is not data for the {purpose}; give a dataset")
         if isinstance(data, (Dataset, DataLoader)):
-            return self._training.loaders_for(data, purpose, **how)
+            return self._training.data.loaders_for(data, purpose, **how)
         return data
 
     def save_checkpoint(

@@ -10,46 +10,27 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
-from multi_gpu_training.checkpoint.changed_settings import RunDescription, may_resume_anyway
+from multi_gpu_training.checkpoint.changed_settings import RunDescription
 from multi_gpu_training.checkpoint.file_layout import refuse_what_no_file_holds
-from multi_gpu_training.checkpoint.integrity import read_manifest
 from multi_gpu_training.checkpoint.model_description import (
     FORMAT,
     described_inputs,
     model_description,
 )
 from multi_gpu_training.checkpoint.write_queue import Save
-from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.config_file import storable
-from multi_gpu_training.data.feeding import (
-    Data,
-    Loader,
-    ValData,
-    ValLoaders,
-    is_named,
-    place_after_resume,
-    training_loader,
-    validation_loader,
-)
-from multi_gpu_training.data.generators import has_seeded_generator
-from multi_gpu_training.data.loader import ShareLoader, wait_for_no_worker
+from multi_gpu_training.data.loader import wait_for_no_worker
 from multi_gpu_training.data.own_batches import OwnBatches
 from multi_gpu_training.data.resident import ResidentLoader
-from multi_gpu_training.data.sample_count import BatchSizeFn
 from multi_gpu_training.data.stream import StreamLoader
 from multi_gpu_training.distributed.control import Control
-from multi_gpu_training.errors import CheckpointError, ConfigError, ModelError
+from multi_gpu_training.errors import ConfigError
 from multi_gpu_training.faults.fault_tolerance import FaultToleranceManager
 from multi_gpu_training.faults.policies import RESTART
 from multi_gpu_training.measure.balance import Balance
@@ -73,13 +54,15 @@ from multi_gpu_training.monitoring.run_requests import Inbox
 from multi_gpu_training.monitoring.sampling import StepSampler
 from multi_gpu_training.monitoring.spikes import LossSpikes
 from multi_gpu_training.monitoring.step_log import IntervalLog
+from multi_gpu_training.run_data import RunData
 from multi_gpu_training.run_records import open_records
-from multi_gpu_training.safe_output import brief, printable
-from multi_gpu_training.training.activation_checkpointing import use_activation_checkpointing
+from multi_gpu_training.run_resume import Resumption
+from multi_gpu_training.safe_output import printable
+from multi_gpu_training.setup_arguments import Given, build_model
 from multi_gpu_training.training.averaged_weights import AveragedWeights
-from multi_gpu_training.training.callbacks import Callback, Hook, TrainingFault
+from multi_gpu_training.training.callbacks import TrainingFault
 from multi_gpu_training.training.epoch_end import EpochEnd
-from multi_gpu_training.training.evaluation import Evaluator, choose_eval_fn
+from multi_gpu_training.training.evaluation import Evaluator
 from multi_gpu_training.training.learning_rate import (
     Scaling,
     base_batch_size,
@@ -87,7 +70,7 @@ from multi_gpu_training.training.learning_rate import (
     scale_rate,
 )
 from multi_gpu_training.training.loop import TrainingLoop
-from multi_gpu_training.training.loss import SupervisedLoss, choose_loss, takes
+from multi_gpu_training.training.loss import SupervisedLoss
 from multi_gpu_training.training.loss_parts import LossState, describe, parts_beside, trainable
 from multi_gpu_training.training.manual_optimization import ManualTrainer
 from multi_gpu_training.training.metrics import EpochSums, MetricsCollector
@@ -97,48 +80,9 @@ from multi_gpu_training.training.prepared_parts import FurtherOptimizers, statef
 from multi_gpu_training.training.progress import Progress
 from multi_gpu_training.training.replica_check import ReplicaCheck
 from multi_gpu_training.training.saving import Saving
-from multi_gpu_training.training.step_state import Augment
 from multi_gpu_training.training.stopping import Stopping
-from multi_gpu_training.training.strategy.deferred_init import build_deferred
 from multi_gpu_training.training.trainer import MultiGPUTrainer
-from multi_gpu_training.training.validation import Validation, check_metric, check_sets
-
-
-@dataclass(frozen=True)
-class Given:
-    """The arguments of `setup_training`, which explains them."""
-
-    model: Any
-    dataset: Data | None
-    val_dataset: ValData | None
-    loss_fn: Any
-    optimizer: Any
-    scheduler: Any
-    eval_fn: Any
-    augment: Augment | None
-    callbacks: Sequence[Callback | Hook]
-    loggers: Sequence[Logger]
-    states: Mapping[str, Any]
-    batch_size_fn: BatchSizeFn | None = None
-    description: Mapping[str, Any] | None = None
-    optimizers: Sequence[Optimizer] = ()  # where the user's loop calls backward
-    schedulers: Sequence[LRScheduler] = ()  # which that loop advances
-
-
-def check_given(given: Given) -> None:
-    """Refuse what would fail much later, or under a name that says nothing."""
-    model, augment, states = given.model, given.augment, given.states
-    if not isinstance(model, nn.Module) and not (callable(model) and takes(model, 0)):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else brief(model)
-        raise ModelError(
-            f"{kind} is not a model; give a torch.nn.Module, or a function without arguments that "
-            "builds one",
-            code="MGT404",
-        )
-    if augment is not None and not (callable(augment) and takes(augment, 2)):
-        raise ConfigError(f"augment={brief(augment)}: give a function augment(batch, random)")
-    if not isinstance(states, Mapping) or not all(isinstance(name, str) for name in states):
-        raise ConfigError(f"states={brief(states)}: give a dict of names and objects")
+from multi_gpu_training.training.validation import Validation
 
 
 class Training:
@@ -178,11 +122,20 @@ class Training:
     def build(self, given: Given) -> None:
         """Build everything up to the loop, and restore a checkpoint if there is one."""
         self.fault_tolerance = self._open_checkpoints(given.states)
-        checkpoint = self._find_checkpoint()
+        resumption = Resumption(
+            self.config,
+            self.state,
+            self.progress,
+            self.fault_tolerance,
+            self.records,
+            self.options,
+            self.console.line,
+        )
+        checkpoint = resumption.find()
         self._build_data(given)  # loss_fn, eval_fn, train_loader, val_loader, sizes
         self._build_model(given)  # model, optimizer, schedule, averaged weights
         if checkpoint is not None:
-            self._resume(checkpoint)
+            resumption.restore(checkpoint, self.train_loader, self.sizes.global_batch)
         self._settle_shares()
         self._open_loggers(given.loggers)
         asks = Inbox(self.folder).next if self.placement.world.is_main else no_request
@@ -284,119 +237,21 @@ class Training:
 
         return put_back
 
-    def _find_checkpoint(self) -> Path | None:
-        """Where to continue from, if anywhere. Its global batch is kept: on another number of ranks
-        a batch_size per rank would give another one, and another order of samples."""
-        config = self.config
-        path = self.fault_tolerance.find(self.records.folder.resume)
-        if path is None:
-            if config.resume is None:
-                self.fault_tolerance.refuse_to_overwrite()
-            return None
-        saved = read_manifest(path).get("global_batch_size")
-        if saved is not None and config.global_batch_size is None:
-            config.global_batch_size = int(saved)
-            self.console.line(f"continuing with the run's global batch of {saved} samples per step")
-        return path
-
-    def _resume(self, checkpoint: Path) -> None:
-        """Restore the state of a checkpoint, and its place in the data."""
-        state, loader, size = self.state, self.train_loader, self.sizes.global_batch
-        try:
-            self.fault_tolerance.resume(checkpoint)
-        except CheckpointError as error:
-            changed = _changed_options(self.options, checkpoint)
-            raise CheckpointError(f"{error}{changed}", code=error.code) from None
-        self.records.checkpoints_changed()  # from which step on this attempt differs
-        manifest = read_manifest(checkpoint)
-        saved, steps = manifest.get("global_batch_size"), manifest.get("steps_per_epoch")
-        differs = saved != size or (steps or loader.steps) != loader.steps
-        if saved is not None and size and differs:
-            epoch_is_over = self.progress.epochs_done > state.epoch
-            if may_resume_anyway(self.config):  # samples may come twice, or not at all
-                place = state.position * saved // size
-                state.position = min(place, loader.steps or place)
-            else:
-                state.position = place_after_resume(
-                    loader, state.position, saved, size, epoch_is_over, steps
-                )
-        if isinstance(loader, StreamLoader) and not may_resume_anyway(self.config):
-            epoch_is_over = self.progress.epochs_done > state.epoch
-            loader.check_resumed_order(epoch_is_over or state.position == 0)
-        loader.seek(state.epoch, state.position)
-        self.console.line(f"resumed {self._place()} ({checkpoint})")
-
-    def _place(self) -> str:
-        """Where the run stands after a resume, counted as people do: from 1."""
-        state, done, epochs = self.state, self.progress.epochs_done, self.config.epochs
-        rate = f"learning rate {state.optimizer.param_groups[0]['lr']:.3g}"
-        if done > state.epoch or (done and state.position == 0):
-            return f"after epoch {done} of {epochs}, step {state.step}, {rate}"
-        return f"in epoch {state.epoch + 1} of {epochs} at step {state.step}, {rate}"
-
     # Data and model
 
     def _build_data(self, given: Given) -> None:
-        """This rank's loaders, how a global batch is made up, and the loss."""
-        config, dataset, val_dataset = self.config, given.dataset, given.val_dataset
-        if self.measurement is not None:
-            batch = config.global_batch_size or config.batch_size
-            dataset = self.measurement.shorten(dataset, batch)
-            if is_named(val_dataset):
-                shorten = self.measurement.shorten
-                val_dataset = {name: shorten(part, batch) for name, part in val_dataset.items()}
-            else:
-                val_dataset = self.measurement.shorten(val_dataset, batch)
-        self.loss_fn = choose_loss(given.loss_fn)
-        if isinstance(self.loss_fn, SupervisedLoss) and given.augment is None:
-            self.loss_fn.look_at(dataset)  # labels that `augment` changes are looked at per batch
-        self.eval_fn = choose_eval_fn(given.eval_fn, self.placement.dp_size)
-        sets = list(val_dataset) if is_named(val_dataset) else []
-        self.progress.sets = tuple(sets)
-        check_sets(config, sets, val_dataset)
-        check_metric(config, self.loss_fn, self.eval_fn, sets)
-        replicas = self.trainer.strategy.replicas
-        count = self.state.batch_size_fn = given.batch_size_fn
-        self.train_loader, self.sizes = training_loader(
-            dataset, config, self.placement, replicas, count
+        data = self.data = RunData(
+            given,
+            self.trainer,
+            self.balance,
+            self.progress,
+            self.measurement,
+            self.console.line,
         )
+        self.loss_fn, self.eval_fn, self.sizes = data.loss_fn, data.eval_fn, data.sizes
+        self.train_loader, self.val_loader = data.train_loader, data.val_loader
         if isinstance(self.train_loader, StreamLoader):
             self.fault_tolerance.register("data_stream", self.train_loader)
-            for told in self.train_loader.describe():
-                self.console.line(told)
-        elif isinstance(dataset, DataLoader) and has_seeded_generator(dataset):
-            self.console.line(
-                f"data order: set by seed={config.seed} and the epoch; the seed of the "
-                "DataLoader's or sampler's own generator is ignored"
-            )
-        limit = config.limit_val_batches
-        self.val_loader: ValLoaders | None = None
-        if val_dataset is not None:
-            self.val_loader = self.loaders_for(val_dataset, limit=limit)
-        self.state.loader, self.state.augment = self.train_loader, given.augment
-        self.trainer.oom.whole = self.sizes.per_rank
-        if isinstance(self.loss_fn, SupervisedLoss):
-            if given.augment is None and isinstance(self.train_loader, ShareLoader):
-                self.train_loader.before_pass = partial(self.loss_fn.look_at, dataset)
-            parts = self.placement.dp_size * replicas * config.gradient_accumulation_steps
-            self.loss_fn.has_parts = parts > 1
-
-    def loaders_for(self, data: Any, what: str = "validation", **how: Any) -> Any:
-        """This rank's shares of a dataset or DataLoader, or of several by name; anything else
-        gives batches already. Collective."""
-        if is_named(data):
-            named = {name: (part, f"{what} set {name!r} of type") for name, part in data.items()}
-            return {name: self._shares(part, purpose=p, **how) for name, (part, p) in named.items()}
-        return self._shares(data, purpose=f"{what} dataset", **how)
-
-    def _shares(self, data: Any, **how: Any) -> Loader:
-        count, size = self.state.batch_size_fn, self.sizes
-        loader = validation_loader(
-            data, self.config, self.placement, size, self.train_loader, count, **how
-        )
-        if self.balance.weights is not None:
-            loader.set_shares(weights=self.balance.weights)
-        return loader
 
     def _build_model(self, given: Given) -> None:
         """The model on its device, its optimizer and its schedule."""
@@ -714,27 +569,3 @@ class Training:
 
 def no_request() -> None:
     """Look for requests, on rank 0 only."""
-
-
-def build_model(model: Any, config: MultiGPUConfig, in_parts: bool = False) -> nn.Module:
-    """The user's model, or what the user's function gives: the same on every rank. in_parts: large
-    weights may be left to be computed later."""
-    if not isinstance(model, nn.Module):
-        torch.manual_seed(config.seed)
-        model = build_deferred(model) if in_parts and callable(model) else model()
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    if config.use_gradient_checkpointing:
-        use_activation_checkpointing(model)
-    return model
-
-
-def _changed_options(have: dict[str, Any], checkpoint: Path) -> str:
-    """Describe the recipe options that the checkpoint's run had and this one does not."""
-    had = read_manifest(checkpoint).get("options") or {}
-    changed = [name for name, value in had.items() if have.get(name) != value]
-    if not changed:
-        return ""
-    then = ", ".join(f"{name}={had[name]}" for name in changed)
-    now = ", ".join(f"{name}={have.get(name)}" for name in changed)
-    return f"\nThat run had {then}; this one has {now}"
