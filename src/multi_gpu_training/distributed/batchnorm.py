@@ -29,14 +29,14 @@ class Attendance:
 
     exchanged: whether ranks talked in a BatchNorm since somebody set it to False.
     width: the most channels of any BatchNorm over all ranks.
-    between: whether a loop with its own backward is between two steps. Ranks may then all compute
+    outside_steps: whether a loop with its own backward is between two steps. Ranks may then all compute
         on the same samples.
     """
 
     present = True
     exchanged = False
     width = 0
-    between = False
+    outside_steps = False
 
 
 # One for the process: the loss of one training may call the model of another.
@@ -160,7 +160,9 @@ def _statistics(
     spread = (counts * (means - mean).square()).sum(0)
     kept = torch.where(counts > 0, parts[:, channels : 2 * channels], zeros)
     seen = total
-    if ATTENDANCE.between:  # the same samples on every rank are one batch, as often as it is there
+    if (
+        ATTENDANCE.outside_steps
+    ):  # the same samples on every rank are one batch, as often as it is there
         seen = torch.where((parts == parts[0]).all(), counts[0, 0], total)
     return mean, (kept.sum(0) + spread) / total, total, seen
 

@@ -98,7 +98,7 @@ class ManualTrainer:
         # Otherwise a backward must not reach parameters that no optimizer here trains.
         self._holds_all = held == sum(p.requires_grad for p in state.model.parameters())
         self._inside = self._has_batch = self._moving = False
-        ATTENDANCE.between = True
+        ATTENDANCE.outside_steps = True
         self._share: Share
         self._place = 0  # tells steps apart, alike on all ranks
         self._weight: Number = 1.0
@@ -198,7 +198,7 @@ class ManualTrainer:
         elif not all(tensor.shape[0] for tensor in tensors_of(batch) if tensor.ndim):
             given = state.stand_in(share, batch)  # otherwise `shard` set it
         self._inside, self._has_batch = True, batch is not None
-        ATTENDANCE.exchanged = ATTENDANCE.between = False
+        ATTENDANCE.exchanged = ATTENDANCE.outside_steps = False
         self._parts = [share] if self._has_batch else []
         self._fresh = self._told = 0
         if share.count == 0 or state.augment is not None:
@@ -295,7 +295,7 @@ class ManualTrainer:
     def _leave(self) -> None:
         self._inside = self._own = self._moving = False
         self._sharded = None
-        ATTENDANCE.present = ATTENDANCE.between = True
+        ATTENDANCE.present = ATTENDANCE.outside_steps = True
         for buffer, before in self._kept:  # a stand-in is no sample
             buffer.data.copy_(before)
         self._kept = []

@@ -67,7 +67,7 @@ class EagerRunner:
         state, guard = self.state, self.guard
         strategy, callbacks = state.strategy, state.callbacks
         state.attendance.present = share.count > 0  # until backward is done: it may recompute
-        state.attendance.between = False
+        state.attendance.outside_steps = False
         if share.first:
             # A backward outside the trainer (in a callback, or in a second training that shares
             # this model) must not leak into this step.
