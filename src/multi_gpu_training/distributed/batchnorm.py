@@ -29,8 +29,8 @@ class Attendance:
 
     exchanged: whether ranks talked in a BatchNorm since somebody set it to False.
     width: the most channels of any BatchNorm over all ranks.
-    outside_steps: whether a loop with its own backward is between two steps. Ranks may then all compute
-        on the same samples.
+    outside_steps: whether a loop with its own backward is between two steps. Ranks may then all
+        compute on the same samples.
     """
 
     present = True
