@@ -162,6 +162,18 @@ def test_in_bf16_weights_are_halved_and_scores_stay_float32(
     assert 0 < float((ours - theirs).norm() / ours.norm()) <= 2e-2
     task = "score" if "score" in half.tasks else None
     assert len(half.predict(half.example_inputs(2), task)) == 2
+    assert set(half.evaluate()) == set(exact.evaluate())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["image", "transformer"])
+def test_a_gpu_computes_in_bf16_what_the_cpu_does(recipe: str) -> None:
+    here = mgt.load(run_of(recipe), device="cpu", dtype="bf16")
+    there = mgt.load(run_of(recipe), device="cuda", dtype="bf16")
+    batch = here.example_batch(7)
+    ours, theirs = here.outputs(batch)[0], there.outputs(batch)[0]
+    assert float((ours - theirs).norm() / ours.norm()) <= 5e-3
+    assert not torch.equal(theirs, theirs.bfloat16().float())
 
 
 class Close(nn.Module):

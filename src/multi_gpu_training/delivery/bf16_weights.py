@@ -30,7 +30,8 @@ def check_dtype(dtype: str, device: torch.device) -> None:
 
 
 class Bf16Weight(Tensor):
-    """A weight in bf16 that layers use as if it were float32: what they compute with it is."""
+    """A weight in bf16 that calls itself float32, as what layers compute with it is: models ask
+    their weights which type inputs and states should have."""
 
     @classmethod
     def __torch_function__(
@@ -93,7 +94,8 @@ def _convolution(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-_WITH_WEIGHTS: dict[Any, Callable[..., Tensor]] = {
+_WITH_WEIGHTS: dict[Any, Callable[..., Any]] = {
+    Tensor.dtype.__get__: lambda weight: torch.float32,  # type: ignore[attr-defined]
     F.linear: _linear,
     torch.addmm: _addmm,  # Conv1D of transformers' GPT-2
     **{func: _convolution(func) for func in (F.conv1d, F.conv2d, F.conv3d)},
