@@ -41,8 +41,8 @@ def test_predict_writes_a_table_jsonl_or_csv_in_the_order_of_the_inputs(
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     run = run_of("image")
     assert "label" in mgt("predict", run, folder, "--device", "cpu").out
-    mgt("predict", run, *reversed(files), "--out", "found.jsonl", "--device", "cpu")
-    rows = [json.loads(text) for text in Path("found.jsonl").read_text().splitlines()]
+    mgt("predict", run, *reversed(files), "--out", "new/found.jsonl", "--device", "cpu")
+    rows = [json.loads(text) for text in Path("new/found.jsonl").read_text().splitlines()]
     assert [row["input"] for row in rows] == [str(path) for path in reversed(files)]
     mgt("predict", run, *files, "--out", "found.csv", "--device", "cpu")
     with Path("found.csv").open() as file:
@@ -68,7 +68,11 @@ def test_wrong_requests_end_with_one_sentence_and_its_remedy(mgt: Mgt, tmp_path:
     shutil.copytree(run, damaged, symlinks=True)
     weights = damaged / "checkpoints" / "step-00000012" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    int8 = tmp_path / "int8"
+    int8.mkdir()
+    (int8 / "model.onnx").touch()
     for words, wanted in (
+        (("evaluate", int8), "holds an ONNX model, which onnxruntime runs; give the run"),
         (("evaluate", "nowhere"), "nowhere does not exist; give a run folder"),
         (("evaluate", run.parent), f"did you mean {run}?"),
         (("evaluate", damaged), "model.safetensors was changed; give another run"),

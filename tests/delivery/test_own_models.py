@@ -278,6 +278,7 @@ def test_two_inputs_are_given_as_a_tuple_by_name_or_in_an_npz_file(
     [
         ({"x": np.ones((3, 4), "f4")}, "dict with x; the model takes x: float32 (4,), shift"),
         ({"x": np.ones((3, 4), "f4"), "shift": np.ones((2, 2), "i4")}, "same number of rows"),
+        ({"x": np.ones((0, 4), "f4"), "shift": np.ones((0, 2), "i4")}, "has no rows; give at"),
         (
             {"x": np.ones((3, 4), "u1"), "shift": np.ones((3, 2), "i4")},
             "x holds uint8, and the model was trained on float32",
@@ -287,7 +288,7 @@ def test_two_inputs_are_given_as_a_tuple_by_name_or_in_an_npz_file(
             "Pair failed for samples of float32 (5,), int32 (2,)",
         ),
     ],
-    ids=["missing", "rows", "type", "shape"],
+    ids=["missing", "rows", "none", "type", "shape"],
 )
 def test_inputs_that_do_not_fit_are_refused_in_one_sentence(
     mgt: Mgt, tmp_path: Path, arrays: dict[str, Any], says: str

@@ -107,8 +107,13 @@ def _show(rows: list[dict[str, Any]], form: str, out: str | None) -> None:
     if out is None:
         sys.stdout.write(text)
     else:
-        write_atomically(Path(out), text, 0o644)
+        _write(Path(out), text)
         print(f"{len(rows):,} results: {out}")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text, 0o644)
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -174,9 +179,9 @@ def _write_timeline(rows: Sequence[dict[str, Any]], path: Path) -> None:
         raise ConfigError("--timeline needs a video longer than one clip, and none was given")
     if path.suffix == ".csv":
         flat = [{"input": row["input"], **one} for row in found for one in row["timeline"]]
-        write_atomically(path, as_csv(flat), 0o644)
+        _write(path, as_csv(flat))
     else:
-        write_atomically(path, timeline_svg(found), 0o644)
+        _write(path, timeline_svg(found))
     print(f"timeline: {path}")
 
 

@@ -67,6 +67,8 @@ def _no_run(given: Path) -> str:
         return f"{given} does not exist; give a run folder such as runs/image/NAME"
     if not given.is_dir():
         return f"{given} is a file; give a run folder such as runs/image/NAME"
+    if (given / "model.onnx").is_file():
+        return f"{given} holds an ONNX model, which onnxruntime runs; give the run that it is of"
     runs = sorted(str(path.parent) for path in given.glob("*/checkpoints") if path.is_dir())
     runs = runs or sorted(str(p.parent) for p in given.glob("*/*/checkpoints") if p.is_dir())
     hint = f"did you mean {runs[-1]}?" if runs else "give the folder of a run, or a checkpoint"

@@ -136,6 +136,8 @@ class OwnPipeline(Pipeline):
                 "rows, one per sample"
             )
         [[count]] = counts
+        if not count:
+            raise DataError(f"{brief(word)} has no rows; give at least one sample")
         rows = (
             ({name: part[number] for name, part in found.items()} for number in range(count))
             if isinstance(found, dict)
