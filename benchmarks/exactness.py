@@ -42,6 +42,7 @@ MODULES = (
     "exactness_loops",
     "exactness_attacks",
     "exactness_blind",
+    "exactness_sharded",
     "exactness_fit",
 )
 
