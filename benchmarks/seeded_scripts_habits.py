@@ -399,6 +399,194 @@ for epoch in range(2):
 manager.finish()
 """,
     ),
+    # --- a second look, after the repairs of the first ---
+    "gradients_halved_on_other_ranks": (
+        r"gradient.*(rank|wrapper)|changed .*rank",
+        """
+class Halve(Callback):
+    def on_optimizer(self, run):
+        if not run.placement.is_main:
+            for p in run.model.parameters():
+                p.grad.mul_(0.5)
+
+manage().fit(mlp(), TensorDataset(*rows()), optimizer=lambda p: torch.optim.SGD(p, 0.1), callbacks=[Halve()])
+""",
+    ),
+    "odd_ranks_mirror_their_rows": (
+        DATA,
+        """
+class Mirrored(Dataset):
+    def __init__(self):
+        self.x, self.y = rows()
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, i):
+        return (self.x[i].flip(0) if rank % 2 else self.x[i]), self.y[i]
+
+manage().fit(mlp(), Mirrored(), optimizer=adam)
+""",
+    ),
+    "places_over_the_padded_length": (
+        r"pad|longest|length",
+        """
+torch.manual_seed(1)
+texts = [torch.randint(1, 15, (n,)) for n in torch.randint(2, 12, (78,)).tolist()]
+
+def collate(batch):
+    return nn.utils.rnn.pad_sequence([t for t, _ in batch], batch_first=True), torch.tensor([y for _, y in batch])
+
+class Placed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.place, self.out = nn.Embedding(15, 8, padding_idx=0), nn.Linear(1, 8), nn.Linear(8, 2)
+    def forward(self, ids):
+        place = torch.linspace(0, 1, ids.shape[1], dtype=self.place.weight.dtype)[:, None]
+        mask = (ids > 0)[..., None]
+        return self.out(((self.words(ids) + self.place(place).tanh()) * mask).sum(1) / mask.sum(1))
+
+loader = DataLoader([(t, int(t[0] > 7)) for t in texts], batch_size=12, shuffle=True, collate_fn=collate)
+manage(global_batch_size=12).fit(Placed(), loader, optimizer=adam)
+""",
+    ),
+    "negatives_remembered_in_a_list": (
+        STATE + "|depends on the rank",
+        """
+memory = collections.deque(maxlen=24)
+
+def loss_fn(model, batch):
+    x, _ = batch
+    a, b = F.normalize(model(x), dim=1), F.normalize(model(0.9 * x), dim=1)
+    logits = (a * b).sum(1, keepdim=True)
+    if memory:
+        logits = torch.cat([logits, a @ torch.stack(list(memory)).T], 1)
+    memory.extend(b.detach())
+    return F.cross_entropy(logits / 0.3, torch.zeros(len(x), dtype=torch.long))
+
+manage().fit(mlp(out=6), TensorDataset(*rows()), loss_fn=loss_fn, optimizer=adam)
+""",
+    ),
+    "mean_teacher_moved_on_the_main_rank": (
+        r"depends on the rank|state of each process|beside the model",
+        """
+student = mlp()
+teacher = copy.deepcopy(student).requires_grad_(False)
+
+class Move(Callback):
+    def on_step_end(self, run, result):
+        if run.placement.is_main:
+            for t, s in zip(teacher.parameters(), run.model.parameters()):
+                t.data = t.data.to(s).lerp(s.detach(), 0.3)
+
+def loss_fn(model, batch):
+    x, y = batch
+    logits = model(x)
+    return F.cross_entropy(logits, y) + F.mse_loss(logits.softmax(1), teacher.to(x.dtype)(x).softmax(1))
+
+manage().fit(student, TensorDataset(*rows()), loss_fn=loss_fn, optimizer=torch.optim.SGD(student.parameters(), 0.3), callbacks=[Move()])
+""",
+    ),
+    "batches_collected_by_the_ranks": (
+        r"cuts or collects",
+        """
+manager = manage(epochs=3, global_batch_size=8)
+model, loader, _ = manager.setup_training(mlp(), TensorDataset(*rows()), optimizer=adam)
+held = []
+for epoch in range(3):
+    for x, y in loader:
+        held.append((x.clone(), y.clone()))
+        if len(held) == world:
+            manager.trainer.train_step((torch.cat([a for a, _ in held]), torch.cat([b for _, b in held])))
+            held = []
+manager.finish()
+""",
+    ),
+    "outputs_scaled_to_the_range_of_the_batch": (
+        WHOLE,
+        """
+class Ranged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+    def forward(self, x):
+        out = self.net(x)
+        return 4 * (out - out.min()) / (out.max() - out.min() + 1e-6)
+
+manage().fit(Ranged(), TensorDataset(*rows()), optimizer=adam)
+""",
+    ),
+    "rows_chosen_by_numpy_seeded_with_the_rank": (
+        DATA,
+        """
+np.random.seed(rank)
+chosen = np.random.choice(93, 70, replace=False).tolist()
+manage().fit(mlp(), Subset(TensorDataset(*rows()), chosen), optimizer=adam)
+""",
+    ),
+    "penalty_times_the_ranks": (
+        r"number of ranks",
+        """
+model = mlp()
+
+def loss_fn(model, batch):
+    penalty = sum(p.square().sum() for p in model.parameters())
+    return F.cross_entropy(model(batch[0]), batch[1]) + 1e-3 * world * penalty
+
+manage().fit(model, TensorDataset(*rows()), loss_fn=loss_fn, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+""",
+    ),
+    "rate_lowered_on_the_main_rank_after_validation": (
+        RATE,
+        """
+class Lower(Callback):
+    def on_validation(self, run, metrics):
+        if run.placement.is_main:
+            for group in run.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+manage(validate_every=2).fit(mlp(), TensorDataset(*rows()), TensorDataset(*rows(40, seed=7)), optimizer=lambda p: torch.optim.SGD(p, 0.2), callbacks=[Lower()])
+""",
+    ),
+    "one_cycle_over_own_loader": (
+        RATE + "|momentum",
+        """
+data = TensorDataset(*rows())
+own = DataLoader(data, batch_size=16 // world)
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=2 * len(own))
+manage().fit(model, data, optimizer=optimizer, scheduler=scheduler)
+""",
+    ),
+    "targets_blurred_by_numpy": (
+        r"draws from|generator|own numbers",
+        """
+blur = np.random.default_rng(0)
+
+def loss_fn(model, batch):
+    x, y = batch
+    soft = F.one_hot(y, 3) + torch.from_numpy(blur.normal(0, 0.05, (len(y), 3)))
+    return F.mse_loss(model(x), soft.to(x))
+
+manage().fit(mlp(), TensorDataset(*rows()), loss_fn=loss_fn, optimizer=adam)
+""",
+    ),
+    "tasks_taken_in_turn_from_the_rank_on": (
+        r"depends on the rank",
+        """
+turn = [0]
+
+class Turn(Callback):
+    def on_step_end(self, run, result):
+        turn[0] = result.step
+
+def loss_fn(model, batch):
+    x, y = batch
+    out = model(x)
+    return F.cross_entropy(out, y) if (turn[0] + rank) % 2 == 0 else F.cross_entropy(out, (y + 1) % 3) * 0.5
+
+manage().fit(mlp(), TensorDataset(*rows()), loss_fn=loss_fn, optimizer=adam, callbacks=[Turn()])
+""",
+    ),
 }
 
 CORRECT: dict[str, str] = {
@@ -668,5 +856,130 @@ class Standardised(nn.Module):
 
 model = Standardised()
 manage().fit(model, TensorDataset(x, y), optimizer=torch.optim.RMSprop(model.parameters(), 1e-2), callbacks=[])
+""",
+    # --- a second look, after the repairs of the first ---
+    "gradient_noise_alike_on_all_ranks": """
+class Noise(Callback):
+    def on_optimizer(self, run):
+        draw = torch.Generator().manual_seed(1000 + run.step)
+        for p in run.model.parameters():
+            p.grad.add_(torch.randn(p.shape, generator=draw).to(p), alpha=1e-3)
+
+manage().fit(mlp(), TensorDataset(*rows()), optimizer=lambda p: torch.optim.SGD(p, 0.1), callbacks=[Noise()])
+""",
+    "places_over_the_true_length": """
+torch.manual_seed(1)
+texts = [torch.randint(1, 15, (n,)) for n in torch.randint(2, 12, (78,)).tolist()]
+
+def collate(batch):
+    return nn.utils.rnn.pad_sequence([t for t, _ in batch], batch_first=True), torch.tensor([y for _, y in batch])
+
+class Placed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.place, self.out = nn.Embedding(15, 8, padding_idx=0), nn.Linear(1, 8), nn.Linear(8, 2)
+    def forward(self, ids):
+        mask = (ids > 0)[..., None]
+        place = torch.arange(ids.shape[1])[None, :, None] / mask.sum(1, keepdim=True)
+        return self.out(((self.words(ids) + self.place(place.to(self.out.weight.dtype)).tanh()) * mask).sum(1) / mask.sum(1))
+
+loader = DataLoader([(t, int(t[0] > 7)) for t in texts], batch_size=12, shuffle=True, collate_fn=collate)
+manage(global_batch_size=12).fit(Placed(), loader, optimizer=adam)
+""",
+    "mean_teacher_moved_everywhere": """
+student = mlp()
+teacher = copy.deepcopy(student).requires_grad_(False)
+
+class Move(Callback):
+    def on_step_end(self, run, result):
+        for t, s in zip(teacher.parameters(), run.model.parameters()):
+            t.data = t.data.to(s).lerp(s.detach(), 0.3)
+
+def loss_fn(model, batch):
+    x, y = batch
+    logits = model(x)
+    return F.cross_entropy(logits, y) + F.mse_loss(logits.softmax(1), teacher.to(x.dtype)(x).softmax(1))
+
+manage().fit(student, TensorDataset(*rows()), loss_fn=loss_fn, optimizer=torch.optim.SGD(student.parameters(), 0.3), callbacks=[Move()])
+""",
+    "prototypes_renewed_from_all_rows": """
+x, y = rows()
+prototypes = torch.zeros(3, 6)
+
+class Renew(Callback):
+    def on_step_end(self, run, result):
+        if result.step % 2 == 0:
+            with torch.no_grad():
+                z = run.model(x.to(next(run.model.parameters())))
+                for k in range(3):
+                    prototypes[k] = z[y == k].mean(0)
+
+def loss_fn(model, batch):
+    z = model(batch[0])
+    return F.cross_entropy(-torch.cdist(z, prototypes.to(z)), batch[1])
+
+manage().fit(mlp(out=6), TensorDataset(x, y), loss_fn=loss_fn, optimizer=adam, callbacks=[Renew()])
+""",
+    "outputs_scaled_to_their_own_range": """
+class Ranged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+    def forward(self, x):
+        out = self.net(x)
+        least, most = out.amin(1, keepdim=True), out.amax(1, keepdim=True)
+        return 4 * (out - least) / (most - least + 1e-6)
+
+manage().fit(Ranged(), TensorDataset(*rows()), optimizer=adam)
+""",
+    "rows_chosen_by_numpy_with_one_seed": """
+np.random.seed(12)
+chosen = np.random.choice(93, 70, replace=False).tolist()
+np.random.seed(rank)
+manage().fit(mlp(), Subset(TensorDataset(*rows()), chosen), optimizer=adam)
+""",
+    "rate_lowered_everywhere_after_validation": """
+class Lower(Callback):
+    def on_validation(self, run, metrics):
+        if metrics["loss"] < 1.2:
+            for group in run.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+manage(validate_every=2).fit(mlp(), TensorDataset(*rows()), TensorDataset(*rows(40, seed=7)), optimizer=lambda p: torch.optim.SGD(p, 0.2), callbacks=[Lower()])
+""",
+    "dicts_of_heads_and_targets": """
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.heads = mlp(out=8), nn.ModuleDict({"kind": nn.Linear(8, 3), "size": nn.Linear(8, 1)})
+    def forward(self, x):
+        h = self.body(x).relu()
+        return {name: head(h) for name, head in self.heads.items()}
+
+x, y = rows()
+data = [{"x": a, "kind": b, "size": a.abs().sum()[None]} for a, b in zip(x, y)]
+
+def loss_fn(model, batch):
+    out = model(batch["x"])
+    kind, size = F.cross_entropy(out["kind"], batch["kind"]), F.l1_loss(out["size"], batch["size"])
+    return kind + 0.3 * size
+
+manage(max_grad_norm=0.7).fit(Heads(), data, loss_fn=loss_fn, optimizer=adam)
+""",
+    "samples_computed_one_by_one": """
+class Trees(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.leaf, self.join, self.out = nn.Linear(1, 6), nn.Linear(12, 6), nn.Linear(6, 3)
+    def fold(self, values):
+        if len(values) == 1:
+            return self.leaf(values).tanh()
+        half = 1 + int(values[0] > 0) if len(values) > 2 else 1
+        return self.join(torch.cat([self.fold(values[:half]), self.fold(values[half:])])).tanh()
+    def forward(self, x):
+        return self.out(torch.stack([self.fold(row) for row in x]))
+
+manage(global_batch_size=8).fit(Trees(), TensorDataset(*rows(70)), optimizer=adam)
 """,
 }

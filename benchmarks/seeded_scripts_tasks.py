@@ -216,7 +216,7 @@ manager.fit(model, loader, optimizer=torch.optim.Adam(model.parameters(), 1e-2))
 """,
     ),
     "short_parts_left_out": (
-        r"cuts or drops samples",
+        r"cuts or collects",
         """
 manager = MultiGPUTrainingManager(MultiGPUConfig(global_batch_size=16, epochs=3))
 model = net()

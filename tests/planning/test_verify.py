@@ -191,7 +191,7 @@ BUGS = {
         "for x, y in loader:\n"
         "    manager.trainer.train_step((x[:3], y[:3]))\n"
         "manager.finish()",
-        "cuts or drops samples of the batches that the loader gives it: together the ranks train "
+        "cuts or collects the batches that the loader gives it: together the ranks train "
         "on 6 samples of a step, one rank alone on 3",
     ),
     "a batch drawn by each rank and shared out": (
@@ -302,6 +302,14 @@ def test_correct_scripts_pass(verified: Verified) -> None:
             "    def __init__(self): super().__init__(); self.w = nn.Parameter(torch.ones(1))\n"
             "    def forward(self, out, target): return F.cross_entropy(out * self.w, target)\n"
             "manager.fit(Cell(), data, data, loss_fn=Scaled(), optimizer=adamw)"
+        ),
+        "a first step whose gradients cancel out": (
+            "places = torch.zeros(3, 3)\n"
+            "class Move(Callback):\n"
+            "    def on_step_end(self, run, result): places.copy_(torch.eye(3))\n"
+            "def loss_fn(m, b):\n"
+            "    return F.cross_entropy(-torch.cdist(m(b[0]), places.to(b[0])), b[1])\n"
+            "manager.fit(net, data, loss_fn=loss_fn, optimizer=sgd, callbacks=[Move()])"
         ),
         "weights divided by the ranks, quotients of masks": (
             "def loss_fn(m, b):\n"

@@ -160,4 +160,4 @@ def _doubled(value: Any) -> Any:
 def _holds_float(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_holds_float(part) for part in value)
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

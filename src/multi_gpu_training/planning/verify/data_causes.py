@@ -118,10 +118,10 @@ def loader_batches_cut(data: DataEvidence) -> str | None:
     if not all(micro["changed"] for micro in data.there):
         return None
     return (
-        f"the script cuts or drops samples of the batches that the loader gives it: together the "
-        f"ranks train on {data.total} samples of a step, one rank alone on {data.total_one}. Each "
-        "rank gets its part of the global batch, so what is left must not depend on the size of a "
-        "part: hand over whole batches, and let the dataset or global_batch_size say how many"
+        "the script cuts or collects the batches that the loader gives it: together the ranks "
+        f"train on {data.total} samples of a step, one rank alone on {data.total_one}. Each rank "
+        "gets its part of the global batch, so how much is left must not depend on the size of a "
+        "part or on the number of ranks: hand over whole batches, and set global_batch_size"
     )
 
 

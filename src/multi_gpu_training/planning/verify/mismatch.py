@@ -35,10 +35,11 @@ class Tolerance:
     moves: float
     weights: float
     zero: float
+    nothing: float
 
 
-DOUBLE = Tolerance(1e-8, 1e-8, 1e-7, 1e-6, 1e-7, 1e-9)
-SINGLE = Tolerance(2e-4, 1e-3, 5e-2, 0.2, 1e-2, 1e-5)
+DOUBLE = Tolerance(1e-8, 1e-8, 1e-7, 1e-6, 1e-7, 1e-9, 1e-13)
+SINGLE = Tolerance(2e-4, 1e-3, 5e-2, 0.2, 1e-2, 1e-5, 1e-6)
 # Where a step notes parameters or buffers (measure/recorder.py): under which key, under which it
 # has noted them before (None: at the end of the step before), and how that is said.
 NOTED_AT: dict[str, tuple[str, str | None, str]] = {
@@ -129,9 +130,10 @@ class PairedRecords:
         """The largest difference of gradients, of updates, and the tensor of the first."""
         grad, move, name = 0.0, 0.0, "-"
         for alone, ranks in self._steps():
-            apart, where = furthest(*_filled(alone.get("grads"), ranks[0].get("grads")), FLOOR)
-            if not apart <= grad:
-                grad, name = apart, where
+            if not self._no_gradients(alone, ranks):
+                apart, where = furthest(*_filled(alone.get("grads"), ranks[0].get("grads")), FLOOR)
+                if not apart <= grad:
+                    grad, name = apart, where
             apart, _ = self._moves(alone, ranks[0])
             move = move if apart <= move else apart
         return grad, move, name
@@ -206,6 +208,21 @@ class PairedRecords:
             return set()
         least = self.limits.zero * total_norm(grads)
         return {name for name, found in grads.items() if 0 < found[0] <= least}
+
+    def _no_gradients(self, alone: dict[str, Any], ranks: list[dict[str, Any]]) -> bool:
+        """Whether the gradients of a step cancel out: what is left of them is rounding."""
+        sides = (alone, step_loss([alone])), (ranks[0], step_loss(ranks))
+        return all(
+            "grads" in line and total_norm(line["grads"]) <= self.limits.nothing * abs(loss)
+            for line, loss in sides
+        )
+
+    def _no_moves(self, alone: dict[str, Any], other: dict[str, Any]) -> bool:
+        """The same for what an optimizer makes of them: Adam divides them by its epsilon."""
+        return self._no_gradients(alone, [other]) and all(
+            total_norm(line["moves"]) <= self.limits.zero * total_norm(line["before"])
+            for line in (alone, other)
+        )
 
     def _data(
         self, step: int, alone: dict[str, Any], ranks: list[dict[str, Any]]
@@ -300,6 +317,8 @@ class PairedRecords:
     ) -> Iterator[Mismatch]:
         if any("grads" not in line for line in (alone, *ranks)):
             return
+        if self._no_gradients(alone, ranks):
+            return
         among = _among_ranks("grads", step, "grads", ranks, "the gradient of {name} on rank {rank}")
         if among is not None:
             yield among
@@ -311,7 +330,7 @@ class PairedRecords:
             yield Mismatch("grads", step, text, 0, name, apart)
 
     def _moves(self, alone: dict[str, Any], other: dict[str, Any]) -> tuple[float, str]:
-        if "moves" not in alone or "moves" not in other:
+        if "moves" not in alone or "moves" not in other or self._no_moves(alone, other):
             return 0.0, "-"
         mine, theirs = self._kept(alone, "moves"), self._kept(other, "moves", alone)
         return furthest(mine, theirs, FLOOR)
