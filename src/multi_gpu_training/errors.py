@@ -247,6 +247,11 @@ class StaleStepsError(MultiGPUError):
         self.saved = saved
 
 
+NAN_OF_A_PART = (
+    "A mean over labels or pairs is NaN on a rank that has none: let the loss return (mean, weight)"
+)
+
+
 class NonFiniteLossError(MultiGPUError):
     """`step` would have moved the weights by NaN; it trained on the batch at (epoch, position)."""
 
@@ -275,6 +280,8 @@ class NonFiniteLossError(MultiGPUError):
             lines.append(f"rank {rank}: {what}; samples {shown}{more}")
         if not findings:
             lines.append("the loss is finite on every rank, even when the step is computed again")
+        if trainer.placement.dp_size > 1 and any(loss != loss for _, (loss, *_) in findings):
+            lines.append(NAN_OF_A_PART)
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             lines.append(f"parameters with a bad gradient: {', '.join(names[:8])}{more}")

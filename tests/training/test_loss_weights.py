@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from multi_gpu_training import Callback
-from multi_gpu_training.errors import DataError, ModelError
+from multi_gpu_training.errors import DataError, ModelError, MultiGPUError
 from multi_gpu_training.training.criterion_divisor import adds_up_on, find_divisor
 from multi_gpu_training.training.loss import FunctionCriterion
 
@@ -310,6 +310,25 @@ def test_a_criterion_that_is_not_a_mean_is_named_where_a_batch_has_parts(tmp_pat
         fit(tmp_path / "whole", RootMeanSquare())
         fit(tmp_path / "mean", counting, gradient_accumulation_steps=2)
     assert counting.calls == 2 * (2 + 2 + 2)
+
+
+def apart(output: Tensor, target: Tensor) -> Tensor:
+    """Two means, of which the second is over nothing where no label is 0."""
+    return F.cross_entropy(output, target) + output[target == 0].square().mean()
+
+
+def fit_apart(folder: Path) -> str:
+    manager = manager_for(folder, global_batch_size=2, shuffle=False)
+    try:
+        manager.fit(net(), classes(), loss_fn=apart, optimizer=sgd)
+    except MultiGPUError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mean_that_is_nan_on_one_rank_is_explained(tmp_path: Path) -> None:
+    for said in run_ranks(2, fit_apart, tmp_path):
+        assert "is NaN on a rank that has none" in said
 
 
 # What a loss function returns

@@ -33,7 +33,12 @@ from multi_gpu_training.distributed.replicas import (
     check_same_model,
     refuse_layers_of_one_batch,
 )
-from multi_gpu_training.errors import ConfigError, ModelError, NonFiniteLossError
+from multi_gpu_training.errors import (
+    NAN_OF_A_PART,
+    ConfigError,
+    ModelError,
+    NonFiniteLossError,
+)
 from multi_gpu_training.torch_internals import complete_optimizer
 from multi_gpu_training.training.callbacks import CallbackList
 from multi_gpu_training.training.fast_defaults import (
@@ -392,11 +397,12 @@ class MultiGPUTrainer(ABC):
         self.execution.verify()  # these two name the step and the samples where they can
         self.nan_guard.look(now=True)
         rate = float(self.optimizer.param_groups[0]["lr"])
+        alone = self.placement.dp_size == 1 or not math.isnan(metrics["loss"])
         raise NonFiniteLossError(
             self.step,
             text=f"the loss is {metrics['loss']} over the steps up to {self.step}; lower the "
             f"learning rate (now {rate:g}), set max_grad_norm, or check the data. The checkpoints "
-            f"in {folder / 'checkpoints'} are from before",
+            f"in {folder / 'checkpoints'} are from before{'' if alone else '. ' + NAN_OF_A_PART}",
         )
 
     def full_state(self) -> dict[str, Any]:
