@@ -271,7 +271,9 @@ def test_parts_of_a_batch_show_what_the_samples_alone_do_not() -> None:
     boxes = [torch.rand(n, 3) for n in (1, 3, 2, 1)]
     module = FunctionCriterion(per_box)
     assert not adds_up_on(module, find_divisor(module, scores, boxes).weigh, scores, boxes)
-    # Of a target that has no entry per sample, nothing can be told.
+    # The square root of zero has no gradient: nothing can be told, nor of a target without rows.
+    rooted = FunctionCriterion(lambda output, target: (output - target).abs().sqrt().mean())
+    assert adds_up_on(rooted, lambda *_: None, scores, scores * torch.tensor([1.0, 0.5, 0.2]))
     assert adds_up_on(module, lambda *_: None, scores, torch.rand(2, 3))
 
 

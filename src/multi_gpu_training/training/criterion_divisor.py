@@ -411,6 +411,8 @@ def adds_up_on(criterion: nn.Module, weigh: Weigh, output: Any, target: Any) -> 
     if not abs(loss - whole.loss) <= whole.near * abs(whole.loss):
         return False
     for number, gradient in enumerate(whole.gradients):
+        if not gradient.isfinite().all():
+            continue
         scaled = [
             p.gradients[number] * (p.weight / whole.weight)
             if p.weight
