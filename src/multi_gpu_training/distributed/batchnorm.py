@@ -160,9 +160,8 @@ def _statistics(
     spread = (counts * (means - mean).square()).sum(0)
     kept = torch.where(counts > 0, parts[:, channels : 2 * channels], zeros)
     seen = total
-    if (
-        ATTENDANCE.outside_steps
-    ):  # the same samples on every rank are one batch, as often as it is there
+    if ATTENDANCE.outside_steps:
+        # The same samples on every rank are one batch, however often it is there.
         seen = torch.where((parts == parts[0]).all(), counts[0, 0], total)
     return mean, (kept.sum(0) + spread) / total, total, seen
 
