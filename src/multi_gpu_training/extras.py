@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,3 +30,16 @@ def can_draw(picture: Path | str) -> bool:
             file=sys.stderr,
         )
     return found
+
+
+def quiet_torchao() -> None:
+    """Let torchao's import not complain about itself, by whatever library it is imported."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_not_of_torchao)
+
+
+def _not_of_torchao(record: logging.LogRecord) -> bool:
+    """Whether a warning is other than those of torchao's import: kernels of GPUs that are not
+    here, and a name of torch that torchao should no longer use."""
+    text = record.getMessage()
+    return not (text.startswith("Failed to load ") or "is an Enum subclass" in text)

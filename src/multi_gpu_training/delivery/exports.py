@@ -39,7 +39,7 @@ from multi_gpu_training.delivery.loaded_model import LoadedModel, load_signed
 from multi_gpu_training.delivery.model_card import model_card
 from multi_gpu_training.delivery.model_folder import WEIGHTS, finish, new_folder, write_weights
 from multi_gpu_training.errors import ConfigError, ModelError
-from multi_gpu_training.extras import install, installed
+from multi_gpu_training.extras import install, installed, quiet_torchao
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.torch_internals import compile_package
 
@@ -326,6 +326,7 @@ def _onnx(
 def _executorch(
     program: Program, folder: Path, batches: Sequence[tuple[Tensor, ...]]
 ) -> list[tuple[Tensor, ...]]:
+    quiet_torchao()  # which it imports
     try:
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
         from executorch.exir import to_edge_transform_and_lower

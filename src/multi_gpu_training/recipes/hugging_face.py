@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from multi_gpu_training.checkpoint.store import load
 from multi_gpu_training.distributed.sharding import is_split
 from multi_gpu_training.errors import ModelError
+from multi_gpu_training.extras import quiet_torchao
 from multi_gpu_training.recipes.user_data import library
 from multi_gpu_training.safe_output import brief
 from multi_gpu_training.training.callbacks import Run
@@ -35,18 +35,9 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 
 def transformers() -> Any:
     """The library, which only models of Hugging Face need."""
-    # It imports torchao where that is installed, whose import complains about itself.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).addFilter(_not_of_torchao)
+    quiet_torchao()  # which it imports where it is installed
     needed = "models of Hugging Face need the transformers library"
     return library("transformers", needed, extra="transformer")
-
-
-def _not_of_torchao(record: logging.LogRecord) -> bool:
-    """Whether a warning is other than those of torchao's import: kernels of GPUs that are not
-    here, and a name of torch that torchao should no longer use."""
-    text = record.getMessage()
-    return not (text.startswith("Failed to load ") or "is an Enum subclass" in text)
 
 
 def has_weights(name: str) -> bool:
