@@ -192,13 +192,15 @@ def queue_after_backward(call: Callable[[], None]) -> None:
     engine.queue_callback(call)
 
 
-def complete_optimizer(optimizer: Optimizer) -> None:
+def complete_optimizer(optimizer: Optimizer, calls_hooks: bool = False) -> None:
     """Give an optimizer whose class does not call `super().__init__()` the places for hooks that
     torch's base class would have made: wrappers such as Lookahead are often so. Its `step` stays
-    as it is, and calls none."""
+    as it is, and calls none, unless `calls_hooks`."""
     for name in vars(Optimizer([nn.Parameter(torch.zeros(()))], {})):
         if name.endswith("_hooks") and not hasattr(optimizer, name):
             setattr(optimizer, name, OrderedDict())
+    if calls_hooks:
+        optimizer._patch_step_function()
 
 
 def is_compiler_error(error: Exception) -> bool:

@@ -331,6 +331,17 @@ def another_head(folder: Path, by_hand: bool) -> Result:
     return fit_or_loop(folder, by_hand, mlp(), squares, sgd, between)
 
 
+def another_norm(folder: Path, by_hand: bool) -> Result:
+    """A BatchNorm is added while training, where they are one over all ranks."""
+
+    def between(model: nn.Module, optimizer: Any, step: int) -> None:
+        if step == CHANGES[0]:
+            model.append(nn.BatchNorm1d(1).double())  # type: ignore[operator]
+            optimizer.add_param_group({"params": list(model[-1].parameters())})  # type: ignore[index]
+
+    return fit_or_loop(folder, by_hand, mlp(), squares, sgd, between, sync_bn=True)
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -987,6 +998,7 @@ def recomputed_twice(folder: Path) -> None:
 
 
 CASES: list[Case] = [
+    another_norm,
     graphs_behind_batchnorm,
     nested_inputs,
     hooks_on_gradients,

@@ -341,6 +341,57 @@ def test_a_rank_without_samples_follows_whatever_the_loop_does(tmp_path: Path) -
                 assert (found[name] - theirs).norm() <= 1e-12 * theirs.norm(), (name, ranks)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """As one finds them: without `super().__init__()`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.steps = base, 0
+        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, base.state
+        self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step()
+        self.steps += 1
+        for slow, fast in zip(
+            self.slow, (p for g in self.param_groups for p in g["params"]), strict=False
+        ):
+            if self.steps % 2 == 0:
+                fast.data.copy_(slow.add_(fast.data - slow, alpha=0.5))
+
+
+def grown_and_wrapped(folder: Path | None) -> Tensor:
+    """A BatchNorm is added while a wrapped optimizer trains."""
+    x, y = points(16, torch.float64).tensors
+    model = nn.Sequential(line().double())
+    optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.1))
+    manager = trainer = None
+    if folder is not None:
+        manager = manager_for(folder, sync_bn=True)
+        trainer = manager.prepare(model, optimizer)
+    for number in range(5):
+        if number == 2:
+            model.append(nn.BatchNorm1d(1).double())
+            optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.01})
+        batch = [x[number : number + 7], y[number : number + 7]]
+        if trainer is None:
+            model.zero_grad()
+            squares(model, batch).backward()
+            optimizer.step()
+        else:
+            with trainer.step(manager.shard(batch)) as mine:
+                trainer.backward(squares(model, mine))
+    if manager is not None:
+        manager.finish()
+    return torch.cat([flat(model), *(b.flatten() for b in model.buffers())])
+
+
+def test_layers_and_optimizers_of_any_kind_may_join(tmp_path: Path) -> None:
+    expected = grown_and_wrapped(None)
+    for ranks in (1, 3):
+        for found in run_ranks(ranks, grown_and_wrapped, tmp_path / str(ranks)):
+            assert (found - expected).norm() <= 1e-12 * expected.norm(), ranks
+
+
 def of_two_batches(folder: Path, apart: bool) -> None:
     manager = manager_for(folder)
     model = line().double()

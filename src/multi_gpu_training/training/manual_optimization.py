@@ -37,7 +37,7 @@ from multi_gpu_training.distributed.progress_slot import (
     note_step,
 )
 from multi_gpu_training.errors import ConfigError, ModelError
-from multi_gpu_training.torch_internals import RunningStatsBase
+from multi_gpu_training.torch_internals import RunningStatsBase, complete_optimizer
 from multi_gpu_training.training.backward_arguments import (
     checked_loss,
     chosen_slots,
@@ -122,7 +122,9 @@ class ManualTrainer:
         # On several ranks, hooks on gradients wait for those of all ranks.
         self._hooks = DelayedHooks(at_once=True, but=self._refuse_foreign)
         state.callbacks.add(_LookBeforeSave(self.look))
+        self._groups = self._group_lists()
         for slot in self._slots:
+            complete_optimizer(slot.optimizer, calls_hooks=True)
             slot.optimizer.register_step_pre_hook(self._before_move)
             slot.optimizer.register_step_post_hook(self._after_move)
             if state.placement.dp_size > 1:
@@ -168,6 +170,9 @@ class ManualTrainer:
         if self._inside:
             raise ModelError("trainer.step() inside of trainer.step(); end the first block before")
         note_step(state.step + 1, begun=True)
+        if (groups := self._group_lists()) != self._groups:
+            self._groups = groups
+            state.strategy.take_layers()
         share = self._sharded if batch is None else self._share_of(batch)
         self._weight = 1.0 if share is None else float(share.count)
         self._share = share or Share(state.epoch, state.position, (), 1, 0, True, True, state.step)
@@ -205,6 +210,11 @@ class ManualTrainer:
             mark(given, share)
         self._attend(share)
         return given
+
+    def _group_lists(self) -> list[tuple[int, int]]:
+        """Tells whether the user gave an optimizer further parameters, or others."""
+        groups = [group["params"] for one in self.optimizers for group in one.param_groups]
+        return [(id(group), len(group)) for group in groups]
 
     def _share_of(self, batch: Any) -> Share:
         state = self._state

@@ -162,6 +162,7 @@ class StepState:
     def take_new_parameters(self) -> None:
         """Adopt the parameters now trained. Every rank must have changed the same; collective."""
         before, known = self.parameters, {id(p) for p in (*self.parameters, *self._frozen)}
+        self.strategy.take_layers()
         self.find_parameters()
         names = [name for name, p in self.trained.named_parameters() if p.requires_grad]
         for rank, theirs in enumerate(self.placement.gather_json(names)):

@@ -18,7 +18,11 @@ from torch.optim import Optimizer
 
 from multi_gpu_training.config import MultiGPUConfig
 from multi_gpu_training.data.order import Share
-from multi_gpu_training.distributed.batchnorm import SyncBatchNorm, refuse_other_layers
+from multi_gpu_training.distributed.batchnorm import (
+    SyncBatchNorm,
+    refuse_other_layers,
+    synchronise_batchnorm,
+)
 from multi_gpu_training.distributed.placement import Placement
 from multi_gpu_training.distributed.replicas import check_replicas
 from multi_gpu_training.errors import ModelError
@@ -118,6 +122,15 @@ class Strategy(ABC):
 
     def _find_parameters(self) -> None:
         self.parameters = [p for p in self.step_module.trained.parameters() if p.requires_grad]
+
+    def take_layers(self) -> None:
+        """The user may have added layers: a BatchNorm among them must be one over all ranks."""
+        module = self.step_module
+        if self.placement.dp_size > 1:
+            for part in filter(None, (module.model, module.beside)):
+                synchronise_batchnorm(part, self.placement, not self.config.sync_bn)
+        if any(isinstance(one, SyncBatchNorm) for one in module.trained.modules()):
+            self.forward_exchanges = module.needs_graph = True
 
     def _find_exchanges(self) -> None:
         module = self.step_module
