@@ -40,6 +40,7 @@ MODULES = (
     "exactness_losses",
     "exactness_data",
     "exactness_loops",
+    "exactness_own_backward",
     "exactness_attacks",
     "exactness_blind",
     "exactness_sharded",
