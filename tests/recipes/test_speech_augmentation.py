@@ -14,12 +14,29 @@ from multi_gpu_training.recipes.recipe import find_recipe
 from multi_gpu_training.recipes.speech import SpeechOptions, keep_resumed
 from multi_gpu_training.recipes.speech.audio import trimmed
 from multi_gpu_training.recipes.speech.augmentation import NOISE_DB, Augmentation
+from multi_gpu_training.recipes.speech.ctc import possible
 from multi_gpu_training.recipes.speech.dataset import Batch, cropped
-from multi_gpu_training.recipes.speech.features import DRAWS, LogMel, mel_filters, warped_bins
+from multi_gpu_training.recipes.speech.features import (
+    DRAWS,
+    LogMel,
+    at_pace,
+    mel_filters,
+    warped_bins,
+)
 from multi_gpu_training.recipes.speech.speech_model import Recogniser, Size
 
 RATE = 8000
-VOICE = ("pitch", "vocal_tract", "noise", "reverb", "gain", "equaliser", "contour", "compression")
+VOICE = (
+    "pitch",
+    "vocal_tract",
+    "noise",
+    "reverb",
+    "gain",
+    "equaliser",
+    "contour",
+    "compression",
+    "rhythm",
+)
 OFF = dict.fromkeys(VOICE, 0.0)
 TINY = Size(16, 2, 4, 6, 12.0, 4, 3, 20, 0.0)
 
@@ -39,7 +56,7 @@ def made(batch: Batch, key: int = 1, first: int = 0, **given: float) -> Batch:
     return Augmentation(RATE, **{**OFF, **given})(batch, SampleRandom(numbers, key))
 
 
-ALL = dict(zip(VOICE, (0.2, 0.2, 0.7, 0.5, 6.0, 6.0, 6.0, 0.3), strict=True))
+ALL = dict(zip(VOICE, (0.2, 0.2, 0.7, 0.5, 6.0, 6.0, 6.0, 0.3, 0.5), strict=True))
 
 
 def test_what_an_utterance_becomes_does_not_depend_on_the_batch_around_it() -> None:
@@ -65,6 +82,7 @@ def test_shares_of_a_batch_are_rounded_as_the_whole_is() -> None:
                 part = Batch(*(field[start:end] for field in batch))
                 alone = made(part, first=start, **{name: amount})
                 assert torch.equal(alone.sound, whole.sound[start:end]), (name, size, start)
+                assert torch.equal(alone.warps, whole.warps[start:end]), (name, size, start)
 
 
 def energy(sound: Tensor, samples: Tensor) -> Tensor:
@@ -172,6 +190,42 @@ def test_voices_lie_within_their_shares_and_on_both_sides() -> None:
     assert 1 / 1.2 <= float(pitch.min()) < 0.86 and 1.17 < float(pitch.max()) <= 1.2
     assert 1 / 1.1 <= float(tract.min()) < 0.93 and 1.08 < float(tract.max()) <= 1.1
     assert 0.4 < float((pitch > 1).float().mean()) < 0.6
+
+
+def test_each_moment_passes_at_its_pace_and_silence_follows_the_last() -> None:
+    ramp = torch.arange(40.0).view(1, 40, 1).expand(2, 40, 3)
+    lengths = torch.tensor([30, 40])
+    same, kept = at_pace(ramp, lengths, torch.ones(2, 4), 10)
+    assert kept.tolist() == [30, 40]
+    assert torch.equal(same[0, :30], ramp[0, :30]) and not bool(same[0, 30:].any())
+    # Ten frames at half the pace, then twice the pace to the end.
+    paces = torch.tensor([[0.5, 2.0, 2.0, 2.0], [1.0, 1.0, 1.0, 1.0]])
+    moved, kept = at_pace(ramp, lengths, paces, 10)
+    assert kept.tolist() == [22, 40]
+    wanted = torch.cat([0.5 * torch.arange(10), 4.5 + 2 * torch.arange(1, 13)])
+    assert torch.allclose(moved[0, :22, 0], wanted)
+    alone, _ = at_pace(ramp[:1], lengths[:1], paces[:1], 10)
+    assert torch.equal(alone[0], moved[0])
+
+
+def test_rhythm_makes_utterances_shorter_and_longer_and_leaves_room_for_their_text() -> None:
+    batch = tones(300, 8000)
+    sizes = torch.linspace(0, 20, 300).long()
+    targets = torch.arange(1, 21).expand(300, 20)
+    batch = batch._replace(targets=targets, sizes=sizes)
+    torch.manual_seed(0)
+    model = Recogniser(TINY, 29, RATE, normalise="tilt").eval()
+    before = model.features.lengths(batch.samples)
+    warps = made(batch, rhythm=0.5, frame=4 * 80).warps
+    level = torch.ones(300, 101, 20)
+    _, after = at_pace(level, before, warps[:, 2:], 10)
+    share = (after / before)[sizes == 0]  # nothing is said: no text holds them back
+    assert 0.4 < float(share.min()) < 0.8 and float((after / before).max()) > 1.2
+    # The longest fill their row: they can only pass faster.
+    assert bool((after <= 101).all()) and bool((after[-5:] <= before[-5:]).all())
+    _, frames = model(batch.sound, batch.samples, warps=warps)
+    assert bool(possible(frames, targets, sizes).all())
+    assert not bool(torch.equal(frames, model.lengths(batch.samples)))
 
 
 def test_a_warped_tone_is_heard_where_the_warped_frequency_lies() -> None:
@@ -303,7 +357,7 @@ def test_a_run_of_version_01_goes_on_as_it_was() -> None:
     assert (options.speed, options.pitch, options.reverb) == (0.15, 0.0, 0.0)
     assert (options.split, options.lexicon, options.normalise) == ("official", "none", "bands")
     assert options.noise == 0.5  # what the user asks for now
-    assert options.equaliser == 0.0
+    assert options.equaliser == options.rhythm == 0.0
     between = SpeechOptions()
     had = {name: v for name, v in between.model_dump().items() if name != "equaliser"}
     keep_resumed(between, had)  # when auto chose otherwise

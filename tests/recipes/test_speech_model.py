@@ -165,7 +165,7 @@ def test_the_loss_reads_no_value_on_the_host() -> None:
             torch.zeros(2, dtype=torch.int64),
         )
         faked = Batch(*(fake.from_tensor(t) for t in batch))
-        augmentation = Augmentation(8000, 0.2, 0.2, noise=0.7, reverb=0.5, gain=6.0)
+        augmentation = Augmentation(8000, 0.2, 0.2, noise=0.7, reverb=0.5, gain=6.0, rhythm=0.5)
         numbers = fake.from_tensor(torch.tensor([5, 2]))
         faked = augmentation(faked, SampleRandom(numbers, 3))
         mean, weight = Objective(augment=True, warp=True)(recogniser, faked)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_speech_data import write_wav
 from test_speech_tables import write_four
 
 from multi_gpu_training.errors import ConfigError, DataError
@@ -59,6 +60,27 @@ def test_they_say_what_training_says_and_are_never_tested_on(
     read = SpeechPipeline(dict(job.description or {}), chosen.model_dump())
     assert len(read.examples(2)) == 2
     assert read.evaluate(read.build_model())["wer"] > 0
+
+
+def test_a_small_vocabulary_of_few_speakers_is_advised_to_take_more_voices(tmp_path: Path) -> None:
+    recipe = find_recipe("speech")
+    rows = [
+        f"{write_wav(tmp_path / f'{who}{take}{word}.wav').name},{word},{who}"
+        for who in ("ann", "bob", "eve")
+        for take in range(6)
+        for word in ("seven", "three")
+    ]
+    table = tmp_path / "words.csv"
+    table.write_text("\n".join(["path,text,speaker", *rows]) + "\n")
+
+    def lines(**given: object) -> str:
+        options = SpeechOptions(data_dir=str(table), held_out_speaker="ann", **given)  # type: ignore[arg-type]
+        job = recipe.build(recipe.config({}), options)
+        return "\n".join(job.callbacks[0].lines)  # type: ignore[attr-defined]
+
+    assert "only 2 speakers are trained on" in lines()
+    assert "synthetic_voices=100 adds voices (needs espeak-ng)" in lines()
+    assert "are trained on, and others" not in lines(lexicon="none")  # sentences of any words
 
 
 def test_without_espeak_the_package_is_named(

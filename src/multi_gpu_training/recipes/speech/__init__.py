@@ -50,10 +50,12 @@ BEFORE: dict[str, Any] = {
     "contour": 0.0,
     "compression": 0.0,
     "crop": 0.0,
+    "rhythm": 0.0,
     "spec_augment": True,
     "lexicon": "none",
     "synthetic_voices": 0,
 }
+FEW_SPEAKERS = 10  # to learn a small vocabulary from, so that more voices are advised
 VARIATIONS = (
     "speed",
     "pitch",
@@ -65,6 +67,7 @@ VARIATIONS = (
     "contour",
     "compression",
     "crop",
+    "rhythm",
     "spec_augment",
 )
 
@@ -128,6 +131,12 @@ class SpeechOptions(Options):
     crop: float = Field(
         0.08, ge=0, le=1, description="either end cut off by up to this many seconds"
     )
+    rhythm: float = Field(
+        0.5,
+        ge=0,
+        le=2,
+        description="the whole and each moment longer or shorter by up to this share",
+    )
     spec_augment: bool = Field(True, description="hide bands and stretches of time")
     buckets: int = Field(6, ge=1, le=10_000, description="lengths that batches are padded to")
     decoder: Literal["greedy", "beam"] = Field("greedy", description="how to decode the test")
@@ -166,8 +175,8 @@ def build(config: MultiGPUConfig, options: SpeechOptions) -> Job:
     )
     lexicon = None if words is None else Lexicon(words, data.alphabet)
     decoder = Decoder(options.decoder, options.beam_width, lexicon)
-    augmentation = augmentation_of(options, data.rate)
-    warp = augmentation is not None and bool(options.pitch or options.vocal_tract)
+    augmentation = augmentation_of(options, data.rate, timing)
+    warp = augmentation is not None and bool(options.pitch or options.vocal_tract or options.rhythm)
     return Job(
         model=model,
         dataset=train,
@@ -242,13 +251,13 @@ def keep_resumed(options: SpeechOptions, had: dict[str, Any] | None) -> None:
             setattr(options, name, had.get(name, before))
 
 
-def augmentation_of(options: SpeechOptions, rate: int) -> Augmentation | None:
+def augmentation_of(options: SpeechOptions, rate: int, timing: Timing) -> Augmentation | None:
     """What is done to training utterances on the device; None for nothing."""
     names = set(VARIATIONS) - {"speed", "crop", "spec_augment"}
     given = options.model_dump(include=names)
     if not options.augment or not any(given.values()):
         return None
-    return Augmentation(rate, **given)
+    return Augmentation(rate, **given, frame=timing.subsampling * timing.hop)
 
 
 def announced(data: SpeechData, options: SpeechOptions, words: list[str] | None) -> list[str]:
@@ -269,6 +278,11 @@ def announced(data: SpeechData, options: SpeechOptions, words: list[str] | None)
             lines.append(
                 f"of {len(said):,} words in the test, {unknown:,} are not among them and cannot "
                 "be read"
+            )
+        if 0 < data.speakers < FEW_SPEAKERS and not options.synthetic_voices:
+            lines.append(
+                f"only {data.speakers} speakers are trained on, and others will be read worse; "
+                "synthetic_voices=100 adds voices (needs espeak-ng)"
             )
     return lines
 

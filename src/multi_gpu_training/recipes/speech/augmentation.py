@@ -2,7 +2,8 @@
 
 Tensor operations on the device, keyed by (seed, epoch, utterance): the number of ranks changes
 nothing, and a step with them can be one graph. Speed is changed in `dataset`, since it moves the
-length; pitch and the vocal tract are warps of the frequency axis, which `features` applies.
+length; pitch and the vocal tract are warps of the frequency axis, and rhythm is one of time, which
+`features` applies.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from multi_gpu_training.data.randomness import SampleRandom
+from multi_gpu_training.recipes.speech.ctc import frames_needed
 from multi_gpu_training.recipes.speech.dataset import Batch
-from multi_gpu_training.recipes.speech.features import inside
+from multi_gpu_training.recipes.speech.features import BEAT_S, inside
 
 ROOM_S = 0.3  # of an impulse response; what comes later is below hearing here
 REVERB_S = (0.1, 0.6)  # time until a room is 60 dB quieter
@@ -38,6 +40,8 @@ class Augmentation:
     contour: how many decibels each moment is quieter or louder at most, changing smoothly: how
     loud consonants are beside vowels differs from voice to voice.
     compression: by up to this share, differences in loudness become smaller, or larger.
+    rhythm: by which share the whole, and each moment of it, lasts longer or shorter at most.
+    frame: samples of one output frame, since a text needs so many of them.
     """
 
     rate: int
@@ -49,6 +53,8 @@ class Augmentation:
     equaliser: float = 0.0
     contour: float = 0.0
     compression: float = 0.0
+    rhythm: float = 0.0
+    frame: int = 1
 
     def __call__(self, batch: Batch, random: SampleRandom) -> Batch:
         # What is drawn comes in one piece, so that one switch changes no other's numbers.
@@ -59,6 +65,8 @@ class Augmentation:
             sound = self.heard(sound.float(), batch.samples, u[:, 2:], random)
         if self.contour or self.compression:
             sound = self.shaped(sound.float(), batch.samples, random)
+        if self.rhythm:
+            warps = torch.cat([warps, self.paces(batch, random)], 1)
         return batch._replace(sound=sound, warps=warps)
 
     def heard(self, sound: Tensor, samples: Tensor, u: Tensor, random: SampleRandom) -> Tensor:
@@ -108,6 +116,18 @@ class Augmentation:
         at = (torch.arange(sound.shape[1], device=sound.device) + 0.5) / moment - 0.5
         decibels = between_points(F.pad(decibels, (0, 1)), at.clamp(0, size - 1))
         return sound * (decibels * (math.log(10) / 20)).exp()
+
+    def paces(self, batch: Batch, random: SampleRandom) -> Tensor:
+        """(batch, moments): how fast each moment passes. No utterance outgrows its row, or becomes
+        too short for its text."""
+        size = batch.sound.shape[1]
+        moments = -(-size // round(BEAT_S * self.rate))
+        u = random.uniform(1 + moments)
+        paces = spread(u[:, :1], self.rhythm) * spread(u[:, 1:], self.rhythm)
+        samples = batch.samples.unsqueeze(1).to(paces.dtype)
+        needed = (frames_needed(batch.targets, batch.sizes) * self.frame).clamp(min=1).unsqueeze(1)
+        fastest = (samples / needed).clamp(min=1.0)
+        return torch.minimum(paces.maximum(samples / size), fastest)
 
     def room(self, taps: int, u: Tensor, random: SampleRandom) -> Tensor:
         """(batch, taps + 1): what follows the direct sound; all zero where there is no room."""

@@ -60,7 +60,8 @@ class Batch(NamedTuple):
     """sound (batch, samples) int16, targets (batch, labels), and how much of each row counts.
 
     draws: random numbers of each utterance, for SpecAugment on the device.
-    warps: (batch, 2) by which pitch and vocal tract scale its frequencies; ones where nothing does.
+    warps: (batch, 2) by which pitch and vocal tract scale its frequencies, ones where nothing does;
+    while training, maybe followed by how fast each moment passes (see `features.at_pace`).
     groups: the group of each utterance, in a test.
     """
 

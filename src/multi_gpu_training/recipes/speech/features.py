@@ -17,6 +17,9 @@ FLOOR = 1e-6  # power below which all sound is silence
 QUIET = 1e-3  # of the loudness of an utterance: what lies below it tells of rooms, not of words
 HEARD_BEFORE = 20.0  # frames
 BENDS = 3  # of a mean spectrum that are a recording's: its level, its tilt, its curvature
+HOP_S = 0.01  # from frame to frame
+BEAT_S = 0.1  # of a varied utterance that pass at one pace
+TICKS = 1024  # of a frame: whole numbers add up alike on every device
 NormaliseName = Literal["auto", "tilt", "utterance", "running", "bands"]
 
 
@@ -38,7 +41,7 @@ class LogMel(nn.Module):
         mels: int,
         normalise: str = "bands",
         window_s: float = 0.025,
-        hop_s: float = 0.01,
+        hop_s: float = HOP_S,
     ):
         super().__init__()
         self.normalise = normalise
@@ -216,6 +219,26 @@ def spec_augment(
         frames = stretch(mine[:, 2:], lengths.to(features.dtype), time, features.shape[1])
         hidden |= band[:, None] | frames[:, :, None]
     return torch.where(hidden, 0.0, features)
+
+
+def at_pace(features: Tensor, lengths: Tensor, paces: Tensor, beat: int) -> tuple[Tensor, Tensor]:
+    """Features of which `beat` frames at a time pass at another pace (batch, moments), and how many
+    there are then."""
+    size = features.shape[1]
+    speeds = (paces * TICKS).round().long()
+    at = torch.arange(size, device=features.device)
+    # The pace of a frame is how far it lies behind the one before.
+    ticks = speeds[:, (at // beat).clamp(max=speeds.shape[1] - 1)].cumsum(1) - speeds[:, :1]
+    last = TICKS * (lengths - 1).unsqueeze(1)
+    kept = (ticks <= last).sum(1)
+    ticks = torch.minimum(ticks, last.clamp(min=0))
+    before = ticks // TICKS
+    share = ((ticks - before * TICKS).to(features.dtype) / TICKS).unsqueeze(2)
+    rows = torch.arange(len(features), device=features.device).unsqueeze(1)
+    early, late = features[rows, before], features[rows, (before + 1).clamp(max=size - 1)]
+    # No lerp: its rounding depends on where in a batch a value lies.
+    moved = early + (late - early) * share
+    return torch.where(inside(kept, size).unsqueeze(2), moved, 0.0), kept
 
 
 def stretch(draws: Tensor, total: Tensor, share: float, size: int) -> Tensor:

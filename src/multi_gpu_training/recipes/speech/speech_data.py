@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -72,6 +72,7 @@ class SpeechData:
     test: list[Clip]
     notes: list[str]
     groups: list[SpeakerGroup] = field(default_factory=lambda: [SpeakerGroup()])
+    speakers: int = 0  # recorded ones that are trained on; 0: not known
 
     def describe(self) -> str:
         hours = sum(clip.samples for clip in self.train) / self.rate / 3600
@@ -156,7 +157,8 @@ def from_folder(
             f"trained on {cut:,} recordings, and on {len(said):,} utterances of "
             f"{synthesis.voices:,} synthetic voices ({version()})"
         )
-    return _without_impossible(name, rate, chosen, train, test, notes, groups)
+    found = _without_impossible(name, rate, chosen, train, test, notes, groups)
+    return replace(found, speakers=len({entry.speaker for entry in corpus.train} - {""}))
 
 
 def test_groups(corpus: SpeechCorpus) -> list[SpeakerGroup]:

@@ -9,7 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from multi_gpu_training.recipes.speech.features import LogMel, inside, spec_augment
+from multi_gpu_training.recipes.speech.features import (
+    BEAT_S,
+    HOP_S,
+    LogMel,
+    at_pace,
+    inside,
+    spec_augment,
+)
 from multi_gpu_training.recipes.speech.lmu import LMU
 
 SizeName = Literal["small", "base"]
@@ -75,8 +82,10 @@ class Recogniser(nn.Module):
         warps: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`draws` are the random numbers of SpecAugment, `masks` its shares of bands and time;
-        `warps` makes other voices (see `LogMel`)."""
-        x, lengths = self.features(sound, samples, warps)
+        `warps` (batch, 2 and more) makes other voices (see `LogMel`), at other paces."""
+        x, lengths = self.features(sound, samples, None if warps is None else warps[:, :2])
+        if warps is not None and warps.shape[1] > 2:
+            x, lengths = at_pace(x, lengths, warps[:, 2:], round(BEAT_S / HOP_S))
         if draws is not None:
             x = spec_augment(x, lengths, draws, *masks)
         for halving in self.subsampling:
